@@ -1,0 +1,46 @@
+"""One sequence's map from logical to physical blocks, and the change of it that a delta carries.
+
+Knows block numbers and positions. Who owns a block, and when one is copied, is the cache manager's business.
+"""
+
+from dataclasses import dataclass, field
+
+from kv_cache.block import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """Keep the first `first_index` entries, then append `block_ids`: all that a copy of the table must be told.
+
+    Where nothing was shared `first_index` is the old length and `block_ids` what was added. After a copy-on-write it is
+    the index of the first replaced block, and `block_ids` is the whole table from there on.
+    """
+
+    first_index: int
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """`block_ids[i]` holds the tokens at positions i * block_size up to (i + 1) * block_size."""
+
+    block_ids: list[BlockId] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of the table in blocks."""
+        return len(self.block_ids)
+
+    def slot(self, position: int, block_size: int) -> int:
+        """Where the token at `position` lies in a cache seen as one row of num_blocks * block_size tokens."""
+        assert 0 <= position < len(self.block_ids) * block_size, (
+            f"position {position} lies outside a table of {len(self.block_ids)} blocks of {block_size} tokens"
+        )
+        return self.block_ids[position // block_size] * block_size + position % block_size
+
+    def apply(self, change: TableChange) -> None:
+        """Bring the table up to date with a change made elsewhere to a table that was equal to it."""
+        assert 0 <= change.first_index <= len(self.block_ids), (
+            f"change keeps {change.first_index} blocks of a table of {len(self.block_ids)}"
+        )
+        self.block_ids[change.first_index :] = change.block_ids

@@ -1,0 +1,131 @@
+"""How many blocks a rank's memory holds, and why that many, in words.
+
+Knows bytes that somebody else measured. Knows nothing of devices; ranks agree on the smallest number elsewhere.
+"""
+
+from dataclasses import dataclass
+
+from kv_cache.block import num_blocks_for
+from kv_cache.cache_spec import CacheSpec
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMeasurement:
+    """What a device has and what is taken of it before the cache, in bytes.
+
+    `activation_bytes` is the peak of the largest step; `non_torch_bytes` is what the process holds outside the
+    allocator of the framework (libraries, graphs, communication buffers).
+    """
+
+    total_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    non_torch_bytes: int
+
+    @property
+    def taken_bytes(self) -> int:
+        """Everything but the cache."""
+        return self.weights_bytes + self.activation_bytes + self.non_torch_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizing:
+    """The numbers and `reason`, several lines for people: each share, and what limited the number."""
+
+    num_device_blocks: int
+    num_host_blocks: int
+    reason: str
+
+
+def size_cache(
+    spec: CacheSpec,
+    measurement: MemoryMeasurement | None,
+    *,
+    num_blocks: int | None,
+    memory_utilization: float,
+    swap_space_bytes: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> CacheSizing:
+    """The blocks of one rank.
+
+    `num_blocks` is taken as it stands and needs no measurement. Without it: what `memory_utilization` of the memory
+    leaves beside weights, activations and the rest, but no more than `max_num_seqs` sequences of `max_model_len` tokens
+    can use, and never less than 0 (see `check_cache_holds_one_sequence`). `swap_space_bytes` is this rank's own.
+    """
+    num_host_blocks = swap_space_bytes // spec.block_bytes
+    if num_blocks is not None:
+        num_device_blocks, lines = num_blocks, ["set by cache.num_blocks"]
+    else:
+        assert measurement is not None, "without cache.num_blocks the number of blocks needs a measurement"
+        num_device_blocks, lines = _profiled_blocks(spec, measurement, memory_utilization, max_num_seqs, max_model_len)
+    header = f"cache on the device: {_describe_blocks(num_device_blocks, spec)}, {format_bytes(spec.block_bytes)} each"
+    footer = f"cache on the host: {_describe_blocks(num_host_blocks, spec)}"
+    return CacheSizing(
+        num_device_blocks, num_host_blocks, "\n".join([header, *(f"  {line}" for line in lines), footer])
+    )
+
+
+def check_cache_holds_one_sequence(
+    num_blocks: int, block_size: int, max_model_len: int, *, is_profiled: bool = False
+) -> None:
+    """Raise ValueError unless the longest sequence allowed fits when it is alone: otherwise it could never finish.
+
+    `is_profiled`: the number came from memory and not from `cache.num_blocks`, so the way out is another one.
+    """
+    num_tokens = num_blocks * block_size
+    if num_tokens >= max_model_len:
+        return
+    if is_profiled:
+        raise ValueError(
+            f"memory leaves room for {num_blocks} cache blocks, which hold {num_tokens} tokens, "
+            f"but model.max_model_len is {max_model_len}: "
+            f"raise cache.gpu_memory_utilization or lower model.max_model_len"
+        )
+    raise ValueError(
+        f"cache.num_blocks={num_blocks} holds {num_tokens} tokens but model.max_model_len is {max_model_len}: "
+        f"raise cache.num_blocks to at least {num_blocks_for(max_model_len, block_size)} or lower max_model_len"
+    )
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`17 B`, `1.5 KiB`, `24.0 MiB`, `-2.0 GiB`: the largest unit of which there is at least one."""
+    for unit, unit_bytes in _UNITS:
+        if abs(num_bytes) >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _profiled_blocks(
+    spec: CacheSpec, measurement: MemoryMeasurement, memory_utilization: float, max_num_seqs: int, max_model_len: int
+) -> tuple[int, list[str]]:
+    allowed_bytes = int(measurement.total_bytes * memory_utilization)
+    left_bytes = allowed_bytes - measurement.taken_bytes
+    num_fitting = max(0, left_bytes // spec.block_bytes)
+    num_useful = max_num_seqs * num_blocks_for(max_model_len, spec.block_size)
+    lines = [
+        f"device memory {format_bytes(measurement.total_bytes)}, of which cache.gpu_memory_utilization="
+        f"{memory_utilization:g} allows {format_bytes(allowed_bytes)}",
+        f"weights {format_bytes(measurement.weights_bytes)}",
+        f"activations of the largest step {format_bytes(measurement.activation_bytes)}",
+        f"outside the tensors {format_bytes(measurement.non_torch_bytes)}",
+        f"left for the cache {format_bytes(left_bytes)}, room for {num_fitting} blocks",
+        _describe_limit(num_fitting, num_useful, max_num_seqs, max_model_len),
+    ]
+    return min(num_fitting, num_useful), lines
+
+
+def _describe_limit(num_fitting: int, num_useful: int, max_num_seqs: int, max_model_len: int) -> str:
+    need = f"{max_num_seqs} sequences (scheduler.max_num_seqs) of {max_model_len} tokens (model.max_model_len)"
+    if num_fitting >= num_useful:
+        return f"limited by need: {need} use at most {num_useful} blocks"
+    return f"limited by memory: {need} could use {num_useful} blocks"
+
+
+def _describe_blocks(num_blocks: int, spec: CacheSpec) -> str:
+    return (
+        f"{num_blocks} blocks of {spec.block_size} tokens "
+        f"({num_blocks * spec.block_size} tokens, {format_bytes(num_blocks * spec.block_bytes)})"
+    )

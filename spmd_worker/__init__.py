@@ -1,0 +1,23 @@
+"""A torchrun SPMD runtime for offline LLM inference. What people import is offered lazily (PEP 562)."""
+
+from importlib import import_module
+from typing import Any
+
+_OFFERED = {
+    "LLM": "spmd_worker.llm",
+    "SamplingParams": "spmd_worker.sequence.sampling_params",
+    "RequestOutput": "spmd_worker.sequence.outputs",
+    "CompletionOutput": "spmd_worker.sequence.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]  # noqa: F822 (offered by __getattr__)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OFFERED:
+        raise AttributeError(f"module 'spmd_worker' has no attribute {name!r}")
+    return getattr(import_module(_OFFERED[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_OFFERED])

@@ -1,0 +1,29 @@
+"""What attention over a paged cache offers to a layer.
+
+T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size. The packing of a block belongs to the backend;
+everybody else moves blocks whole.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from spmd_worker.attention.metadata import AttentionMetadata
+
+
+class AttentionBackend(Protocol):
+    """Passed as an argument to the attention layers."""
+
+    def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
+        """Shape of one block of one layer: 2 * num_kv_heads * block_size * head_size elements in the backend's order."""
+
+    def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
+        """Put keys and values [T, Hkv, D] of this step into `layer_cache` [blocks, *block_shape]."""
+
+    def attend(
+        self, query: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int
+    ) -> Tensor:
+        """Causal attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D].
+
+        `window` 0 looks at everything before; otherwise at the last `window` keys, the query's own included.
+        """

@@ -1,0 +1,25 @@
+"""Where each token of a step stands: in which sequence, at which position, in which block of the cache.
+
+S: sequences; T: tokens; B: blocks of the longest table. Built once a step by `runner/batch_builder.py` and passed as an
+argument to every layer. Knows nothing about heads, dtypes or packing.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """`query_starts[i]:query_starts[i + 1]` are the tokens of sequence i (S + 1 numbers on the host).
+
+    `context_lengths[i]` counts the keys sequence i may look at, those of this step included (S numbers on the host).
+    `block_tables` int64 [S, B], padded with zeros; `token_blocks` and `token_offsets` int64 [T]: the block that takes a
+    token's key and value, and the place inside it.
+    """
+
+    query_starts: tuple[int, ...]
+    context_lengths: tuple[int, ...]
+    block_tables: Tensor
+    token_blocks: Tensor
+    token_offsets: Tensor

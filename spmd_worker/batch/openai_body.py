@@ -1,0 +1,146 @@
+"""Builds the bodies of OpenAI responses: completions and chat completions.
+
+Knows outputs and the two shapes in which log-probabilities are written. Knows nothing about files or errors. Every
+value follows from the row alone: `created` is 0 and ids carry the row's index, so that a job that is run again, or
+resumed, writes the same bytes. What depends on the other rows of the run (tokens found in the prefix cache) is left
+out.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from spmd_worker.batch.row import EncodedRow
+from spmd_worker.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+
+_CREATED: Final = 0
+_LOWEST_LOGPROB: Final = -9999.0
+"""Written for minus infinity, which JSON cannot hold; OpenAI's own value for "very unlikely"."""
+
+JsonObject = dict[str, Any]
+
+
+def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
+    """Body of a response of /v1/completions."""
+    choices = [
+        _choice(completion, {"text": completion.text}, _completion_logprobs(completion))
+        for completion in output.outputs
+    ]
+    return _body("text_completion", f"cmpl-{row.index}", row, output, choices, model_name)
+
+
+def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
+    """Body of a response of /v1/chat/completions."""
+    choices = [
+        _choice(
+            completion,
+            {"message": {"role": "assistant", "content": completion.text}},
+            _chat_logprobs(completion, row.sampling.logprobs or 0),
+        )
+        for completion in output.outputs
+    ]
+    return _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
+
+
+def logprob_records(position: TokenLogprobs) -> list[JsonObject]:
+    """One position of a plain row: the sampled token first, then the likeliest in order."""
+    return [
+        {"token_id": token_id, "token": entry.decoded_token, "logprob": finite(entry.logprob), "rank": entry.rank}
+        for token_id, entry in position.items()
+    ]
+
+
+def usage(output: RequestOutput) -> dict[str, int]:
+    """Token counts of a request; `completion_tokens` is the sum over its completions."""
+    num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+    return {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": num_output_tokens}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, _LOWEST_LOGPROB)
+
+
+def _body(
+    kind: str, body_id: str, row: EncodedRow, output: RequestOutput, choices: list[JsonObject], model_name: str
+) -> JsonObject:
+    counts = usage(output)
+    body: JsonObject = {
+        "id": body_id,
+        "object": kind,
+        "created": _CREATED,
+        "model": row.model if row.model is not None else model_name,
+        "choices": choices,
+        "usage": {**counts, "total_tokens": sum(counts.values())},
+    }
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprob_records(output)
+    return body
+
+
+def prompt_logprob_records(output: RequestOutput) -> list[list[JsonObject] | None]:
+    """Log-probabilities of the prompt, None for its first token, which nothing precedes."""
+    positions = output.prompt_logprobs or []
+    return [None if position is None else logprob_records(position) for position in positions]
+
+
+def _choice(completion: CompletionOutput, content: Mapping[str, Any], logprobs: JsonObject | None) -> JsonObject:
+    return {
+        "index": completion.index,
+        **content,
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _completion_logprobs(completion: CompletionOutput) -> JsonObject | None:
+    """Four parallel lists. Offsets count characters of the token texts before, from 0."""
+    if completion.logprobs is None:
+        return None
+    tokens, values, tops, offsets = [], [], [], []
+    offset = 0
+    for position in completion.logprobs:
+        texts = {token_id: _token_text(token_id, entry) for token_id, entry in position.items()}
+        sampled = next(iter(position))
+        tokens.append(texts[sampled])
+        values.append(finite(position[sampled].logprob))
+        tops.append(_top_by_text(position, texts))
+        offsets.append(offset)
+        offset += len(texts[sampled])
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _top_by_text(position: TokenLogprobs, texts: Mapping[int, str]) -> dict[str, float]:
+    """Text -> log-probability; of tokens with one text (parts of characters) the first stays."""
+    top: dict[str, float] = {}
+    for token_id, entry in position.items():
+        top.setdefault(texts[token_id], finite(entry.logprob))
+    return top
+
+
+def _chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject | None:
+    """One record per token, each with the `num_top` likeliest tokens of its position."""
+    if completion.logprobs is None:
+        return None
+    content = []
+    for position in completion.logprobs:
+        sampled, entry = next(iter(position.items()))
+        likeliest = sorted(position.items(), key=lambda item: item[1].rank)
+        top = [_chat_record(i, e) for i, e in likeliest if e.rank <= num_top]
+        content.append({**_chat_record(sampled, entry), "top_logprobs": top})
+    return {"content": content}
+
+
+def _chat_record(token_id: int, entry: Logprob) -> JsonObject:
+    text = _token_text(token_id, entry)
+    # A part of a character has no text of its own, so its bytes cannot be told from its text.
+    is_whole = entry.decoded_token is not None and "\ufffd" not in text
+    return {
+        "token": text,
+        "logprob": finite(entry.logprob),
+        "bytes": list(text.encode("utf-8", "surrogatepass")) if is_whole else None,
+    }
+
+
+def _token_text(token_id: int, entry: Logprob) -> str:
+    return entry.decoded_token if entry.decoded_token is not None else f"token_id:{token_id}"

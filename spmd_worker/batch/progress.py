@@ -1,0 +1,170 @@
+"""Shows people how far a job is, and what it came to.
+
+Knows counts, a clock and a text stream. Knows nothing about rows, files or ranks: whoever calls it is rank 0.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TextIO
+
+from tqdm import tqdm
+
+_DEFAULT_INTERVAL_S: Final = 10.0
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
+    monitor_interval = 0
+    """No monitor thread: a host's process should have the threads it had."""
+
+
+class Progress:
+    """Rows, output tokens per second and time left: a bar on a terminal, plain lines elsewhere.
+
+    Plain lines come at most every `interval_s` seconds, the first and the last always. `total_rows` is None when
+    unknown.
+    """
+
+    def __init__(
+        self,
+        total_rows: int | None,
+        stream: TextIO | None = None,
+        is_terminal: bool | None = None,
+        interval_s: float = _DEFAULT_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_rows = total_rows
+        self._stream = sys.stderr if stream is None else stream
+        self._is_terminal = self._stream.isatty() if is_terminal is None else is_terminal
+        self._interval_s = interval_s
+        self._clock = clock
+        self._start_s = clock()
+        self._last_shown_s: float | None = None
+        self._num_rows_shown: int | None = None
+        self._num_rows = 0
+        self._num_output_tokens = 0
+        self._bar: _Bar | None = None
+        self._is_closed = False
+
+    def update(self, rows: int, output_tokens: int) -> None:
+        """Count `rows` more finished rows and `output_tokens` more tokens, and show it when it is time to."""
+        self._num_rows += rows
+        self._num_output_tokens += output_tokens
+        now_s = self._clock()
+        if self._is_terminal:
+            self._show_bar(rows, now_s)
+        elif self._last_shown_s is None or now_s - self._last_shown_s >= self._interval_s:
+            self._show_line(now_s)
+
+    def close(self) -> None:
+        """Show the last state. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._is_terminal:
+            if self._num_rows_shown != self._num_rows:
+                self._show_line(self._clock())
+        elif self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+
+    def _show_bar(self, rows: int, now_s: float) -> None:
+        if self._bar is None:
+            self._bar = _Bar(total=self._total_rows, file=self._stream, unit=" rows", dynamic_ncols=True, desc="rows")
+        rate = self._tokens_per_s(now_s)
+        self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+        self._bar.update(rows)
+
+    def _show_line(self, now_s: float) -> None:
+        self._last_shown_s = now_s
+        self._num_rows_shown = self._num_rows
+        total = "" if self._total_rows is None else f" of {self._total_rows:,}"
+        parts = [
+            f"{self._num_rows:,}{total} rows",
+            f"{self._num_output_tokens:,} output tokens",
+            f"{self._tokens_per_s(now_s):,.1f} tokens/s",
+        ]
+        left_s = self._seconds_left(now_s)
+        if left_s is not None:
+            parts.append(f"{format_seconds(left_s)} left")
+        print(", ".join(parts), file=self._stream, flush=True)
+
+    def _tokens_per_s(self, now_s: float) -> float:
+        elapsed_s = now_s - self._start_s
+        return self._num_output_tokens / elapsed_s if elapsed_s > 0 else 0.0
+
+    def _seconds_left(self, now_s: float) -> float | None:
+        if self._total_rows is None or not 0 < self._num_rows < self._total_rows:
+            return None
+        return (now_s - self._start_s) / self._num_rows * (self._total_rows - self._num_rows)
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.84 s`, `12.3 s`, `4 min 05 s`, `2 h 03 min`."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_summary(metrics: Mapping[str, Any]) -> str:
+    """The closing summary, one aligned line per fact, from the keys of metrics.json (DESIGN.md, section 7).
+
+    `error_codes`, a mapping of code to count, is shown when it is there. Keys that are missing leave out their line.
+    """
+    facts = [(label, text) for label, text in _facts(metrics) if text is not None]
+    width = max((len(label) for label, _ in facts), default=0)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in facts)
+
+
+def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    return [
+        ("rows", _count(metrics, "rows")),
+        ("error rows", _error_rows(metrics)),
+        ("prompt tokens", _prompt_tokens(metrics)),
+        ("output tokens", _count(metrics, "output_tokens")),
+        ("output tokens per second", _rate(metrics)),
+        ("time to load", _duration(metrics, "load_s")),
+        ("time to generate", _duration(metrics, "generate_s")),
+        ("time in all", _duration(metrics, "wall_s")),
+        ("peak memory", _memory(metrics)),
+        ("steps", _count(metrics, "steps")),
+        ("preemptions", _count(metrics, "preemptions")),
+    ]
+
+
+def _count(metrics: Mapping[str, Any], key: str) -> str | None:
+    return None if metrics.get(key) is None else f"{metrics[key]:,}"
+
+
+def _duration(metrics: Mapping[str, Any], key: str) -> str | None:
+    return None if metrics.get(key) is None else format_seconds(metrics[key])
+
+
+def _error_rows(metrics: Mapping[str, Any]) -> str | None:
+    count = _count(metrics, "error_rows")
+    codes = metrics.get("error_codes") or {}
+    if count is None or not codes:
+        return count
+    by_count = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
+    return f"{count} ({', '.join(f'{number:,} {code}' for code, number in by_count)})"
+
+
+def _prompt_tokens(metrics: Mapping[str, Any]) -> str | None:
+    total = _count(metrics, "prompt_tokens")
+    cached, computed = _count(metrics, "cached_prompt_tokens"), _count(metrics, "computed_prompt_tokens")
+    if total is None or cached is None or computed is None:
+        return total
+    return f"{total} ({computed} computed, {cached} from the cache)"
+
+
+def _rate(metrics: Mapping[str, Any]) -> str | None:
+    tokens, seconds = metrics.get("output_tokens"), metrics.get("generate_s")
+    return f"{tokens / seconds:,.1f}" if tokens is not None and seconds else None
+
+
+def _memory(metrics: Mapping[str, Any]) -> str | None:
+    num_bytes = metrics.get("peak_memory_bytes")
+    if num_bytes is None:
+        return None
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,98 @@
+"""The records a row passes through: what was asked, what it becomes when it can run, and what is wrong when it cannot.
+
+Knows the two row shapes of the input file. Knows nothing about files, tokenizers, models or ranks.
+
+    line --row_parser.parse_row--> Row --row_parser.resolve--> EncodedRow --row_writer.format_result--> line
+                     \\--------------> RowError <------/             RowError --row_writer.format_error--> line
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+RowKind = Literal["plain", "completion", "chat"]
+"""Shape of the output row: the project's own, an OpenAI completion or an OpenAI chat completion."""
+
+ErrorShape = Literal["plain", "openai"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to encode, with the tokens the tokenizer adds of its own accord (a beginning-of-sequence token, say)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPrompt:
+    """Token ids, used as they are: nothing is added. Whether they lie inside the vocabulary is `resolve`'s to check."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the chat template: plain JSON values, every message with a role.
+
+    `template_kwargs` are further variables the template may read (`enable_thinking`, `date_string`).
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One well-formed input row. `index` counts input rows from 0; `model` is the name an OpenAI body asked for."""
+
+    index: int
+    custom_id: str | None
+    kind: RowKind
+    prompt: Prompt
+    sampling: SamplingParams
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """A row that can run: its prompt is 1 to `max_model_len - 1` ids of the vocabulary, `sampling.max_tokens` is a
+    number.
+
+    `prompt` is the text that was encoded (a chat after its template), None for a row that gave token ids.
+    """
+
+    index: int
+    custom_id: str | None
+    kind: RowKind
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """A row that cannot run. `code` is one of the snake_case codes below, `message` says what to change.
+
+    Codes: line_too_long, invalid_utf8, invalid_json, nested_too_deeply, not_an_object, missing_key, invalid_value,
+    unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
+    unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_missing, chat_template_missing,
+    chat_template_error, prompt_too_long, token_out_of_vocabulary, request_refused.
+    """
+
+    index: int
+    custom_id: str | None
+    shape: ErrorShape
+    code: str
+    message: str
+
+
+def shape_of(kind: RowKind) -> ErrorShape:
+    """Shape of the error row of a row of this kind."""
+    return "plain" if kind == "plain" else "openai"

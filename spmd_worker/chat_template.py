@@ -1,0 +1,296 @@
+"""Renders a conversation with a model's chat template, in Jinja's sandbox and within bounds.
+
+Knows Jinja and the names that chat templates expect (those of transformers' `apply_chat_template`). Knows nothing about
+tokenizers or files. A template comes with a model folder and is not trusted: it sees plain JSON values only, reaches no
+Python attribute, and its loops, calls and text are counted, so that a mistake or a bomb ends in an error and not in a
+job that hangs. `strftime_now` is left undefined on purpose: an answer must not depend on the day it was computed.
+Templates that ask `strftime_now is defined` take their own constant date; others get an error that says so.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any, Final
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_OUTPUT_CHARACTERS: Final = 4 * 1024 * 1024
+_MAX_WORK_CHARACTERS: Final = 4 * MAX_OUTPUT_CHARACTERS
+_MAX_STEPS: Final = 1_000_000
+_MAX_ARGUMENT: Final = 100_000
+_MAX_NUMBER_BITS: Final = 256
+_WIDE_FIELD: Final = re.compile(r"[0-9]{6}|%[^a-zA-Z]*\*")
+_FILTERS_WITH_WIDTHS: Final = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
+
+_EXPECTED_FAILURES: Final = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+"""What a template's own code can raise while it is compiled or runs."""
+
+
+class ChatTemplateError(ValueError):
+    """The template cannot be compiled, refused the conversation, or went beyond its bounds."""
+
+
+class ChatTemplate:
+    """One template, compiled when first used. `variables` are the special tokens by name (`bos_token`, ...)."""
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        self._source = source
+        self._variables = dict(variables)
+        self._environment = _BoundedEnvironment()
+        self._stream: Callable[..., Iterator[str]] | None = None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text, at most `MAX_OUTPUT_CHARACTERS` long. Raises ChatTemplateError."""
+        try:
+            context = _plain({**self._variables, **(variables or {})})
+            # Templates test whether a key is there, and would write "None" for one that is null.
+            given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+            context |= {"messages": _plain(given), "add_generation_prompt": add_generation_prompt}
+            context = {"tools": None, "documents": None, **context}
+            return self._render(context)
+        except _EXPECTED_FAILURES as error:
+            raise ChatTemplateError(_explanation(error)) from error
+
+    def _render(self, context: dict[str, Any]) -> str:
+        if self._stream is None:
+            self._stream = self._environment.from_string(self._source).generate
+        pieces: list[str] = []
+        num_left = MAX_OUTPUT_CHARACTERS
+        self._environment.restart()
+        for piece in self._stream(context):
+            num_left -= len(piece)
+            if num_left < 0:
+                raise SecurityError(f"the chat template wrote more than {MAX_OUTPUT_CHARACTERS} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def _explanation(error: BaseException) -> str:
+    message = f"chat template: {error}" if str(error) else f"chat template: {type(error).__name__}"
+    if "strftime_now" in message:
+        message += " (today's date is not offered: pass the date in chat_template_kwargs or edit the template)"
+    return message
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of JSON's own types, so that a template meets no object with methods of its own."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise TypeError(f"a conversation holds plain JSON values, not {type(value).__name__}")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 the type Jinja declares
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also counts loop turns, calls and written text, and checks what multiplies."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, loopcontrols],
+            finalize=self._count_text,
+        )
+        self._num_steps_left = _MAX_STEPS
+        self._num_characters_left = _MAX_WORK_CHARACTERS
+        self.filters |= {name: _with_small_numbers(self.filters[name]) for name in _FILTERS_WITH_WIDTHS}
+        self.filters |= {"format": _format, "tojson": _to_json, _COUNTED: self._counted, _JOINED: _joined}
+        self.globals |= {"raise_exception": _raise_exception, "namespace": _TemplateNamespace}
+
+    def restart(self) -> None:
+        """Allow a rendering its whole budget."""
+        self._num_steps_left = _MAX_STEPS
+        self._num_characters_left = _MAX_WORK_CHARACTERS
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Called for every call a template makes. The names of Jinja's parameters are private, hence the override."""
+        self._count_step()
+        _check_numbers(args, kwargs)
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Called for the operators whose result may be far larger than their operands."""
+        _check_operation(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Called for every method a template takes, to find `str.format`."""
+        wrapper = super().wrap_str_format(value)
+        if wrapper is not None:
+            _check_format(value.__self__)
+        return wrapper
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Put a counter on what every loop iterates over, and a check where strings are joined."""
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            if loop.recursive:
+                raise SecurityError(f"line {loop.lineno}: recursive loops are not supported")
+            loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+        _replace_concatenations(tree)
+        tree.set_environment(self)
+        return tree
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._count_step()
+            yield item
+
+    def _count_step(self) -> None:
+        self._num_steps_left -= 1
+        if self._num_steps_left < 0:
+            raise SecurityError(f"the chat template took more than {_MAX_STEPS} loop turns and calls")
+
+    def _count_text(self, value: Any) -> Any:
+        """Called for every value that is written, into the output or into a variable or macro."""
+        self._num_characters_left -= len(value) if isinstance(value, str) else 1
+        if self._num_characters_left < 0:
+            raise SecurityError(f"the chat template wrote more than {_MAX_WORK_CHARACTERS} characters into variables")
+        return value
+
+
+_COUNTED: Final = "counted items of a loop"
+_JOINED: Final = "joined strings"
+"""Names of internal filters: the space keeps templates from naming them."""
+
+
+def _replace_concatenations(parent: nodes.Node) -> None:
+    """Make `a ~ b` a filter over (a, b), which can check how long the result gets."""
+    for name, value in list(parent.iter_fields()):
+        if isinstance(value, nodes.Node):
+            setattr(parent, name, _without_concatenation(value))
+        elif isinstance(value, list):
+            setattr(parent, name, [_without_concatenation(v) if isinstance(v, nodes.Node) else v for v in value])
+
+
+def _without_concatenation(node: nodes.Node) -> nodes.Node:
+    _replace_concatenations(node)
+    if not isinstance(node, nodes.Concat):
+        return node
+    parts = nodes.List(node.nodes, lineno=node.lineno)
+    return nodes.Filter(parts, _JOINED, [], [], None, None, lineno=node.lineno)
+
+
+def _joined(parts: list[Any]) -> str:
+    texts = [str(part) for part in parts]
+    _check_length(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _with_small_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    # `wraps` keeps the marks by which Jinja knows a filter that takes the context or the environment.
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_numbers(args, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _check_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Widths, counts and ranges: a large one makes a large result."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int) and abs(value) > _MAX_ARGUMENT:
+            raise SecurityError(f"a number beyond {_MAX_ARGUMENT} in a call")
+
+
+def _check_operation(operator: str, left: Any, right: Any) -> None:
+    sizes = [len(value) for value in (left, right) if isinstance(value, str | list | tuple)]
+    counts = [value for value in (left, right) if isinstance(value, int)]
+    if operator == "+":
+        _check_length(sum(sizes))
+    elif operator == "*" and sizes and counts:
+        _check_length(sizes[0] * counts[0])
+    elif operator == "%" and isinstance(left, str):
+        _check_format(left)
+    elif operator in ("*", "**") and len(counts) == 2:
+        num_bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        if num_bits > _MAX_NUMBER_BITS:
+            raise SecurityError(f"a number of more than {_MAX_NUMBER_BITS} bits")
+
+
+def _check_format(pattern: str) -> None:
+    if _WIDE_FIELD.search(pattern):
+        raise SecurityError(f"a format with a field wider than {_MAX_ARGUMENT} characters")
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_OUTPUT_CHARACTERS:
+        raise SecurityError(f"a value of more than {MAX_OUTPUT_CHARACTERS} characters or items")
+
+
+def _format(pattern: str, *args: Any, **kwargs: Any) -> str:
+    _check_format(pattern)
+    return pattern % (kwargs or args)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML and sorts keys; prompts want neither."""
+    _check_numbers((indent,), {})
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _TemplateNamespace(Namespace):
+    """A namespace that keeps no name with a leading underscore, by which Python's internals are reached."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # The signature of Jinja's own, so that `namespace(self=...)` works.
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_public(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold the name {name!r}: it starts with an underscore")

@@ -1,0 +1,202 @@
+"""Every key of a run, typed, checked and frozen.
+
+The defaults stand here and nowhere else; `conf/` holds named sets of values, Hydra merges them with the command line, and
+`config_compose.py` turns the result into a `RunConfig`. Knows names, types and rules. Knows nothing about Hydra, files,
+models or ranks: rules that need a model or a world (a tensor-parallel size that must divide the heads) live where those are known.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS: Final = ("auto", "dummy")
+EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc")
+PREEMPTION_MODES: Final = ("auto", "recompute")
+POLICIES: Final = ("fcfs",)
+RESUME_MODES: Final = ("auto", "never", "force")
+DEVICES: Final = ("auto", "cpu", "cuda")
+LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: the message names the key, the value, the rule and the way out."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model: a Hugging Face folder. `max_model_len` null takes the model's own length (tokens)."""
+
+    path: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    load_format: str = "auto"
+    logprobs_mode: str = "raw_logprobs"
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        _check_choice("model.dtype", self.dtype, DTYPES)
+        _check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("model.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _check_at_least("model.max_model_len", self.max_model_len, 1)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks divide the work: world size = data x pipeline x tensor."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        _check_at_least("parallel.tensor_parallel_size", self.tensor_parallel_size, 1)
+        _check_only("parallel.pipeline_parallel_size", self.pipeline_parallel_size, 1, "pipelines are not built yet")
+        _check_only("parallel.data_parallel_size", self.data_parallel_size, 1, "replicas are not built yet")
+
+
+@dataclass(frozen=True)
+class ExecutorConfig:
+    """Who starts the workers. `auto` is external_launcher under torchrun and uniproc elsewhere.
+
+    The plan's digest is compared across ranks every `digest_every` steps (0: never). No rank waits for another longer
+    than `timeout_s` seconds.
+    """
+
+    backend: str = "auto"
+    digest_every: int = 1
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        _check_choice("executor.backend", self.backend, EXECUTOR_BACKENDS)
+        _check_at_least("executor.digest_every", self.digest_every, 0)
+        _check_at_least("executor.timeout_s", self.timeout_s, 1)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache. `num_blocks` null measures memory and takes `gpu_memory_utilization` of it."""
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    swap_space_gib: float = 0.0
+    enable_prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"cache.block_size={self.block_size} must be a power of two, such as 16")
+        _check_at_least("cache.num_blocks", self.num_blocks, 1)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"cache.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1, such as 0.9"
+            )
+        _check_only("cache.swap_space_gib", self.swap_space_gib, 0.0, "swapping to host memory is not built yet")
+        _check_only("cache.enable_prefix_caching", self.enable_prefix_caching, False, "prefix caching is not built yet")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How much runs at once: sequences in a step, tokens in a step."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    preemption_mode: str = "auto"
+    policy: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        """Check each key alone, and that every running sequence can have its token."""
+        _check_at_least("scheduler.max_num_seqs", self.max_num_seqs, 1)
+        _check_at_least("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _check_choice("scheduler.preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _check_choice("scheduler.policy", self.policy, POLICIES)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"scheduler.max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"scheduler.max_num_seqs={self.max_num_seqs}: each running sequence needs a token a step; "
+                f"raise the first or lower the second"
+            )
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Defaults for rows. Null takes the model's generation_config.json where it has the key, else vLLM's default."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: list[str] | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The keys that are set, in declaration order."""
+        return {
+            spec.name: getattr(self, spec.name)
+            for spec in dataclasses.fields(self)
+            if getattr(self, spec.name) is not None
+        }
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """A batch job: rows in, rows out. `run_dir` null is `<output>.run` beside the output."""
+
+    input: str | None = None
+    output: str | None = None
+    run_dir: str | None = None
+    resume: str = "auto"
+    max_rows: int | None = None
+    max_error_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        _check_choice("job.resume", self.resume, RESUME_MODES)
+        _check_at_least("job.max_rows", self.max_rows, 0)
+        _check_at_least("job.max_error_rows", self.max_error_rows, 0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run. `plan` prints the layout and the memory plan and exits."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    job: JobConfig = field(default_factory=JobConfig)
+    device: str = "auto"
+    seed: int = 0
+    plan: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the top keys."""
+        _check_choice("device", self.device, DEVICES)
+
+
+def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}")
+
+
+def _check_at_least(key: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{key}={value} must be {least} or more")
+
+
+def _check_only(key: str, value: float, only: float, reason: str) -> None:
+    if value != only:
+        raise ConfigError(f"{key}={value} cannot run: {reason}; leave it at {only}")

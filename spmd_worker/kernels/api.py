@@ -1,0 +1,28 @@
+"""The hot operations of a decoder layer behind one interface, so that a device can bring its own.
+
+T: tokens of the step; H: hidden size; D: head size. Every operation is row-wise: what is computed for one token does not
+depend on the tokens beside it. Knows nothing about layers, attention or ranks.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Kernels(Protocol):
+    """One implementation per kind of device; passed as an argument to the layers."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[T, in] x [out, in] -> [T, out]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[..., H] -> [..., H], computed in float32 (https://arxiv.org/abs/1910.07467)."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """[T, H] + [T, H] -> the norm of the sum, and the sum."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[T, heads, D] turned by angles whose cosines and sines are [T, D / 2], halves paired as Hugging Face pairs them."""
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I] -> [T, I]: silu of the first half times the second."""

@@ -1,0 +1,39 @@
+"""The hot operations in plain torch: what other implementations are compared with, and what runs where there are none.
+
+Follows the order of roundings of Hugging Face's models, so that low-precision results can be compared too. Knows nothing
+about layers, attention or ranks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class ReferenceKernels:
+    """Implements `kernels.api.Kernels` on any device."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.linear`."""
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`. Rounded to the input's dtype before the weight is applied."""
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * x32.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `Kernels.add_rms_norm`."""
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See `Kernels.rotate`. `cos` and `sin` have the dtype of `x`."""
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Kernels.silu_and_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up

@@ -1,0 +1,53 @@
+"""Self-attention of one decoder layer over the paged cache.
+
+T: tokens of the step; Hq, Hkv: query and key-value heads of this rank; D: head size.
+"""
+
+from torch import Tensor, nn
+
+from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.layers.linear import RowParallelLinear, kv_head_range, qkv_linear
+from spmd_worker.layers.norm import RMSNorm
+from spmd_worker.model_shape import ModelShape
+from spmd_worker.parallel.layout import shard_range
+
+
+class Attention(nn.Module):
+    """Projections, optional norm of queries and keys (Qwen3), rotary embedding, attention, output projection."""
+
+    def __init__(self, context: LayerContext, shape: ModelShape, layer_index: int) -> None:
+        super().__init__()
+        group, head_size = context.tensor_group, shape.head_size
+        first_head, end_head = shard_range(shape.num_heads, group.size, group.rank)
+        first_kv_head, end_kv_head = kv_head_range(shape.num_kv_heads, group.size, group.rank)
+        self.num_heads, self.num_kv_heads, self.head_size = (
+            end_head - first_head,
+            end_kv_head - first_kv_head,
+            head_size,
+        )
+        self.window, self.scale = shape.sliding_windows[layer_index], head_size**-0.5
+        self._kernels, self._backend = context.kernels, context.attention
+        self.qkv_proj = qkv_linear(
+            context, shape.hidden_size, shape.num_heads, shape.num_kv_heads, head_size, shape.has_qkv_bias
+        )
+        self.o_proj = RowParallelLinear(
+            context,
+            (first_head * head_size, end_head * head_size),
+            shape.num_heads * head_size,
+            shape.hidden_size,
+            shape.has_output_bias,
+        )
+        self.q_norm = RMSNorm(context, head_size, shape.rms_norm_eps) if shape.has_qk_norm else None
+        self.k_norm = RMSNorm(context, head_size, shape.rms_norm_eps) if shape.has_qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """[T, hidden] -> [T, hidden]; writes this step's keys and values before it reads."""
+        sizes = [heads * self.head_size for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        parts = self.qkv_proj(x).split(sizes, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = self._kernels.rotate(query, cos, sin), self._kernels.rotate(key, cos, sin)
+        self._backend.write(key, value, layer_cache, metadata)
+        return self.o_proj(self._backend.attend(query, layer_cache, metadata, self.scale, self.window).flatten(1))

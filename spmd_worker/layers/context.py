@@ -1,0 +1,28 @@
+"""What a layer is built with: its group of ranks, its device's kernels, where its parameters live.
+
+Knows nothing about architectures.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from spmd_worker.attention.backend import AttentionBackend
+from spmd_worker.kernels.api import Kernels
+from spmd_worker.parallel.process_group import GroupHandle
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """Passed as an argument to every layer's constructor."""
+
+    tensor_group: GroupHandle
+    kernels: Kernels
+    attention: AttentionBackend
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """An uninitialised parameter; the loader must fill every element."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)

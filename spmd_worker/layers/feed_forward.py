@@ -1,0 +1,29 @@
+"""The gated feed-forward of one decoder layer: silu(gate) * up, then down (https://arxiv.org/abs/2002.05202).
+
+T: tokens of the step.
+"""
+
+from torch import Tensor, nn
+
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.layers.linear import RowParallelLinear, gate_up_linear
+from spmd_worker.model_shape import ModelShape
+from spmd_worker.parallel.layout import shard_range
+
+
+class FeedForward(nn.Module):
+    """[T, hidden] -> [T, hidden]."""
+
+    def __init__(self, context: LayerContext, shape: ModelShape) -> None:
+        super().__init__()
+        group = context.tensor_group
+        columns = shard_range(shape.intermediate_size, group.size, group.rank)
+        self._kernels = context.kernels
+        self.gate_up_proj = gate_up_linear(context, shape.hidden_size, shape.intermediate_size, shape.has_mlp_bias)
+        self.down_proj = RowParallelLinear(
+            context, columns, shape.intermediate_size, shape.hidden_size, shape.has_mlp_bias
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self.down_proj(self._kernels.silu_and_mul(self.gate_up_proj(x)))

@@ -1,0 +1,126 @@
+"""Linear layers that own their sharding rule: which rectangle of which checkpoint tensor is this rank's.
+
+Column-parallel layers split the outputs and need no communication; row-parallel ones split the inputs and sum. Merged
+layers hold several checkpoint tensors in one parameter, one product instead of three. The split follows Megatron-LM
+(https://arxiv.org/abs/1909.08053).
+
+T: tokens of the step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.layers.weight_slice import WeightSlice, whole
+from spmd_worker.parallel.layout import shard_range
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPart:
+    """One checkpoint tensor among the outputs of a merged layer: `name` replaces the layer's own in checkpoint names.
+
+    This rank owns outputs `start` to `stop` of the `total`.
+    """
+
+    name: str
+    total: int
+    start: int
+    stop: int
+
+
+class ColumnParallelLinear(nn.Module):
+    """[T, input_size] -> [T, outputs of this rank], from one or several checkpoint tensors."""
+
+    def __init__(self, context: LayerContext, input_size: int, parts: tuple[OutputPart, ...], has_bias: bool) -> None:
+        super().__init__()
+        self.input_size, self.parts, self._kernels = input_size, parts, context.kernels
+        num_outputs = sum(part.stop - part.start for part in parts)
+        self.weight = context.parameter(num_outputs, input_size)
+        self.bias = context.parameter(num_outputs) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, input_size] -> [T, outputs of this rank]."""
+        return self._kernels.linear(x, self.weight, self.bias)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """`prefix` is this layer's name; a part's name replaces its last word."""
+        parent = prefix.rpartition(".")[0]
+        first = 0
+        for part in self.parts:
+            end = first + part.stop - part.start
+            source, destination = (part.start, part.stop), (first, end)
+            name, columns = f"{parent}.{part.name}", (0, self.input_size)
+            shape = (part.total, self.input_size)
+            yield WeightSlice(f"{name}.weight", shape, (source, columns), f"{prefix}.weight", (destination, columns))
+            if self.bias is not None:
+                yield WeightSlice(f"{name}.bias", (part.total,), (source,), f"{prefix}.bias", (destination,))
+            first = end
+
+
+class RowParallelLinear(nn.Module):
+    """[T, inputs of this rank] -> [T, output_size], summed over the tensor-parallel group.
+
+    The bias is whole on every rank and added once, after the sum.
+    """
+
+    def __init__(
+        self, context: LayerContext, input_range: tuple[int, int], input_size: int, output_size: int, has_bias: bool
+    ) -> None:
+        super().__init__()
+        self.input_range, self.input_size, self.output_size = input_range, input_size, output_size
+        self._kernels, self._group = context.kernels, context.tensor_group
+        self.weight = context.parameter(output_size, input_range[1] - input_range[0])
+        self.bias = context.parameter(output_size) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, inputs of this rank] -> [T, output_size], the same on every rank of the group."""
+        if self._group.size == 1:
+            return self._kernels.linear(x, self.weight, self.bias)
+        summed = self._group.all_reduce(self._kernels.linear(x, self.weight, None))
+        return summed if self.bias is None else summed.add_(self.bias)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """`prefix` is this layer's name."""
+        (start, stop), rows = self.input_range, (0, self.output_size)
+        shape = (self.output_size, self.input_size)
+        destination = (rows, (0, stop - start))
+        yield WeightSlice(f"{prefix}.weight", shape, (rows, (start, stop)), f"{prefix}.weight", destination)
+        if self.bias is not None:
+            yield whole(f"{prefix}.bias", (self.output_size,), f"{prefix}.bias")
+
+
+def qkv_linear(
+    context: LayerContext, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, has_bias: bool
+) -> ColumnParallelLinear:
+    """Query, key and value projections as one layer.
+
+    Key-value heads are shared out, or, when ranks outnumber them, each is held by as many ranks as it must serve.
+    """
+    group = context.tensor_group
+    query = _heads("q_proj", num_heads, head_size, *shard_range(num_heads, group.size, group.rank))
+    kv_range = kv_head_range(num_kv_heads, group.size, group.rank)
+    key_value = [_heads(name, num_kv_heads, head_size, *kv_range) for name in ("k_proj", "v_proj")]
+    return ColumnParallelLinear(context, hidden_size, (query, *key_value), has_bias)
+
+
+def kv_head_range(num_kv_heads: int, size: int, rank: int) -> tuple[int, int]:
+    """Key-value heads (start, stop) of a rank of the tensor-parallel group."""
+    if size <= num_kv_heads:
+        return shard_range(num_kv_heads, size, rank)
+    head = rank // (size // num_kv_heads)
+    return head, head + 1
+
+
+def gate_up_linear(
+    context: LayerContext, hidden_size: int, intermediate_size: int, has_bias: bool
+) -> ColumnParallelLinear:
+    """Gate and up projections as one layer."""
+    start, stop = shard_range(intermediate_size, context.tensor_group.size, context.tensor_group.rank)
+    parts = tuple(OutputPart(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj"))
+    return ColumnParallelLinear(context, hidden_size, parts, has_bias)
+
+
+def _heads(name: str, num_heads: int, head_size: int, start: int, stop: int) -> OutputPart:
+    return OutputPart(name, num_heads * head_size, start * head_size, stop * head_size)

@@ -1,0 +1,101 @@
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) and the ways it is stretched to longer texts.
+
+Computed once a step for all layers. Knows positions; knows nothing about queries and keys.
+
+With `dynamic` scaling (NTK) the base depends on how long the sequence is when a token is computed. To keep the promise that
+a row's answer depends on the row alone, a token's base is a function of its position and its row's prompt length only: the
+prompt's tokens take the base of the whole prompt, each later token the base of the length it makes. That is also what
+Hugging Face's models do when they compute a prompt whole and then one token at a time.
+
+T: tokens of the step; D: head size.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from spmd_worker.model_shape import RopeParameters
+
+
+class RotaryEmbedding:
+    """Positions -> cosines and sines. `max_positions` is the length before scaling, tokens."""
+
+    def __init__(self, rope: RopeParameters, head_size: int, max_positions: int, device: torch.device) -> None:
+        self._rope, self._head_size, self._max_positions = rope, head_size, max_positions
+        self._frequencies = inverse_frequencies(rope, head_size).to(device)
+        self._amplitude = attention_factor(rope)
+
+    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """int64 [T] positions and prompt lengths -> cosines and sines [T, D / 2] in `dtype`, computed in float32."""
+        turns = positions.float().unsqueeze(1) * self._frequencies_at(positions, prompt_lengths)
+        return (turns.cos() * self._amplitude).to(dtype), (turns.sin() * self._amplitude).to(dtype)
+
+    def _frequencies_at(self, positions: Tensor, prompt_lengths: Tensor) -> Tensor:
+        """[D / 2], or [T, D / 2] where tokens differ."""
+        if self._rope.rope_type != "dynamic":
+            return self._frequencies
+        lengths = torch.maximum(positions + 1, prompt_lengths).clamp(min=self._max_positions).double()
+        growth = self._rope.factor * lengths / self._max_positions - (self._rope.factor - 1)
+        base = self._rope.rope_theta * growth ** (self._head_size / (self._head_size - 2))
+        exponents = _exponents(self._head_size).to(positions.device)
+        return (1.0 / base.unsqueeze(1) ** exponents.double()).float()
+
+
+def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:
+    """Radians per token of each pair of dimensions, float32 [D / 2]."""
+    plain = 1.0 / (rope.rope_theta ** _exponents(head_size))
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(plain, rope)
+    if rope.rope_type == "yarn":
+        return _yarn(plain, rope, head_size)
+    return plain
+
+
+def attention_factor(rope: RopeParameters) -> float:
+    """What cosines and sines are multiplied with; other than 1 only for YaRN."""
+    if rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
+    return _yarn_scale(rope.factor, 1.0)
+
+
+def _exponents(head_size: int) -> Tensor:
+    return torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+
+
+def _llama3(plain: Tensor, rope: RopeParameters) -> Tensor:
+    """Long waves are stretched, short ones kept, those between blended (Llama 3.1)."""
+    original = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / plain
+    blend = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    stretched = torch.where(wavelengths > original / rope.low_freq_factor, plain / rope.factor, plain)
+    is_between = (wavelengths <= original / rope.low_freq_factor) & (wavelengths >= original / rope.high_freq_factor)
+    return torch.where(is_between, blended, stretched)
+
+
+def _yarn(plain: Tensor, rope: RopeParameters, head_size: int) -> Tensor:
+    """YaRN (https://arxiv.org/abs/2309.00071): a ramp over dimensions between interpolation and extrapolation."""
+    low, high = _yarn_dimension(rope.beta_fast, rope, head_size), _yarn_dimension(rope.beta_slow, rope, head_size)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def _yarn_dimension(num_rotations: float, rope: RopeParameters, head_size: int) -> float:
+    """The dimension that turns `num_rotations` times over the original length."""
+    original = rope.original_max_position_embeddings
+    return head_size * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

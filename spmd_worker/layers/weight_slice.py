@@ -1,0 +1,89 @@
+"""Which rectangle of a checkpoint tensor becomes which rectangle of a parameter of this rank.
+
+A model describes its weights as a list of `WeightSlice` (and `PaddingSlice` for what no checkpoint holds); reading,
+checking, updating in place, dummy weights and saving all work from that one list. Knows nothing of files, tensors
+or ranks: a rank's share is already in the numbers.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+Rectangle = tuple[tuple[int, int], ...]
+"""Per dimension (start, stop), half open. `()` is the one element of a tensor without dimensions."""
+
+
+def extents(rectangle: Rectangle) -> tuple[int, ...]:
+    """Number of indices per dimension."""
+    return tuple(stop - start for start, stop in rectangle)
+
+
+def volume(rectangle: Rectangle) -> int:
+    """Number of elements; 0 when any dimension is empty."""
+    return prod(extents(rectangle))
+
+
+def full_rectangle(shape: tuple[int, ...]) -> Rectangle:
+    """The rectangle that is the whole of a tensor of this shape."""
+    return tuple((0, size) for size in shape)
+
+
+def is_inside(rectangle: Rectangle, shape: tuple[int, ...]) -> bool:
+    """Whether the rectangle has the dimensions of `shape` and lies within it."""
+    return len(rectangle) == len(shape) and all(
+        0 <= start <= stop <= size for (start, stop), size in zip(rectangle, shape, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """One rectangle of one checkpoint tensor and where it lands in a parameter of this rank.
+
+    `checkpoint_shape` is the full shape the checkpoint must have. `source` may be empty: this rank owns nothing of
+    the tensor but knows that it belongs to the model (see `nothing_of`); the parameter need not exist then.
+    `destination` has the extents of `source`, and may have further leading dimensions of extent 1 (one expert's
+    matrix landing in a parameter that stacks the experts).
+    """
+
+    checkpoint_name: str
+    checkpoint_shape: tuple[int, ...]
+    source: Rectangle
+    parameter_name: str
+    destination: Rectangle
+
+    def __post_init__(self) -> None:
+        assert is_inside(self.source, self.checkpoint_shape), self
+        num_leading = len(self.destination) - len(self.source)
+        assert num_leading >= 0, self
+        assert extents(self.destination) == (1,) * num_leading + extents(self.source), self
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank takes nothing of the tensor."""
+        return volume(self.source) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingSlice:
+    """A rectangle of a parameter that no checkpoint tensor fills: the loader sets it to zero."""
+
+    parameter_name: str
+    destination: Rectangle
+
+
+def whole(name: str, shape: tuple[int, ...], parameter_name: str) -> WeightSlice:
+    """The whole checkpoint tensor becomes the whole parameter (a replicated weight)."""
+    rectangle = full_rectangle(shape)
+    return WeightSlice(name, shape, rectangle, parameter_name, rectangle)
+
+
+def nothing_of(name: str, shape: tuple[int, ...]) -> WeightSlice:
+    """The tensor belongs to the model, but not to this rank (a layer of another pipeline stage)."""
+    assert shape, (name, "a tensor without dimensions has no empty rectangle")
+    rectangle = ((0, 0),) * len(shape)
+    return WeightSlice(name, shape, rectangle, "", rectangle)
+
+
+def shard(name: str, shape: tuple[int, ...], parameter_name: str, dim: int, start: int, stop: int) -> WeightSlice:
+    """Indices `start` to `stop` of one dimension become the whole parameter; the other dimensions are kept whole."""
+    source = (*full_rectangle(shape[:dim]), (start, stop), *full_rectangle(shape[dim + 1 :]))
+    return WeightSlice(name, shape, source, parameter_name, full_rectangle(extents(source)))

@@ -1,0 +1,233 @@
+"""What people import: text in, text out.
+
+In a plain script one process is the whole world; in a script under torchrun every rank makes the same calls and every rank
+gets every output. Knows prompts and messages. Knows nothing about steps, ranks or blocks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from spmd_worker.chat_template import ChatTemplateError
+from spmd_worker.config import (
+    CacheConfig,
+    ConfigError,
+    ExecutorConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    SchedulerConfig,
+)
+from spmd_worker.engine import LLMEngine, start_engine
+from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager.
+
+    Arguments are named and mean what they mean in vLLM; `cache` takes `block_size` and `num_blocks` for a cache of a
+    fixed size. Raises ConfigError, ModelConfigError, TokenizerError or CheckpointError before anything is computed.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        dtype: str = "auto",
+        seed: int = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        enable_chunked_prefill: bool = True,
+        load_format: str = "auto",
+        logprobs_mode: str = "raw_logprobs",
+        distributed_executor_backend: str = "auto",
+        timeout_s: float | None = None,
+        device: str = "auto",
+    ) -> None:
+        cache = _given(
+            block_size=block_size, num_blocks=num_blocks, gpu_memory_utilization=gpu_memory_utilization
+        )
+        scheduler = _given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        if max_num_seqs is not None and max_num_batched_tokens is None:
+            scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
+        config = RunConfig(
+            model=ModelConfig(str(model), dtype, max_model_len, load_format, logprobs_mode),
+            parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size),
+            executor=ExecutorConfig(backend=distributed_executor_backend, **_given(timeout_s=timeout_s)),
+            cache=CacheConfig(**cache),
+            scheduler=SchedulerConfig(enable_chunked_prefill=enable_chunked_prefill, **scheduler),
+            device=device,
+            seed=seed,
+        )
+        self.llm_engine: LLMEngine = start_engine(config)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One output a prompt, in order. A prompt that cannot be answered gets an output with `error`; the rest is answered.
+
+        Under torchrun every rank must pass the same prompts: RanksDisagreeError names the first that differs.
+        """
+        listed = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        encoded = [self._encode(prompt) for prompt in listed]
+        return self._run(encoded, self._params(sampling_params, len(listed)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One conversation or a list of them through the model's chat template; otherwise as `generate`."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else list(messages)
+        encoded = [self._render(conversation, add_generation_prompt) for conversation in conversations]
+        return self._run(encoded, self._params(sampling_params, len(conversations)), use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ConfigError for a model folder without one."""
+        if self.llm_engine.tokenizer is None:
+            raise ConfigError("the model folder has no tokenizer.json: give prompt_token_ids instead of text")
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What prompts get that come without parameters: the model's generation_config.json, then vLLM's defaults."""
+        return self.llm_engine.default_sampling
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Run a method on the workers of this process, by name or as a callable that gets the worker."""
+        return self.llm_engine.executor.collective_rpc(method, timeout, args)
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call `function` with this rank's shard of the model."""
+        return self.collective_rpc("apply_model", args=(function,))
+
+    def close(self) -> None:
+        """Give back memory, and the process groups this object made. Idempotent; every rank calls it."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, encoded: list["_Encoded"], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        engine = self.llm_engine
+        if engine.is_closed:
+            raise RuntimeError("this LLM was closed: make a new one")
+        engine.agree_on("prompts", [_identity(each, sampling) for each, sampling in zip(encoded, params, strict=True)])
+        outputs: list[RequestOutput | None] = [None] * len(encoded)
+        places: dict[RequestId, int] = {}
+        for index, (each, sampling) in enumerate(zip(encoded, params, strict=True)):
+            try:
+                if each.error is not None:
+                    raise ValueError(each.error)
+                places[engine.add_request(each.token_ids, sampling, prompt=each.text, index=index)] = index
+            except ValueError as error:
+                outputs[index] = RequestOutput(
+                    str(index), each.text, list(each.token_ids), finished=True, error=str(error)
+                )
+        with tqdm(total=len(places), desc="prompts", disable=not (use_tqdm and engine.is_leader)) as bar:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    index = places[RequestId(int(output.request_id))]
+                    output.request_id = str(index)
+                    outputs[index] = output
+                    bar.update()
+        return [output for output in outputs if output is not None]
+
+    def _encode(self, prompt: Prompt) -> "_Encoded":
+        if isinstance(prompt, Mapping):
+            return self._encode_mapping(prompt)
+        if not isinstance(prompt, str):
+            return _encoded_ids(prompt)
+        try:
+            return _Encoded(prompt, tuple(self.get_tokenizer().encode(prompt)))
+        except (ConfigError, ValueError) as error:
+            return _Encoded(prompt, (), str(error))
+
+    def _encode_mapping(self, prompt: Mapping[str, Any]) -> "_Encoded":
+        if "prompt_token_ids" in prompt:
+            return _encoded_ids(prompt["prompt_token_ids"])
+        if isinstance(prompt.get("prompt"), str):
+            return self._encode(prompt["prompt"])
+        return _Encoded(None, (), f"a prompt has the key prompt or prompt_token_ids, this one has {sorted(prompt)}")
+
+    def _render(self, messages: Messages, add_generation_prompt: bool) -> "_Encoded":
+        try:
+            tokenizer = self.get_tokenizer()
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt)
+            return _Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+        except (ConfigError, ChatTemplateError, ValueError) as error:
+            return _Encoded(None, (), str(error))
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.llm_engine.default_sampling] * num_prompts
+        if len(given) != num_prompts:
+            raise ValueError(f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt")
+        return list(given)
+
+
+class _Encoded:
+    """A prompt as ids, or why it cannot be."""
+
+    __slots__ = ("error", "text", "token_ids")
+
+    def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
+        self.text, self.token_ids, self.error = text, token_ids, error
+
+
+def _encoded_ids(token_ids: Any) -> _Encoded:
+    if not isinstance(token_ids, Sequence) or not all(isinstance(token, int) for token in token_ids):
+        return _Encoded(None, (), "prompt_token_ids must be a list of whole numbers")
+    return _Encoded(None, tuple(token_ids))
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _identity(encoded: _Encoded, sampling: SamplingParams) -> list[str]:
+    """What every rank must have given alike, short enough to compare for many prompts."""
+    ids = blake2b(repr(encoded.token_ids).encode(), digest_size=8).hexdigest()
+    return [ids, blake2b(repr(sampling).encode(), digest_size=8).hexdigest()]
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """The arguments that were given; the others keep the configuration's defaults."""
+    return {name: value for name, value in values.items() if value is not None}

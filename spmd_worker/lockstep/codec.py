@@ -1,0 +1,180 @@
+"""Step messages as bytes and back.
+
+A message is coded against the one before it, if that one's step is the step before: rows of a plan mostly go on where
+the last plan left them, with the token they sampled, and such a row costs nothing but that token, once. So both sides
+hold the last listing (`Encoder`, `Decoder`), messages must be decoded in order, each once, and a log is readable from
+its first message on. A message with nothing before it stands alone (`encode_message`, `decode_message`).
+
+    byte            version
+    byte            flags: bit 0, coded against the message before
+    unsigned        step
+    4 bytes         checksum of the message before, if bit 0
+    blob            digest
+    counted         sampled token ids
+    unsigned ...    number of events, then each
+    columns         finished sequences, finished request ids, block operations
+    signed          num_tokens
+    groups          see `group_packing.py`
+    4 bytes         CRC-32 of everything before
+
+Integers are packed as `packing.py` says. A reader refuses what is left over, and every value that has no meaning.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+from zlib import crc32
+
+from kv_cache.block import BlockId
+from kv_cache.block_ops import BlockOps
+from spmd_worker.lockstep.group_packing import read_groups, write_groups
+from spmd_worker.lockstep.listing import EMPTY_LISTING, Listing, listing_of
+from spmd_worker.lockstep.message import MessageError, StepMessage
+from spmd_worker.lockstep.packing import ByteReader, ByteWriter
+from spmd_worker.lockstep.record_packing import read_event, write_event
+from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sequence import SequenceKey
+from spmd_worker.sequence.step import StepPlan
+
+VERSION: Final = 1
+_GOES_ON: Final = 1
+_CHECKSUM: Final = struct.Struct("<I")
+_MAX_DIGEST_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The message before."""
+
+    step: int
+    checksum: bytes
+    listing: Listing
+
+
+class Encoder:
+    """Codes the messages of one run, in order."""
+
+    def __init__(self) -> None:
+        self._base: _Base | None = None
+
+    def encode(self, message: StepMessage) -> bytes:
+        """The bytes of the run's next message. Raises MessageError, and stays as it was, for values without a place."""
+        base = self._base if self._base is not None and self._base.step + 1 == message.step else None
+        listing = listing_of(message.plan)
+        writer = ByteWriter()
+        _write_head(writer, message, base)
+        _write_plan(writer, message, listing, EMPTY_LISTING if base is None else base.listing)
+        checksum = _CHECKSUM.pack(crc32(writer.data))
+        self._base = _Base(message.step, checksum, listing)
+        return bytes(writer.data + checksum)
+
+
+class Decoder:
+    """Reads the messages of one run, in order and each once."""
+
+    def __init__(self) -> None:
+        self._base: _Base | None = None
+
+    def decode(self, data: bytes) -> StepMessage:
+        """The next message. Raises MessageError, and stays as it was, unless these are exactly its bytes."""
+        reader = ByteReader(data, _checked_end(data))
+        step, base = self._read_head(reader)
+        digest = reader.blob()
+        if len(digest) > _MAX_DIGEST_BYTES:
+            raise MessageError(f"a digest of {len(digest)} bytes")
+        sampled_token_ids = reader.counted()
+        events = tuple(read_event(reader) for _ in range(reader.count()))
+        plan = _read_plan(reader, step, sampled_token_ids, EMPTY_LISTING if base is None else base.listing)
+        if reader.num_left:
+            raise MessageError(f"{reader.num_left} bytes left over")
+        self._base = _Base(step, data[-_CHECKSUM.size :], listing_of(plan))
+        return StepMessage(step, events, plan, sampled_token_ids, digest)
+
+    def _read_head(self, reader: ByteReader) -> tuple[int, _Base | None]:
+        """The step, and the message before it if this one is coded against that."""
+        version, flags, step = reader.byte(), reader.byte(), reader.integer_64()
+        if version != VERSION:
+            raise MessageError(f"layout version {version}; this is version {VERSION}")
+        if flags not in (0, _GOES_ON):
+            raise MessageError(f"unknown flags {flags:#x}")
+        if flags == 0:
+            return step, None
+        checksum = reader.take(_CHECKSUM.size)
+        if self._base is None:
+            raise MessageError(f"message of step {step} goes on from step {step - 1}, which was not read")
+        if step != self._base.step + 1:
+            raise MessageError(f"message of step {step} where {self._base.step + 1} comes next")
+        if checksum != self._base.checksum:
+            raise MessageError(f"message of step {step} goes on from another message of step {step - 1}")
+        return step, self._base
+
+
+def encode_message(message: StepMessage) -> bytes:
+    """The bytes of a message that stands alone."""
+    return Encoder().encode(message)
+
+
+def decode_message(data: bytes) -> StepMessage:
+    """The message that was encoded alone. Raises MessageError for any other bytes."""
+    return Decoder().decode(data)
+
+
+def _checked_end(data: bytes) -> int:
+    """Where the checksum begins, which must be right."""
+    end = len(data) - _CHECKSUM.size
+    if end < 1:
+        raise MessageError(f"{len(data)} bytes are no message")
+    if data[end:] != _CHECKSUM.pack(crc32(memoryview(data)[:end])):
+        raise MessageError("checksum does not match: the message was damaged or cut short")
+    return end
+
+
+def _write_head(writer: ByteWriter, message: StepMessage, base: _Base | None) -> None:
+    if len(message.digest) > _MAX_DIGEST_BYTES:
+        raise MessageError(f"a digest of {len(message.digest)} bytes")
+    writer.byte(VERSION)
+    writer.byte(0 if base is None else _GOES_ON)
+    writer.signed(message.step)
+    if base is not None:
+        writer.data += base.checksum
+    writer.blob(message.digest)
+    writer.counted(message.sampled_token_ids)
+    writer.unsigned(len(message.events))
+    for event in message.events:
+        write_event(writer, event)
+
+
+def _write_plan(writer: ByteWriter, message: StepMessage, listing: Listing, last: Listing) -> None:
+    plan = message.plan
+    operations = plan.block_ops
+    _write_pairs(writer, plan.finished_sequences)
+    writer.counted(plan.finished_request_ids)
+    for pairs in (operations.swap_in, operations.swap_out, operations.copy):
+        _write_pairs(writer, pairs)
+    writer.signed(plan.num_tokens)
+    write_groups(writer, plan.groups, listing, last, last.sampled_by_row(message.sampled_token_ids))
+
+
+def _read_plan(reader: ByteReader, step: int, sampled_token_ids: tuple[int, ...], last: Listing) -> StepPlan:
+    finished_sequences = tuple(SequenceKey(RequestId(first), second) for first, second in _read_pairs(reader))
+    finished_request_ids = tuple(map(RequestId, reader.counted()))
+    swap_in, swap_out, copy = [
+        tuple((BlockId(first), BlockId(second)) for first, second in _read_pairs(reader)) for _ in range(3)
+    ]
+    num_tokens = reader.integer_64()
+    groups = read_groups(reader, last, last.sampled_by_row(sampled_token_ids))
+    operations = BlockOps(swap_in, swap_out, copy)
+    return StepPlan(step, groups, operations, finished_sequences, finished_request_ids, num_tokens)
+
+
+def _write_pairs(writer: ByteWriter, pairs: Sequence[tuple[int, int]]) -> None:
+    writer.unsigned(len(pairs))
+    if pairs:
+        writer.dense([first for first, _ in pairs])
+        writer.column([second for _, second in pairs])
+
+
+def _read_pairs(reader: ByteReader) -> list[tuple[int, int]]:
+    count = reader.count()
+    return list(zip(reader.dense(count), reader.column(count)))

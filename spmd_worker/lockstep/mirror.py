@@ -1,0 +1,341 @@
+"""The worker's copy of what the scheduler knows: sequences by request id, kept up to date by the plans of the steps.
+
+A plan is checked whole before it changes anything: a plan that is refused leaves the mirror as it was. Knows plans and
+the size of the cache. Knows nothing about how a plan arrived, or about what is computed from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from kv_cache.block import BlockId
+from spmd_worker.sequence.metadata import (
+    SequenceData,
+    SequenceDataDelta,
+    SequenceGroupMetadata,
+    SequenceGroupMetadataDelta,
+)
+from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.sequence import SequenceKey
+from spmd_worker.sequence.step import StepPlan
+
+
+class MirrorError(ValueError):
+    """A plan does not follow from the plans before it. The message names step, request, field, value and rule."""
+
+
+@dataclass(slots=True, eq=False)
+class MirroredSequence:
+    """One sequence as of the last plan that listed it: `num_scheduled_tokens` computed from `num_computed_tokens` on.
+
+    It is the mirror's own record: the next plan that lists the sequence changes it.
+    """
+
+    request: Request
+    sample_index: int
+    output_token_ids: list[int]
+    block_ids: list[BlockId]
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens at positions [start, stop) of prompt and output together."""
+        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
+        prompt = self.request.prompt_token_ids
+        if start >= len(prompt):
+            return self.output_token_ids[start - len(prompt) : stop - len(prompt)]
+        if stop <= len(prompt):
+            return list(prompt[start:stop])
+        return [*prompt[start:], *self.output_token_ids[: stop - len(prompt)]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """What a step computes of one sequence, and how many tokens it samples from the logits of the last position."""
+
+    sequence: MirroredSequence
+    num_scheduled_tokens: int
+    num_samples: int
+
+
+@dataclass(slots=True, eq=False)
+class _MirroredGroup:
+    """A request and those of its sequences that the worker was told of and that have not ended."""
+
+    request: Request
+    sequences: dict[int, MirroredSequence] = field(default_factory=dict)
+
+
+SequenceState = tuple[tuple[int, ...], tuple[BlockId, ...], int]
+"""Output tokens, block table, and how many tokens are computed once the last plan has run."""
+
+
+class Mirror:
+    """The sequences of every request that was scheduled and has not ended, in a cache of `num_blocks` device blocks."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert min(num_blocks, block_size) >= 1, (num_blocks, block_size)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._step: int | None = None
+        self._groups: dict[RequestId, _MirroredGroup] = {}
+
+    def __len__(self) -> int:
+        """How many requests the mirror holds."""
+        return len(self._groups)
+
+    def state(self) -> dict[SequenceKey, SequenceState]:
+        """Every sequence held, in the order of keys, as values: what a scheduler's own state is compared with."""
+        state = {}
+        for request_id in sorted(self._groups):
+            for sample_index, sequence in sorted(self._groups[request_id].sequences.items()):
+                num_computed_tokens = sequence.num_computed_tokens + sequence.num_scheduled_tokens
+                state[SequenceKey(request_id, sample_index)] = (
+                    tuple(sequence.output_token_ids),
+                    tuple(sequence.block_ids),
+                    num_computed_tokens,
+                )
+        return state
+
+    def apply(self, plan: StepPlan) -> tuple[ScheduledSequence, ...]:
+        """Bring the mirror to the plan's step and return what it computes, in plan order.
+
+        Raises MirrorError, and changes nothing, where the plan does not follow from the plans before it.
+        """
+        self._check(plan)
+        self._step = plan.step
+        self._forget(plan)
+        scheduled: list[ScheduledSequence] = []
+        for group in plan.groups:
+            if isinstance(group, SequenceGroupMetadata):
+                self._replace(group, scheduled)
+            else:
+                self._append(group, scheduled)
+        return tuple(scheduled)
+
+    def _forget(self, plan: StepPlan) -> None:
+        for key in plan.finished_sequences:
+            group = self._groups.get(key.request_id)
+            if group is not None:
+                group.sequences.pop(key.sample_index, None)
+        for request_id in plan.finished_request_ids:
+            self._groups.pop(request_id, None)
+
+    def _replace(self, update: SequenceGroupMetadata, scheduled: list[ScheduledSequence]) -> None:
+        """Take the request and the listed sequences as they are told; sequences not listed stay."""
+        request = update.request
+        group = self._groups.setdefault(request.request_id, _MirroredGroup(request))
+        group.request = request
+        for sequence in group.sequences.values():
+            sequence.request = request
+        for data in update.sequences:
+            sequence = MirroredSequence(
+                request=request,
+                sample_index=data.sample_index,
+                output_token_ids=list(data.output_token_ids),
+                block_ids=list(data.block_ids),
+                num_computed_tokens=data.num_computed_tokens,
+                num_scheduled_tokens=data.num_scheduled_tokens,
+            )
+            group.sequences[data.sample_index] = sequence
+            scheduled.append(ScheduledSequence(sequence, data.num_scheduled_tokens, data.num_samples))
+
+    def _append(self, update: SequenceGroupMetadataDelta, scheduled: list[ScheduledSequence]) -> None:
+        group = self._groups[update.request_id]
+        for data in update.sequences:
+            sequence = group.sequences.get(data.sample_index)
+            if sequence is None:
+                sequence = MirroredSequence(group.request, data.sample_index, [], [], 0, 0)
+                group.sequences[data.sample_index] = sequence
+            sequence.output_token_ids += data.appended_token_ids
+            if data.appended_block_ids or data.num_kept_blocks != len(sequence.block_ids):
+                sequence.block_ids[data.num_kept_blocks :] = data.appended_block_ids
+            sequence.num_computed_tokens = data.num_computed_tokens
+            sequence.num_scheduled_tokens = data.num_scheduled_tokens
+            scheduled.append(ScheduledSequence(sequence, data.num_scheduled_tokens, data.num_samples))
+
+    def _check(self, plan: StepPlan) -> None:
+        """Raise MirrorError unless the whole plan follows from what the mirror holds."""
+        if self._step is not None and plan.step != self._step + 1:
+            raise MirrorError(f"step {plan.step}: field step is {plan.step}, the mirror expects {self._step + 1}")
+        self._check_block_ops(plan)
+        finished_requests = dict.fromkeys(plan.finished_request_ids)
+        finished_sequences = dict.fromkeys(plan.finished_sequences)
+        listed: dict[RequestId, None] = {}
+        num_tokens = 0
+        for group in plan.groups:
+            request_id = group.request_id
+            if request_id in listed:
+                _refuse(plan, request_id, None, "groups", "listed twice", "listed once")
+            if request_id in finished_requests:
+                _refuse(plan, request_id, None, "groups", "listed and in finished_request_ids", "one or the other")
+            listed[request_id] = None
+            if finished_sequences or len(group.sequences) != 1:
+                _check_listing(plan, request_id, group.sequences, finished_sequences)
+            if isinstance(group, SequenceGroupMetadata):
+                num_tokens += self._check_snapshot(plan, group)
+            else:
+                num_tokens += self._check_delta(plan, group)
+        if num_tokens != plan.num_tokens:
+            raise MirrorError(
+                f"step {plan.step}: field num_tokens is {plan.num_tokens}, its groups compute {num_tokens}"
+            )
+
+    def _check_block_ops(self, plan: StepPlan) -> None:
+        """Device blocks of the moves must exist. How many blocks the host has, the mirror does not know."""
+        operations = plan.block_ops
+        if operations.is_empty:
+            return
+        device_blocks = (
+            ("swap_in", [destination for _, destination in operations.swap_in]),
+            ("swap_out", [source for source, _ in operations.swap_out]),
+            ("copy", [block for pair in operations.copy for block in pair]),
+        )
+        for name, blocks in device_blocks:
+            outside = self._first_outside(blocks)
+            if outside is not None:
+                rule = f"the cache has blocks 0 to {self.num_blocks - 1}"
+                raise MirrorError(f"step {plan.step}: field block_ops.{name} names device block {outside}, {rule}")
+
+    def _check_snapshot(self, plan: StepPlan, group: SequenceGroupMetadata) -> int:
+        """Number of tokens that the group computes."""
+        num_scheduled_tokens = 0
+        num_prompt_tokens = len(group.request.prompt_token_ids)
+        for data in group.sequences:
+            self._check_sample_index(plan, group.request, data)
+            self._check_blocks(plan, group.request_id, data, "block_ids", data.block_ids)
+            num_tokens = num_prompt_tokens + len(data.output_token_ids)
+            self._check_counts(plan, group.request_id, data, num_tokens, len(data.block_ids))
+            num_scheduled_tokens += data.num_scheduled_tokens
+        return num_scheduled_tokens
+
+    def _check_delta(self, plan: StepPlan, update: SequenceGroupMetadataDelta) -> int:
+        """Number of tokens that the group computes."""
+        group = self._groups.get(update.request_id)
+        if group is None:
+            _refuse(
+                plan,
+                update.request_id,
+                None,
+                "request_id",
+                "a delta",
+                "a snapshot: the mirror does not hold the request",
+            )
+        num_scheduled_tokens = 0
+        for data in update.sequences:
+            sequence = group.sequences.get(data.sample_index)
+            if sequence is None:
+                self._check_fork(plan, group.request, data)
+            else:
+                self._check_continuation(plan, sequence, data)
+            num_scheduled_tokens += data.num_scheduled_tokens
+        return num_scheduled_tokens
+
+    def _check_continuation(self, plan: StepPlan, sequence: MirroredSequence, data: SequenceDataDelta) -> None:
+        request_id = sequence.request.request_id
+        expected = sequence.num_computed_tokens + sequence.num_scheduled_tokens
+        if data.num_computed_tokens != expected:
+            _refuse(plan, request_id, data, "num_computed_tokens", data.num_computed_tokens, expected)
+        if not 0 <= data.num_kept_blocks <= len(sequence.block_ids):
+            rule = f"from 0 to {len(sequence.block_ids)}, the known blocks"
+            _refuse(plan, request_id, data, "num_kept_blocks", data.num_kept_blocks, rule)
+        if data.appended_block_ids:
+            self._check_blocks(plan, request_id, data, "appended_block_ids", data.appended_block_ids)
+        num_prompt_tokens = len(sequence.request.prompt_token_ids)
+        num_tokens = num_prompt_tokens + len(sequence.output_token_ids) + len(data.appended_token_ids)
+        num_blocks = data.num_kept_blocks + len(data.appended_block_ids)
+        self._check_counts(plan, request_id, data, num_tokens, num_blocks)
+
+    def _check_fork(self, plan: StepPlan, request: Request, data: SequenceDataDelta) -> None:
+        """A sequence that the mirror does not hold, of a request that it does: the delta tells the whole of it."""
+        self._check_sample_index(plan, request, data)
+        if data.num_kept_blocks != 0:
+            _refuse(plan, request.request_id, data, "num_kept_blocks", data.num_kept_blocks, "0 for a new sequence")
+        self._check_blocks(plan, request.request_id, data, "appended_block_ids", data.appended_block_ids)
+        num_tokens = len(request.prompt_token_ids) + len(data.appended_token_ids)
+        self._check_counts(plan, request.request_id, data, num_tokens, len(data.appended_block_ids))
+
+    def _check_sample_index(self, plan: StepPlan, request: Request, data: SequenceData | SequenceDataDelta) -> None:
+        if not 0 <= data.sample_index < request.sampling.n:
+            rule = f"from 0 to {request.sampling.n - 1}"
+            _refuse(plan, request.request_id, data, "sample_index", data.sample_index, rule)
+
+    def _check_blocks(
+        self,
+        plan: StepPlan,
+        request_id: RequestId,
+        data: SequenceData | SequenceDataDelta,
+        name: str,
+        blocks: Sequence[BlockId],
+    ) -> None:
+        outside = self._first_outside(blocks)
+        if outside is not None:
+            _refuse(plan, request_id, data, name, outside, f"from 0 to {self.num_blocks - 1}")
+
+    def _first_outside(self, blocks: Sequence[BlockId]) -> BlockId | None:
+        if not blocks or (min(blocks) >= 0 and max(blocks) < self.num_blocks):
+            return None
+        return next(block for block in blocks if not 0 <= block < self.num_blocks)
+
+    def _check_counts(
+        self,
+        plan: StepPlan,
+        request_id: RequestId,
+        data: SequenceData | SequenceDataDelta,
+        num_tokens: int,
+        num_blocks: int,
+    ) -> None:
+        """The chunk must lie inside the tokens and inside the blocks, and sample only at the end of the tokens."""
+        end = data.num_computed_tokens + data.num_scheduled_tokens
+        is_inside = 0 <= data.num_computed_tokens < end <= num_tokens and end <= num_blocks * self.block_size
+        if is_inside and (data.num_samples == 0 or (data.num_samples > 0 and end == num_tokens)):
+            return
+        if data.num_computed_tokens < 0:
+            _refuse(plan, request_id, data, "num_computed_tokens", data.num_computed_tokens, "0 or more")
+        if data.num_scheduled_tokens < 1:
+            _refuse(plan, request_id, data, "num_scheduled_tokens", data.num_scheduled_tokens, "1 or more")
+        if end > num_tokens:
+            rule = f"at most {num_tokens - data.num_computed_tokens}, what is left of {num_tokens} tokens"
+            _refuse(plan, request_id, data, "num_scheduled_tokens", data.num_scheduled_tokens, rule)
+        if end > num_blocks * self.block_size:
+            rule = f"enough blocks of {self.block_size} for {end} tokens"
+            _refuse(plan, request_id, data, "block_ids", f"{num_blocks} blocks", rule)
+        rule = f"0 at token {end} of {num_tokens}" if end != num_tokens else "0 or more"
+        _refuse(plan, request_id, data, "num_samples", data.num_samples, rule)
+
+
+def _check_listing(
+    plan: StepPlan,
+    request_id: RequestId,
+    sequences: Sequence[SequenceData | SequenceDataDelta],
+    finished: dict[SequenceKey, None],
+) -> None:
+    """A group lists some sequence, each once, and none that the same plan says has ended."""
+    if not sequences:
+        _refuse(plan, request_id, None, "sequences", "empty", "at least one")
+    if len(sequences) > 1 and len(dict.fromkeys(data.sample_index for data in sequences)) != len(sequences):
+        indices = [data.sample_index for data in sequences]
+        _refuse(plan, request_id, None, "sequences", f"samples {indices}", "each sample once")
+    if finished:
+        for data in sequences:
+            if (request_id, data.sample_index) in finished:
+                _refuse(plan, request_id, data, "sequences", "listed and in finished_sequences", "one or the other")
+
+
+def _refuse(
+    plan: StepPlan,
+    request_id: RequestId,
+    data: SequenceData | SequenceDataDelta | None,
+    name: str,
+    value: object,
+    expected: object,
+) -> NoReturn:
+    sample = "" if data is None else f", sample {data.sample_index}"
+    raise MirrorError(
+        f"step {plan.step}, request {request_id}{sample}: field {name} is {value}, the mirror expects {expected}"
+    )

@@ -1,0 +1,69 @@
+"""Bytes of weights and activations on one rank, by arithmetic alone.
+
+The weights are exact: a test compares them with the parameters of real models. The activations are what this runtime's
+forward pass holds at its fullest, rounded up. Knows sizes; needs no torch, so that a plan needs none.
+"""
+
+from dataclasses import dataclass
+
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker.model_shape import DTYPE_BYTES, ModelShape
+from spmd_worker.parallel.layout import RankLayout, shard_range
+
+_VOCABULARY_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RankSizes:
+    """What one tensor-parallel rank holds of each layer: heads, columns and vocabulary rows."""
+
+    num_heads: int
+    num_kv_heads: int
+    num_columns: int
+    num_vocabulary_rows: int
+
+
+def rank_sizes(shape: ModelShape, layout: RankLayout, rank: int) -> RankSizes:
+    """The share of `rank` (global); the layout has been checked against the shape."""
+    size, tensor_rank = layout.tensor_parallel_size, layout.tensor_rank(rank)
+    start, stop = shard_range(shape.intermediate_size, size, tensor_rank)
+    rows = -(-shape.vocab_size // size)
+    return RankSizes(
+        num_heads=shape.num_heads // size,
+        num_kv_heads=max(shape.num_kv_heads // size, 1),
+        num_columns=stop - start,
+        num_vocabulary_rows=-(-rows // _VOCABULARY_ALIGNMENT) * _VOCABULARY_ALIGNMENT,
+    )
+
+
+def weights_bytes(shape: ModelShape, layout: RankLayout, rank: int, dtype: str) -> int:
+    """Bytes of the parameters of one rank."""
+    sizes, hidden = rank_sizes(shape, layout, rank), shape.hidden_size
+    query, key_value = sizes.num_heads * shape.head_size, sizes.num_kv_heads * shape.head_size
+    layer = hidden * (2 * query + 2 * key_value) + 3 * hidden * sizes.num_columns + 2 * hidden
+    layer += (query + 2 * key_value) * shape.has_qkv_bias + hidden * shape.has_output_bias
+    layer += (2 * sizes.num_columns + hidden) * shape.has_mlp_bias + 2 * shape.head_size * shape.has_qk_norm
+    embeddings = sizes.num_vocabulary_rows * hidden * (1 if shape.has_tied_embeddings else 2)
+    return (embeddings + shape.num_layers * layer + hidden) * DTYPE_BYTES[dtype]
+
+
+def activation_bytes(
+    shape: ModelShape, layout: RankLayout, rank: int, dtype: str, num_tokens: int, num_rows: int
+) -> int:
+    """Peak of a step of `num_tokens` tokens of which `num_rows` sample.
+
+    A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
+    gated columns and their product; the sampler holds float32 logits twice, once as shards and once gathered, and in float64.
+    """
+    sizes = rank_sizes(shape, layout, rank)
+    heads = sizes.num_heads + 2 * sizes.num_kv_heads
+    attention = 3 * heads * shape.head_size
+    per_token = 4 * shape.hidden_size + max(attention, 4 * sizes.num_columns)
+    logits = num_rows * (sizes.num_vocabulary_rows * 4 * 2 + shape.vocab_size * (4 + 8))
+    return num_tokens * per_token * DTYPE_BYTES[dtype] + logits
+
+
+def cache_spec(shape: ModelShape, layout: RankLayout, rank: int, dtype: str, block_size: int) -> CacheSpec:
+    """One rank's share of the cache."""
+    sizes = rank_sizes(shape, layout, rank)
+    return CacheSpec(shape.num_layers, sizes.num_kv_heads, shape.head_size, DTYPE_BYTES[dtype], block_size)

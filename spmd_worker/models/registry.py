@@ -1,0 +1,18 @@
+"""Architecture name -> model class.
+
+Knows which class builds which architecture. The families' differences are data (`model_shape.FAMILIES`), so today one class
+builds them all.
+"""
+
+from typing import Final
+
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.model_shape import FAMILIES, ModelShape
+from spmd_worker.models.decoder import DecoderForCausalLM
+
+MODEL_CLASSES: Final[dict[str, type[DecoderForCausalLM]]] = dict.fromkeys(FAMILIES, DecoderForCausalLM)
+
+
+def build_model(context: LayerContext, shape: ModelShape) -> DecoderForCausalLM:
+    """The model of `shape` with uninitialised parameters; `read_model_shape` has refused unknown architectures."""
+    return MODEL_CLASSES[shape.architecture](context, shape).eval()

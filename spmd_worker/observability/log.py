@@ -1,0 +1,20 @@
+"""Log lines that say which rank speaks: everything from rank 0, warnings and worse from the others.
+
+Configures the runtime's own logger and no other. Knows nothing about what is logged.
+"""
+
+import logging
+import sys
+
+LOGGER_NAME = "spmd_worker"
+
+
+def configure_logging(rank: int, world_size: int) -> None:
+    """For programs (`launch.py`): INFO on rank 0, WARNING and up with a rank tag on the others. A library leaves it alone."""
+    logger = logging.getLogger(LOGGER_NAME)
+    tag = f"[rank {rank}] " if world_size > 1 and rank > 0 else ""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{tag}%(levelname)s %(message)s"))
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False

@@ -1,0 +1,81 @@
+"""Joining the groups: this rank's tensor-parallel and pipeline-parallel group, and one on the CPU for control.
+
+When the caller has initialised torch.distributed already, its world is used, sub-groups are made beside its own, and only
+those are destroyed. Knows nothing about what travels over the groups.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.parallel.process_group import GroupHandle, single_group
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelGroups:
+    """`tensor` and `pipeline` carry device tensors; `control` spans one replica and is gloo on the CPU."""
+
+    layout: RankLayout
+    tensor: GroupHandle
+    pipeline: GroupHandle
+    control: GroupHandle
+    owns_world: bool
+
+    def destroy(self) -> None:
+        """Leave: destroys what `join_groups` made and nothing else. Call once, on every rank."""
+        if self.owns_world:
+            dist.destroy_process_group()
+            return
+        for handle in (self.tensor, self.pipeline, self.control):
+            if handle.group is not None:
+                dist.destroy_process_group(handle.group)
+
+
+def join_groups(
+    layout: RankLayout, environment: RankEnvironment, device: torch.device, timeout_s: float
+) -> ParallelGroups:
+    """Make the groups of `layout`; every rank of the world calls this, in the same order.
+
+    Raises what torch.distributed raises when the other ranks do not come within `timeout_s`.
+    """
+    if layout.world_size == 1:
+        alone = single_group()
+        return ParallelGroups(layout, alone, alone, alone, owns_world=False)
+    timeout = timedelta(seconds=timeout_s)
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        _join_world(device, timeout)
+    data_backend = "nccl" if device.type == "cuda" else "gloo"
+    replica_size = layout.tensor_parallel_size * layout.pipeline_parallel_size
+    replicas = [list(range(start, start + replica_size)) for start in range(0, layout.world_size, replica_size)]
+    return ParallelGroups(
+        layout=layout,
+        tensor=_join_one(layout.tensor_groups(), environment.rank, data_backend, timeout),
+        pipeline=_join_one(layout.pipeline_groups(), environment.rank, data_backend, timeout),
+        control=_join_one(replicas, environment.rank, "gloo", timeout),
+        owns_world=owns_world,
+    )
+
+
+def _join_world(device: torch.device, timeout: timedelta) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+def _join_one(groups: list[list[int]], rank: int, backend: str, timeout: timedelta) -> GroupHandle:
+    """Every rank makes every group (torch.distributed demands it) and keeps the one it is in."""
+    mine = single_group(rank)
+    for ranks in groups:
+        if len(ranks) == 1:
+            continue
+        group = dist.new_group(ranks, backend=backend, timeout=timeout)
+        if rank in ranks:
+            mine = GroupHandle(ranks=tuple(ranks), rank=ranks.index(rank), group=group)
+    return mine

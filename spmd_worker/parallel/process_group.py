@@ -1,0 +1,58 @@
+"""One group of ranks and the collectives the layers need, as an argument to whoever uses it.
+
+A group of one costs nothing and needs no torch.distributed. Knows nothing about models or the layout.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Torch 2.13 renamed it and warns of the old name; torch 2.11 knows the old name only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHandle:
+    """`ranks` are global, in group order; `rank` is this process's place among them; `group` is None for a group of one."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the group, in place; returns its argument."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_reduce_min(self, tensor: Tensor) -> Tensor:
+        """Minimum over the group, in place; returns its argument."""
+        if self.group is not None:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Equal shapes [...] -> [size, ...], in group order."""
+        if self.group is None:
+            return tensor.unsqueeze(0)
+        gathered = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        _all_gather(gathered, tensor.contiguous().view(-1), group=self.group)
+        return gathered.view(self.size, *tensor.shape)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The group's first rank decides, in place; returns its argument."""
+        if self.group is not None:
+            dist.broadcast(tensor, src=self.ranks[0], group=self.group)
+        return tensor
+
+
+def single_group(rank: int = 0) -> GroupHandle:
+    """The group of a process that is alone."""
+    return GroupHandle(ranks=(rank,), rank=0, group=None)

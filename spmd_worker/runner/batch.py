@@ -1,0 +1,106 @@
+"""Scheduled sequences -> the tensors of one forward pass.
+
+A batch is flat: the tokens of all sequences one after another, in plan order, with no padding. Knows mirrors and positions.
+Knows nothing about models or sampling rules.
+
+    token_ids   a0 a1 a2 | b7 | c3 c4      sequence a computes its prompt, b decodes, c computes a chunk
+    positions    0  1  2 |  7 |  3  4
+    sample_rows        2 |  3 |            c is not at its end yet, so nothing is sampled from it
+
+T: tokens of the step; S: sequences; R: rows that sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.lockstep.mirror import ScheduledSequence
+from spmd_worker.sampling.row import SampleRow
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Input of one forward pass. Tensors int64 [T] on the device; `sample_rows` and `rows` are parallel, one a sample."""
+
+    token_ids: Tensor
+    positions: Tensor
+    prompt_lengths: Tensor
+    attention: AttentionMetadata
+    sample_rows: tuple[int, ...]
+    rows: tuple[SampleRow, ...]
+
+
+def build_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> Batch:
+    """Lay out a step. `scheduled` comes from the mirror, in plan order."""
+    counts = [each.num_scheduled_tokens for each in scheduled]
+    firsts = [each.sequence.num_computed_tokens for each in scheduled]
+    starts = (0, *accumulate(counts))
+    positions = _positions(firsts, counts, starts[-1])
+    prompt_lengths = np.repeat([len(each.sequence.request.prompt_token_ids) for each in scheduled], counts)
+    tables = _block_tables([each.sequence.block_ids for each in scheduled])
+    sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
+    attention = AttentionMetadata(
+        query_starts=starts,
+        context_lengths=tuple(first + count for first, count in zip(firsts, counts, strict=True)),
+        block_tables=_to(tables, device),
+        token_blocks=_to(tables[sequence_of_token, positions // block_size], device),
+        token_offsets=_to(positions % block_size, device),
+    )
+    return Batch(
+        token_ids=_to(_token_ids(scheduled), device),
+        positions=_to(positions, device),
+        prompt_lengths=_to(prompt_lengths.astype(np.int64), device),
+        attention=attention,
+        sample_rows=tuple(
+            end - 1 for each, end in zip(scheduled, starts[1:], strict=True) for _ in range(each.num_samples)
+        ),
+        rows=tuple(row for each in scheduled for row in _sample_rows(each)),
+    )
+
+
+def _sample_rows(scheduled: ScheduledSequence) -> list[SampleRow]:
+    """One row a sample; several where sequences are about to fork."""
+    sequence = scheduled.sequence
+    request = sequence.request
+    return [
+        SampleRow(
+            sampling=request.sampling,
+            stream=request.stream,
+            sample_index=sequence.sample_index + offset,
+            position=sequence.num_tokens,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
+        )
+        for offset in range(scheduled.num_samples)
+    ]
+
+
+def _positions(firsts: list[int], counts: list[int], num_tokens: int) -> np.ndarray:
+    """int64 [T]: each sequence counts on from its first uncomputed token."""
+    starts = np.cumsum([0, *counts[:-1]])
+    return np.arange(num_tokens, dtype=np.int64) + np.repeat(np.array(firsts, dtype=np.int64) - starts, counts)
+
+
+def _token_ids(scheduled: Sequence[ScheduledSequence]) -> np.ndarray:
+    token_ids: list[int] = []
+    for each in scheduled:
+        first = each.sequence.num_computed_tokens
+        token_ids += each.sequence.token_ids(first, first + each.num_scheduled_tokens)
+    return np.array(token_ids, dtype=np.int64)
+
+
+def _block_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """int64 [S, blocks of the longest], padded with zeros."""
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _to(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -1,0 +1,65 @@
+"""One step on one rank's device: batch, forward pass, logits of the rows that sample, token ids.
+
+The forward pass and the choice of tokens are two calls, so that something else (a grammar mask) can be computed while the
+device works. Knows a model, a cache and a sampler. Knows nothing about ranks' roles, queues or text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv_cache.cache_engine import CacheEngine
+from spmd_worker.lockstep.mirror import ScheduledSequence
+from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.runner.batch import Batch, build_batch
+from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from spmd_worker.sampling.sampler import Sampler
+from spmd_worker.sequence.step import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A forward pass whose tokens are still to be chosen."""
+
+    step: int
+    batch: Batch
+    logits: Tensor
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+
+
+class ModelRunner:
+    """`forward`, then `sample`, once each a step."""
+
+    def __init__(self, model: DecoderForCausalLM, cache_engine: CacheEngine, sampler: Sampler, block_size: int) -> None:
+        self._model, self._cache_engine, self._sampler = model, cache_engine, sampler
+        self._block_size = block_size
+        self._device = next(model.parameters()).device
+        self._pending: _Forwarded | None = None
+
+    @torch.inference_mode()
+    def forward(self, step: int, scheduled: Sequence[ScheduledSequence]) -> None:
+        """Compute the step's tokens into the cache and keep the logits of the rows that sample."""
+        assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
+        batch = build_batch(scheduled, self._block_size, self._device)
+        hidden = self._model(
+            batch.token_ids, batch.positions, batch.prompt_lengths, self._cache_engine.device_cache, batch.attention
+        )
+        rows = torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)
+        logits = self._model.compute_logits(hidden[rows])
+        reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._whole_logits)
+        self._pending = _Forwarded(step, batch, logits, reported)
+
+    @torch.inference_mode()
+    def sample(self) -> StepResult:
+        """Choose the tokens of the last forward pass."""
+        pending, self._pending = self._pending, None
+        assert pending is not None, "sample follows forward"
+        if not pending.batch.rows:
+            return StepResult(pending.step, prompt_logprobs=pending.prompt_logprobs)
+        sampled = self._sampler.sample(pending.logits, list(pending.batch.rows))
+        return StepResult(pending.step, sampled.token_ids, sampled.logprobs, pending.prompt_logprobs)
+
+    def _whole_logits(self, hidden: Tensor) -> Tensor:
+        return self._sampler.gather(self._model.compute_logits(hidden))

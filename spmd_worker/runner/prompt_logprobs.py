@@ -1,0 +1,56 @@
+"""Log-probabilities of prompt tokens, for the rows that ask.
+
+Knows hidden states of one step and which of them belong to a prompt. Knows nothing about how tokens are chosen.
+
+T: tokens of the step; V: vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from spmd_worker.lockstep.mirror import ScheduledSequence
+from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
+from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.request import RequestId
+
+_ROWS_AT_ONCE = 64
+"""Logits of this many positions are held at a time: a vocabulary of 150,000 ids takes 37 MiB."""
+
+PromptLogprobs = tuple[RequestId, int, tuple[TokenLogprobs | None, ...]]
+
+
+def prompt_logprobs(
+    scheduled: Sequence[ScheduledSequence],
+    query_starts: tuple[int, ...],
+    hidden: Tensor,
+    whole_logits: Callable[[Tensor], Tensor],
+) -> tuple[PromptLogprobs, ...]:
+    """`whole_logits` maps hidden states [K, hidden] to logits [K, V]. The entry of position 0 is None: nothing predicts it."""
+    return tuple(
+        _of_sequence(each, hidden[start:end], whole_logits)
+        for each, start, end in zip(scheduled, query_starts, query_starts[1:])
+        if _is_wanted(each)
+    )
+
+
+def _is_wanted(each: ScheduledSequence) -> bool:
+    """Samples other than the first compute the prompt again only after a preemption; its positions are known by then."""
+    sequence = each.sequence
+    is_in_prompt = sequence.num_computed_tokens < len(sequence.request.prompt_token_ids)
+    return sequence.request.sampling.prompt_logprobs is not None and is_in_prompt and sequence.sample_index == 0
+
+
+def _of_sequence(each: ScheduledSequence, hidden: Tensor, whole_logits: Callable[[Tensor], Tensor]) -> PromptLogprobs:
+    """Position p is predicted by the logits of position p - 1: a chunk [a, b) gives the entries of [a + 1, b + 1)."""
+    sequence = each.sequence
+    prompt = sequence.request.prompt_token_ids
+    first = sequence.num_computed_tokens
+    targets = prompt[first + 1 : first + each.num_scheduled_tokens + 1]
+    num_likeliest = sequence.request.sampling.prompt_logprobs or 0
+    entries: list[TokenLogprobs | None] = [] if first else [None]
+    for start in range(0, len(targets), _ROWS_AT_ONCE):
+        some = targets[start : start + _ROWS_AT_ONCE]
+        logprobs = log_softmax(whole_logits(hidden[start : start + len(some)]))
+        entries += [token_logprobs(row, token_id, num_likeliest) for row, token_id in zip(logprobs, some, strict=True)]
+    return sequence.request.request_id, first + 1 if first else 0, tuple(entries)

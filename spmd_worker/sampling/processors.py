@@ -1,0 +1,50 @@
+"""What changes logits before a token is chosen: minimum length, bias, penalties.
+
+Each row is changed by its own parameters and tokens only. The order is vLLM's: minimum length, bias, penalties.
+Knows nothing about temperature, filters or ranks.
+
+K: rows; V: vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from spmd_worker.sampling.row import SampleRow
+
+
+def process_logits(logits: Tensor, rows: list[SampleRow], eos_token_ids: tuple[int, ...]) -> None:
+    """Change float32 [K, V] in place; row i belongs to `rows[i]`."""
+    for row, values in zip(rows, logits, strict=True):
+        if row.must_not_stop:
+            _forbid(values, (*eos_token_ids, *row.sampling.stop_token_ids))
+        if row.sampling.logit_bias:
+            _add_bias(values, row.sampling.logit_bias)
+        if row.sampling.has_penalties:
+            _penalise(values, row)
+
+
+def _forbid(values: Tensor, token_ids: tuple[int, ...]) -> None:
+    if token_ids:
+        values[_index(token_ids, values)] = -torch.inf
+
+
+def _add_bias(values: Tensor, biases: tuple[tuple[int, float], ...]) -> None:
+    amounts = torch.tensor([bias for _, bias in biases], dtype=values.dtype, device=values.device)
+    values[_index([token_id for token_id, _ in biases], values)] += amounts
+
+
+def _penalise(values: Tensor, row: SampleRow) -> None:
+    """Repetition counts prompt and output (https://arxiv.org/abs/1909.05858), presence and frequency the output only."""
+    sampling = row.sampling
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.unique(_index([*row.prompt_token_ids, *row.output_token_ids], values))
+        chosen = values[seen]
+        penalty = sampling.repetition_penalty
+        values[seen] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+    if row.output_token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
+        seen, counts = torch.unique(_index(row.output_token_ids, values), return_counts=True)
+        values[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(values.dtype)
+
+
+def _index(token_ids: object, values: Tensor) -> Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=values.device)

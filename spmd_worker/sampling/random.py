@@ -1,0 +1,45 @@
+"""Counter-based random numbers: a function of (stream, sample, position), with no state anywhere.
+
+Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on numpy's unsigned integers, so the same
+numbers come out on every rank, machine and device, in any batch. The host's generators are never read or written. Knows
+nothing about logits.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS: Final = 10
+_MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+_LOW: Final = np.uint64(0xFFFFFFFF)
+_SHIFT: Final = np.uint64(32)
+
+Words = NDArray[np.uint64]
+
+
+def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
+    """Ten rounds. Every word is an array of 32-bit values held in uint64; all arrays have one shape."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (product1 >> _SHIFT) ^ c1 ^ k0,
+            product1 & _LOW,
+            (product0 >> _SHIFT) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
+        k0, k1 = (k0 + np.uint64(_WEYL[0])) & _LOW, (k1 + np.uint64(_WEYL[1])) & _LOW
+    return c0, c1, c2, c3
+
+
+def uniforms(streams: list[int], samples: list[int], positions: list[int]) -> NDArray[np.float64]:
+    """One number in [0, 1) a row, 53 bits: `streams` unsigned 64-bit, `samples` and `positions` below 2**32."""
+    stream = np.array(streams, dtype=np.uint64)
+    position, sample = np.array(positions, dtype=np.uint64), np.array(samples, dtype=np.uint64)
+    zero = np.zeros_like(stream)
+    first, second, _, _ = philox((position, sample, zero, zero), (stream & _LOW, stream >> _SHIFT))
+    bits = (first << _SHIFT | second) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53

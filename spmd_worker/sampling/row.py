@@ -1,0 +1,34 @@
+"""One row to sample: what the sampler needs to know of a sequence, and nothing of where it stands in the batch.
+
+Knows token ids and sampling parameters. Knows nothing about logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """The token at `position` (prompt and output tokens before it) of sample `sample_index` is to be chosen."""
+
+    sampling: SamplingParams
+    stream: int
+    sample_index: int
+    position: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+    @property
+    def must_not_stop(self) -> bool:
+        """Whether ending now would give fewer than `min_tokens`."""
+        return len(self.output_token_ids) < self.sampling.min_tokens
+
+    @property
+    def needs_all_logits(self) -> bool:
+        """Whether the choice depends on more than maxima and sums over vocabulary shards."""
+        sampling = self.sampling
+        has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop
+        has_filters = sampling.has_filters and not sampling.is_greedy
+        return has_processors or has_filters or sampling.logprobs is not None

@@ -1,0 +1,151 @@
+"""Logits of vocabulary shards -> token ids, the same on every rank of the tensor-parallel group.
+
+Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by inverting
+the cumulative distribution with one counter-based uniform a row. Only rows that need whole vocabularies (filters, penalties,
+log-probabilities) have their logits gathered. A row's token depends on its own logits, parameters and key alone.
+
+R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from spmd_worker.parallel.process_group import GroupHandle
+from spmd_worker.sampling.filters import filter_logits
+from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
+from spmd_worker.sampling.processors import process_logits
+from spmd_worker.sampling.random import uniforms
+from spmd_worker.sampling.row import SampleRow
+from spmd_worker.sequence.outputs import TokenLogprobs
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Parallel to the rows given; `logprobs` is empty when no row asked."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+class Sampler:
+    """`shard_start` is the first token id of this rank's shard."""
+
+    def __init__(
+        self,
+        group: GroupHandle,
+        shard_start: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        logprobs_mode: str,
+    ) -> None:
+        self._group, self._shard_start, self._vocab_size = group, shard_start, vocab_size
+        self._eos_token_ids, self._logprobs_mode = eos_token_ids, logprobs_mode
+
+    def sample(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        """Float32 [R, Vs] and a row each. Every rank of the group calls this with the same rows."""
+        simple = [index for index, row in enumerate(rows) if not row.needs_all_logits]
+        others = [index for index, row in enumerate(rows) if row.needs_all_logits]
+        token_ids = [-1] * len(rows)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if simple:
+            chosen = self._choose(_rows_of(logits, simple), [rows[index] for index in simple], self._group)
+            _scatter(chosen, simple, token_ids)
+        if others:
+            whole = self.gather(_rows_of(logits, others))
+            sampled = self._sample_whole(whole, [rows[index] for index in others])
+            _scatter(sampled.token_ids, others, token_ids)
+            _scatter(sampled.logprobs, others, logprobs)
+        has_logprobs = any(entry is not None for entry in logprobs)
+        return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """[K, Vs] on each rank -> [K, V] on every rank; a new tensor that may be changed."""
+        if self._group.size == 1:
+            return logits[:, : self._vocab_size].clone()
+        shards = self._group.all_gather(logits)
+        return shards.transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
+
+    def _sample_whole(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        """[K, V] on every rank: each computes the same, so nothing is exchanged."""
+        wants = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
+        reported = log_softmax(logits[wants]) if wants and self._logprobs_mode == "raw_logprobs" else None
+        process_logits(logits, rows, self._eos_token_ids)
+        for values, row in zip(logits, rows, strict=True):
+            if not row.sampling.is_greedy and row.sampling.has_filters:
+                values /= row.sampling.temperature
+                filter_logits(values, row.sampling)
+                # Undone so that `_choose` treats all rows alike; minus infinity stays what it is.
+                values *= row.sampling.temperature
+        if wants and reported is None:
+            reported = log_softmax(logits[wants] / _temperatures([rows[index] for index in wants], logits.device))
+        alone = GroupHandle(ranks=(0,), rank=0, group=None)
+        chosen = self._choose(logits, rows, alone)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        for place, index in enumerate(wants):
+            assert reported is not None, wants
+            logprobs[index] = token_logprobs(reported[place], chosen[index], rows[index].sampling.logprobs or 0)
+        return Sampled(tuple(chosen), tuple(logprobs))
+
+    def _choose(self, logits: Tensor, rows: list[SampleRow], group: GroupHandle) -> list[int]:
+        """Greedy or by inverting the cumulative distribution; `logits` are shards of `group`, or whole when it is one."""
+        first = self._shard_start if group.size > 1 else 0
+        values, indices = logits.max(dim=-1)
+        pairs = torch.stack((values.double(), (indices + first).double()), dim=-1)
+        best_values, best_ids = _best(group.all_gather(pairs))
+        chosen: list[int] = best_ids.long().tolist()
+        drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
+        if drawn:
+            drawn_rows = [rows[index] for index in drawn]
+            ids = _draw(_rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
+            _scatter(ids, drawn, chosen)
+        return chosen
+
+
+def _best(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, R, 2] (value, id) -> the largest value and its id, [R] each; equal values go to the smaller id."""
+    # Shards are in ascending order of ids and max returns the first maximum, so the smallest id wins.
+    values, owners = pairs[:, :, 0].max(dim=0)
+    ids = pairs[:, :, 1].gather(0, owners.unsqueeze(0)).squeeze(0)
+    return values, ids
+
+
+def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int) -> list[int]:
+    """The id at which the cumulative mass, summed in the order of ids in float64, passes a uniform share of the whole."""
+    device = logits.device
+    temperatures = _temperatures(rows, device).double()
+    mass = torch.exp((logits.double() - largest.unsqueeze(1)) / temperatures).cumsum(dim=-1)
+    totals = group.all_gather(mass[:, -1].contiguous())
+    before = totals.cumsum(dim=0)
+    draws = uniforms([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
+    targets = torch.from_numpy(draws).to(device) * before[-1]
+    offset = before[group.rank - 1] if group.rank else torch.zeros_like(targets)
+    local = torch.searchsorted(mass, (targets - offset).unsqueeze(1), right=True).squeeze(1)
+    # A target at the very end of a shard may be rounded past it: the last id with mass takes it.
+    last = torch.searchsorted(mass, mass[:, -1:].contiguous()).squeeze(1)
+    owner = torch.searchsorted(before.t().contiguous(), targets.unsqueeze(1), right=True).squeeze(1)
+    found = torch.minimum(local, last) + first
+    candidates = group.all_gather(found)
+    owner = owner.clamp(max=group.size - 1).unsqueeze(0)
+    return [int(token_id) for token_id in candidates.gather(0, owner).squeeze(0).tolist()]
+
+
+def _temperatures(rows: list[SampleRow], device: torch.device) -> Tensor:
+    """Float32 [K, 1]; 1 for greedy rows."""
+    values = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
+    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+
+def _rows_of(logits: Tensor, indices: list[int]) -> Tensor:
+    """The rows named, without a copy when they are all."""
+    return logits if len(indices) == logits.shape[0] else logits[indices]
+
+
+def _scatter(values: Iterable[Value], indices: list[int], target: list[Value]) -> None:
+    for index, value in zip(indices, values, strict=True):
+        target[index] = value

@@ -1,0 +1,318 @@
+"""Continuous batching: queues -> StepPlan, StepResult -> queues. Every rank runs a replica of this.
+
+A replica is a pure function of (state, events, sampled ids): no clock, no set, no hash, no host randomness. Deciding needs
+counts, never token values, so the plan of the next step could be made while this one computes; values enter only in
+`apply` and in `updates.group_updates`, which tells the mirrors what they do not know yet. Knows blocks as numbers and tokens as
+counts. Knows nothing about tensors, ranks, text or files.
+
+One step: running sequences first, in service order, each with what it has to compute (one token in decoding, a chunk in a
+prompt); who finds no block takes those of the last in service order, which then waits to be recomputed. What is left of
+the token budget goes to the waiting, first come, first served.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.scheduler.budget import StepBudget
+from spmd_worker.scheduler.policy import WaitingQueue, choose_victim, service_order
+from spmd_worker.scheduler.stop import StopChecker
+from spmd_worker.scheduler.updates import Decision, group_updates
+from spmd_worker.sequence.events import Abort, Admit, Event
+from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.sequence import (
+    FinishReason,
+    Sequence,
+    SequenceGroup,
+    SequenceKey,
+    SequenceStatus,
+    new_group,
+)
+from spmd_worker.sequence.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much one step may hold. Without `enable_chunked_prefill` a prompt is computed in one piece."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool = True
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What happened so far, for the summary. `num_recomputed_tokens` were computed, lost by preemption and owed again."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_computed_tokens: int = 0
+
+
+class Scheduler:
+    """The replica. Call `schedule`, then (once the devices answered) `apply`; events between steps go to `handle`."""
+
+    def __init__(self, limits: SchedulerLimits, cache: CacheManager, stop_checker: StopChecker) -> None:
+        self.counters = SchedulerCounters()
+        self._limits = limits
+        self._cache = cache
+        self._stop_checker = stop_checker
+        self._groups: dict[RequestId, SequenceGroup] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []
+        self._in_flight: deque[tuple[Decision, ...]] = deque()
+        self._ended_sequences: list[SequenceKey] = []
+        self._ended_requests: list[RequestId] = []
+        self._step = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is not answered yet."""
+        return bool(self._groups)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def cache(self) -> CacheManager:
+        """The blocks this scheduler hands out."""
+        return self._cache
+
+    def handle(self, event: Event) -> SequenceGroup | None:
+        """Take an event in. Returns the group an abort ended."""
+        if isinstance(event, Admit):
+            self._admit(event.request)
+        elif isinstance(event, Abort):
+            return self._abort(event.request_id)
+        return None
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step and account for it; `apply` must be called for each plan with groups, in order."""
+        self._step += 1
+        self.counters.num_steps += 1
+        decisions = self._decide()
+        if decisions:
+            self._in_flight.append(tuple(decisions))
+        num_tokens = sum(decision.num_tokens for decision in decisions)
+        self.counters.num_computed_tokens += num_tokens
+        plan = StepPlan(
+            step=self._step,
+            groups=group_updates(decisions),
+            block_ops=self._cache.take_block_ops(),
+            finished_sequences=tuple(self._ended_sequences),
+            finished_request_ids=tuple(self._ended_requests),
+            num_tokens=num_tokens,
+        )
+        self._ended_sequences.clear()
+        self._ended_requests.clear()
+        return plan
+
+    def apply(self, result: StepResult) -> list[SequenceGroup]:
+        """Append what was sampled, fork, finish. Returns the groups that ended, in plan order."""
+        ended: list[SequenceGroup] = []
+        start = 0
+        self._take_prompt_logprobs(result)
+        for decision in self._in_flight.popleft():
+            stop = start + decision.num_samples
+            group = self._groups.get(decision.sequence.request.request_id)
+            if group is not None and decision.num_samples:
+                self._append(group, decision.sequence, result.token_ids[start:stop], result.logprobs[start:stop])
+                if group.is_finished:
+                    ended.append(self._end(group))
+            start = stop
+        assert start == len(result.token_ids), (start, len(result.token_ids))
+        self._running = [sequence for sequence in self._running if sequence.status is SequenceStatus.RUNNING]
+        return ended
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless queues, states and blocks agree: for tests and SPMD_WORKER_CHECK."""
+        self._cache.check_integrity(sequence.table for sequence in self._all_sequences())
+        running = [sequence for sequence in self._all_sequences() if sequence.status is SequenceStatus.RUNNING]
+        assert sorted(running, key=service_order) == self._running, "running sequences are out of order"
+        for sequence in self._waiting:
+            assert not sequence.table.block_ids, f"{sequence.key} waits and holds blocks"
+            assert sequence.num_computed_tokens == 0, f"{sequence.key} waits with computed tokens"
+        for sequence in running:
+            assert sequence.num_computed_tokens <= sequence.num_tokens, sequence.key
+        assert len(running) <= self._limits.max_num_seqs, len(running)
+
+    def _all_sequences(self) -> Iterable[Sequence]:
+        return (sequence for group in self._groups.values() for sequence in group.sequences)
+
+    # Deciding: counts only.
+
+    def _decide(self) -> list[Decision]:
+        budget = StepBudget(self._limits.max_num_batched_tokens, self._limits.max_num_seqs - len(self._running))
+        num_preemptions = self.counters.num_preemptions
+        decisions = self._decide_running(budget)
+        if self.counters.num_preemptions == num_preemptions:
+            # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
+            decisions += self._decide_waiting(budget, num_reserved=self._num_forks())
+        return decisions
+
+    def _decide_running(self, budget: StepBudget) -> list[Decision]:
+        decisions: list[Decision] = []
+        undecided = deque(self._running)
+        while undecided and budget.num_tokens:
+            sequence = undecided.popleft()
+            num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
+            if num_tokens and self._make_room(sequence, num_tokens, undecided):
+                decisions.append(self._take(sequence, num_tokens, budget))
+        self._running = [sequence for sequence in self._running if sequence.status is SequenceStatus.RUNNING]
+        return decisions
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, undecided: deque[Sequence]) -> bool:
+        """Preempt from the back until the sequence fits; False when it had to give way itself."""
+        first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        while not self._cache.can_extend(sequence.table, first, end):
+            victim = choose_victim([sequence, *undecided])
+            if victim is sequence:
+                # Everything behind it has given way; what stands before it in service order keeps its blocks.
+                self._preempt(sequence)
+                return False
+            undecided.remove(victim)
+            self._preempt(victim)
+        return True
+
+    def _decide_waiting(self, budget: StepBudget, num_reserved: int) -> list[Decision]:
+        decisions: list[Decision] = []
+        budget.num_sequences -= num_reserved
+        while self._waiting and budget.num_tokens:
+            sequence = self._waiting.first()
+            num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
+            if not self._may_join(sequence, num_tokens, budget, is_alone=not self._running):
+                break
+            self._waiting.pop_first()
+            sequence.status = SequenceStatus.RUNNING
+            self._running.append(sequence)
+            budget.num_sequences -= self._width(sequence)
+            decisions.append(self._take(sequence, num_tokens, budget))
+        self._running.sort(key=service_order)
+        return decisions
+
+    def _may_join(self, sequence: Sequence, num_tokens: int, budget: StepBudget, *, is_alone: bool) -> bool:
+        if not self._limits.enable_chunked_prefill and num_tokens < sequence.num_uncomputed_tokens:
+            return False
+        if self._width(sequence) > budget.num_sequences:
+            return False
+        # Room for all of it, not for the first chunk alone: else half-computed prompts fill the cache and fight for it.
+        # The watermark leaves running sequences some blocks to grow into.
+        whole = sequence.num_tokens
+        return self._cache.can_extend(sequence.table, 0, whole, keep_watermark=not is_alone)
+
+    def _width(self, sequence: Sequence) -> int:
+        """How many sequences this one will be: a group's first sequence stands for all of it until the fork."""
+        group = self._groups[sequence.request.request_id]
+        return 1 if group.is_forked else sequence.request.sampling.n
+
+    def _num_forks(self) -> int:
+        """Sequences that the unforked among the running will become, beyond themselves."""
+        return sum(self._width(sequence) - 1 for sequence in self._running)
+
+    def _take(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
+        first = sequence.num_computed_tokens
+        change = self._cache.extend(sequence.table, first, first + num_tokens)
+        is_sampling = num_tokens == sequence.num_uncomputed_tokens
+        sequence.num_computed_tokens += num_tokens
+        budget.spend(num_tokens)
+        num_samples = self._width(sequence) if is_sampling else 0
+        return Decision(sequence, num_tokens, num_samples, change)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.counters.num_preemptions += 1
+        self.counters.num_recomputed_tokens += sequence.num_computed_tokens
+        self._groups[sequence.request.request_id].num_preemptions += 1
+        self._cache.release(sequence.table)
+        sequence.num_computed_tokens = 0
+        sequence.is_known = False
+        sequence.status = SequenceStatus.PREEMPTED
+        self._waiting.give_back(sequence)
+
+    # Applying: values.
+
+    def _append(
+        self,
+        group: SequenceGroup,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+    ) -> None:
+        sequences = [sequence]
+        if len(token_ids) > 1:
+            sequences += [self._fork(group, sequence, index) for index in range(1, len(token_ids))]
+        for index, (each, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
+            if each.status is not SequenceStatus.FINISHED:
+                self._append_token(each, token_id, logprobs[index] if logprobs else None)
+
+    def _append_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        sequence.output_token_ids.append(token_id)
+        self.counters.num_output_tokens += 1
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+            sequence.cumulative_logprob += logprobs[token_id].logprob
+        if self._stop_checker.has_ended(sequence):
+            self._finish(sequence)
+
+    def _fork(self, group: SequenceGroup, parent: Sequence, sample_index: int) -> Sequence:
+        assert not parent.output_token_ids, "sequences fork when their first tokens are sampled"
+        fork = Sequence(
+            request=parent.request,
+            sample_index=sample_index,
+            num_computed_tokens=parent.num_computed_tokens,
+            table=self._cache.fork(parent.table),
+            status=SequenceStatus.RUNNING,
+        )
+        group.sequences.append(fork)
+        position = self._running.index(parent) + sample_index
+        self._running.insert(position, fork)
+        return fork
+
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.status is SequenceStatus.PREEMPTED or sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        self._cache.release(sequence.table)
+        sequence.status = SequenceStatus.FINISHED
+        self._ended_sequences.append(sequence.key)
+
+    def _end(self, group: SequenceGroup) -> SequenceGroup:
+        del self._groups[group.request.request_id]
+        self._ended_requests.append(group.request.request_id)
+        self.counters.num_prompt_tokens += len(group.request.prompt_token_ids)
+        return group
+
+    def _admit(self, request: Request) -> None:
+        assert request.request_id not in self._groups, request.request_id
+        group = new_group(request)
+        self._groups[request.request_id] = group
+        self._waiting.arrive(group.sequences[0])
+
+    def _abort(self, request_id: RequestId) -> SequenceGroup | None:
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        for sequence in group.sequences:
+            if sequence.status is not SequenceStatus.FINISHED:
+                sequence.finish_reason = FinishReason.ABORT
+                self._stop_checker.forget(sequence)
+                self._finish(sequence)
+        self._running = [sequence for sequence in self._running if sequence.status is SequenceStatus.RUNNING]
+        return self._end(group)
+
+    def _take_prompt_logprobs(self, result: StepResult) -> None:
+        for request_id, first, logprobs in result.prompt_logprobs:
+            group = self._groups.get(request_id)
+            if group is not None:
+                # A recomputed prompt reports the same positions again, so entries are placed, not appended.
+                group.prompt_logprobs[first : first + len(logprobs)] = logprobs

@@ -1,0 +1,107 @@
+"""When a sequence ends: end-of-sequence ids, stop ids, stop strings, length.
+
+A pure function of a sequence's own tokens, so every replica decides alike. Stop strings are looked for in the text as it
+grows, also across token boundaries; only sequences that have them are decoded here. Knows nothing about queues or blocks.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceKey
+
+
+class TextDecoder(Protocol):
+    """Turns tokens into text as they come (`tokenizer.IncrementalDecoder`)."""
+
+    def append(self, token_ids: list[int]) -> str:
+        """Add tokens, return the text they complete."""
+
+    def flush(self) -> str:
+        """Return what was held back."""
+
+
+DecoderFactory = Callable[[Sequence], TextDecoder]
+
+
+class StopChecker:
+    """Decides after each token whether its sequence has ended, and sets `finish_reason`, `stop_reason` and `text`.
+
+    `max_model_len` is in tokens, prompt included. Without a decoder factory stop strings must not be asked for.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...], max_model_len: int, new_decoder: DecoderFactory | None) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._new_decoder = new_decoder
+        self._decoders: dict[SequenceKey, TextDecoder] = {}
+
+    def has_ended(self, sequence: Sequence) -> bool:
+        """Look at the last token. Call once for each token, in order."""
+        found = self._check_text(sequence) or self._check_last_token(sequence) or self._check_length(sequence)
+        if found:
+            self.forget(sequence)
+        return found
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the decoder of a sequence that ended or was aborted; its held-back text joins its text."""
+        decoder = self._decoders.pop(sequence.key, None)
+        if decoder is not None and not isinstance(sequence.stop_reason, str):
+            sequence.text = (sequence.text or "") + decoder.flush()
+
+    def _check_last_token(self, sequence: Sequence) -> bool:
+        sampling, token_id = sequence.request.sampling, sequence.output_token_ids[-1]
+        if len(sequence.output_token_ids) < sampling.min_tokens:
+            return False
+        if token_id in self._eos_token_ids and not sampling.ignore_eos:
+            return _finish(sequence, FinishReason.STOP, None)
+        if token_id in sampling.stop_token_ids:
+            return _finish(sequence, FinishReason.STOP, token_id)
+        return False
+
+    def _check_length(self, sequence: Sequence) -> bool:
+        max_tokens = sequence.request.sampling.max_tokens
+        is_long = max_tokens is not None and len(sequence.output_token_ids) >= max_tokens
+        if is_long or sequence.num_tokens >= self._max_model_len:
+            return _finish(sequence, FinishReason.LENGTH, None)
+        return False
+
+    def _check_text(self, sequence: Sequence) -> bool:
+        sampling = sequence.request.sampling
+        if not sampling.stop:
+            return False
+        new_text = self._decoder(sequence).append(sequence.output_token_ids[-1:])
+        num_old = len(sequence.text or "")
+        sequence.text = (sequence.text or "") + new_text
+        if not new_text or len(sequence.output_token_ids) < sampling.min_tokens:
+            return False
+        match = first_match(sequence.text, sampling.stop, num_old)
+        if match is None:
+            return False
+        start, stop_string = match
+        sequence.text = sequence.text[: start + len(stop_string) * sampling.include_stop_str_in_output]
+        return _finish(sequence, FinishReason.STOP, stop_string)
+
+    def _decoder(self, sequence: Sequence) -> TextDecoder:
+        decoder = self._decoders.get(sequence.key)
+        if decoder is None:
+            assert self._new_decoder is not None, "stop strings need a tokenizer; admission must refuse them without"
+            decoder = self._decoders[sequence.key] = self._new_decoder(sequence)
+        return decoder
+
+
+def first_match(text: str, stop_strings: tuple[str, ...], num_searched: int) -> tuple[int, str] | None:
+    """Where the earliest stop string begins, and which; ties go to the longest.
+
+    Only matches that end after the first `num_searched` characters are new, so the search begins just before them.
+    """
+    best: tuple[int, str] | None = None
+    for stop_string in stop_strings:
+        start = text.find(stop_string, max(0, num_searched - len(stop_string) + 1))
+        if start >= 0 and (best is None or (start, -len(stop_string)) < (best[0], -len(best[1]))):
+            best = (start, stop_string)
+    return best
+
+
+def _finish(sequence: Sequence, reason: FinishReason, stop_reason: str | int | None) -> bool:
+    sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+    return True

@@ -1,0 +1,49 @@
+"""What a caller gets back: requests and their completions, in the field's usual names.
+
+Knows token ids, text and log-probabilities. Knows nothing about scheduling or devices.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """Log-probability of one token, its rank (1 is the likeliest) and, when there is a tokenizer, its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""One position: token id -> Logprob. The sampled (or prompt) token comes first, then the likeliest in order."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` completions of a request. `finish_reason` is "stop", "length" or None while it runs.
+
+    `stop_reason` is the stop string or stop token id that ended it, None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with its completions. A request that was refused has `error` and no outputs."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None

@@ -1,0 +1,110 @@
+"""One sample of one request as the scheduler sees it: its tokens, how many are computed, which blocks hold them.
+
+A `Sequence` is what is scheduled, preempted and finished; a `SequenceGroup` is the request with its `n` sequences, of which
+one computes the prompt and the others fork from it when the first tokens are sampled. Knows nothing about queues or devices.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from typing import NamedTuple
+
+from kv_cache.block_table import BlockTable
+from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.request import Request, RequestId
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. PREEMPTED has lost its blocks and waits, in its old place, to be computed again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class SequenceKey(NamedTuple):
+    """Names a sequence on every rank; the order of keys is the order of service."""
+
+    request_id: RequestId
+    sample_index: int
+
+
+class FinishReason(Enum):
+    """Why a sequence ended; the values are the field's words in outputs."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens [0, num_computed_tokens) have their keys and values in the blocks of `table`.
+
+    `num_sent_tokens` is how many of `output_token_ids` the workers' mirrors hold; `is_known` whether they hold the
+    sequence at all, with the blocks it has now.
+    """
+
+    request: Request
+    sample_index: int
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    table: BlockTable = field(default_factory=BlockTable)
+    status: SequenceStatus = SequenceStatus.WAITING
+    is_known: bool = False
+    num_sent_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    text: str | None = None
+    cumulative_logprob: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def key(self) -> SequenceKey:
+        """The name of this sequence on every rank."""
+        return SequenceKey(self.request.request_id, self.sample_index)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens the request came with."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose keys and values are still to be computed; 1 in steady decoding."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def unsent_token_ids(self) -> tuple[int, ...]:
+        """Output tokens that the mirrors do not hold yet."""
+        return tuple(islice(self.output_token_ids, self.num_sent_tokens, None))
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """A request and its sequences, in sample order. Before the fork there is one, sample 0."""
+
+    request: Request
+    sequences: list[Sequence]
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether all `n` sequences exist."""
+        return len(self.sequences) == self.request.sampling.n
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sequence has ended."""
+        return self.is_forked and all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
+
+
+def new_group(request: Request) -> SequenceGroup:
+    """The group of a request that was just admitted: one sequence, nothing computed."""
+    return SequenceGroup(request=request, sequences=[Sequence(request=request, sample_index=0)])

@@ -1,0 +1,47 @@
+"""The two records in which the scheduler and the devices meet: what a step computes, and what came of it.
+
+Knows nothing about how a step is decided, sent or executed.
+"""
+
+from dataclasses import dataclass
+
+from kv_cache.block_ops import BlockOps
+from spmd_worker.sequence.metadata import GroupUpdate
+from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sequence import SequenceKey
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything the workers need for step number `step`.
+
+    `finished_sequences` ended in an earlier step and `finished_request_ids` are requests with nothing left: mirrors forget
+    them before they apply `groups`. `groups` lists each group at most once, `num_tokens` counts the tokens computed.
+    """
+
+    step: int
+    groups: tuple[GroupUpdate, ...] = ()
+    block_ops: BlockOps = BlockOps()
+    finished_sequences: tuple[SequenceKey, ...] = ()
+    finished_request_ids: tuple[RequestId, ...] = ()
+    num_tokens: int = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the devices have anything to do: tokens to compute or blocks to move."""
+        return bool(self.groups) or not self.block_ops.is_empty
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What was sampled, in plan order: for each scheduled sequence its `num_samples` ids, one after another.
+
+    `logprobs` is parallel to `token_ids` (None where the row did not ask) or empty when no row asked; `prompt_logprobs`
+    has (request, first position, one entry a position) for requests that asked and prompt positions of this step.
+    """
+
+    step: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[tuple[RequestId, int, tuple[TokenLogprobs | None, ...]], ...] = ()

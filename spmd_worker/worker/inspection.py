@@ -1,0 +1,39 @@
+"""A model as a readable tree: modules, and the shapes and dtypes of this rank's parameters.
+
+Knows torch modules in general and no model in particular.
+"""
+
+from torch import nn
+
+
+def describe_model(model: nn.Module) -> str:
+    """One line a module; runs of equal layers are folded into one line with their range."""
+    return "\n".join([type(model).__name__, *_children(model, depth=1)])
+
+
+def _children(module: nn.Module, depth: int) -> list[str]:
+    lines: list[str] = []
+    run: list[tuple[str, list[str]]] = []
+    for name, child in module.named_children():
+        body = [_describe(child), *_children(child, depth + 1)]
+        if run and (run[-1][1] != body or not name.isdigit()):
+            lines += _fold(run, depth)
+            run = []
+        run.append((name, body))
+    return lines + _fold(run, depth)
+
+
+def _fold(run: list[tuple[str, list[str]]], depth: int) -> list[str]:
+    if not run:
+        return []
+    name = run[0][0] if len(run) == 1 else f"{run[0][0]}-{run[-1][0]}"
+    first, *rest = run[0][1]
+    return [f"{'  ' * depth}{name}: {first}", *rest]
+
+
+def _describe(module: nn.Module) -> str:
+    shapes = [
+        f"{name} {list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    return " ".join([type(module).__name__, *shapes])

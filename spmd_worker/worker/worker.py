@@ -1,0 +1,229 @@
+"""One rank: its device, its groups, its shard of the model, its cache, its mirror of the scheduler.
+
+A step is a plan in and token ids out. Knows the run's configuration and its own place among the ranks. Knows nothing about
+requests' text, files other than the checkpoint, or who decides what runs.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from kv_cache.cache_engine import CacheEngine
+from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.config import ConfigError, RunConfig
+from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.lockstep.mirror import Mirror
+from spmd_worker.memory.device import measure_cuda, measure_host
+from spmd_worker.memory.estimate import activation_bytes, cache_spec
+from spmd_worker.memory.plan import resolve_dtype, resolve_max_model_len, size_rank
+from spmd_worker.model_shape import ModelShape
+from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.models.registry import build_model
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.groups import ParallelGroups, join_groups
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.runner.largest_step import largest_step
+from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.sampling.sampler import Sampler
+from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.weights.checkpoint import Checkpoint
+from spmd_worker.weights.dummy import fill_dummy
+from spmd_worker.weights.loader import load_weights
+from spmd_worker.worker.device import choose_device
+from spmd_worker.worker.inspection import describe_model
+from spmd_worker.worker.worker_base import WorkerBase
+
+logger = logging.getLogger(__name__)
+
+
+class Worker(WorkerBase):
+    """See `WorkerBase` for what each call does and in which order they come."""
+
+    def __init__(self, config: RunConfig, shape: ModelShape, layout: RankLayout, environment: RankEnvironment) -> None:
+        self.config, self.shape, self.layout, self.environment = config, shape, layout, environment
+        self.device = torch.device("cpu")
+        self.groups: ParallelGroups | None = None
+        self.sizing: CacheSizing | None = None
+        self._dtype_name = ""
+        self._free_at_start = 0
+        self._model: DecoderForCausalLM | None = None
+        self._cache_engine: CacheEngine | None = None
+        self._mirror: Mirror | None = None
+        self._runner: ModelRunner | None = None
+
+    def init_device(self) -> None:
+        """Raises ConfigError for a device or dtype that this machine does not have."""
+        self.device = choose_device(self.config.device, self.environment.local_rank)
+        self._dtype_name = resolve_dtype(self.config, self.shape, self.device.type)
+        if self.device.type == "cuda":
+            self._check_cuda_dtype()
+            self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
+        self.groups = join_groups(self.layout, self.environment, self.device, self.config.executor.timeout_s)
+
+    def load_model(self) -> None:
+        """Raises CheckpointError before anything is filled when names, shapes or coverage are wrong."""
+        assert self.groups is not None, "init_device comes first"
+        context = LayerContext(
+            tensor_group=self.groups.tensor,
+            kernels=ReferenceKernels(),
+            attention=SdpaBackend(),
+            dtype=getattr(torch, self._dtype_name),
+            device=self.device,
+        )
+        model = build_model(context, self.shape)
+        slices, paddings = model.weight_slices(), model.padding_slices()
+        if self.config.model.load_format == "dummy":
+            fill_dummy(model, slices, paddings)
+        else:
+            with Checkpoint.open(Path(self.config.model.path or "")) as checkpoint:
+                report = load_weights(model, slices, paddings, checkpoint, ignorable=model.is_ignorable)
+            logger.info(
+                "loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds
+            )
+        self._model = model
+
+    def get_kv_cache_spec(self) -> CacheSpec:
+        """See `WorkerBase.get_kv_cache_spec`."""
+        block_size = self.config.cache.block_size
+        return cache_spec(self.shape, self.layout, self.environment.rank, self._dtype_name, block_size)
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        """Measures unless `cache.num_blocks` says; the reason in words is in `sizing`."""
+        measurement = self._measure() if self.config.cache.num_blocks is None else MemoryMeasurement(0, 0, 0, 0)
+        self.sizing = size_rank(
+            self.config, self.shape, self.layout, self.environment.rank, self._dtype_name, measurement
+        )
+        return self.sizing.num_device_blocks, self.sizing.num_host_blocks
+
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Raises ConfigError when the cache cannot hold one sequence of `max_model_len`, saying which setting to change."""
+        is_profiled = self.config.cache.num_blocks is None
+        try:
+            check_cache_holds_one_sequence(
+                num_device_blocks, self.config.cache.block_size, self.max_model_len, is_profiled=is_profiled
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._cache_engine = self._new_cache_engine(num_device_blocks, num_host_blocks)
+        self._cache_engine.allocate()
+        self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
+        self._runner = self._new_runner(self._cache_engine)
+        self.compile_or_warm_up_model()
+
+    def compile_or_warm_up_model(self) -> None:
+        """Nothing is compiled on this path; a step's first run costs what every run costs."""
+
+    def execute_model(self, plan: StepPlan) -> StepResult | None:
+        """Raises MirrorError, before anything runs, for a plan that does not follow from the last one."""
+        assert self._mirror is not None, "initialize_cache comes first"
+        assert self._cache_engine is not None, "initialize_cache comes first"
+        assert self._runner is not None, "initialize_cache comes first"
+        scheduled = self._mirror.apply(plan)
+        self._cache_engine.execute(plan.block_ops)
+        if not scheduled:
+            return StepResult(plan.step)
+        self._runner.forward(plan.step, scheduled)
+        return None
+
+    def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
+        """See `WorkerBase.sample_tokens`; no grammar is known yet, so its output must be None."""
+        assert grammar_output is None, grammar_output
+        assert self._runner is not None, "execute_model comes first"
+        return self._runner.sample()
+
+    def check_health(self) -> None:
+        """Raise RuntimeError unless the device computes."""
+        probe = torch.ones(2, device=self.device).sum().item()
+        if probe != 2.0:
+            raise RuntimeError(f"rank {self.environment.rank}: {self.device} adds 1 and 1 to {probe}")
+
+    def get_model(self) -> nn.Module:
+        """See `WorkerBase.get_model`."""
+        assert self._model is not None, "load_model comes first"
+        return self._model
+
+    def get_model_inspection(self) -> str:
+        """See `WorkerBase.get_model_inspection`."""
+        return describe_model(self.get_model())
+
+    def get_cache_block_size_bytes(self) -> int:
+        """See `WorkerBase.get_cache_block_size_bytes`."""
+        return self.get_kv_cache_spec().block_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        """See `WorkerBase.vocab_size`."""
+        return self.shape.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """See `WorkerBase.max_model_len`."""
+        return resolve_max_model_len(self.config, self.shape)
+
+    def shutdown(self) -> None:
+        """Idempotent. The caller's own groups stay."""
+        self._runner = self._mirror = self._model = None
+        if self._cache_engine is not None:
+            self._cache_engine.release()
+            self._cache_engine = None
+        if self.groups is not None:
+            self.groups.destroy()
+            self.groups = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _check_cuda_dtype(self) -> None:
+        if self._dtype_name == "bfloat16" and not torch.cuda.is_bf16_supported():
+            name = torch.cuda.get_device_name(self.device)
+            raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
+
+    def _measure(self) -> MemoryMeasurement:
+        weights = sum(parameter.nbytes for parameter in self.get_model().parameters())
+        scheduler = self.config.scheduler
+        if self.device.type == "cuda":
+            return measure_cuda(self.device, weights, self._free_at_start, self._run_largest_step)
+        activations = activation_bytes(
+            self.shape,
+            self.layout,
+            self.environment.rank,
+            self._dtype_name,
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+        )
+        return measure_host(weights, activations, self.environment.local_world_size)
+
+    def _run_largest_step(self) -> None:
+        """The step that needs most memory, on a cache of its own that is dropped afterwards."""
+        scheduler, block_size = self.config.scheduler, self.config.cache.block_size
+        scheduled = largest_step(
+            scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.max_model_len, block_size
+        )
+        engine = self._new_cache_engine(sum(len(each.sequence.block_ids) for each in scheduled), 0)
+        engine.allocate()
+        runner = self._new_runner(engine)
+        runner.forward(0, scheduled)
+        runner.sample()
+        engine.release()
+
+    def _new_cache_engine(self, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
+        spec = self.get_kv_cache_spec()
+        block_shape = SdpaBackend().block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
+        dtype = getattr(torch, self._dtype_name)
+        return CacheEngine(spec, block_shape, num_device_blocks, num_host_blocks, dtype, self.device)
+
+    def _new_runner(self, engine: CacheEngine) -> ModelRunner:
+        assert self._model is not None, "load_model comes first"
+        assert self.groups is not None, "init_device comes first"
+        sampler = Sampler(
+            self.groups.tensor,
+            self._model.lm_head.shard.start,
+            self.shape.vocab_size,
+            self.shape.eos_token_ids,
+            self.config.model.logprobs_mode,
+        )
+        return ModelRunner(self._model, engine, sampler, self.config.cache.block_size)

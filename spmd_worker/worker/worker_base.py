@@ -1,0 +1,84 @@
+"""The contract of a worker: what one rank does for an executor, whatever its device.
+
+Order of calls: `init_device`, `load_model`, `determine_num_available_blocks`, `initialize_cache`, then for each step
+`execute_model` and, when that returned nothing, `sample_tokens`; `shutdown` last. Names follow vLLM's.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker.sequence.step import StepPlan, StepResult
+
+
+class WorkerBase(ABC):
+    """One rank."""
+
+    @abstractmethod
+    def init_device(self) -> None:
+        """Choose the device, check the dtype, join the groups."""
+
+    @abstractmethod
+    def load_model(self) -> None:
+        """Build this rank's shard and fill it."""
+
+    @abstractmethod
+    def get_kv_cache_spec(self) -> CacheSpec:
+        """This rank's share of the cache."""
+
+    @abstractmethod
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        """(device blocks, host blocks) this rank has room for."""
+
+    @abstractmethod
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Allocate the cache; the numbers are the same on every rank."""
+
+    @abstractmethod
+    def compile_or_warm_up_model(self) -> None:
+        """Run what will be run, so that the first step is like the others."""
+
+    @abstractmethod
+    def execute_model(self, plan: StepPlan) -> StepResult | None:
+        """Cache operations and forward pass; None when `sample_tokens` must finish the step."""
+
+    @abstractmethod
+    def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
+        """Choose the tokens of the last `execute_model`."""
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Raise when this worker can no longer compute."""
+
+    @abstractmethod
+    def get_model(self) -> nn.Module:
+        """This rank's shard of the model."""
+
+    def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
+        """Call `function` with the model; it must live in this process."""
+        return function(self.get_model())
+
+    @abstractmethod
+    def get_model_inspection(self) -> str:
+        """A readable tree of modules with the shapes of this rank's parameters."""
+
+    @abstractmethod
+    def get_cache_block_size_bytes(self) -> int:
+        """Bytes of one block on this rank, all layers."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Token ids of the model."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Longest sequence, tokens."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Give back memory and leave the groups that this worker made."""

@@ -1,0 +1,148 @@
+"""The house as literal data: which module stands where, who may import torch, what is replicated, what is forbidden.
+
+The one place to edit when a room is added. Knows nothing of how the rules are checked.
+"""
+
+from dataclasses import dataclass
+
+PACKAGES = ("kv_cache", "spmd_worker")
+FACADE = "spmd_worker"
+"""The package whose `__init__.py` offers names lazily; every other `__init__.py` is empty."""
+ENTRY_POINTS = ("launch", FACADE)
+"""They may import every room, but at run time nothing that needs torch before it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Modules (or folders with all that is in them) that may import each other and every room listed before."""
+
+    modules: tuple[str, ...]
+    may_import_torch: bool = False
+
+
+ROOMS = (
+    Room(("kv_cache.block",)),
+    Room(("kv_cache.block_hash",)),
+    Room(("kv_cache.block_ops",)),
+    Room(("kv_cache.cache_spec",)),
+    Room(("kv_cache.free_queue",)),
+    Room(("kv_cache.prefix_index",)),
+    Room(("kv_cache.block_pool",)),
+    Room(("kv_cache.block_table",)),
+    Room(("kv_cache.cache_manager",)),
+    Room(("kv_cache.cache_sizing",)),
+    Room(("kv_cache.cache_engine",), may_import_torch=True),
+    Room(("spmd_worker.config", "spmd_worker.config_compose")),
+    Room(("spmd_worker.observability",)),
+    Room(("spmd_worker.model_shape",)),
+    Room(("spmd_worker.tokenizer", "spmd_worker.chat_template")),
+    Room(("spmd_worker.sequence",)),
+    Room(("spmd_worker.scheduler",)),
+    Room(("spmd_worker.parallel",), may_import_torch=True),
+    Room(("spmd_worker.lockstep",)),
+    Room(("spmd_worker.kernels",), may_import_torch=True),
+    Room(("spmd_worker.attention",), may_import_torch=True),
+    Room(("spmd_worker.sampling",), may_import_torch=True),
+    Room(("spmd_worker.layers",), may_import_torch=True),
+    Room(("spmd_worker.lora",), may_import_torch=True),
+    Room(("spmd_worker.models",), may_import_torch=True),
+    Room(("spmd_worker.weights",), may_import_torch=True),
+    Room(("spmd_worker.memory",), may_import_torch=True),
+    Room(("spmd_worker.runner",), may_import_torch=True),
+    Room(("spmd_worker.worker",), may_import_torch=True),
+    Room(("spmd_worker.executor",), may_import_torch=True),
+    Room(("spmd_worker.engine",), may_import_torch=True),
+    Room(("spmd_worker.llm",), may_import_torch=True),
+    Room(("spmd_worker.batch",)),
+)
+
+TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
+    "spmd_worker.observability.profiler",
+    "spmd_worker.lockstep.channel",
+    "spmd_worker.batch.job",
+)
+TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
+    "spmd_worker.parallel.layout",
+    "spmd_worker.parallel.environment",
+    "spmd_worker.layers.weight_slice",
+    "spmd_worker.weights.safetensors_header",
+)
+
+TORCH_NAMES = ("torch", "safetensors.torch")
+THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "safetensors", "tokenizers", "jinja2", "tqdm")
+COMPOSITION_NAMES = ("hydra", "omegaconf")
+COMPOSITION_MODULES = ("launch", "spmd_worker.config_compose")
+
+REPLICATED = ("kv_cache", "spmd_worker.sequence", "spmd_worker.scheduler", "spmd_worker.lockstep")
+NOT_REPLICATED = ("kv_cache.cache_engine", "kv_cache.cache_sizing", "spmd_worker.lockstep.channel")
+
+FORBIDDEN_NAMES = (
+    # Code or objects out of bytes.
+    *("pickle", "_pickle", "marshal", "shelve", "numpy.load", "torch.load", "torch.serialization.load"),
+    *("torch.jit.load", "torch.hub", "torch.package", "runpy", "importlib.util.spec_from_file_location"),
+    # They pickle what they send.
+    *(
+        f"torch.distributed.{name}"
+        for name in (
+            "all_gather_object",
+            "broadcast_object_list",
+            "gather_object",
+            "recv_object_list",
+            "scatter_object_list",
+            "send_object_list",
+        )
+    ),
+    # Configuration that names code.
+    *(f"hydra.utils.{name}" for name in ("call", "get_class", "get_method", "get_object", "instantiate")),
+    "hydra._internal.instantiate",
+)
+FORBIDDEN_BUILTINS = ("eval", "exec", "__import__")
+FORBIDDEN_WORD = "_target_"
+
+REPLICA_FORBIDDEN_NAMES = {
+    **dict.fromkeys(("time", "datetime", "calendar"), "a clock"),
+    **dict.fromkeys(("random", "secrets", "uuid", "numpy.random", "os.urandom"), "randomness"),
+    **dict.fromkeys(("os.environ", "os.environb", "os.getenv", "os.getpid"), "the environment of one process"),
+}
+REPLICA_FORBIDDEN_BUILTINS = {
+    **dict.fromkeys(("set", "frozenset"), "a set has no order: use a tuple or a dict"),
+    "hash": "differs between processes",
+    "id": "differs between processes",
+}
+
+MAX_MEDIAN_FUNCTION_LINES = 12
+MAX_P95_FUNCTION_LINES = 50
+MAX_CLASS_LINES = 250
+MAX_FILE_LINES = 400
+
+
+def room_index(module: str) -> int | None:
+    """The room's place in the order, or None where the module stands nowhere in the house."""
+    for index, room in enumerate(ROOMS):
+        if any(is_within(module, name) for name in room.modules):
+            return index
+    return None
+
+
+def may_import_torch(module: str) -> bool:
+    """Whether the module is marked (T). An unlisted module is not."""
+    if module in TORCH_FREE_MODULES_OF_TORCH_ROOMS:
+        return False
+    index = room_index(module)
+    is_in_torch_room = index is not None and ROOMS[index].may_import_torch
+    return is_in_torch_room or module in TORCH_MODULES_OF_TORCH_FREE_ROOMS
+
+
+def is_replicated(module: str) -> bool:
+    """Whether every rank runs this module on the same input and must come to the same result."""
+    return is_within_any(module, REPLICATED) and not is_within_any(module, NOT_REPLICATED)
+
+
+def is_within(name: str, prefix: str) -> bool:
+    """Whether the dotted `name` is `prefix` or lies inside it."""
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def is_within_any(name: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether the dotted `name` is one of `prefixes` or lies inside one."""
+    return any(is_within(name, prefix) for prefix in prefixes)

@@ -1,0 +1,158 @@
+"""The rules of imports: a module imports its own room and those above it, and nothing that executes bytes or names.
+
+`import_violations` returns what breaks them, as `path:line: what, and the rule`. Knows the house only through house.py.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import house
+from source_tree import Import, Module, aliases_of, dotted_name, import_module_argument, imports_of, read_modules
+
+
+def import_violations(root: Path) -> list[str]:
+    """Everything under `root` that breaks a rule of imports, in the order of paths and lines."""
+    modules = read_modules(root)
+    found = [violation for module in modules.values() for violation in _module_violations(module, modules)]
+    return found + list(_folder_violations(root)) + list(_cycle_violations(modules)) + list(_yaml_violations(root))
+
+
+def first_party_target(found: Import, modules: dict[str, Module]) -> str:
+    """The module an import brings in: `from kv_cache import block` is kv_cache.block where that is a module."""
+    return found.dotted if found.dotted in modules else found.module
+
+
+def _module_violations(module: Module, modules: dict[str, Module]) -> Iterator[str]:
+    yield from _place_violations(module)
+    for found in imports_of(module):
+        problem = _import_problem(module, found, modules)
+        if problem:
+            yield module.at(found.node, problem)
+    yield from _hidden_import_violations(module)
+    yield from _forbidden_use_violations(module)
+
+
+def _place_violations(module: Module) -> Iterator[str]:
+    if module.is_init and module.name != house.FACADE and module.text:
+        yield module.at(module.tree, f"only {house.FACADE}/__init__.py holds code, every other __init__.py is empty")
+    is_placed = module.name in house.ENTRY_POINTS or module.name in house.PACKAGES
+    if not is_placed and house.room_index(module.name) is None:
+        yield module.at(module.tree, f"{module.name} stands nowhere in the house: give it a place in house.py's ROOMS")
+
+
+def _import_problem(module: Module, found: Import, modules: dict[str, Module]) -> str | None:
+    if found.name == "*":
+        return f"from {found.module} import *: a star hides what is imported"
+    forbidden = [name for name in house.FORBIDDEN_NAMES if house.is_within(found.dotted, name)]
+    if forbidden:
+        return f"{forbidden[0]} is forbidden everywhere"
+    top = found.module.split(".")[0]
+    if top in house.PACKAGES:
+        return _first_party_problem(module, found, first_party_target(found, modules))
+    return None if top in sys.stdlib_module_names else _third_party_problem(module, found)
+
+
+def _third_party_problem(module: Module, found: Import) -> str | None:
+    top = found.module.split(".")[0]
+    if top not in house.THIRD_PARTY:
+        return f"{top} is not among the dependencies: {', '.join(house.THIRD_PARTY)}"
+    if top in house.COMPOSITION_NAMES and module.name not in house.COMPOSITION_MODULES:
+        return f"{top} is for {' and '.join(house.COMPOSITION_MODULES)} only"
+    if house.is_within_any(found.dotted, house.TORCH_NAMES):
+        return _torch_problem(module, found, "torch")
+    return None
+
+
+def _first_party_problem(module: Module, found: Import, target: str) -> str | None:
+    if house.may_import_torch(target):
+        problem = _torch_problem(module, found, f"{target}, which imports torch")
+        if problem:
+            return problem
+    if module.name in house.ENTRY_POINTS:
+        return None
+    if target == house.FACADE:
+        return f"the names of {house.FACADE}/__init__.py are for users: import the module that defines them"
+    own_index, target_index = house.room_index(module.name), house.room_index(target)
+    if target_index is None:
+        return f"{target} stands nowhere in the house"
+    if own_index is not None and target_index > own_index:
+        return f"{target} stands below {module.name}: a module imports its own room and what stands above"
+    return None
+
+
+def _torch_problem(module: Module, found: Import, what: str) -> str | None:
+    if module.name in house.ENTRY_POINTS:
+        return f"{module.name} imports {what}, at top level" if found.runs_on_import else None
+    return None if house.may_import_torch(module.name) else f"{module.name} is torch-free and imports {what}"
+
+
+def _hidden_import_violations(module: Module) -> Iterator[str]:
+    aliases = aliases_of(module)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield module.at(node, "relative import: write the absolute name")
+        argument = import_module_argument(node, aliases)
+        is_literal = isinstance(argument, ast.Constant) and not str(argument.value).startswith(".")
+        if argument is not None and not is_literal and module.name != house.FACADE:
+            yield module.at(node, "import_module with a computed or relative name hides an import")
+
+
+def _forbidden_use_violations(module: Module) -> Iterator[str]:
+    aliases = aliases_of(module)
+    for node in ast.walk(module.tree):
+        name = dotted_name(node, aliases) if isinstance(node, ast.Attribute) else None
+        if name in house.FORBIDDEN_NAMES:
+            yield module.at(node, f"{name} is forbidden everywhere")
+        if isinstance(node, ast.Name) and node.id in house.FORBIDDEN_BUILTINS:
+            yield module.at(node, f"{node.id} is forbidden everywhere")
+        if house.FORBIDDEN_WORD in _words_at(node):
+            yield module.at(node, f"{house.FORBIDDEN_WORD} is forbidden everywhere: configuration names no code")
+
+
+def _words_at(node: ast.AST) -> tuple[object, ...]:
+    if isinstance(node, ast.Constant):
+        return (node.value,)
+    return getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "arg", None)
+
+
+def _folder_violations(root: Path) -> Iterator[str]:
+    for folder in sorted({path.parent for package in house.PACKAGES for path in (root / package).rglob("*.py")}):
+        if not (folder / "__init__.py").is_file():
+            yield f"{folder.relative_to(root)}: a folder of modules without __init__.py"
+
+
+def _yaml_violations(root: Path) -> Iterator[str]:
+    for path in sorted((root / "conf").rglob("*.yaml")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if house.FORBIDDEN_WORD in line:
+                yield f"{path.relative_to(root)}:{number}: {house.FORBIDDEN_WORD} is forbidden: YAML holds values only"
+
+
+def _cycle_violations(modules: dict[str, Module]) -> Iterator[str]:
+    """One line a cycle, as far as they can be told apart: a named cycle is taken away before the next is sought."""
+    targets_of = {
+        name: [target for found in imports_of(module) if (target := first_party_target(found, modules)) in modules]
+        for name, module in modules.items()
+        if name not in house.ENTRY_POINTS
+    }
+    left = _without_leaves(targets_of)
+    while left:
+        cycle = _first_cycle(left)
+        yield f"import cycle: {' -> '.join([*cycle, cycle[0]])}"
+        left = _without_leaves({name: targets for name, targets in left.items() if name not in cycle})
+
+
+def _without_leaves(left: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Take away modules that import nothing of what is left until every module imports another one that is left."""
+    while leaves := [name for name, targets in left.items() if not any(target in left for target in targets)]:
+        left = {name: targets for name, targets in left.items() if name not in leaves}
+    return left
+
+
+def _first_cycle(left: dict[str, list[str]]) -> list[str]:
+    path = [next(iter(left))]
+    while (following := next(target for target in left[path[-1]] if target in left)) not in path:
+        path.append(following)
+    return path[path.index(following) :]

@@ -1,0 +1,165 @@
+"""The order of the house holds, and each way of breaking it is seen."""
+
+from pathlib import Path
+
+import house
+import pytest
+from import_rules import import_violations
+from planting import CLEAN_HOUSE, REPOSITORY, plant
+from source_tree import read_modules
+
+DOC = '"""Planted."""\n\n'
+ENGINE, SCHEDULER, BLOCK = "kv_cache/cache_engine.py", "spmd_worker/scheduler/scheduler.py", "kv_cache/block.py"
+REQUEST, LAYOUT = "spmd_worker/sequence/request.py", "spmd_worker/parallel/layout.py"
+
+# file -> what is appended to it, and the words of the violation that it must raise
+PLANTED = [
+    # The order, wherever the import stands.
+    (BLOCK, "import spmd_worker.config", "spmd_worker.config stands below kv_cache.block"),
+    (BLOCK, "from kv_cache import block_pool", "kv_cache.block_pool stands below kv_cache.block"),
+    (BLOCK, "from kv_cache.block_pool import BlockPool", "kv_cache.block_pool stands below kv_cache.block"),
+    (REQUEST, "import spmd_worker.scheduler.scheduler", "spmd_worker.scheduler.scheduler stands below"),
+    (
+        REQUEST,
+        "def late():\n    import spmd_worker.scheduler.scheduler",
+        "spmd_worker.scheduler.scheduler stands below",
+    ),
+    (
+        REQUEST,
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import spmd_worker.scheduler.scheduler",
+        "spmd_worker.scheduler.scheduler stands below",
+    ),
+    (REQUEST, "import importlib\nimportlib.import_module('spmd_worker.scheduler.scheduler')", "stands below"),
+    (REQUEST, "from importlib import import_module as load\nload('spmd_worker.llm')", "which imports torch"),
+    ("spmd_worker/parallel/groups.py", "from spmd_worker.llm import LLM", "spmd_worker.llm stands below"),
+    (REQUEST, "from spmd_worker import LLM", "are for users"),
+    (REQUEST, "from spmd_worker.attic import old", "spmd_worker.attic stands nowhere in the house"),
+    (REQUEST, "import launch", "launch is not among the dependencies"),
+    # Torch, and what brings it.
+    (SCHEDULER, "import torch", "spmd_worker.scheduler.scheduler is torch-free and imports torch"),
+    (SCHEDULER, "import torch.distributed as dist", "is torch-free and imports torch"),
+    (SCHEDULER, "def late():\n    from torch import Tensor", "is torch-free and imports torch"),
+    (SCHEDULER, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", "is torch-free"),
+    (SCHEDULER, "from safetensors.torch import save_file", "is torch-free and imports torch"),
+    (SCHEDULER, "from safetensors import torch as st", "is torch-free and imports torch"),
+    (LAYOUT, "import torch", "spmd_worker.parallel.layout is torch-free"),
+    (LAYOUT, "from spmd_worker.parallel import groups", "imports spmd_worker.parallel.groups, which imports torch"),
+    (
+        "spmd_worker/batch/row_reader.py",
+        "from spmd_worker.llm import LLM",
+        "imports spmd_worker.llm, which imports torch",
+    ),
+    ("spmd_worker/batch/row_reader.py", "import spmd_worker.batch.job", "spmd_worker.batch.job, which imports torch"),
+    ("launch.py", "import torch", "launch imports torch, at top level"),
+    ("launch.py", "from spmd_worker.batch.job import run", "launch imports spmd_worker.batch.job, which imports torch"),
+    ("spmd_worker/__init__.py", "from spmd_worker.llm import LLM", "which imports torch, at top level"),
+    # Third parties.
+    (REQUEST, "import requests", "requests is not among the dependencies"),
+    (REQUEST, "import transformers", "transformers is not among the dependencies"),
+    (REQUEST, "from omegaconf import DictConfig", "omegaconf is for launch and spmd_worker.config_compose only"),
+    ("spmd_worker/config.py", "import hydra", "hydra is for launch and spmd_worker.config_compose only"),
+    # Bytes and names that become code.
+    (REQUEST, "import pickle", "pickle is forbidden"),
+    (REQUEST, "from marshal import loads", "marshal is forbidden"),
+    (REQUEST, "def late():\n    import shelve", "shelve is forbidden"),
+    (REQUEST, "eval('1')", "eval is forbidden"),
+    (REQUEST, "exec('1')", "exec is forbidden"),
+    (REQUEST, "__import__('torch')", "__import__ is forbidden"),
+    (ENGINE, "torch.load('weights.bin')", "torch.load is forbidden"),
+    (ENGINE, "import torch as t\nload = t.load", "torch.load is forbidden"),
+    (ENGINE, "from torch import load", "torch.load is forbidden"),
+    (ENGINE, "import torch.distributed as dist\ndist.broadcast_object_list([])", "broadcast_object_list is forbidden"),
+    (ENGINE, "import numpy as np\nnp.load('x.npy')", "numpy.load is forbidden"),
+    ("launch.py", "hydra.utils.instantiate({})", "hydra.utils.instantiate is forbidden"),
+    ("launch.py", "from hydra.utils import instantiate", "hydra.utils.instantiate is forbidden"),
+    (REQUEST, "KEY = '_target_'", "_target_ is forbidden"),
+    (REQUEST, "class Config:\n    _target_: str = 'x'", "_target_ is forbidden"),
+    (REQUEST, "dict(_target_='x')", "_target_ is forbidden"),
+    # Imports that hide.
+    (REQUEST, "from . import other", "relative import"),
+    (REQUEST, "from ..scheduler import scheduler", "relative import"),
+    (REQUEST, "from kv_cache.block import *", "a star hides"),
+    (REQUEST, "import importlib\nimportlib.import_module(NAME)", "computed or relative name"),
+    (REQUEST, "import importlib\nimportlib.import_module('.x', 'spmd_worker')", "computed or relative name"),
+]
+
+
+def test_the_house_keeps_its_order():
+    assert import_violations(REPOSITORY) == []
+
+
+def test_a_clean_house_has_no_violation(tmp_path: Path):
+    assert import_violations(plant(tmp_path, {})) == []
+
+
+@pytest.mark.parametrize(("path", "code", "words"), PLANTED, ids=lambda value: str(value)[:50])
+def test_a_planted_import_is_found_at_its_line(tmp_path: Path, path: str, code: str, words: str):
+    found = import_violations(plant(tmp_path, {path: f"+\n{code}\n"}))
+    first_line = CLEAN_HOUSE[path].count("\n") + 2
+    lines = range(first_line, first_line + code.count("\n") + 1)
+    assert [v for v in found if words in v and int(v.split(":")[1]) in lines], found
+    assert all(v.startswith((f"{path}:", "import cycle:")) for v in found)
+
+
+def test_an_unlisted_module_and_an_unlisted_folder_are_found(tmp_path: Path):
+    files = {"kv_cache/attic.py": DOC, "spmd_worker/util/__init__.py": "", "spmd_worker/util/misc.py": DOC}
+    assert import_violations(plant(tmp_path, files)) == [
+        "kv_cache/attic.py:1: kv_cache.attic stands nowhere in the house: give it a place in house.py's ROOMS",
+        "spmd_worker/util/__init__.py:1: spmd_worker.util stands nowhere in the house: "
+        "give it a place in house.py's ROOMS",
+        "spmd_worker/util/misc.py:1: spmd_worker.util.misc stands nowhere in the house: "
+        "give it a place in house.py's ROOMS",
+    ]
+
+
+def test_code_in_an_init_and_a_missing_init_are_found(tmp_path: Path):
+    files = {"spmd_worker/sequence/__init__.py": "from json import loads\n", "spmd_worker/kernels/cpu/gemm.py": DOC}
+    found = import_violations(plant(tmp_path, files))
+    assert [violation.split(":")[0] for violation in found] == [
+        "spmd_worker/sequence/__init__.py",
+        "spmd_worker/kernels/cpu",
+    ]
+
+
+def test_a_cycle_inside_a_room_is_found_once_and_named(tmp_path: Path):
+    files = {
+        "spmd_worker/sequence/first.py": DOC + "import spmd_worker.sequence.second\n",
+        "spmd_worker/sequence/second.py": DOC + "def late():\n    from spmd_worker.sequence import third\n",
+        "spmd_worker/sequence/third.py": DOC + "from spmd_worker.sequence.first import x\n",
+        "spmd_worker/scheduler/user.py": DOC + "import spmd_worker.sequence.first\n",
+    }
+    found = import_violations(plant(tmp_path, files))
+    names = [f"spmd_worker.sequence.{name}" for name in ("first", "second", "third", "first")]
+    assert found == [f"import cycle: {' -> '.join(names)}"]
+
+
+def test_a_target_in_yaml_is_found(tmp_path: Path):
+    found = import_violations(plant(tmp_path, {"conf/model/m.yaml": "path: x\n_target_: os.system\n"}))
+    assert found == ["conf/model/m.yaml:2: _target_ is forbidden: YAML holds values only"]
+
+
+def test_the_entry_points_may_import_every_room_late_or_for_types(tmp_path: Path):
+    code = "+\nif TYPE_CHECKING:\n    from spmd_worker.llm import LLM\n\n\ndef late():\n    import torch\n"
+    assert import_violations(plant(tmp_path, {"launch.py": code, "spmd_worker/__init__.py": code})) == []
+
+
+def test_names_that_only_look_forbidden_are_left_alone(tmp_path: Path):
+    code = "+\nmodel.eval()\nself.load(path)\nimport re\nre.compile('x')\npickled = 1\n"
+    assert import_violations(plant(tmp_path, {ENGINE: code, REQUEST: code})) == []
+
+
+def test_a_torch_import_appended_to_any_torch_free_module_of_the_real_tree_is_found(tmp_path: Path):
+    torch_free = [m for m in read_modules(REPOSITORY).values() if not house.may_import_torch(m.name) and m.text]
+    for module in torch_free:
+        planted = tmp_path / module.path
+        planted.parent.mkdir(parents=True, exist_ok=True)
+        planted.write_text(f"{module.text}\n\nimport torch\n", encoding="utf-8")
+    found = [v.split(":")[0] for v in import_violations(tmp_path) if "torch-free" in v or "imports torch" in v]
+    assert set(found) == {str(module.path) for module in torch_free}
+
+
+def test_every_exception_stands_in_the_room_it_is_an_exception_to():
+    free_rooms = [house.ROOMS[house.room_index(m)] for m in house.TORCH_MODULES_OF_TORCH_FREE_ROOMS]
+    torch_rooms = [house.ROOMS[house.room_index(m)] for m in house.TORCH_FREE_MODULES_OF_TORCH_ROOMS]
+    assert not any(room.may_import_torch for room in free_rooms)
+    assert all(room.may_import_torch for room in torch_rooms)

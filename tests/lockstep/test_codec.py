@@ -1,0 +1,298 @@
+"""Messages come back as they went; other bytes do not come back at all."""
+
+import dataclasses
+import random
+import struct
+from zlib import crc32
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from step_records import RunModel, messages
+
+from kv_cache.block_ops import BlockOps
+from spmd_worker.lockstep.codec import VERSION, Decoder, Encoder, decode_message, encode_message
+from spmd_worker.lockstep.message import MessageError, StepMessage
+from spmd_worker.lockstep.record_packing import SAMPLING_LAYOUT
+from spmd_worker.sequence.events import Abort, Admit, Close
+from spmd_worker.sequence.metadata import (
+    SequenceData,
+    SequenceDataDelta,
+    SequenceGroupMetadata,
+    SequenceGroupMetadataDelta,
+)
+from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
+from spmd_worker.sequence.sequence import SequenceKey
+from spmd_worker.sequence.step import StepPlan
+
+FULL_PLAN = StepPlan(
+    step=9,
+    groups=(
+        SequenceGroupMetadataDelta(3, (SequenceDataDelta(0, (11,), 2, (), 32, 1, 1),)),
+        SequenceGroupMetadata(
+            Request(4, (5, 6, 7), SamplingParams(seed=-8, stop=("é", "end"), temperature=0.25), 2**64 - 1),
+            (SequenceData(0, (12, 13), (8, 9), 0, 5, 1),),
+        ),
+        SequenceGroupMetadataDelta(
+            6, (SequenceDataDelta(0, (21,), 2, (5,), 32, 1, 1), SequenceDataDelta(1, (22,), 0, (6, 7), 32, 1, 1))
+        ),
+    ),
+    block_ops=BlockOps(swap_in=((1, 2),), swap_out=((3, 4), (5, 6)), copy=((7, 8),)),
+    finished_sequences=(SequenceKey(1, 0), SequenceKey(6, 2)),
+    finished_request_ids=(1,),
+    num_tokens=8,
+)
+FULL_MESSAGE = StepMessage(
+    step=9,
+    events=(Admit(Request(7, (1,), SamplingParams(n=2), 0)), Abort(2), Close()),
+    plan=FULL_PLAN,
+    sampled_token_ids=(11, 21),
+    digest=bytes(range(32)),
+)
+
+
+def refit(data: bytes) -> bytes:
+    """The bytes with a checksum that is right for them: what a clever attacker, not a flipped bit, would send."""
+    return data[:-4] + struct.pack("<I", crc32(data[:-4]))
+
+
+def with_plan(**changes) -> StepMessage:
+    return dataclasses.replace(FULL_MESSAGE, plan=dataclasses.replace(FULL_PLAN, **changes))
+
+
+def message_with(sampling: SamplingParams) -> StepMessage:
+    return dataclasses.replace(FULL_MESSAGE, events=(Admit(Request(7, (1,), sampling, 0)),))
+
+
+@given(messages)
+@example(FULL_MESSAGE)
+@settings(max_examples=400)
+def test_any_message_alone_comes_back_equal(message):
+    assert decode_message(encode_message(message)) == message
+
+
+@given(st.lists(messages, min_size=2, max_size=4), st.booleans())
+@settings(max_examples=100)
+def test_any_messages_in_a_row_come_back_equal(found, are_consecutive):
+    encoder, decoder = Encoder(), Decoder()
+    for step, message in enumerate(found):
+        if are_consecutive:
+            message = dataclasses.replace(message, step=step, plan=dataclasses.replace(message.plan, step=step))
+        assert decoder.decode(encoder.encode(message)) == message
+
+
+@pytest.mark.parametrize("regularity", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_comes_back_step_by_step_equal(seed, regularity):
+    run, encoder, decoder = RunModel(random.Random(seed), regularity), Encoder(), Decoder()
+    for _ in range(40):
+        message = run.next_message()
+        assert decoder.decode(encoder.encode(message)) == message
+
+
+@given(messages)
+@settings(max_examples=100)
+def test_two_encoders_agree_on_every_byte(message):
+    assert encode_message(message) == encode_message(dataclasses.replace(message))
+
+
+def test_decoded_records_have_the_types_of_the_originals():
+    plan = decode_message(encode_message(FULL_MESSAGE)).plan
+    assert isinstance(plan.finished_sequences[0], SequenceKey)
+    for group, original in zip(plan.groups, FULL_PLAN.groups):
+        assert type(group) is type(original)
+        assert isinstance(group.sequences, tuple)
+        for data, same in zip(group.sequences, original.sequences):
+            for spec in dataclasses.fields(same):
+                assert type(getattr(data, spec.name)) is type(getattr(same, spec.name)), spec.name
+
+
+def test_no_field_of_a_record_is_lost():
+    """Every field of every record of the message is changed in turn, and the change must arrive."""
+    for path, changed in _changes(FULL_MESSAGE):
+        encoded = encode_message(changed)
+        assert decode_message(encoded) == changed, path
+        assert encoded != encode_message(FULL_MESSAGE), path
+
+
+def _changes(message):
+    plan = message.plan
+    yield "events", dataclasses.replace(message, events=message.events[1:])
+    yield "sampled", dataclasses.replace(message, sampled_token_ids=(11, 22))
+    yield "digest", dataclasses.replace(message, digest=bytes(16))
+    yield "step", dataclasses.replace(message, step=10, plan=dataclasses.replace(plan, step=10))
+    for spec in dataclasses.fields(StepPlan):
+        value = getattr(plan, spec.name)
+        if isinstance(value, tuple):
+            yield spec.name, with_plan(**{spec.name: value[:-1]})
+    yield "num_tokens", with_plan(num_tokens=99)
+    for spec in dataclasses.fields(BlockOps):
+        yield spec.name, with_plan(block_ops=dataclasses.replace(plan.block_ops, **{spec.name: ((90, 91),)}))
+    for number in (0, 1):
+        group = plan.groups[number]
+        for spec in dataclasses.fields(group.sequences[0]):
+            value = getattr(group.sequences[0], spec.name)
+            new = (*value, 17) if isinstance(value, tuple) else value + 17
+            data = dataclasses.replace(group.sequences[0], **{spec.name: new})
+            groups = list(plan.groups)
+            groups[number] = dataclasses.replace(group, sequences=(data,))
+            yield spec.name, with_plan(groups=tuple(groups))
+
+
+def test_every_sampling_parameter_has_one_number():
+    assert tuple(name for name, _ in SAMPLING_LAYOUT.values()) == SAMPLING_KEYS
+    assert list(SAMPLING_LAYOUT) == list(range(1, len(SAMPLING_KEYS) + 1))
+
+
+def test_a_negative_zero_stays_negative():
+    decoded = decode_message(encode_message(message_with(SamplingParams(presence_penalty=-0.0))))
+    assert str(decoded.events[0].request.sampling.presence_penalty) == "-0.0"
+
+
+@pytest.mark.parametrize("length", range(len(encode_message(FULL_MESSAGE))))
+def test_a_message_cut_anywhere_is_refused(length):
+    data = encode_message(FULL_MESSAGE)[:length]
+    with pytest.raises(MessageError):
+        decode_message(data)
+
+
+@pytest.mark.parametrize("length", range(4, len(encode_message(FULL_MESSAGE))))
+def test_a_message_cut_anywhere_is_refused_even_with_a_checksum_that_fits(length):
+    with pytest.raises(MessageError):
+        decode_message(refit(encode_message(FULL_MESSAGE)[:length]))
+
+
+def test_any_flipped_bit_is_refused():
+    data = encode_message(FULL_MESSAGE)
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(MessageError, match="checksum"):
+            decode_message(bytes(flipped))
+    assert decode_message(data) == FULL_MESSAGE
+
+
+def test_bytes_left_over_are_refused():
+    data = encode_message(FULL_MESSAGE)
+    with pytest.raises(MessageError, match="1 bytes left over"):
+        decode_message(refit(data[:-4] + b"\0" + data[-4:]))
+
+
+def test_another_version_is_refused_by_name():
+    data = encode_message(FULL_MESSAGE)
+    with pytest.raises(MessageError, match=f"layout version {VERSION + 1}; this is version {VERSION}"):
+        decode_message(refit(bytes([VERSION + 1]) + data[1:]))
+
+
+def test_a_sampling_parameter_out_of_range_is_refused():
+    data = encode_message(message_with(SamplingParams(top_p=0.5)))
+    bad = data.replace(struct.pack("<d", 0.5), struct.pack("<d", 7.0))
+    assert bad != data
+    with pytest.raises(MessageError, match="top_p=7"):
+        decode_message(refit(bad))
+
+
+def test_a_lone_surrogate_is_refused_on_the_way_out_and_on_the_way_in():
+    with pytest.raises(MessageError, match="UTF-8"):
+        encode_message(message_with(SamplingParams(stop=("\ud800",))))
+    data = encode_message(message_with(SamplingParams(stop=("abc",))))
+    with pytest.raises(MessageError, match="UTF-8"):
+        decode_message(refit(data.replace(b"abc", b"\xed\xa0\x80")))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        with_plan(num_tokens=2**66),
+        with_plan(finished_request_ids=(2**63,)),
+        with_plan(groups=(SequenceGroupMetadataDelta(3, (SequenceDataDelta(0, (), 0, (), 0, 1, -1),)),)),
+        with_plan(groups=(SequenceGroupMetadataDelta(3, (SequenceDataDelta(0, (), 0, (), 2**70, 1, 1),)),)),
+        dataclasses.replace(FULL_MESSAGE, digest=bytes(65)),
+        dataclasses.replace(FULL_MESSAGE, events=(Admit(Request(7, (1,), SamplingParams(), 2**64)),)),
+    ],
+)
+def test_a_value_without_a_place_in_the_layout_is_refused_when_encoding(message):
+    with pytest.raises(MessageError):
+        encode_message(message)
+
+
+def test_a_huge_count_allocates_nothing():
+    head = bytes([VERSION, 0, 0, 0])
+    for count in (b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff\xff\xff\xff\x7f"):
+        with pytest.raises(MessageError, match="entries announced with"):
+            decode_message(refit(head + count + bytes(20)))
+
+
+def test_message_and_plan_must_be_of_one_step():
+    with pytest.raises(AssertionError, match="message of step 3 carries the plan of step 9"):
+        StepMessage(3, (), FULL_PLAN, (), b"")
+
+
+# Messages in order.
+
+
+def coded_run(num_steps: int) -> list[bytes]:
+    run, encoder = RunModel(random.Random(5)), Encoder()
+    return [encoder.encode(run.next_message()) for _ in range(num_steps)]
+
+
+def test_a_dropped_message_is_noticed_at_the_next_one():
+    coded = coded_run(4)
+    decoder = Decoder()
+    decoder.decode(coded[0])
+    with pytest.raises(MessageError, match="message of step 3 where 2 comes next"):
+        decoder.decode(coded[2])
+
+
+def test_a_repeated_message_is_noticed():
+    coded = coded_run(2)
+    decoder = Decoder()
+    decoder.decode(coded[0])
+    decoder.decode(coded[1])
+    with pytest.raises(MessageError, match="message of step 2 where 3 comes next"):
+        decoder.decode(coded[1])
+
+
+def test_a_message_of_another_run_is_noticed():
+    other_run, other = RunModel(random.Random(6)), Encoder()
+    coded = coded_run(1)
+    others = [other.encode(other_run.next_message()) for _ in range(2)]
+    decoder = Decoder()
+    decoder.decode(coded[0])
+    with pytest.raises(MessageError, match="goes on from another message of step 1"):
+        decoder.decode(others[1])
+
+
+def test_a_message_that_goes_on_is_not_read_alone():
+    with pytest.raises(MessageError, match="goes on from step 1, which was not read"):
+        decode_message(coded_run(2)[1])
+
+
+def test_after_a_refused_message_the_right_one_is_still_read():
+    coded = coded_run(3)
+    run = RunModel(random.Random(5))
+    decoder = Decoder()
+    assert decoder.decode(coded[0]) == run.next_message()
+    for bad in (coded[2], coded[1][:-1], refit(coded[1][:-5] + coded[1][-4:])):
+        with pytest.raises(MessageError):
+            decoder.decode(bad)
+    assert decoder.decode(coded[1]) == run.next_message()
+    assert decoder.decode(coded[2]) == run.next_message()
+
+
+def test_after_a_refused_value_the_encoder_goes_on_as_if_it_had_not_been_asked():
+    run, same, encoder, decoder = RunModel(random.Random(5)), RunModel(random.Random(5)), Encoder(), Decoder()
+    decoder.decode(encoder.encode(run.next_message()))
+    message = run.next_message()
+    with pytest.raises(MessageError):
+        encoder.encode(dataclasses.replace(message, sampled_token_ids=(2**64,)))
+    same.next_message()
+    assert decoder.decode(encoder.encode(message)) == same.next_message()
+
+
+def test_after_a_gap_in_the_steps_a_message_stands_alone():
+    encoder = Encoder()
+    encoder.encode(with_plan())
+    later = dataclasses.replace(FULL_MESSAGE, step=20, plan=dataclasses.replace(FULL_PLAN, step=20))
+    assert decode_message(encoder.encode(later)) == later

@@ -1,0 +1,92 @@
+"""The helper that starts ranks: output, exit codes, a hang that is ended, processes left behind that are noticed."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+
+# torchrun imports torch before it starts a rank, which takes long where cores are shared.
+START_S = 60.0
+
+
+def test_every_rank_runs_and_its_output_is_captured():
+    done = ranks.run_ranks(
+        """
+        import os, sys
+        print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} got {sys.argv[1]}", flush=True)
+        print(f"threads {os.environ['OMP_NUM_THREADS']}", file=sys.stderr, flush=True)
+        """,
+        nproc=2,
+        timeout_s=START_S,
+        arguments=["words"],
+    )
+    assert done.returncode == 0, done.output
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 got words", "rank 1 of 2 got words"]
+    assert done.stderr.count("threads 1") == 2
+
+
+def test_ranks_import_the_repository_and_the_helpers_of_tests_from_any_folder(tmp_path: Path):
+    source = "import kv_cache, spmd_worker.sequence, ranks\nprint(spmd_worker.sequence.__file__)"
+    done = ranks.run_ranks(source, nproc=1, timeout_s=START_S, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    assert done.stdout.strip() == str(ranks.REPOSITORY / "spmd_worker" / "sequence" / "__init__.py")
+
+
+def test_a_failing_rank_fails_the_run_and_its_last_words_are_kept():
+    source = "import os, sys\nsys.exit('rank 1 gives up' if os.environ['RANK'] == '1' else 0)"
+    done = ranks.run_ranks(source, nproc=2, timeout_s=START_S)
+    assert done.returncode == 1, done.output
+    assert "rank 1 gives up" in done.stderr
+
+
+def test_a_plain_commands_exit_code_passes_through_unchanged():
+    done = ranks.run_command(["bash", "-c", "echo words; exit 70"], timeout_s=10)
+    assert (done.returncode, done.stdout, done.stderr) == (70, "words\n", "")
+
+
+def test_what_an_outer_torchrun_set_does_not_reach_the_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
+    command = ["bash", "-c", "echo ${MASTER_PORT:-none} ${TORCHELASTIC_RUN_ID:-none} $ADDED"]
+    done = ranks.run_command(command, timeout_s=10, env={"ADDED": "added"})
+    assert done.stdout == "none none added\n"
+
+
+def test_hanging_ranks_are_killed_in_time_say_where_they_hung_and_leave_nothing(tmp_path: Path):
+    source = f"""
+        import os, pathlib, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
+        print("about to hang", flush=True)
+        def the_hanging_line():
+            time.sleep(600)
+        the_hanging_line()
+        """
+    started = time.monotonic()
+    with pytest.raises(ranks.RanksTimedOut) as refusal:
+        ranks.run_ranks(source, nproc=2, timeout_s=10)
+    assert time.monotonic() - started < 20
+    pids = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
+    assert [pid for pid in pids if _is_running(pid)] == []
+    assert str(refusal.value).count("about to hang") == 2
+    assert "in the_hanging_line" in str(refusal.value)
+
+
+def test_a_process_left_behind_is_an_error_that_names_it_and_it_is_killed():
+    # In a session of its own and without its parent, as a rank is whose torchrun was killed.
+    command = ["bash", "-c", "setsid sleep 599 & echo $!"]
+    with pytest.raises(ranks.RanksLeftBehind, match=r"\(sleep 599\)") as refusal:
+        ranks.run_command(command, timeout_s=10)
+    left_behind = int(str(refusal.value).split("sleep 599 & echo $!: ")[1].split(" ")[0])
+    assert not _is_running(left_behind)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return state not in ("Z", "X")
