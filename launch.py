@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 launch.py model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
 
-Exit codes: 0 every row has its output row; 1 the job failed; 70 the ranks diverged. Help, the composed configuration and
-every error are printed once, by rank 0. Past this file nobody sees Hydra.
+Exit codes: 0 every row has its output row; 1 the job failed; 70 the ranks diverged. Help, the composed configuration
+and every error are printed once, by rank 0. Past this file nobody sees Hydra.
 """
 
 import os
@@ -74,9 +74,7 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
         raise ConfigError("model.path is not set: give a Hugging Face model folder (config.json is enough for a plan)")
     shape = read_model_shape(Path(config.model.path))
     parallel = config.parallel
-    layout = RankLayout(
-        parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
-    )
+    layout = RankLayout(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
     check_divides(layout, shape)
     device = "cpu" if config.device == "auto" else config.device
     print(describe_plan(config, shape, layout, resolve_dtype(config, shape, device)))

@@ -10,7 +10,7 @@ _OFFERED = {
     "CompletionOutput": "spmd_worker.sequence.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]  # noqa: F822 (offered by __getattr__)
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

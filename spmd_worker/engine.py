@@ -1,8 +1,8 @@
 """Tokens in, tokens out: the engine that every rank runs a replica of.
 
-One step is three calls, all in one direction: `schedule`, `agree`, `execute_model`; then what was sampled goes back into the
-scheduler. Rank 0's requests and aborts become events of the next message; what other ranks ask for is ignored, because
-only rank 0 touches the outside world. Knows how the parts fit together and no part's inside.
+One step is three calls, all in one direction: `schedule`, `agree`, `execute_model`; then what was sampled goes back
+into the scheduler. Rank 0's requests and aborts become events of the next message; what other ranks ask for is ignored,
+because only rank 0 touches the outside world. Knows how the parts fit together and no part's inside.
 """
 
 import logging
@@ -20,7 +20,7 @@ from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.lockstep.channel import ControlChannel
 from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.lockstep.lockstep import Lockstep
-from spmd_worker.memory.plan import resolve_dtype, resolve_max_model_len
+from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config, read_model_shape
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
 from spmd_worker.parallel.layout import RankLayout, check_divides
@@ -111,7 +111,8 @@ class LLMEngine:
         custom_id: str | None = None,
         index: int | None = None,
     ) -> RequestId:
-        """Queue a request for the next step. `custom_id`, else `index`, else the order of requests names its randomness.
+        """Queue a request for the next step. `custom_id`, else `index`, else the order of requests names its
+        randomness.
 
         Raises ValueError as `check_request` does.
         """
@@ -210,9 +211,7 @@ def read_run(config: RunConfig) -> tuple[ModelShape, RankLayout]:
         raise ConfigError("model.path is not set: give a Hugging Face model folder, such as scripts/demo/model")
     shape = read_model_shape(Path(config.model.path))
     parallel = config.parallel
-    layout = RankLayout(
-        parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
-    )
+    layout = RankLayout(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
     check_divides(layout, shape)
     resolve_max_model_len(config, shape)
     return shape, layout
@@ -239,9 +238,7 @@ def _generation_config(config: RunConfig) -> dict[str, Any]:
     return read_generation_config(Path(config.model.path or ""))
 
 
-def _agree_on_start(
-    channel: ControlChannel, config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None
-) -> None:
+def _agree_on_start(channel: ControlChannel, config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None) -> None:
     """Configuration, code and model must be the same on every rank; where output goes is rank 0's business."""
     settings = asdict(config)
     del settings["job"]

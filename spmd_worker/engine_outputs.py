@@ -18,7 +18,9 @@ def request_output(group: SequenceGroup, prompt: str | None, tokenizer: Tokenize
         prompt_token_ids=list(group.request.prompt_token_ids),
         outputs=[_completion(sequence, tokenizer) for sequence in group.sequences],
         finished=True,
-        prompt_logprobs=[_spelled(each, tokenizer) for each in group.prompt_logprobs] if wants_prompt_logprobs else None,
+        prompt_logprobs=[_spelled(each, tokenizer) for each in group.prompt_logprobs]
+        if wants_prompt_logprobs
+        else None,
     )
 
 

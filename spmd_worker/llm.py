@@ -1,7 +1,7 @@
 """What people import: text in, text out.
 
-In a plain script one process is the whole world; in a script under torchrun every rank makes the same calls and every rank
-gets every output. Knows prompts and messages. Knows nothing about steps, ranks or blocks.
+In a plain script one process is the whole world; in a script under torchrun every rank makes the same calls and every
+rank gets every output. Knows prompts and messages. Knows nothing about steps, ranks or blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,9 +63,7 @@ class LLM:
         timeout_s: float | None = None,
         device: str = "auto",
     ) -> None:
-        cache = _given(
-            block_size=block_size, num_blocks=num_blocks, gpu_memory_utilization=gpu_memory_utilization
-        )
+        cache = _given(block_size=block_size, num_blocks=num_blocks, gpu_memory_utilization=gpu_memory_utilization)
         scheduler = _given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         if max_num_seqs is not None and max_num_batched_tokens is None:
             scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
@@ -87,13 +85,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One output a prompt, in order. A prompt that cannot be answered gets an output with `error`; the rest is answered.
+        """One output a prompt, in order. A prompt that cannot be answered gets an output with `error`; the rest is
+        answered.
 
         Under torchrun every rank must pass the same prompts: RanksDisagreeError names the first that differs.
         """
-        listed = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        encoded = [self._encode(prompt) for prompt in listed]
-        return self._run(encoded, self._params(sampling_params, len(listed)), use_tqdm)
+        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._run(encoded, self._params(sampling_params, len(encoded)), use_tqdm)
 
     def chat(
         self,
@@ -105,7 +103,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if is_one else list(messages)
+        conversations: list[Any] = [messages] if is_one else list(messages)
         encoded = [self._render(conversation, add_generation_prompt) for conversation in conversations]
         return self._run(encoded, self._params(sampling_params, len(conversations)), use_tqdm)
 
@@ -197,7 +195,9 @@ class LLM:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.llm_engine.default_sampling] * num_prompts
         if len(given) != num_prompts:
-            raise ValueError(f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt")
+            raise ValueError(
+                f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt"
+            )
         return list(given)
 
 
@@ -216,10 +216,10 @@ def _encoded_ids(token_ids: Any) -> _Encoded:
     return _Encoded(None, tuple(token_ids))
 
 
-def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    if isinstance(prompts, str | Mapping):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], int)
+def _as_list(prompts: Any) -> list[Any]:
+    """A prompt alone becomes a list of one."""
+    is_one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if is_one else list(prompts)
 
 
 def _identity(encoded: _Encoded, sampling: SamplingParams) -> list[str]:

@@ -15,7 +15,7 @@ class AttentionBackend(Protocol):
     """Passed as an argument to the attention layers."""
 
     def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
-        """Shape of one block of one layer: 2 * num_kv_heads * block_size * head_size elements in the backend's order."""
+        """Shape of one block of one layer: 2 * num_kv_heads * block_size * head_size elements, in its own order."""
 
     def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
         """Put keys and values [T, Hkv, D] of this step into `layer_cache` [blocks, *block_shape]."""

@@ -1,7 +1,7 @@
 """Attention in plain torch: each sequence's blocks are gathered and given to torch's fused attention.
 
-The same code on the CPU and on CUDA. A block is packed [2, block size, Hkv, D]: keys, then values, each as its tokens come.
-Torch's fused attention may round a row differently when it is computed in another chunk; see docs/decisions.md.
+The same code on the CPU and on CUDA. A block is packed [2, block size, Hkv, D]: keys, then values, each as its tokens
+come. Torch's fused attention may round a row differently when it is computed in another chunk; see docs/decisions.md.
 
 T: tokens; L: keys of one sequence; Hq, Hkv: query and key-value heads of this rank; G = Hq / Hkv; D: head size.
 """
@@ -61,7 +61,8 @@ def _attend_one(
     num_queries, num_heads, head_size = query.shape
     k, v = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
     if num_queries == 1 and not window:
-        # The G queries of a key-value head become rows: torch reads each key once, and 5 to 9 times faster than GQA's way.
+        # The G queries of a key-value head become rows: torch reads each key once, and 5 to 9 times faster than GQA's
+        # way.
         grouped = query.view(1, k.shape[1], num_heads // k.shape[1], head_size)
         return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, num_heads, head_size)
     q = query.transpose(0, 1).unsqueeze(0)

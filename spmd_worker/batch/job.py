@@ -1,7 +1,7 @@
 """The batch job: rows in, rows out, in input order, whatever single rows do.
 
-Rank 0 reads, admits, writes and reports; the other ranks follow. Rows are admitted as the engine empties, so memory is bounded
-by what runs and not by the file. Knows files and rows. Knows nothing about steps' insides.
+Rank 0 reads, admits, writes and reports; the other ranks follow. Rows are admitted as the engine empties, so memory is
+bounded by what runs and not by the file. Knows files and rows. Knows nothing about steps' insides.
 """
 
 import json
@@ -49,8 +49,8 @@ class _Counts:
 def run_job(config: RunConfig, environment: RankEnvironment) -> None:
     """Run the job on this rank; returns when every input row has its output row.
 
-    Raises ConfigError before anything is started for what cannot run, OSError where files cannot be read or written, and
-    JobError for more error rows than `job.max_error_rows` (the output is complete then).
+    Raises ConfigError before anything is started for what cannot run, OSError where files cannot be read or written,
+    and JobError for more error rows than `job.max_error_rows` (the output is complete then).
     """
     started_s = time.perf_counter()
     check_job(config.job)
@@ -159,9 +159,7 @@ class _Leader:
         row = self._custom_ids.check(parse_row(index, line, engine.default_sampling))
         if isinstance(row, RowError):
             return row
-        encoded = resolve(
-            row, engine.tokenizer, vocab_size=engine.shape.vocab_size, max_model_len=engine.max_model_len
-        )
+        encoded = resolve(row, engine.tokenizer, vocab_size=engine.shape.vocab_size, max_model_len=engine.max_model_len)
         if isinstance(encoded, RowError):
             return encoded
         try:

@@ -1,7 +1,8 @@
-"""One worker in this process, one process a rank, started by somebody else (torchrun, or a trainer that owns the ranks).
+"""One worker in this process, one process a rank, started by somebody else (torchrun, or a trainer that owns the
+ranks).
 
-Each rank has an executor of one: `rpc_rank` 0, its own global rank. What has to be the same everywhere is agreed over the
-control group. Knows nothing about who started the ranks.
+Each rank has an executor of one: `rpc_rank` 0, its own global rank. What has to be the same everywhere is agreed over
+the control group. Knows nothing about who started the ranks.
 """
 
 from spmd_worker.executor.uniproc import UniProcExecutor

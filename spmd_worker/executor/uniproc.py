@@ -34,7 +34,7 @@ class UniProcExecutor(Executor):
         kwargs: Mapping[str, Any] | None = None,
         non_block: bool = False,
     ) -> list[Any]:
-        """One answer, or one future that holds it. The call runs here, so there is nothing a timeout could cut short."""
+        """One answer, or one future that holds it. The call runs here, so no timeout could cut it short."""
         if not non_block:
             return [self._call(method, args, kwargs or {})]
         future: Future[Any] = Future()

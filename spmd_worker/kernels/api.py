@@ -1,7 +1,7 @@
 """The hot operations of a decoder layer behind one interface, so that a device can bring its own.
 
-T: tokens of the step; H: hidden size; D: head size. Every operation is row-wise: what is computed for one token does not
-depend on the tokens beside it. Knows nothing about layers, attention or ranks.
+T: tokens of the step; H: hidden size; D: head size. Every operation is row-wise: what is computed for one token does
+not depend on the tokens beside it. Knows nothing about layers, attention or ranks.
 """
 
 from typing import Protocol
@@ -22,7 +22,9 @@ class Kernels(Protocol):
         """[T, H] + [T, H] -> the norm of the sum, and the sum."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[T, heads, D] turned by angles whose cosines and sines are [T, D / 2], halves paired as Hugging Face pairs them."""
+        """[T, heads, D] turned by angles whose cosines and sines are [T, D / 2], halves paired as Hugging Face pairs
+        them.
+        """
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]: silu of the first half times the second."""

@@ -1,7 +1,7 @@
 """The hot operations in plain torch: what other implementations are compared with, and what runs where there are none.
 
-Follows the order of roundings of Hugging Face's models, so that low-precision results can be compared too. Knows nothing
-about layers, attention or ranks.
+Follows the order of roundings of Hugging Face's models, so that low-precision results can be compared too. Knows
+nothing about layers, attention or ranks.
 """
 
 import torch

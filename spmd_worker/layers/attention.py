@@ -50,4 +50,6 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self._kernels.rotate(query, cos, sin), self._kernels.rotate(key, cos, sin)
         self._backend.write(key, value, layer_cache, metadata)
-        return self.o_proj(self._backend.attend(query, layer_cache, metadata, self.scale, self.window).flatten(1))
+        attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window)
+        output: Tensor = self.o_proj(attended.flatten(1))
+        return output

@@ -26,4 +26,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self.down_proj(self._kernels.silu_and_mul(self.gate_up_proj(x)))
+        output: Tensor = self.down_proj(self._kernels.silu_and_mul(self.gate_up_proj(x)))
+        return output

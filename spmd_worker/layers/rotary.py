@@ -2,10 +2,10 @@
 
 Computed once a step for all layers. Knows positions; knows nothing about queries and keys.
 
-With `dynamic` scaling (NTK) the base depends on how long the sequence is when a token is computed. To keep the promise that
-a row's answer depends on the row alone, a token's base is a function of its position and its row's prompt length only: the
-prompt's tokens take the base of the whole prompt, each later token the base of the length it makes. That is also what
-Hugging Face's models do when they compute a prompt whole and then one token at a time.
+With `dynamic` scaling (NTK) the base depends on how long the sequence is when a token is computed. To keep the promise
+that a row's answer depends on the row alone, a token's base is a function of its position and its row's prompt length
+only: the prompt's tokens take the base of the whole prompt, each later token the base of the length it makes. That is
+also what Hugging Face's models do when they compute a prompt whole and then one token at a time.
 
 T: tokens of the step; D: head size.
 """

@@ -100,7 +100,7 @@ def _group_places(places: list[int], listing: Listing, last: Listing, groups: Se
     Then its rows lie side by side there, from the first row of that group on. No two groups have one place, so the
     reader, which joins neighbouring rows of one former group, never joins two groups.
     """
-    if listing.is_flat and last.is_flat:
+    if len(listing.rows) == len(groups) and listing.is_flat and last.is_flat:
         by_group = places
     else:
         ends = list(accumulate(len(group.sequences) for group in groups))

@@ -57,7 +57,7 @@ class Lockstep:
         return self._digest.value
 
     def agree(self, plan: StepPlan, sampled_token_ids: tuple[int, ...], events: tuple[Event, ...]) -> AgreedStep:
-        """`events` are rank 0's to raise; what the others give is ignored. Raises ReplicaDivergedError on every rank."""
+        """`events` are rank 0's to raise; the others' are ignored. Raises ReplicaDivergedError on every rank."""
         if self._channel.size == 1:
             self._digest.update(plan.step, events, plan, sampled_token_ids)
             return AgreedStep(plan, events)

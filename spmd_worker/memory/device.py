@@ -1,8 +1,8 @@
 """What a device has and what is taken of it, measured: the figures that size the cache.
 
-On CUDA only our own allocator and the device's free memory at the start are trusted, because a co-tenant may take or free
-memory meanwhile. On the CPU activations are computed, not profiled: a forward pass of the largest step would take seconds of
-every start, and the host's allocator returns what a step held.
+On CUDA only our own allocator and the device's free memory at the start are trusted, because a co-tenant may take or
+free memory meanwhile. On the CPU activations are computed, not profiled: a forward pass of the largest step would take
+seconds of every start, and the host's allocator returns what a step held.
 """
 
 from collections.abc import Callable

@@ -53,7 +53,8 @@ def activation_bytes(
     """Peak of a step of `num_tokens` tokens of which `num_rows` sample.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
-    gated columns and their product; the sampler holds float32 logits twice, once as shards and once gathered, and in float64.
+    gated columns and their product; the sampler holds float32 logits twice, once as shards and once gathered, and in
+    float64.
     """
     sizes = rank_sizes(shape, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads

@@ -44,7 +44,8 @@ def resolve_max_model_len(config: RunConfig, shape: ModelShape) -> int:
     wanted = config.model.max_model_len
     if wanted is not None and wanted > shape.max_model_len:
         raise ConfigError(
-            f"model.max_model_len={wanted} is more than the model's {shape.max_model_len} tokens: lower it or leave it null"
+            f"model.max_model_len={wanted} is more than the model's {shape.max_model_len} tokens: "
+            f"lower it or leave it null"
         )
     max_model_len = wanted or shape.max_model_len
     tokens = config.scheduler.max_num_batched_tokens
@@ -112,7 +113,7 @@ def _describe_rank(plan: RankPlan, shape: ModelShape, layout: RankLayout) -> str
     first_head = layout.tensor_rank(plan.rank) * sizes.num_heads
     return (
         f"rank {plan.rank:<4} layers 0-{shape.num_layers - 1}, heads {first_head}-{first_head + sizes.num_heads - 1}, "
-        f"{sizes.num_kv_heads} key-value heads, {sizes.num_columns} columns: weights {format_bytes(plan.weights_bytes)}, "
-        f"activations {format_bytes(plan.activation_bytes)}, "
+        f"{sizes.num_kv_heads} key-value heads, {sizes.num_columns} columns: "
+        f"weights {format_bytes(plan.weights_bytes)}, activations {format_bytes(plan.activation_bytes)}, "
         f"cache {format_bytes(plan.sizing.num_device_blocks * plan.block_bytes)}"
     )

@@ -1,13 +1,14 @@
 """The decoder stack that every family is: embedding, layers, norm, head.
 
 What families do differently is in `model_shape.FAMILIES`, read into `ModelShape`; the modules are named as Hugging Face
-names theirs, so checkpoint names and module names are the same words. Knows architecture and nothing else: no scheduling,
-no files, no sampling.
+names theirs, so checkpoint names and module names are the same words. Knows architecture and nothing else: no
+scheduling, no files, no sampling.
 
 T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabulary shard.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -98,11 +99,13 @@ class DecoderForCausalLM(nn.Module):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """See `DecoderStack.forward`."""
-        return self.model(token_ids, positions, prompt_lengths, cache, metadata)
+        hidden: Tensor = self.model(token_ids, positions, prompt_lengths, cache, metadata)
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> float32 [R, Vs]: this rank's share of the logits."""
-        return self.lm_head(hidden)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
 
     def weight_slices(self) -> list[WeightSlice]:
         """Which rectangles of which checkpoint tensors this rank holds, and where."""
@@ -118,7 +121,7 @@ class DecoderForCausalLM(nn.Module):
         return is_tied_head or checkpoint_name.endswith("rotary_emb.inv_freq")
 
 
-def _from_layers(model: nn.Module, method: str) -> Iterator[WeightSlice | PaddingSlice]:
+def _from_layers(model: nn.Module, method: str) -> Iterator[Any]:
     """What each layer that has its own sharding rule says of itself."""
     for name, module in model.named_modules():
         if module is not model and hasattr(module, method):

@@ -10,7 +10,9 @@ LOGGER_NAME = "spmd_worker"
 
 
 def configure_logging(rank: int, world_size: int) -> None:
-    """For programs (`launch.py`): INFO on rank 0, WARNING and up with a rank tag on the others. A library leaves it alone."""
+    """For programs (`launch.py`): INFO on rank 0, WARNING and up with a rank tag on the others. A library leaves it
+    alone.
+    """
     logger = logging.getLogger(LOGGER_NAME)
     tag = f"[rank {rank}] " if world_size > 1 and rank > 0 else ""
     handler = logging.StreamHandler(sys.stderr)

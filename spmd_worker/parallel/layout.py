@@ -63,15 +63,16 @@ def check_world_size(layout: RankLayout, world_size: int) -> None:
 def check_divides(layout: RankLayout, shape: ModelShape) -> None:
     """Raise ConfigError unless every shard is whole; the message lists the sizes that are.
 
-    Query heads must divide. Key-value heads must divide or, when ranks outnumber them, each must serve a whole number of
-    ranks. The feed-forward is cut into nearly equal parts and the vocabulary is padded, so these always divide.
+    Query heads must divide. Key-value heads must divide or, when ranks outnumber them, each must serve a whole number
+    of ranks. The feed-forward is cut into nearly equal parts and the vocabulary is padded, so these always divide.
     """
     size = layout.tensor_parallel_size
     problem = _shard_problem(size, shape)
     if problem:
         valid = [str(each) for each in range(1, shape.num_heads + 1) if not _shard_problem(each, shape)]
         raise ConfigError(
-            f"parallel.tensor_parallel_size={size} does not divide this model: {problem}; sizes that do are {_spoken(valid)}"
+            f"parallel.tensor_parallel_size={size} does not divide this model: {problem}; "
+            f"sizes that do are {_spoken(valid)}"
         )
 
 

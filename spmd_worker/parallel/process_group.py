@@ -15,7 +15,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True, slots=True)
 class GroupHandle:
-    """`ranks` are global, in group order; `rank` is this process's place among them; `group` is None for a group of one."""
+    """`ranks` are global, in group order; `rank` is this process's place among them; `group` is None for a group of
+    one.
+    """
 
     ranks: tuple[int, ...]
     rank: int

@@ -1,7 +1,7 @@
 """Scheduled sequences -> the tensors of one forward pass.
 
-A batch is flat: the tokens of all sequences one after another, in plan order, with no padding. Knows mirrors and positions.
-Knows nothing about models or sampling rules.
+A batch is flat: the tokens of all sequences one after another, in plan order, with no padding. Knows mirrors and
+positions. Knows nothing about models or sampling rules.
 
     token_ids   a0 a1 a2 | b7 | c3 c4      sequence a computes its prompt, b decodes, c computes a chunk
     positions    0  1  2 |  7 |  3  4
@@ -16,16 +16,19 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.lockstep.mirror import ScheduledSequence
 from spmd_worker.sampling.row import SampleRow
 
+Integers = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward pass. Tensors int64 [T] on the device; `sample_rows` and `rows` are parallel, one a sample."""
+    """Input of one forward pass. Tensors int64 [T] on the device; `sample_rows` and `rows`: one entry a sample."""
 
     token_ids: Tensor
     positions: Tensor
@@ -80,13 +83,14 @@ def _sample_rows(scheduled: ScheduledSequence) -> list[SampleRow]:
     ]
 
 
-def _positions(firsts: list[int], counts: list[int], num_tokens: int) -> np.ndarray:
+def _positions(firsts: list[int], counts: list[int], num_tokens: int) -> Integers:
     """int64 [T]: each sequence counts on from its first uncomputed token."""
     starts = np.cumsum([0, *counts[:-1]])
-    return np.arange(num_tokens, dtype=np.int64) + np.repeat(np.array(firsts, dtype=np.int64) - starts, counts)
+    offsets: Integers = np.repeat(np.array(firsts, dtype=np.int64) - starts, counts)
+    return np.arange(num_tokens, dtype=np.int64) + offsets
 
 
-def _token_ids(scheduled: Sequence[ScheduledSequence]) -> np.ndarray:
+def _token_ids(scheduled: Sequence[ScheduledSequence]) -> Integers:
     token_ids: list[int] = []
     for each in scheduled:
         first = each.sequence.num_computed_tokens
@@ -94,7 +98,7 @@ def _token_ids(scheduled: Sequence[ScheduledSequence]) -> np.ndarray:
     return np.array(token_ids, dtype=np.int64)
 
 
-def _block_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
+def _block_tables(tables: Sequence[Sequence[int]]) -> Integers:
     """int64 [S, blocks of the longest], padded with zeros."""
     padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
     for row, table in zip(padded, tables, strict=True):
@@ -102,5 +106,5 @@ def _block_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
     return padded
 
 
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
+def _to(array: Integers, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

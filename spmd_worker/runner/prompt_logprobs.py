@@ -26,7 +26,9 @@ def prompt_logprobs(
     hidden: Tensor,
     whole_logits: Callable[[Tensor], Tensor],
 ) -> tuple[PromptLogprobs, ...]:
-    """`whole_logits` maps hidden states [K, hidden] to logits [K, V]. The entry of position 0 is None: nothing predicts it."""
+    """`whole_logits` maps hidden states [K, hidden] to logits [K, V]. The entry of position 0 is None: nothing predicts
+    it.
+    """
     return tuple(
         _of_sequence(each, hidden[start:end], whole_logits)
         for each, start, end in zip(scheduled, query_starts, query_starts[1:])
@@ -35,7 +37,7 @@ def prompt_logprobs(
 
 
 def _is_wanted(each: ScheduledSequence) -> bool:
-    """Samples other than the first compute the prompt again only after a preemption; its positions are known by then."""
+    """Other samples compute the prompt again only after a preemption; its positions are known by then."""
     sequence = each.sequence
     is_in_prompt = sequence.num_computed_tokens < len(sequence.request.prompt_token_ids)
     return sequence.request.sampling.prompt_logprobs is not None and is_in_prompt and sequence.sample_index == 0

@@ -1,8 +1,8 @@
 """What cuts the distribution: min-p, top-k, top-p.
 
-Each filter finds a threshold for its row and drops everything below it, so that ties are kept or dropped together and the
-outcome depends on the row's values alone, not on the order in which a sort leaves equal ones. The order is vLLM's: min-p,
-top-k, then top-p of what top-k left. Knows nothing about ranks or randomness.
+Each filter finds a threshold for its row and drops everything below it, so that ties are kept or dropped together and
+the outcome depends on the row's values alone, not on the order in which a sort leaves equal ones. The order is vLLM's:
+min-p, top-k, then top-p of what top-k left. Knows nothing about ranks or randomness.
 
 V: vocabulary. All logits are already divided by the temperature.
 """

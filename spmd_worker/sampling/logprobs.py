@@ -27,7 +27,9 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def _likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
-    """(token id, log-probability), likeliest first; torch.topk leaves the order of equal values open, so it is set here."""
+    """(token id, log-probability), likeliest first; torch.topk leaves the order of equal values open, so it is set
+    here.
+    """
     if count == 0:
         return []
     threshold = torch.topk(logprobs, min(count, logprobs.numel())).values[-1]

@@ -34,7 +34,7 @@ def _add_bias(values: Tensor, biases: tuple[tuple[int, float], ...]) -> None:
 
 
 def _penalise(values: Tensor, row: SampleRow) -> None:
-    """Repetition counts prompt and output (https://arxiv.org/abs/1909.05858), presence and frequency the output only."""
+    """Repetition counts prompt and output (https://arxiv.org/abs/1909.05858), the others the output only."""
     sampling = row.sampling
     if sampling.repetition_penalty != 1.0:
         seen = torch.unique(_index([*row.prompt_token_ids, *row.output_token_ids], values))

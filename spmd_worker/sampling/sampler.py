@@ -1,8 +1,9 @@
 """Logits of vocabulary shards -> token ids, the same on every rank of the tensor-parallel group.
 
-Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by inverting
-the cumulative distribution with one counter-based uniform a row. Only rows that need whole vocabularies (filters, penalties,
-log-probabilities) have their logits gathered. A row's token depends on its own logits, parameters and key alone.
+Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by
+inverting the cumulative distribution with one counter-based uniform a row. Only rows that need whole vocabularies
+(filters, penalties, log-probabilities) have their logits gathered. A row's token depends on its own logits, parameters
+and key alone.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
@@ -93,7 +94,7 @@ class Sampler:
         return Sampled(tuple(chosen), tuple(logprobs))
 
     def _choose(self, logits: Tensor, rows: list[SampleRow], group: GroupHandle) -> list[int]:
-        """Greedy or by inverting the cumulative distribution; `logits` are shards of `group`, or whole when it is one."""
+        """Greedy or by inverting the cumulative distribution; `logits` are shards, or whole for a group of one."""
         first = self._shard_start if group.size > 1 else 0
         values, indices = logits.max(dim=-1)
         pairs = torch.stack((values.double(), (indices + first).double()), dim=-1)
@@ -116,7 +117,7 @@ def _best(pairs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int) -> list[int]:
-    """The id at which the cumulative mass, summed in the order of ids in float64, passes a uniform share of the whole."""
+    """The id at which the mass, summed in the order of ids in float64, passes a uniform share of the whole."""
     device = logits.device
     temperatures = _temperatures(rows, device).double()
     mass = torch.exp((logits.double() - largest.unsqueeze(1)) / temperatures).cumsum(dim=-1)

@@ -1,13 +1,13 @@
 """Continuous batching: queues -> StepPlan, StepResult -> queues. Every rank runs a replica of this.
 
-A replica is a pure function of (state, events, sampled ids): no clock, no set, no hash, no host randomness. Deciding needs
-counts, never token values, so the plan of the next step could be made while this one computes; values enter only in
-`apply` and in `updates.group_updates`, which tells the mirrors what they do not know yet. Knows blocks as numbers and tokens as
-counts. Knows nothing about tensors, ranks, text or files.
+A replica is a pure function of (state, events, sampled ids): no clock, no set, no hash, no host randomness. Deciding
+needs counts, never token values, so the plan of the next step could be made while this one computes; values enter only
+in `apply` and in `updates.group_updates`, which tells the mirrors what they do not know yet. Knows blocks as numbers
+and tokens as counts. Knows nothing about tensors, ranks, text or files.
 
-One step: running sequences first, in service order, each with what it has to compute (one token in decoding, a chunk in a
-prompt); who finds no block takes those of the last in service order, which then waits to be recomputed. What is left of
-the token budget goes to the waiting, first come, first served.
+One step: running sequences first, in service order, each with what it has to compute (one token in decoding, a chunk in
+a prompt); who finds no block takes those of the last in service order, which then waits to be recomputed. What is left
+of the token budget goes to the waiting, first come, first served.
 """
 
 from collections import deque
@@ -44,7 +44,7 @@ class SchedulerLimits:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What happened so far, for the summary. `num_recomputed_tokens` were computed, lost by preemption and owed again."""
+    """What happened so far, for the summary. `num_recomputed_tokens` were computed and lost by preemption."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -55,16 +55,19 @@ class SchedulerCounters:
 
 
 class Scheduler:
-    """The replica. Call `schedule`, then (once the devices answered) `apply`; events between steps go to `handle`."""
+    """The replica. Call `schedule`, then (once the devices answered) `apply`; events between steps go to `handle`.
+
+    `running` holds blocks of `cache`, in service order; `waiting` holds none. Both are for reading.
+    """
 
     def __init__(self, limits: SchedulerLimits, cache: CacheManager, stop_checker: StopChecker) -> None:
         self.counters = SchedulerCounters()
         self._limits = limits
-        self._cache = cache
+        self.cache = cache
         self._stop_checker = stop_checker
         self._groups: dict[RequestId, SequenceGroup] = {}
-        self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
         self._in_flight: deque[tuple[Decision, ...]] = deque()
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
@@ -74,21 +77,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request is not answered yet."""
         return bool(self._groups)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold blocks."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait, preempted ones included."""
-        return len(self._waiting)
-
-    @property
-    def cache(self) -> CacheManager:
-        """The blocks this scheduler hands out."""
-        return self._cache
 
     def handle(self, event: Event) -> SequenceGroup | None:
         """Take an event in. Returns the group an abort ended."""
@@ -110,7 +98,7 @@ class Scheduler:
         plan = StepPlan(
             step=self._step,
             groups=group_updates(decisions),
-            block_ops=self._cache.take_block_ops(),
+            block_ops=self.cache.take_block_ops(),
             finished_sequences=tuple(self._ended_sequences),
             finished_request_ids=tuple(self._ended_requests),
             num_tokens=num_tokens,
@@ -133,15 +121,15 @@ class Scheduler:
                     ended.append(self._end(group))
             start = stop
         assert start == len(result.token_ids), (start, len(result.token_ids))
-        self._running = [sequence for sequence in self._running if sequence.status is SequenceStatus.RUNNING]
+        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
         return ended
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, states and blocks agree: for tests and SPMD_WORKER_CHECK."""
-        self._cache.check_integrity(sequence.table for sequence in self._all_sequences())
+        self.cache.check_integrity(sequence.table for sequence in self._all_sequences())
         running = [sequence for sequence in self._all_sequences() if sequence.status is SequenceStatus.RUNNING]
-        assert sorted(running, key=service_order) == self._running, "running sequences are out of order"
-        for sequence in self._waiting:
+        assert sorted(running, key=service_order) == self.running, "running sequences are out of order"
+        for sequence in self.waiting:
             assert not sequence.table.block_ids, f"{sequence.key} waits and holds blocks"
             assert sequence.num_computed_tokens == 0, f"{sequence.key} waits with computed tokens"
         for sequence in running:
@@ -154,7 +142,7 @@ class Scheduler:
     # Deciding: counts only.
 
     def _decide(self) -> list[Decision]:
-        budget = StepBudget(self._limits.max_num_batched_tokens, self._limits.max_num_seqs - len(self._running))
+        budget = StepBudget(self._limits.max_num_batched_tokens, self._limits.max_num_seqs - len(self.running))
         num_preemptions = self.counters.num_preemptions
         decisions = self._decide_running(budget)
         if self.counters.num_preemptions == num_preemptions:
@@ -164,19 +152,19 @@ class Scheduler:
 
     def _decide_running(self, budget: StepBudget) -> list[Decision]:
         decisions: list[Decision] = []
-        undecided = deque(self._running)
+        undecided = deque(self.running)
         while undecided and budget.num_tokens:
             sequence = undecided.popleft()
             num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
             if num_tokens and self._make_room(sequence, num_tokens, undecided):
                 decisions.append(self._take(sequence, num_tokens, budget))
-        self._running = [sequence for sequence in self._running if sequence.status is SequenceStatus.RUNNING]
+        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
         return decisions
 
     def _make_room(self, sequence: Sequence, num_tokens: int, undecided: deque[Sequence]) -> bool:
         """Preempt from the back until the sequence fits; False when it had to give way itself."""
         first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-        while not self._cache.can_extend(sequence.table, first, end):
+        while not self.cache.can_extend(sequence.table, first, end):
             victim = choose_victim([sequence, *undecided])
             if victim is sequence:
                 # Everything behind it has given way; what stands before it in service order keeps its blocks.
@@ -189,17 +177,17 @@ class Scheduler:
     def _decide_waiting(self, budget: StepBudget, num_reserved: int) -> list[Decision]:
         decisions: list[Decision] = []
         budget.num_sequences -= num_reserved
-        while self._waiting and budget.num_tokens:
-            sequence = self._waiting.first()
+        while self.waiting and budget.num_tokens:
+            sequence = self.waiting.first()
             num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
-            if not self._may_join(sequence, num_tokens, budget, is_alone=not self._running):
+            if not self._may_join(sequence, num_tokens, budget, is_alone=not self.running):
                 break
-            self._waiting.pop_first()
+            self.waiting.pop_first()
             sequence.status = SequenceStatus.RUNNING
-            self._running.append(sequence)
+            self.running.append(sequence)
             budget.num_sequences -= self._width(sequence)
             decisions.append(self._take(sequence, num_tokens, budget))
-        self._running.sort(key=service_order)
+        self.running.sort(key=service_order)
         return decisions
 
     def _may_join(self, sequence: Sequence, num_tokens: int, budget: StepBudget, *, is_alone: bool) -> bool:
@@ -210,7 +198,7 @@ class Scheduler:
         # Room for all of it, not for the first chunk alone: else half-computed prompts fill the cache and fight for it.
         # The watermark leaves running sequences some blocks to grow into.
         whole = sequence.num_tokens
-        return self._cache.can_extend(sequence.table, 0, whole, keep_watermark=not is_alone)
+        return self.cache.can_extend(sequence.table, 0, whole, keep_watermark=not is_alone)
 
     def _width(self, sequence: Sequence) -> int:
         """How many sequences this one will be: a group's first sequence stands for all of it until the fork."""
@@ -219,11 +207,11 @@ class Scheduler:
 
     def _num_forks(self) -> int:
         """Sequences that the unforked among the running will become, beyond themselves."""
-        return sum(self._width(sequence) - 1 for sequence in self._running)
+        return sum(self._width(sequence) - 1 for sequence in self.running)
 
     def _take(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
         first = sequence.num_computed_tokens
-        change = self._cache.extend(sequence.table, first, first + num_tokens)
+        change = self.cache.extend(sequence.table, first, first + num_tokens)
         is_sampling = num_tokens == sequence.num_uncomputed_tokens
         sequence.num_computed_tokens += num_tokens
         budget.spend(num_tokens)
@@ -234,11 +222,11 @@ class Scheduler:
         self.counters.num_preemptions += 1
         self.counters.num_recomputed_tokens += sequence.num_computed_tokens
         self._groups[sequence.request.request_id].num_preemptions += 1
-        self._cache.release(sequence.table)
+        self.cache.release(sequence.table)
         sequence.num_computed_tokens = 0
         sequence.is_known = False
         sequence.status = SequenceStatus.PREEMPTED
-        self._waiting.give_back(sequence)
+        self.waiting.give_back(sequence)
 
     # Applying: values.
 
@@ -271,18 +259,18 @@ class Scheduler:
             request=parent.request,
             sample_index=sample_index,
             num_computed_tokens=parent.num_computed_tokens,
-            table=self._cache.fork(parent.table),
+            table=self.cache.fork(parent.table),
             status=SequenceStatus.RUNNING,
         )
         group.sequences.append(fork)
-        position = self._running.index(parent) + sample_index
-        self._running.insert(position, fork)
+        position = self.running.index(parent) + sample_index
+        self.running.insert(position, fork)
         return fork
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.PREEMPTED or sequence.status is SequenceStatus.WAITING:
-            self._waiting.remove(sequence)
-        self._cache.release(sequence.table)
+            self.waiting.remove(sequence)
+        self.cache.release(sequence.table)
         sequence.status = SequenceStatus.FINISHED
         self._ended_sequences.append(sequence.key)
 
@@ -296,7 +284,7 @@ class Scheduler:
         assert request.request_id not in self._groups, request.request_id
         group = new_group(request)
         self._groups[request.request_id] = group
-        self._waiting.arrive(group.sequences[0])
+        self.waiting.arrive(group.sequences[0])
 
     def _abort(self, request_id: RequestId) -> SequenceGroup | None:
         group = self._groups.get(request_id)
@@ -307,7 +295,7 @@ class Scheduler:
                 sequence.finish_reason = FinishReason.ABORT
                 self._stop_checker.forget(sequence)
                 self._finish(sequence)
-        self._running = [sequence for sequence in self._running if sequence.status is SequenceStatus.RUNNING]
+        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
         return self._end(group)
 
     def _take_prompt_logprobs(self, result: StepResult) -> None:

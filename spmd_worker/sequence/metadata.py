@@ -29,10 +29,11 @@ class SequenceData:
 
 @dataclass(frozen=True, slots=True)
 class SequenceDataDelta:
-    """One scheduled sequence that the mirror knows: tokens to append, and blocks to append after the first `num_kept_blocks`.
+    """One scheduled sequence that the mirror knows: tokens to append, and blocks to append after the first
+    `num_kept_blocks`.
 
-    The other fields mean what they mean in `SequenceData`. `num_kept_blocks` is below the length of the known table only
-    where copy-on-write replaced the table's tail.
+    The other fields mean what they mean in `SequenceData`. `num_kept_blocks` is below the length of the known table
+    only where copy-on-write replaced the table's tail.
     """
 
     sample_index: int

@@ -26,7 +26,8 @@ class Request:
 def random_stream(job_seed: int, sampling_seed: int | None, custom_id: str | None, index: int) -> int:
     """Key of a row's random stream: its own seed when it has one, else the job's seed with its custom id or index.
 
-    Returns an unsigned 64-bit integer. The three kinds of name never collide, because the kind is part of what is hashed.
+    Returns an unsigned 64-bit integer. The three kinds of name never collide, because the kind is part of what is
+    hashed.
     """
     if sampling_seed is not None:
         name = f"seed:{sampling_seed}"

@@ -20,9 +20,9 @@ MAX_LOGPROBS: Final = 64
 class SamplingParams:
     """How the tokens of one row are chosen and when they end. Names and meanings follow vLLM's.
 
-    `temperature` 0 is greedy. `top_k` 0 and -1, `top_p` 1, `min_p` 0 switch their filter off. `seed` names the row's own
-    random stream; without it the job's seed and the row's key do. `logprobs` k returns the log-probability of the sampled
-    token and of the k likeliest.
+    `temperature` 0 is greedy. `top_k` 0 and -1, `top_p` 1, `min_p` 0 switch their filter off. `seed` names the row's
+    own random stream; without it the job's seed and the row's key do. `logprobs` k returns the log-probability of the
+    sampled token and of the k likeliest.
     """
 
     n: int = 1
@@ -47,7 +47,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        """Normalise lists and mappings to tuples, then check every rule. Raises ValueError naming key, value and rule."""
+        """Normalise lists and mappings to tuples, then check every rule; ValueError names key, value and rule."""
         object.__setattr__(self, "stop", _as_stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _as_logit_bias(self.logit_bias))

@@ -1,7 +1,8 @@
 """One sample of one request as the scheduler sees it: its tokens, how many are computed, which blocks hold them.
 
-A `Sequence` is what is scheduled, preempted and finished; a `SequenceGroup` is the request with its `n` sequences, of which
-one computes the prompt and the others fork from it when the first tokens are sampled. Knows nothing about queues or devices.
+A `Sequence` is what is scheduled, preempted and finished; a `SequenceGroup` is the request with its `n` sequences, of
+which one computes the prompt and the others fork from it when the first tokens are sampled. Knows nothing about queues
+or devices.
 """
 
 from dataclasses import dataclass, field

@@ -4,6 +4,7 @@ Knows nothing about how a step is decided, sent or executed.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from kv_cache.block_ops import BlockOps
 from spmd_worker.sequence.metadata import GroupUpdate
@@ -11,18 +12,21 @@ from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sequence import SequenceKey
 
+NO_BLOCK_OPS: Final = BlockOps()
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Everything the workers need for step number `step`.
 
-    `finished_sequences` ended in an earlier step and `finished_request_ids` are requests with nothing left: mirrors forget
-    them before they apply `groups`. `groups` lists each group at most once, `num_tokens` counts the tokens computed.
+    `finished_sequences` ended in an earlier step and `finished_request_ids` are requests with nothing left: mirrors
+    forget them before they apply `groups`. `groups` lists each group at most once, `num_tokens` counts the tokens
+    computed.
     """
 
     step: int
     groups: tuple[GroupUpdate, ...] = ()
-    block_ops: BlockOps = BlockOps()
+    block_ops: BlockOps = NO_BLOCK_OPS
     finished_sequences: tuple[SequenceKey, ...] = ()
     finished_request_ids: tuple[RequestId, ...] = ()
     num_tokens: int = 0

@@ -1,7 +1,7 @@
 """One rank: its device, its groups, its shard of the model, its cache, its mirror of the scheduler.
 
-A step is a plan in and token ids out. Knows the run's configuration and its own place among the ranks. Knows nothing about
-requests' text, files other than the checkpoint, or who decides what runs.
+A step is a plan in and token ids out. Knows the run's configuration and its own place among the ranks. Knows nothing
+about requests' text, files other than the checkpoint, or who decides what runs.
 """
 
 import logging
@@ -101,7 +101,9 @@ class Worker(WorkerBase):
         return self.sizing.num_device_blocks, self.sizing.num_host_blocks
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Raises ConfigError when the cache cannot hold one sequence of `max_model_len`, saying which setting to change."""
+        """Raises ConfigError when the cache cannot hold one sequence of `max_model_len`, saying which setting to
+        change.
+        """
         is_profiled = self.config.cache.num_blocks is None
         try:
             check_cache_holds_one_sequence(

@@ -1,7 +1,8 @@
 """One worker behind names: an executor's handle on a rank, before the worker itself exists.
 
-`rpc_rank` is the rank in this executor (0 under an external launcher, whose executors have one worker each), `global_rank`
-the rank in the world; they are different on purpose. Knows how to build a worker and call it. Knows nothing about steps.
+`rpc_rank` is the rank in this executor (0 under an external launcher, whose executors have one worker each),
+`global_rank` the rank in the world; they are different on purpose. Knows how to build a worker and call it. Knows
+nothing about steps.
 """
 
 import logging
@@ -43,7 +44,7 @@ class WorkerWrapper:
         self.execute_method("initialize_cache", *all_configs[self.global_rank])
 
     def execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a worker method by name. A failure is logged before it is raised: peers may be waiting in a collective."""
+        """Run a worker method by name. A failure is logged before it is raised: peers may be waiting."""
         assert self.worker is not None, "init_worker comes first"
         function = getattr(self.worker, method, None)
         if function is None or method.startswith("_"):

@@ -32,6 +32,7 @@ ROOMS = (
     Room(("kv_cache.cache_manager",)),
     Room(("kv_cache.cache_sizing",)),
     Room(("kv_cache.cache_engine",), may_import_torch=True),
+    Room(("spmd_worker.version",)),
     Room(("spmd_worker.config", "spmd_worker.config_compose")),
     Room(("spmd_worker.observability",)),
     Room(("spmd_worker.model_shape",)),
@@ -51,7 +52,7 @@ ROOMS = (
     Room(("spmd_worker.runner",), may_import_torch=True),
     Room(("spmd_worker.worker",), may_import_torch=True),
     Room(("spmd_worker.executor",), may_import_torch=True),
-    Room(("spmd_worker.engine",), may_import_torch=True),
+    Room(("spmd_worker.engine", "spmd_worker.engine_outputs"), may_import_torch=True),
     Room(("spmd_worker.llm",), may_import_torch=True),
     Room(("spmd_worker.batch",)),
 )
