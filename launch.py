@@ -1,65 +1,114 @@
-"""The command: compose the configuration with Hydra, then plan or run on this rank.
+"""The command: compose the configuration, then plan or run on this rank.
 
     torchrun --nproc-per-node 2 launch.py model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
 
 Exit codes: 0 every row has its output row; 1 the job failed; 70 the ranks diverged. Help, the composed configuration
-and every error are printed once, by rank 0. Past this file nobody sees Hydra.
+and every error are printed once, by rank 0.
 """
 
-import os
+import argparse
+import inspect
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import hydra
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from typing import Final, NoReturn
 
 from spmd_worker.config import ConfigError, RunConfig
-from spmd_worker.config_compose import register_schema, to_run_config
+from spmd_worker.config_compose import as_plain, as_yaml, compose_run, named_sets
 from spmd_worker.model_shape import ModelConfigError, read_model_shape
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
+from spmd_worker.version import version
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+CONF: Final = Path(__file__).resolve().parent / "conf"
 
-CONF = str(Path(__file__).resolve().parent / "conf")
+_USAGE: Final = """\
+Offline LLM inference in the ranks that torchrun started: rows in, completions out.
+
+usage: torchrun --nproc-per-node N launch.py KEY=VALUE... [--help] [--cfg job] [--config-dir DIR] [--version]
+
+  torchrun --nproc-per-node 2 launch.py model.path=DIR parallel.tensor_parallel_size=2 job.input=IN.jsonl job.output=OUT.jsonl
+
+  GROUP.KEY=VALUE    sets a key
+  GROUP=NAME         takes a named set of values; experiment=NAME a whole named run
+  plan=true          prints ranks, bytes and blocks, and exits without loading weights
+  --cfg job          prints the configuration that the command line comes to, and exits
+  --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
+
+exit codes: 0 every row has its output row; 1 the job failed; 70 the ranks diverged"""
 
 
-def main() -> int:
-    """Returns the exit code."""
-    environment = read_rank_environment()
-    config = _quietly(_compose, environment)
-    if config is None:
-        return 0
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`arguments` are the command line's without the program. Returns the exit code."""
+    environment = RankEnvironment()
     try:
-        return _plan(config, environment) if config.plan else _run(config, environment)
+        environment = read_rank_environment()
+        return _act(_parse(sys.argv[1:] if arguments is None else arguments), environment)
     except (ConfigError, ModelConfigError) as error:
         return _fail(str(error), environment)
+    except KeyboardInterrupt:
+        return _fail("interrupted: there is no output", environment)
 
 
-def _compose() -> RunConfig | None:
-    """Hydra's work; None when it only printed something (--help, --cfg). Raises SystemExit for what it refuses."""
-    composed: list[DictConfig] = []
-    register_schema()
-    hydra.main(version_base="1.3", config_path=CONF, config_name="config")(composed.append)()
-    if not composed:
-        return None
-    try:
-        return to_run_config(composed[0])
-    except (ConfigError, OmegaConfBaseException) as error:
-        # Hydra has returned: what is left is a value that a rule of ours refuses.
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print, on every rank, and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}: give KEY=VALUE, --help, --cfg job, --config-dir DIR or --version")
 
 
-def _quietly(compose: "Callable[[], RunConfig | None]", environment: RankEnvironment) -> RunConfig | None:
-    """What Hydra prints, it prints on every rank; let only rank 0 be heard."""
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="launch.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=("job",))
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _act(command: argparse.Namespace, environment: RankEnvironment) -> int:
+    if command.multirun:
+        raise ConfigError(
+            "--multirun cannot run: a command runs one job; start the command once for each set of values"
+        )
+    if command.config_dir is not None and not command.config_dir.is_dir():
+        raise ConfigError(f"--config-dir {command.config_dir} is not a folder: give one that holds GROUP/NAME.yaml")
+    config = compose_run(CONF, command.overrides, command.config_dir)
+    if command.version:
+        return _say(lambda: f"spmd-worker {version()}", environment)
+    if command.help:
+        return _say(lambda: _help(config, command.config_dir), environment)
+    if command.cfg:
+        return _say(lambda: as_yaml(config).rstrip(), environment)
+    return _plan(config, environment) if config.plan else _run(config, environment)
+
+
+def _say(text: Callable[[], str], environment: RankEnvironment) -> int:
     if environment.is_leader:
-        return compose()
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        return compose()
+        print(text())
+    return 0
+
+
+def _help(config: RunConfig, config_dir: Path | None) -> str:
+    sets = named_sets([CONF, *([config_dir] if config_dir else [])])
+    width = max(len(group) for group in sets)
+    lines = [_USAGE, "", "named sets of values (GROUP=NAME)", ""]
+    lines += [f"  {group:<{width}}  {', '.join(names) or '(none)'}" for group, names in sets.items()]
+    lines += ["", "keys, with the values of this command line", ""]
+    return "\n".join([*lines, *_described_keys(config)])
+
+
+def _described_keys(config: RunConfig) -> list[str]:
+    """The configuration as YAML, each group under what its dataclass says of it."""
+    lines: list[str] = []
+    hints = typing.get_type_hints(RunConfig)
+    for name, value in as_plain(config).items():
+        if isinstance(value, dict):
+            lines += [f"  # {line}".rstrip() for line in (inspect.getdoc(hints[name]) or "").splitlines()]
+        lines += [f"  {line}" for line in as_yaml({name: value}).splitlines()]
+    return lines
 
 
 def _plan(config: RunConfig, environment: RankEnvironment) -> int:
@@ -67,17 +116,19 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     if not environment.is_leader:
         return 0
     # Imported here so that composing and --help stay quick.
-    from spmd_worker.memory.plan import describe_plan, resolve_dtype
+    from spmd_worker.memory.plan_text import describe_plan, make_plan
+
     from spmd_worker.parallel.layout import RankLayout, check_divides
 
-    if config.model.path is None:
+    if not config.model.path:
         raise ConfigError("model.path is not set: give a Hugging Face model folder (config.json is enough for a plan)")
     shape = read_model_shape(Path(config.model.path))
     parallel = config.parallel
     layout = RankLayout(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
     check_divides(layout, shape)
-    device = "cpu" if config.device == "auto" else config.device
-    print(describe_plan(config, shape, layout, resolve_dtype(config, shape, device)))
+    plan = make_plan(config, shape, layout)
+    print(describe_plan(plan), flush=True)
+    plan.check()
     return 0
 
 
@@ -100,12 +151,19 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
         run_job(config, environment)
     except (ReplicaDivergedError, RanksDisagreeError) as error:
         _fail(str(error), environment)
-        return DIVERGED_EXIT_CODE
+        _leave_together(DIVERGED_EXIT_CODE)
     except (RankFailedError, JobError) as error:
         return _fail(str(error), environment)
     except (OSError, DeviceError, TokenizerError, CheckpointError) as error:
         return _fail(str(error), environment, is_own=True)
     return 0
+
+
+def _leave_together(exit_code: int) -> NoReturn:
+    """Exit at once with this code: the first rank to leave makes torchrun end the others, each of which has its say."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _fail(message: str, environment: RankEnvironment, *, is_own: bool = False) -> int:

@@ -51,6 +51,11 @@ class CacheManager:
         return self._pool.num_blocks
 
     @property
+    def watermark_blocks(self) -> int:
+        """Free blocks that `can_extend(keep_watermark=True)` leaves."""
+        return self._watermark_blocks
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that no table lists."""
         return self._pool.num_free_blocks

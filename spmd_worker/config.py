@@ -152,7 +152,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class JobConfig:
-    """A batch job: rows in, rows out. `run_dir` null is `<output>.run` beside the output."""
+    """A batch job: rows in, rows out. `run_dir` null is `<output>.run` beside the output.
+
+    `step_log` writes the stream of step messages to `steps.log` in the run directory, for `scripts/replay.py`.
+    """
 
     input: str | None = None
     output: str | None = None
@@ -160,6 +163,7 @@ class JobConfig:
     resume: str = "auto"
     max_rows: int | None = None
     max_error_rows: int | None = None
+    step_log: bool = False
 
     def __post_init__(self) -> None:
         """Check each key alone."""

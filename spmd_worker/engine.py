@@ -18,11 +18,14 @@ from spmd_worker.engine_outputs import request_output
 from spmd_worker.executor.executor import Executor
 from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.lockstep.channel import ControlChannel
+from spmd_worker.lockstep.connect import open_step_channel
 from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.lockstep.lockstep import Lockstep
+from spmd_worker.lockstep.step_channel import FollowerChannel, LeaderChannel
 from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config, read_model_shape
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
+from spmd_worker.parallel.groups import world_environment
 from spmd_worker.parallel.layout import RankLayout, check_divides
 from spmd_worker.parallel.process_group import single_group
 from spmd_worker.scheduler.scheduler import Scheduler, SchedulerCounters, SchedulerLimits
@@ -36,6 +39,7 @@ from spmd_worker.sequence.sequence import Sequence, SequenceGroup
 from spmd_worker.sequence.step import StepResult
 from spmd_worker.tokenizer import IncrementalDecoder, Tokenizer
 from spmd_worker.version import code_fingerprint
+from spmd_worker.weights.identity import file_identities, tensor_digests
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +57,14 @@ class LLMEngine:
         tokenizer: Tokenizer | None,
         executor: Executor,
         channel: ControlChannel,
+        lockstep: Lockstep,
         scheduler: Scheduler,
     ) -> None:
         self.config, self.shape, self.tokenizer, self.executor = config, shape, tokenizer, executor
-        self.channel, self.scheduler = channel, scheduler
+        self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
         self.is_closed = False
         self.default_sampling = default_sampling(config.sampling, _generation_config(config))
         self.max_model_len = resolve_max_model_len(config, shape)
-        self._lockstep = Lockstep(channel, config.executor.digest_every)
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
         self._num_requests = 0
@@ -151,16 +155,31 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Give back memory and groups. Idempotent; every rank calls it."""
         self.is_closed = True
+        self.lockstep.close()
         self.executor.shutdown()
 
     def agree_on(self, subject: str, value: Any) -> None:
-        """Raise RanksDisagreeError, naming the first difference, unless every rank gives an equal JSON value."""
-        check_equal(subject, self.channel.gather(canonical(value)))
+        """Raise RanksDisagreeError, naming the first difference, unless every rank gives an equal JSON value.
+
+        Compares nothing with `executor.digest_every` 0.
+        """
+        if self.config.executor.digest_every:
+            check_equal(subject, self.channel.gather(canonical(value)))
 
     def _step(self) -> list[SequenceGroup]:
+        """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
+        try:
+            return self._run_step()
+        except Exception as error:  # told to the other ranks, which may be waiting for this one, then raised again
+            explained = self.lockstep.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _run_step(self) -> list[SequenceGroup]:
         plan = self.scheduler.schedule()
         events, self._events = tuple(self._events), []
-        agreed = self._lockstep.agree(plan, self._sampled_token_ids, events)
+        agreed = self.lockstep.agree(plan, self._sampled_token_ids, events)
         result = self.executor.execute_model(agreed.plan)
         assert isinstance(result, StepResult), type(result)
         self._sampled_token_ids = result.token_ids
@@ -183,26 +202,46 @@ class LLMEngine:
 def start_engine(config: RunConfig, environment: RankEnvironment | None = None) -> LLMEngine:
     """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
 
-    Raises ConfigError or ModelConfigError before any rank is waited for; RanksDisagreeError and
-    RankFailedError, the same on every rank, once the groups exist.
+    Raises ConfigError or ModelConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the
+    same on every rank, once the groups exist.
     """
-    environment = environment or read_rank_environment()
+    environment = world_environment(environment or read_rank_environment())
     shape, layout = read_run(config)
     executor = Executor.get_class(config.executor.backend, environment)(config, shape, layout, environment)
     executor.start()
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
-    folder = Path(config.model.path or "")
     try:
-        tokenizer = _together(channel, "reading the tokenizer", partial(Tokenizer.open_if_present, folder))
-        _agree_on_start(channel, config, shape, tokenizer)
-        _together(channel, "loading the model", executor.load_model)
-        blocks = channel.minimum(_together(channel, "sizing the cache", executor.determine_num_available_blocks))
-        _together(channel, "allocating the cache", lambda: executor.initialize_from_config(*blocks))
+        tokenizer, num_blocks = _load(config, shape, executor, channel)
+        lockstep = Lockstep(_open_channel(config, channel, environment), config.executor.digest_every)
     except BaseException:
         executor.shutdown()
         raise
-    scheduler = _new_scheduler(config, shape, tokenizer, blocks[0])
-    return LLMEngine(config, shape, tokenizer, executor, channel, scheduler)
+    scheduler = new_scheduler(config, shape, tokenizer, num_blocks)
+    return LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler)
+
+
+def _load(
+    config: RunConfig, shape: ModelShape, executor: Executor, channel: ControlChannel
+) -> tuple[Tokenizer | None, int]:
+    """Everything that reads files or takes memory, agreed on step by step; returns the number of device blocks."""
+    folder = Path(config.model.path or "")
+    tokenizer = _together(channel, "reading the tokenizer", partial(Tokenizer.open_if_present, folder))
+    if config.executor.digest_every:
+        _agree_on_start(channel, config, shape, tokenizer)
+    _together(channel, "loading the model", executor.load_model)
+    counts = _together(channel, "sizing the cache", executor.determine_num_available_blocks)
+    num_device, num_host = channel.minimum(counts)
+    _together(channel, "allocating the cache", partial(executor.initialize_from_config, num_device, num_host))
+    return tokenizer, num_device
+
+
+def _open_channel(
+    config: RunConfig, channel: ControlChannel, environment: RankEnvironment
+) -> LeaderChannel | FollowerChannel | None:
+    if channel.size == 1:
+        return None
+    is_one_node = environment.local_world_size == environment.world_size
+    return open_step_channel(channel, None if is_one_node else environment.master_address, config.executor.timeout_s)
 
 
 def read_run(config: RunConfig) -> tuple[ModelShape, RankLayout]:
@@ -217,7 +256,8 @@ def read_run(config: RunConfig) -> tuple[ModelShape, RankLayout]:
     return shape, layout
 
 
-def _new_scheduler(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None, num_blocks: int) -> Scheduler:
+def new_scheduler(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None, num_blocks: int) -> Scheduler:
+    """This rank's replica of the scheduler, empty."""
     limits = SchedulerLimits(
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
@@ -252,6 +292,22 @@ def _agree_on_start(channel: ControlChannel, config: RunConfig, shape: ModelShap
         "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
     }
     check_equal("settings", channel.gather(canonical(value)))
+    if config.model.load_format != "dummy":
+        _agree_on_weights(channel, Path(config.model.path or ""))
+
+
+def _agree_on_weights(channel: ControlChannel, folder: Path) -> None:
+    """Ranks that read the same files have the same weights; copies are compared by content, tensor by tensor."""
+    identities = channel.gather(
+        canonical(_together(channel, "reading the checkpoint", partial(file_identities, folder)))
+    )
+    if len(dict.fromkeys(identities)) == 1:
+        return
+    # One rank of those that share files reads them for all.
+    is_first = identities.index(identities[channel.rank]) == channel.rank
+    digests = _together(channel, "reading the checkpoint", partial(tensor_digests, folder) if is_first else dict)
+    gathered = channel.gather(canonical(digests))
+    check_equal("weights", [gathered[identities.index(identity)] for identity in identities])
 
 
 def _together(channel: ControlChannel, phase: str, action: Callable[[], Any]) -> Any:

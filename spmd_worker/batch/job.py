@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +19,10 @@ from spmd_worker.batch.row import EncodedRow, RowError, shape_of
 from spmd_worker.batch.row_parser import CustomIds, parse_row, resolve
 from spmd_worker.batch.row_reader import RowReader
 from spmd_worker.batch.row_writer import OrderedWriter, format_error, format_result
+from spmd_worker.batch.run_records import open_step_log, write_last_records
 from spmd_worker.config import ConfigError, JobConfig, RunConfig
 from spmd_worker.engine import LLMEngine, read_run, start_engine
+from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.memory import host
 from spmd_worker.parallel.environment import RankEnvironment
 from spmd_worker.sequence.request import RequestId
@@ -64,6 +67,9 @@ def run_job(config: RunConfig, environment: RankEnvironment) -> None:
             engine.channel.gather(_peak_memory())
         else:
             _lead(engine, config, run_dir, started_s, loaded_s)
+    except ReplicaDivergedError:
+        write_last_records(engine, run_dir_of(config.job))
+        raise
     finally:
         engine.shutdown()
 
@@ -97,9 +103,10 @@ def _make_run_dir(job: JobConfig) -> Path:
 
 def _lead(engine: LLMEngine, config: RunConfig, run_dir: Path, started_s: float, loaded_s: float) -> None:
     leader = _Leader(engine, config)
-    leader.run()
-    generated_s = time.perf_counter()
-    engine.close_followers()
+    with open_step_log(engine, run_dir) if config.job.step_log else nullcontext():
+        leader.run()
+        generated_s = time.perf_counter()
+        engine.close_followers()
     peak_memory_bytes = sum(int.from_bytes(each, "little") for each in engine.channel.gather(_peak_memory()))
     metrics = _metrics(engine, leader.counts) | {
         "load_s": loaded_s - started_s,

@@ -19,3 +19,7 @@ class RanksDisagreeError(RuntimeError):
 
 class RankFailedError(RuntimeError):
     """A rank of this replica could not start; the message says which and why, the same on every rank."""
+
+
+class LostMessageError(ReplicaDivergedError):
+    """A step message was lost, repeated or came out of turn."""

@@ -1,38 +1,29 @@
-"""The agreement of one step: rank 0's message arrives, the digests are compared, rank 0's plan is what runs.
+"""The agreement of one step: answers go up, digests are compared, rank 0's message comes down and is what runs.
 
-One message a step carries rank 0's events, its plan, the ids it sampled in the last step and its chained digest. Each
-follower digests its own plan in the same way; if any digest differs the step does not run anywhere. Knows plans and
-events. Knows nothing about what they lead to.
+Every replica plans and digests by itself; a follower sends its digest to rank 0, which compares all of them with its
+own before it sends the step's message: rank 0's plan, the ids it sampled in the last step, and new events. So no step
+runs anywhere unless all ranks agreed on it, for one short answer and one message. The digest is chained: equal now
+means equal ever since. Knows plans and events. Knows nothing about what they lead to.
 """
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, NoReturn, cast
 
-from spmd_worker.lockstep.codec import decode_message, encode_message
-from spmd_worker.lockstep.difference import Record, first_difference
+from spmd_worker.lockstep.codec import Decoder, Encoder, decode_message, encode_message
+from spmd_worker.lockstep.difference import first_difference, record_of
 from spmd_worker.lockstep.digest import ChainedDigest
-from spmd_worker.lockstep.errors import ReplicaDivergedError
-from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
+from spmd_worker.lockstep.message import MessageError, StepMessage
+from spmd_worker.lockstep.step_channel import Abort, AbortedError, FollowerChannel, LeaderChannel
 from spmd_worker.sequence.events import Event
 from spmd_worker.sequence.step import StepPlan
 
+NUM_KEPT_RECORDS: Final = 64
+"""Records of the last steps that each rank keeps, to be written down when the replicas diverge."""
 
-class Channel(Protocol):
-    """What `lockstep/channel.py` offers."""
-
-    @property
-    def size(self) -> int:
-        """Ranks of the replica."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's place."""
-
-    def broadcast(self, payload: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank."""
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, on every rank."""
+_REPORTED: Final = (ReplicaDivergedError, RankFailedError, AbortedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +35,22 @@ class AgreedStep:
 
 
 class Lockstep:
-    """One replica's agreement, step after step. `digest_every` 0 compares nothing."""
+    """One replica's agreement, step after step. `channel` is None for a replica of one rank.
 
-    def __init__(self, channel: Channel, digest_every: int) -> None:
+    Digests are compared every `digest_every` steps, never for 0. `on_message`, when it is set, is given every message
+    on rank 0, before it is sent.
+    """
+
+    def __init__(self, channel: LeaderChannel | FollowerChannel | None, digest_every: int) -> None:
+        self.records: deque[StepMessage] = deque(maxlen=NUM_KEPT_RECORDS)
+        self.on_message: Callable[[bytes], None] | None = None
         self._channel, self._digest_every = channel, digest_every
+        # One of the two ends, or neither in a replica of one.
+        self._leader = cast("LeaderChannel", channel) if channel is not None and channel.rank == 0 else None
+        self._follower = cast("FollowerChannel", channel) if channel is not None and channel.rank > 0 else None
         self._digest = ChainedDigest()
+        self._encoder, self._decoder = Encoder(), Decoder()
+        self._last_events: tuple[Event, ...] = ()
         self._last_agreed_step = 0
 
     @property
@@ -57,40 +59,95 @@ class Lockstep:
         return self._digest.value
 
     def agree(self, plan: StepPlan, sampled_token_ids: tuple[int, ...], events: tuple[Event, ...]) -> AgreedStep:
-        """`events` are rank 0's to raise; the others' are ignored. Raises ReplicaDivergedError on every rank."""
-        if self._channel.size == 1:
-            self._digest.update(plan.step, events, plan, sampled_token_ids)
-            return AgreedStep(plan, events)
-        message = self._exchange(plan, sampled_token_ids, events)
-        digest = self._digest.update(plan.step, message.events, plan, sampled_token_ids)
-        if self._digest_every and plan.step % self._digest_every == 0:
-            self._compare(digest, Record(plan, message.events, sampled_token_ids))
+        """`events` are rank 0's to raise; the others' are ignored.
+
+        Raises ReplicaDivergedError, the same on every rank, when the step must not run; RankFailedError when a rank is
+        gone or silent.
+        """
+        digest = self._digest.update(plan.step, self._last_events, plan, sampled_token_ids)
+        own = StepMessage(plan.step, self._last_events, plan, sampled_token_ids, digest)
+        self.records.append(own)
+        message = self._lead(own, events) if self._follower is None else self._follow(own, self._follower)
+        self._last_events = message.events
         return AgreedStep(message.plan, message.events)
 
-    def _exchange(self, plan: StepPlan, sampled_token_ids: tuple[int, ...], events: tuple[Event, ...]) -> StepMessage:
-        payload: bytes | None = None
-        if self._channel.rank == 0:
-            payload = encode_message(StepMessage(plan.step, events, plan, sampled_token_ids, self._digest.value))
-        received = self._channel.broadcast(payload)
-        return decode_message(received)
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise for an error of this rank: a peer's last words where it spoke first, else the error itself.
 
-    def _compare(self, digest: bytes, record: Record) -> None:
-        digests = self._channel.gather(digest)
-        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        Tells the other ranks, which may be waiting in a collective of the same step.
+        """
+        if self._channel is None:
+            return error
+        step = self.records[-1].step if self.records else 0
+        if isinstance(error, AbortedError):
+            return _as_raised(error.abort)
+        if not isinstance(error, _REPORTED):
+            # In a collective, a peer that leaves looks like a network error here: ask what it said first.
+            words = self._channel.last_words() if isinstance(error, RuntimeError) else None
+            if words is not None:
+                return _as_raised(words)
+        is_divergence = isinstance(error, ReplicaDivergedError)
+        own = isinstance(error, ReplicaDivergedError | RankFailedError)
+        text = str(error) if own else f"rank {self._channel.rank} raised {type(error).__name__} at step {step}: {error}"
+        self._channel.abort(Abort(text, is_divergence))
+        return error
+
+    def close(self) -> None:
+        """Leave the channel. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _lead(self, own: StepMessage, events: tuple[Event, ...]) -> StepMessage:
+        if self._leader is not None and self._is_compared(own.step):
+            self._compare(own, self._leader)
+        message = StepMessage(own.step, events, own.plan, own.sampled_token_ids, own.digest)
+        if self._leader is not None or self.on_message is not None:
+            payload = self._encoder.encode(message)
+            if self.on_message is not None:
+                self.on_message(payload)
+            if self._leader is not None:
+                self._leader.send(payload)
+        return message
+
+    def _follow(self, own: StepMessage, channel: FollowerChannel) -> StepMessage:
+        if self._is_compared(own.step):
+            channel.offer_record(encode_message(own))
+            channel.answer(own.step, own.digest)
+        payload = channel.receive()
+        try:
+            message = self._decoder.decode(payload)
+        except MessageError as error:
+            raise ReplicaDivergedError(
+                f"step {own.step} did not run: rank {channel.rank} cannot read rank 0's message "
+                f"(last agreed step {self._last_agreed_step}): {error}"
+            ) from None
+        self._last_agreed_step = own.step
+        return message
+
+    def _is_compared(self, step: int) -> bool:
+        return self._digest_every > 0 and step % self._digest_every == 0
+
+    def _compare(self, own: StepMessage, channel: LeaderChannel) -> None:
+        answers = channel.collect(own.step)
+        different = [rank for rank, digest in enumerate(answers, start=1) if digest != own.digest]
         if not different:
-            self._last_agreed_step = record.plan.step
+            self._last_agreed_step = own.step
             return
-        raise ReplicaDivergedError(self._explain(different, record))
+        self._diverge(own, channel, different)
 
-    def _explain(self, different: list[int], record: Record) -> str:
-        """Name the first field that differs; every rank exchanges its record, so every rank says the same."""
-        payloads = self._channel.gather(
-            encode_message(StepMessage(record.plan.step, record.events, record.plan, record.sampled_token_ids, b""))
-        )
-        messages = [decode_message(payload) for payload in payloads]
-        records = [Record(each.plan, each.events, each.sampled_token_ids) for each in messages]
+    def _diverge(self, own: StepMessage, channel: LeaderChannel, different: list[int]) -> NoReturn:
+        """Name the first field that differs, tell everybody, raise."""
+        payloads = channel.exchange_records(encode_message(own))
+        records = [record_of(decode_message(payload)) for payload in payloads]
         difference = first_difference(records[0], records[different[0]], 0, different[0])
-        return (
-            f"step {record.plan.step} did not run: ranks {', '.join(map(str, different))} diverged from rank 0 "
-            f"(last agreed step {self._last_agreed_step}): {difference or 'an earlier step, which was not compared'}"
+        ranks = f"rank {different[0]}" if len(different) == 1 else f"ranks {', '.join(map(str, different))}"
+        text = (
+            f"step {own.step} did not run: {ranks} diverged from rank 0 (last agreed step {self._last_agreed_step}): "
+            f"{difference or 'this step is equal; an earlier one, which was not compared, was not'}"
         )
+        channel.verdict(text)
+        raise ReplicaDivergedError(text)
+
+
+def _as_raised(abort: Abort) -> BaseException:
+    return ReplicaDivergedError(abort.text) if abort.is_divergence else RankFailedError(abort.text)

@@ -7,7 +7,7 @@ A column of n integers (n is known to both sides) is nothing at all when n is 0,
 
 * `_CONSTANT`: one signed integer, n times;
 * `_SPARSE`: a signed integer for most places, a count k, the gaps between the k other places, and the values there;
-* 1, 2, 3, 4 bytes each: the least value as a signed integer, then what each exceeds it by;
+* 1, 2, 3, 4 bytes each: a signed integer (0 or the least value), then what each value exceeds it by;
 * 8 bytes each: the values themselves.
 """
 
@@ -105,9 +105,10 @@ class ByteWriter:
         """Integers at the width the widest needs, one byte at least: the reader can hold their number to the bytes."""
         if not values:
             return
-        base = _checked(min(values))
-        span = _checked(max(values)) - base
-        width = 8 if abs(base) > _MAX_BASE else _width(span)
+        base, top = _checked(min(values)), _checked(max(values))
+        width = 8 if abs(base) > _MAX_BASE else _width(top - base)
+        if base > 0 and width == _width(top):
+            base = 0
         self.byte(width)
         if width == 8:
             self.data += np.array(values, dtype="<i8").tobytes()

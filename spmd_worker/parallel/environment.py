@@ -21,6 +21,7 @@ class RankEnvironment:
     local_rank: int = 0
     local_world_size: int = 1
     is_launched: bool = False
+    master_address: str | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -43,6 +44,7 @@ def read_rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvi
         local_rank=_number(variables, "LOCAL_RANK"),
         local_world_size=_number(variables, "LOCAL_WORLD_SIZE", variables["WORLD_SIZE"]),
         is_launched=True,
+        master_address=variables["MASTER_ADDR"],
     )
 
 

@@ -4,7 +4,7 @@ When the caller has initialised torch.distributed already, its world is used, su
 only those are destroyed. Knows nothing about what travels over the groups.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -79,3 +79,19 @@ def _join_one(groups: list[list[int]], rank: int, backend: str, timeout: timedel
         if rank in ranks:
             mine = GroupHandle(ranks=tuple(ranks), rank=ranks.index(rank), group=group)
     return mine
+
+
+def world_environment(environment: RankEnvironment) -> RankEnvironment:
+    """This process's place, asked of torch.distributed where the caller initialised it without torchrun's variables."""
+    if environment.is_launched or not dist.is_available() or not dist.is_initialized():
+        return environment
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_world_size = torch.cuda.device_count() or world_size
+    return replace(
+        environment,
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_world_size,
+        local_world_size=min(local_world_size, world_size),
+        is_launched=True,
+    )

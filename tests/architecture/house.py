@@ -8,6 +8,8 @@ from dataclasses import dataclass
 PACKAGES = ("kv_cache", "spmd_worker")
 FACADE = "spmd_worker"
 """The package whose `__init__.py` offers names lazily; every other `__init__.py` is empty."""
+MAY_COMPUTE_IMPORTS = (FACADE, "spmd_worker.worker.worker_wrapper")
+"""The facade offers names lazily; the wrapper resolves classes that users give by qualified name."""
 ENTRY_POINTS = ("launch", FACADE)
 """They may import every room, but at run time nothing that needs torch before it is asked for."""
 
@@ -60,13 +62,20 @@ ROOMS = (
 TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
     "spmd_worker.observability.profiler",
     "spmd_worker.lockstep.channel",
+    "spmd_worker.lockstep.connect",
+    "spmd_worker.lockstep.lockstep",
+    "spmd_worker.lockstep.step_channel",
     "spmd_worker.batch.job",
+    "spmd_worker.batch.run_records",
 )
 TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.parallel.layout",
     "spmd_worker.parallel.environment",
     "spmd_worker.layers.weight_slice",
     "spmd_worker.weights.safetensors_header",
+    "spmd_worker.memory.estimate",
+    "spmd_worker.memory.host",
+    "spmd_worker.memory.plan",
 )
 
 TORCH_NAMES = ("torch", "safetensors.torch")
@@ -75,7 +84,11 @@ COMPOSITION_NAMES = ("hydra", "omegaconf")
 COMPOSITION_MODULES = ("launch", "spmd_worker.config_compose")
 
 REPLICATED = ("kv_cache", "spmd_worker.sequence", "spmd_worker.scheduler", "spmd_worker.lockstep")
-NOT_REPLICATED = ("kv_cache.cache_engine", "kv_cache.cache_sizing", "spmd_worker.lockstep.channel")
+NOT_REPLICATED = (
+    *("kv_cache.cache_engine", "kv_cache.cache_sizing"),
+    # What carries the messages waits, and so needs a clock; what is in them is replicated.
+    *("spmd_worker.lockstep.channel", "spmd_worker.lockstep.connect", "spmd_worker.lockstep.step_channel"),
+)
 
 FORBIDDEN_NAMES = (
     # Code or objects out of bytes.

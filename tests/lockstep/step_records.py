@@ -1,4 +1,4 @@
-"""Hypothesis strategies for every record that travels in a step, and a model of a run whose steps follow one another."""
+"""Hypothesis strategies for every record of a step, and a model of a run whose steps follow one another."""
 
 import random
 from dataclasses import dataclass, field
@@ -149,7 +149,9 @@ class RunModel:
         for row, sampled in rows:
             tokens = (7,) * self.chance.randrange(3) if self._is_odd() else sampled
             num_kept = self.chance.randrange(row.num_blocks + 1) if self._is_odd() else row.num_blocks
-            blocks = tuple(self.chance.randrange(9999) for _ in range(self.chance.randrange(2))) if self._is_odd() else ()
+            blocks = (
+                tuple(self.chance.randrange(9999) for _ in range(self.chance.randrange(2))) if self._is_odd() else ()
+            )
             num_scheduled = self.chance.randrange(1, 500) if self._is_odd() else 1
             row.num_samples = self.chance.randrange(3) if self._is_odd() else 1
             changed.append(

@@ -67,13 +67,13 @@ def message_with(sampling: SamplingParams) -> StepMessage:
 
 @given(messages)
 @example(FULL_MESSAGE)
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_any_message_alone_comes_back_equal(message):
     assert decode_message(encode_message(message)) == message
 
 
 @given(st.lists(messages, min_size=2, max_size=4), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_any_messages_in_a_row_come_back_equal(found, are_consecutive):
     encoder, decoder = Encoder(), Decoder()
     for step, message in enumerate(found):
@@ -92,7 +92,7 @@ def test_a_run_comes_back_step_by_step_equal(seed, regularity):
 
 
 @given(messages)
-@settings(max_examples=100)
+@settings(max_examples=30)
 def test_two_encoders_agree_on_every_byte(message):
     assert encode_message(message) == encode_message(dataclasses.replace(message))
 
@@ -150,17 +150,13 @@ def test_a_negative_zero_stays_negative():
     assert str(decoded.events[0].request.sampling.presence_penalty) == "-0.0"
 
 
-@pytest.mark.parametrize("length", range(len(encode_message(FULL_MESSAGE))))
-def test_a_message_cut_anywhere_is_refused(length):
-    data = encode_message(FULL_MESSAGE)[:length]
-    with pytest.raises(MessageError):
-        decode_message(data)
-
-
-@pytest.mark.parametrize("length", range(4, len(encode_message(FULL_MESSAGE))))
-def test_a_message_cut_anywhere_is_refused_even_with_a_checksum_that_fits(length):
-    with pytest.raises(MessageError):
-        decode_message(refit(encode_message(FULL_MESSAGE)[:length]))
+def test_a_message_cut_anywhere_is_refused_even_with_a_checksum_that_fits():
+    data = encode_message(FULL_MESSAGE)
+    for length in range(len(data)):
+        with pytest.raises(MessageError):
+            decode_message(data[:length])
+        with pytest.raises(MessageError):
+            decode_message(refit(data[:length].ljust(4)))
 
 
 def test_any_flipped_bit_is_refused():

@@ -1,0 +1,59 @@
+"""What a run writes down of its steps: the step log while it runs, and each rank's last records when ranks diverge.
+
+Both have the format of `lockstep/step_log.py`, so `scripts/replay.py` reads both. Knows an engine and a folder. Knows
+nothing about rows.
+"""
+
+from pathlib import Path
+
+from spmd_worker.engine import LLMEngine
+from spmd_worker.lockstep.codec import Encoder
+from spmd_worker.lockstep.step_log import StepLogHeader, StepLogWriter
+from spmd_worker.memory.plan import resolve_dtype
+from spmd_worker.version import code_fingerprint
+
+STEP_LOG_NAME = "steps.log"
+
+
+def open_step_log(engine: LLMEngine, run_dir: Path) -> StepLogWriter:
+    """Write every step message from now on to `steps.log`; the caller closes it. Rank 0, before the first step."""
+    writer = StepLogWriter(run_dir / STEP_LOG_NAME, step_log_header(engine))
+    engine.lockstep.on_message = writer.write
+    return writer
+
+
+def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
+    """This rank's own records of the last steps, as `records.rank<N>.log`; None where the run directory is not here."""
+    if not run_dir.is_dir():
+        return None
+    path = run_dir / f"records.rank{engine.channel.rank}.log"
+    encoder = Encoder()
+    with StepLogWriter(path, step_log_header(engine)) as writer:
+        for message in engine.lockstep.records:
+            writer.write(encoder.encode(message))
+    return path
+
+
+def step_log_header(engine: LLMEngine) -> StepLogHeader:
+    """What a replay needs besides the messages."""
+    config, cache = engine.config, engine.scheduler.cache
+    return StepLogHeader(
+        code=code_fingerprint(),
+        model_path=str(Path(config.model.path or "").resolve()),
+        load_format=config.model.load_format,
+        dtype=resolve_dtype(config, engine.shape, "cpu" if config.device == "auto" else config.device),
+        tokenizer=engine.tokenizer.fingerprint() if engine.tokenizer is not None else None,
+        vocab_size=engine.shape.vocab_size,
+        eos_token_ids=engine.shape.eos_token_ids,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        watermark_blocks=cache.watermark_blocks,
+        seed=config.seed,
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+        data_parallel_size=config.parallel.data_parallel_size,
+    )

@@ -1,0 +1,132 @@
+"""Damaged and hostile bytes: nothing but MessageError comes out, and no broken checksum is accepted.
+
+The default run is short. `-m slow` mutates a million messages.
+"""
+
+import random
+import struct
+from zlib import crc32
+
+import pytest
+from step_records import RunModel
+
+from spmd_worker.lockstep.codec import Decoder, Encoder
+from spmd_worker.lockstep.message import MessageError, StepMessage
+from spmd_worker.sequence.events import Abort, Admit, Close
+from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.step import StepPlan
+
+EVENTS = (
+    Admit(Request(7, tuple(range(50)), SamplingParams(stop=("stop", "é"), seed=5, logit_bias={3: 1.5}), 2**60)),
+    Abort(2),
+    Close(),
+)
+INTERESTING_BYTES = (0, 1, 2, 3, 4, 8, 16, 17, 0x7F, 0x80, 0xFE, 0xFF)
+
+
+def sources(seed: int) -> list[tuple[Decoder, bytes]]:
+    """Coded messages of every kind, each with a decoder that has read those before it."""
+    run, encoder, result = RunModel(random.Random(seed), regularity=0.7), Encoder(), []
+    coded: list[bytes] = []
+    for _ in range(12):
+        message = run.next_message()
+        message = StepMessage(message.step, EVENTS, message.plan, message.sampled_token_ids, message.digest)
+        coded.append(encoder.encode(message))
+        decoder = Decoder()
+        for earlier in coded[:-1]:
+            decoder.decode(earlier)
+        result.append((decoder, coded[-1]))
+    alone = StepMessage(3, EVENTS, StepPlan(3), (1, 2, 3), b"")
+    return [*result, (Decoder(), Encoder().encode(alone))]
+
+
+def mutated(chance: random.Random, data: bytes, other: bytes) -> bytes:
+    """Up to four changes: bits, bytes, insertions, deletions, repetitions, pieces of another message."""
+    found = bytearray(data)
+    for _ in range(chance.randrange(1, 5)):
+        place = chance.randrange(len(found)) if found else 0
+        kind = chance.randrange(6)
+        if kind == 0 and found:
+            found[place] ^= 1 << chance.randrange(8)
+        elif kind == 1 and found:
+            found[place] = chance.choice(INTERESTING_BYTES)
+        elif kind == 2:
+            found[place:place] = bytes(chance.choice(INTERESTING_BYTES) for _ in range(chance.randrange(1, 12)))
+        elif kind == 3:
+            del found[place : place + chance.randrange(1, 12)]
+        elif kind == 4:
+            found[place:place] = found[place : place + chance.randrange(1, 12)]
+        else:
+            start = chance.randrange(len(other))
+            piece = other[start : start + chance.randrange(1, 24)]
+            found[place : place + len(piece)] = piece
+    return bytes(found)
+
+
+def refit(data: bytes) -> bytes:
+    return data + struct.pack("<I", crc32(data))
+
+
+def decode_mutations(num_mutations: int, seed: int) -> tuple[int, int]:
+    """How many mutations with a broken checksum, and how many with a repaired one, were accepted.
+
+    Every other exception than MessageError passes through and fails the test.
+    """
+    chance = random.Random(seed)
+    found = sources(seed)
+    num_broken = num_repaired = 0
+    for number in range(num_mutations):
+        decoder, data = found[number % len(found)]
+        base = decoder._base
+        other = found[chance.randrange(len(found))][1]
+        if number & 1:
+            changed = mutated(chance, data, other)
+            num_broken += changed != data and was_accepted(decoder, changed)
+        else:
+            changed = refit(mutated(chance, data[:-4], other[:-4]))
+            num_repaired += was_accepted(decoder, changed)
+        decoder._base = base
+    return num_broken, num_repaired
+
+
+def was_accepted(decoder: Decoder, data: bytes) -> bool:
+    base = decoder._base
+    try:
+        message = decoder.decode(data)
+    except MessageError:
+        assert decoder._base is base, "a refused message changed the decoder"
+        return False
+    assert isinstance(message, StepMessage)
+    return True
+
+
+def test_mutated_messages_raise_nothing_but_message_errors_and_broken_checksums_are_never_accepted():
+    num_broken, num_repaired = decode_mutations(20_000, seed=1)
+    assert num_broken == 0
+    # Negative control: the mutations reach deep enough that some of the repaired ones are messages, only other ones.
+    assert num_repaired > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_million_mutated_messages(seed):
+    assert decode_mutations(100_000, seed)[0] == 0
+
+
+def test_what_is_accepted_after_a_repair_can_be_coded_again():
+    """A hostile message that is accepted is a value like any other: nothing in it breaks what handles it next."""
+    chance, num_accepted = random.Random(3), 0
+    for decoder, data in sources(3):
+        base = decoder._base
+        for _ in range(150):
+            changed = refit(mutated(chance, data[:-4], data[:-4]))
+            decoder._base = base
+            try:
+                message = decoder.decode(changed)
+            except MessageError:
+                continue
+            num_accepted += 1
+            assert Decoder().decode(Encoder().encode(message)) == message
+    assert num_accepted > 20

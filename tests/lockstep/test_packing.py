@@ -1,0 +1,141 @@
+"""Integers, columns and ragged lists: every value comes back, in few bytes, and no count is trusted."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_worker.lockstep.message import MessageError
+from spmd_worker.lockstep.packing import ByteReader, ByteWriter
+
+words = st.integers(-(2**63), 2**63 - 1)
+columns = st.one_of(
+    st.lists(words, max_size=40),
+    st.lists(st.integers(0, 300), max_size=40),
+    st.lists(st.sampled_from([1, 1, 1, 1, 1, 1, 1, 1, 2**40, -5]), max_size=60),
+    st.tuples(words, st.integers(1, 40), st.sampled_from([2**8, 2**16, 2**24, 2**32])).map(
+        lambda given: [min(given[0] + (given[2] - 1) * (place % 2), 2**63 - 1) for place in range(given[1])]
+    ),
+)
+rows = st.lists(st.lists(words, max_size=3).map(tuple), max_size=20)
+
+
+def written(write, *values) -> bytes:
+    writer = ByteWriter()
+    write(writer, *values)
+    return bytes(writer.data)
+
+
+def reader(data: bytes) -> ByteReader:
+    return ByteReader(data, len(data))
+
+
+@given(columns)
+@settings(max_examples=200)
+def test_a_column_comes_back(values):
+    data = written(ByteWriter.column, values)
+    found = reader(data)
+    assert found.column(len(values)) == values
+    assert found.num_left == 0
+
+
+@given(columns)
+@settings(max_examples=100)
+def test_a_counted_column_comes_back_and_has_a_byte_for_each_value(values):
+    data = written(ByteWriter.counted, tuple(values))
+    assert reader(data).counted() == tuple(values)
+    assert len(data) >= len(values)
+
+
+@given(rows, st.lists(st.booleans(), max_size=20))
+@settings(max_examples=200)
+def test_ragged_rows_come_back_where_some_are_expected(values, is_expected):
+    expected = [row if flag else (99,) for row, flag in zip(values, is_expected)]
+    values = values[: len(expected)]
+    assert reader(written(ByteWriter.ragged, values, expected)).ragged(expected) == values
+
+
+@given(st.integers(-(2**64), 2**64 - 1))
+def test_a_signed_integer_comes_back(value):
+    assert reader(written(ByteWriter.signed, value)).signed() == value
+
+
+@pytest.mark.parametrize(
+    ("values", "num_bytes"),
+    [
+        ([], 0),
+        ([7] * 1000, 2),
+        ([200] * 1000, 3),
+        ([1] * 999 + [512], 1 + 1 + 1 + (1 + 1 + 3) + (1 + 1 + 2)),
+        (list(range(256)), 2 + 256),
+        (list(range(1_000_000, 1_000_256)), 1 + 3 + 256),
+        ([0, 65_535], 2 + 2 * 2),
+        ([0, 65_536], 2 + 2 * 3),
+        ([0, 2**32 - 1], 2 + 2 * 4),
+        ([0, 2**32], 1 + 2 * 8),
+    ],
+)
+def test_exact_sizes_of_columns(values, num_bytes):
+    assert len(written(ByteWriter.column, values)) <= num_bytes
+
+
+@pytest.mark.parametrize("value", [-1, 2**65])
+def test_an_unsigned_integer_out_of_range_is_refused(value):
+    with pytest.raises(MessageError, match="does not fit an unsigned integer of 65 bits"):
+        ByteWriter().unsigned(value)
+
+
+@pytest.mark.parametrize("values", [[2**63, 0], [-(2**63) - 1], [2**63] * 9])
+def test_a_column_value_of_more_than_64_bits_is_refused(values):
+    with pytest.raises(MessageError, match="does not fit 64 bits"):
+        ByteWriter().column(values)
+
+
+@pytest.mark.parametrize(
+    ("data", "read", "problem"),
+    [
+        (b"", ByteReader.byte, "truncated: 1 bytes wanted"),
+        (b"\x80" * 12, ByteReader.unsigned, "more than 65 bits"),
+        (b"\xff" * 9 + b"\x7f", ByteReader.unsigned, "more than 65 bits"),
+        (b"\xff" * 9 + b"\x03", ByteReader.integer_64, "does not fit 64 bits"),
+        (b"\x05abc", ByteReader.blob, "truncated: 5 bytes wanted"),
+        (b"\x02\xc3\x28", ByteReader.text, "not UTF-8"),
+        (b"\x09abc", ByteReader.count, "9 entries announced with 3 bytes left"),
+        (b"\x02\x05\x00abcdefghij", ByteReader.counted, "no column has mode 5"),
+        (b"\x02\x10\x02", ByteReader.counted, "no column has mode 16"),
+        (b"\x01\x01" + b"\xff" * 9 + b"\x01\x00", ByteReader.counted, "least value"),
+    ],
+)
+def test_bytes_without_meaning_are_refused(data, read, problem):
+    with pytest.raises(MessageError, match=problem):
+        read(reader(data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x11\x02\x09" + bytes(20),  # nine exceptions in a column of four
+        b"\x11\x02\x01\x01\x00\x00\x01\x00\x07",  # a gap of 0
+        b"\x11\x02\x01\x01\x00\x05\x01\x00\x07",  # place 4 of four
+    ],
+)
+def test_a_sparse_column_with_places_outside_is_refused(data):
+    with pytest.raises(MessageError):
+        reader(data).column(4)
+
+
+def test_a_sparse_column_inside_its_bounds_is_read():
+    assert reader(b"\x11\x02\x01\x01\x00\x04\x01\x00\x07").column(4) == [1, 1, 1, 7]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x05" + bytes(20),  # five rows of four differ
+        b"\x01\x10\x00\x10\x02",  # a gap of 0
+        b"\x01\x10\x02\x10\x01\x01\x00\x07",  # a length of -1
+        b"\x01\x10\x02\x10" + b"\xfe\xff\xff\xff\x0f" + bytes(20),  # a length far beyond the bytes
+    ],
+)
+def test_ragged_rows_that_cannot_be_are_refused(data):
+    with pytest.raises(MessageError):
+        reader(data).ragged([()] * 4)

@@ -1,0 +1,94 @@
+"""Our model of a checkpoint without engine or scheduler: logits of every position, in whatever steps a test likes.
+
+Knows how a worker loads and how a batch is built. Knows nothing of transformers.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kv_cache.block import BlockId, num_blocks_for
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.config import ModelConfig, RunConfig
+from spmd_worker.lockstep.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.model_shape import ModelShape, read_model_shape
+from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.runner.batch import build_batch
+from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.worker.worker import Worker
+
+BLOCK_SIZE = 16
+
+
+def load_model(folder: Path, shape: ModelShape | None = None) -> DecoderForCausalLM:
+    """The model of a folder on one rank, float32; another `shape` than the folder's own reads its weights wrongly."""
+    config = RunConfig(model=ModelConfig(path=str(folder), dtype="float32"), device="cpu")
+    worker = Worker(config, shape or read_model_shape(folder), RankLayout(1), RankEnvironment())
+    worker.init_device()
+    worker.load_model()
+    model = worker.get_model()
+    assert isinstance(model, DecoderForCausalLM)
+    return model
+
+
+def prompt_logits(model: DecoderForCausalLM, prompts: list[list[int]], chunk: int | None = None) -> list[Tensor]:
+    """Float32 [tokens, vocabulary] of each prompt. All prompts share each step, `chunk` tokens of each (None: all)."""
+    run = _Run(model, prompts)
+    parts: list[list[Tensor]] = [[] for _ in prompts]
+    while run.has_more():
+        for index, logits in run.step(chunk):
+            parts[index].append(logits)
+    return [torch.cat(each) for each in parts]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Prompts in a cache of their own, with interleaved blocks, so that a wrong table shows."""
+
+    model: DecoderForCausalLM
+    prompts: list[list[int]]
+    sequences: list[MirroredSequence] = field(init=False)
+    cache: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_blocks = [num_blocks_for(len(prompt), BLOCK_SIZE) for prompt in self.prompts]
+        order = [index for turn in range(max(num_blocks)) for index, count in enumerate(num_blocks) if turn < count]
+        tables: list[list[BlockId]] = [[] for _ in self.prompts]
+        for block, index in enumerate(reversed(order)):
+            tables[index].append(BlockId(block))
+        sampling = SamplingParams(temperature=0)
+        self.sequences = [
+            MirroredSequence(Request(RequestId(index), tuple(prompt), sampling, index), 0, [], table, 0, 0)
+            for index, (prompt, table) in enumerate(zip(self.prompts, tables, strict=True))
+        ]
+        self.cache = self._new_cache(len(order))
+
+    def has_more(self) -> bool:
+        return any(sequence.num_computed_tokens < sequence.num_tokens for sequence in self.sequences)
+
+    @torch.inference_mode()
+    def step(self, chunk: int | None) -> list[tuple[int, Tensor]]:
+        scheduled = []
+        for sequence in self.sequences:
+            left = sequence.num_tokens - sequence.num_computed_tokens
+            if left:
+                scheduled.append(ScheduledSequence(sequence, min(chunk or left, left), num_samples=0))
+        batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"))
+        hidden = self.model(batch.token_ids, batch.positions, batch.prompt_lengths, self.cache, batch.attention)
+        logits = self.model.compute_logits(hidden)[:, : self.model.shape.vocab_size]
+        for each in scheduled:
+            each.sequence.num_computed_tokens += each.num_scheduled_tokens
+        starts = batch.attention.query_starts
+        indices = [int(each.sequence.request.request_id) for each in scheduled]
+        return [(index, logits[start:end]) for index, start, end in zip(indices, starts, starts[1:])]
+
+    def _new_cache(self, num_blocks: int) -> Tensor:
+        shape = self.model.shape
+        block_shape = SdpaBackend().block_shape(shape.num_kv_heads, BLOCK_SIZE, shape.head_size)
+        # NaN where nothing was written: a key that should not be looked at shows.
+        return torch.full((shape.num_layers, num_blocks, *block_shape), torch.nan)
