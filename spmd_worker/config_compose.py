@@ -137,9 +137,10 @@ def _check_overrides(overrides: Sequence[str]) -> None:
                 f"job.run_dir is where a run writes"
             )
         if override.is_sweep_override():
+            key = override.key_or_group
             raise ConfigError(
                 f"{text} has several values and a command runs one job: give one value and start the command once for "
-                f"each (a list is {override.key_or_group}=[a,b], a comma in a text is \"{override.key_or_group}='a,b'\")"
+                f"each (a list is {key}=[a,b], a comma in a text is \"{key}='a,b'\")"
             )
         _check_known(override, text)
 
@@ -153,8 +154,8 @@ def _parse(parser: OverridesParser, text: str) -> Override:
         key, _, value = text.partition("=")
         quoted = value.strip("'\"").replace("'", "\\'")
         raise ConfigError(
-            f"{text} cannot be read: a value with spaces, = ( ) [ ] {{ }} # or letters beyond ASCII needs quotes that the "
-            f"shell leaves in place, as in \"{key}='{quoted}'\""
+            f"{text} cannot be read: a value with one of = ( ) [ ] {{ }} # ~ or a letter beyond ASCII needs quotes that "
+            f"the shell leaves in place, as in \"{key}='{quoted}'\""
         ) from None
 
 

@@ -5,10 +5,12 @@ into the scheduler. Rank 0's requests and aborts become events of the next messa
 because only rank 0 touches the outside world. Knows how the parts fit together and no part's inside.
 """
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,20 @@ class LLMEngine:
         if self.config.executor.digest_every:
             check_equal(subject, self.channel.gather(canonical(value)))
 
+    def agree_on_prompts(self, prompts: list[tuple[tuple[int, ...], SamplingParams]]) -> None:
+        """Raise RanksDisagreeError, naming prompt, field and both values, unless every rank gives equal prompts.
+
+        Digests are compared; only a prompt that differs is sent whole.
+        """
+        if not self.config.executor.digest_every or self.channel.size == 1:
+            return
+        digests = [blake2b(canonical(_as_json(prompt)), digest_size=8).hexdigest() for prompt in prompts]
+        lists = [json.loads(payload) for payload in self.channel.gather(canonical(digests))]
+        for index, entries in enumerate(zip(*lists)):
+            if len(dict.fromkeys(entries)) > 1:
+                self.agree_on("prompts", {f"prompts[{index}]": _as_json(prompts[index])})
+        check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in lists])
+
     def _step(self) -> list[SequenceGroup]:
         """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
         try:
@@ -199,6 +215,10 @@ class LLMEngine:
         return request_output(group, prompt, self.tokenizer)
 
 
+def _as_json(prompt: tuple[tuple[int, ...], SamplingParams]) -> dict[str, Any]:
+    return {"prompt_token_ids": list(prompt[0]), "sampling": asdict(prompt[1])}
+
+
 def start_engine(config: RunConfig, environment: RankEnvironment | None = None) -> LLMEngine:
     """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
 
@@ -217,7 +237,9 @@ def start_engine(config: RunConfig, environment: RankEnvironment | None = None) 
         executor.shutdown()
         raise
     scheduler = new_scheduler(config, shape, tokenizer, num_blocks)
-    return LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler)
+    engine = LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler)
+    engine.agree_on("caches", {"num_blocks": scheduler.cache.num_blocks, "block_size": scheduler.cache.block_size})
+    return engine
 
 
 def _load(

@@ -5,7 +5,6 @@ rank gets every output. Knows prompts and messages. Knows nothing about steps, r
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -143,7 +142,7 @@ class LLM:
         engine = self.llm_engine
         if engine.is_closed:
             raise RuntimeError("this LLM was closed: make a new one")
-        engine.agree_on("prompts", [_identity(each, sampling) for each, sampling in zip(encoded, params, strict=True)])
+        engine.agree_on_prompts([(each.token_ids, sampling) for each, sampling in zip(encoded, params, strict=True)])
         outputs: list[RequestOutput | None] = [None] * len(encoded)
         places: dict[RequestId, int] = {}
         for index, (each, sampling) in enumerate(zip(encoded, params, strict=True)):
@@ -220,12 +219,6 @@ def _as_list(prompts: Any) -> list[Any]:
     """A prompt alone becomes a list of one."""
     is_one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [prompts] if is_one else list(prompts)
-
-
-def _identity(encoded: _Encoded, sampling: SamplingParams) -> list[str]:
-    """What every rank must have given alike, short enough to compare for many prompts."""
-    ids = blake2b(repr(encoded.token_ids).encode(), digest_size=8).hexdigest()
-    return [ids, blake2b(repr(sampling).encode(), digest_size=8).hexdigest()]
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -37,11 +37,13 @@ def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
 def step_log_header(engine: LLMEngine) -> StepLogHeader:
     """What a replay needs besides the messages."""
     config, cache = engine.config, engine.scheduler.cache
+    device = str(engine.executor.collective_rpc(lambda worker: worker.device.type)[0])
     return StepLogHeader(
         code=code_fingerprint(),
         model_path=str(Path(config.model.path or "").resolve()),
         load_format=config.model.load_format,
-        dtype=resolve_dtype(config, engine.shape, "cpu" if config.device == "auto" else config.device),
+        device=device,
+        dtype=resolve_dtype(config, engine.shape, device),
         tokenizer=engine.tokenizer.fingerprint() if engine.tokenizer is not None else None,
         vocab_size=engine.shape.vocab_size,
         eos_token_ids=engine.shape.eos_token_ids,

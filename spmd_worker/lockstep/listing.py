@@ -88,17 +88,17 @@ def listing_of(plan: StepPlan) -> Listing:
 
 def make_rows(columns: Sequence[Iterable[Any]], num_rows: int) -> list[SequenceDataDelta]:
     """Deltas from the columns of their fields, in declaration order."""
-    return _make(SequenceDataDelta, _ROW_SETTERS, columns, num_rows)
+    return make_records(SequenceDataDelta, _ROW_SETTERS, columns, num_rows)
 
 
 def make_groups(
     request_ids: list[int], sequences: Sequence[tuple[SequenceDataDelta, ...]]
 ) -> list[SequenceGroupMetadataDelta]:
     """Group deltas from their two columns."""
-    return _make(SequenceGroupMetadataDelta, _GROUP_SETTERS, (request_ids, sequences), len(request_ids))
+    return make_records(SequenceGroupMetadataDelta, _GROUP_SETTERS, (request_ids, sequences), len(request_ids))
 
 
-def _make(
+def make_records(
     record: type[_T],
     setters: Sequence[Callable[[Any, Any], None]],
     columns: Sequence[Iterable[Any]],
@@ -111,11 +111,11 @@ def _make(
     return records
 
 
-def _setters(record: type[Any]) -> tuple[Callable[[Any, Any], None], ...]:
+def slot_setters(record: type[Any]) -> tuple[Callable[[Any, Any], None], ...]:
     """What assigns each slot. They go past `__init__`, so the records must have no `__post_init__`."""
     assert not hasattr(record, "__post_init__"), record
     return tuple(getattr(record, spec.name).__set__ for spec in fields(record))
 
 
-_ROW_SETTERS: Final = _setters(SequenceDataDelta)
-_GROUP_SETTERS: Final = _setters(SequenceGroupMetadataDelta)
+_ROW_SETTERS: Final = slot_setters(SequenceDataDelta)
+_GROUP_SETTERS: Final = slot_setters(SequenceGroupMetadataDelta)

@@ -6,9 +6,10 @@ the size of the cache. Knows nothing about how a plan arrived, or about what is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from kv_cache.block import BlockId
+from spmd_worker.lockstep.listing import make_records, slot_setters
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -63,6 +64,9 @@ class ScheduledSequence:
     num_samples: int
 
 
+_SCHEDULED_SETTERS: Final = slot_setters(ScheduledSequence)
+
+
 @dataclass(slots=True, eq=False)
 class _MirroredGroup:
     """A request and those of its sequences that the worker was told of and that have not ended."""
@@ -110,13 +114,15 @@ class Mirror:
         self._check(plan)
         self._step = plan.step
         self._forget(plan)
-        scheduled: list[ScheduledSequence] = []
+        sequences: list[MirroredSequence] = []
         for group in plan.groups:
             if isinstance(group, SequenceGroupMetadata):
-                self._replace(group, scheduled)
+                self._replace(group, sequences)
             else:
-                self._append(group, scheduled)
-        return tuple(scheduled)
+                self._append(group, sequences)
+        rows = [data for group in plan.groups for data in group.sequences]
+        columns = (sequences, [data.num_scheduled_tokens for data in rows], [data.num_samples for data in rows])
+        return tuple(make_records(ScheduledSequence, _SCHEDULED_SETTERS, columns, len(rows)))
 
     def _forget(self, plan: StepPlan) -> None:
         for key in plan.finished_sequences:
@@ -126,7 +132,7 @@ class Mirror:
         for request_id in plan.finished_request_ids:
             self._groups.pop(request_id, None)
 
-    def _replace(self, update: SequenceGroupMetadata, scheduled: list[ScheduledSequence]) -> None:
+    def _replace(self, update: SequenceGroupMetadata, sequences: list[MirroredSequence]) -> None:
         """Take the request and the listed sequences as they are told; sequences not listed stay."""
         request = update.request
         group = self._groups.setdefault(request.request_id, _MirroredGroup(request))
@@ -143,9 +149,9 @@ class Mirror:
                 num_scheduled_tokens=data.num_scheduled_tokens,
             )
             group.sequences[data.sample_index] = sequence
-            scheduled.append(ScheduledSequence(sequence, data.num_scheduled_tokens, data.num_samples))
+            sequences.append(sequence)
 
-    def _append(self, update: SequenceGroupMetadataDelta, scheduled: list[ScheduledSequence]) -> None:
+    def _append(self, update: SequenceGroupMetadataDelta, sequences: list[MirroredSequence]) -> None:
         group = self._groups[update.request_id]
         for data in update.sequences:
             sequence = group.sequences.get(data.sample_index)
@@ -157,7 +163,7 @@ class Mirror:
                 sequence.block_ids[data.num_kept_blocks :] = data.appended_block_ids
             sequence.num_computed_tokens = data.num_computed_tokens
             sequence.num_scheduled_tokens = data.num_scheduled_tokens
-            scheduled.append(ScheduledSequence(sequence, data.num_scheduled_tokens, data.num_samples))
+            sequences.append(sequence)
 
     def _check(self, plan: StepPlan) -> None:
         """Raise MirrorError unless the whole plan follows from what the mirror holds."""

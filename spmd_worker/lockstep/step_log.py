@@ -40,9 +40,9 @@ class StepLogHeader:
     """Everything outside the messages that a replay needs. Two runs of the same job have equal headers: no clock.
 
     `model_path` is absolute. `num_blocks` is what the ranks agreed on, `watermark_blocks` of it are left free at
-    admission; `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda") and `dtype` are what was computed on
-    and in. `code` and `tokenizer` are
-    fingerprints, so that a replay can say what has changed since; `tokenizer` is None for a folder without one.
+    admission; `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda") and `dtype` are what was computed on and
+    in. `code` and `tokenizer` are fingerprints, so that a replay can say what has changed since; `tokenizer` is None
+    for a folder without one.
     """
 
     code: str

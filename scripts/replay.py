@@ -1,0 +1,364 @@
+"""Run a step log again on one process, look into it, or compare two.
+
+    python scripts/replay.py LOG                  replay scheduler and cache, without weights
+    python scripts/replay.py LOG --until STEP     and print the state that STEP left
+    python scripts/replay.py LOG --row KEY        and print one request's history: a request's number, a custom id,
+                                                  index:N for row N of the input
+    python scripts/replay.py LOG --with-model     and recompute every token on one rank
+    python scripts/replay.py --diff A B           name the first difference of two logs
+
+Logs are written to the run directory with job.step_log=true. Exits with 0 when the replay is equal to the run (or the
+two logs are equal), with 1 when it is not, with 2 when that cannot be told. Knows how to show what
+spmd_worker/batch/replay.py finds.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from spmd_worker.batch.replay import (
+    HEADER_KEYS_THAT_MAY_DIFFER,
+    Replay,
+    ReplayDivergedError,
+    ReplayedStep,
+    ReplayError,
+    find_request,
+    first_log_difference,
+    header_differences,
+    read_messages,
+)
+from spmd_worker.lockstep.step_log import StepLog, StepLogError, StepLogHeader, read_step_log
+from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.sequence.events import Abort, Admit
+from spmd_worker.sequence.metadata import GroupUpdate, SequenceData, SequenceDataDelta, SequenceGroupMetadata
+from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceStatus
+from spmd_worker.tokenizer import Tokenizer
+from spmd_worker.version import code_fingerprint
+
+EXIT_EQUAL, EXIT_DIFFERENT, EXIT_CANNOT_TELL = 0, 1, 2
+MAX_ITEMS_SHOWN = 12
+MAX_MISMATCHES_SHOWN = 10
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        if options.diff is not None:
+            return print_difference(*options.diff)
+        return replay_log(options)
+    except ReplayDivergedError as error:
+        print(f"replay and run part: {error}")
+        return EXIT_DIFFERENT
+    except (ReplayError, StepLogError, OSError, ValueError) as error:
+        print(f"replay.py: {error}", file=sys.stderr)
+        return EXIT_CANNOT_TELL
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path, nargs="?", help="a step log, such as runs/demo/steps.log")
+    parser.add_argument("--until", type=int, metavar="STEP", help="print the state after this step and stop there")
+    parser.add_argument("--row", metavar="KEY", help="print the history of one request")
+    parser.add_argument("--with-model", action="store_true", help="recompute every token on one rank")
+    parser.add_argument("--model", type=Path, metavar="PATH", help="where the model is now, if it has moved")
+    parser.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="compare two logs")
+    options = parser.parse_args(arguments)
+    if (options.log is None) == (options.diff is None):
+        parser.error("give one LOG, or --diff A B")
+    if options.with_model and (options.until is not None or options.row is not None):
+        parser.error("--with-model recomputes the whole log: leave out --until and --row")
+    return options
+
+
+def replay_log(options: argparse.Namespace) -> int:
+    log = open_log(options.log)
+    print_run(log)
+    model_path = options.model or Path(log.header.model_path)
+    replay = Replay(log.header, open_tokenizer(log.header, model_path))
+    steps = replay.steps(log.messages())
+    if options.with_model:
+        return recompute_tokens(log.header, model_path, replay, steps)
+    if options.row is not None:
+        steps = with_history(log, options.row, replay, steps)
+    for step in steps:
+        if step.plan.step == options.until:
+            print_state(replay.scheduler, step)
+            break
+    else:
+        if options.until is not None:
+            raise ReplayError(f"--until {options.until}: the log has steps 1 to {replay.num_steps}")
+    print_result(replay, is_whole=options.until is None)
+    return EXIT_EQUAL
+
+
+def open_log(path: Path) -> StepLog:
+    """Raises StepLogError; a torn tail is a warning."""
+    log = read_step_log(path)
+    if log.torn_tail is not None:
+        print(f"warning: {path}: {log.torn_tail}; what comes before is used")
+    return log
+
+
+def open_tokenizer(header: StepLogHeader, model_path: Path) -> Tokenizer | None:
+    tokenizer = Tokenizer.open_if_present(model_path)
+    if tokenizer is not None and header.tokenizer is not None and tokenizer.fingerprint() != header.tokenizer:
+        print(f"warning: the tokenizer of {model_path} is not the run's: stop strings may be found elsewhere")
+    return tokenizer
+
+
+def print_run(log: StepLog) -> None:
+    header = log.header
+    ranks = [
+        f"{size} {name}"
+        for name, size in (
+            ("tensor", header.tensor_parallel_size),
+            ("pipeline", header.pipeline_parallel_size),
+            ("data", header.data_parallel_size),
+        )
+        if size > 1
+    ]
+    print(f"{log.path}: {log.num_messages} steps of {header.model_path}")
+    print(f"  {header.device} {header.dtype}, ranks: {' x '.join(ranks) or 'one'}, seed {header.seed}")
+    chunks = "in chunks" if header.enable_chunked_prefill else "in one piece"
+    print(
+        f"  {header.num_blocks} blocks of {header.block_size} tokens; at most {header.max_num_seqs} sequences and "
+        f"{header.max_num_batched_tokens} tokens a step, prompts {chunks}, {header.max_model_len} tokens a sequence"
+    )
+    if header.code != code_fingerprint():
+        print("  the code has changed since the run: where replay and run part, the change may be the reason")
+
+
+def print_result(replay: Replay, *, is_whole: bool) -> None:
+    counters = replay.scheduler.counters
+    print(
+        f"{replay.num_requests} requests, {counters.num_output_tokens} output tokens, {counters.num_preemptions} "
+        f"preemptions, {counters.num_recomputed_tokens} tokens to be recomputed"
+    )
+    if is_whole and not replay.is_closed:
+        print("the log does not end with the run's end: it was cut short, or the run was")
+    print(f"replayed {replay.num_steps} steps, {what_was_equal(replay)}")
+
+
+def what_was_equal(replay: Replay) -> str:
+    if replay.num_equal_digests == replay.num_steps:
+        return "digests equal"
+    return f"plans equal (the run wrote {replay.num_equal_digests} digests)"
+
+
+# The state after a step.
+
+
+def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
+    cache = scheduler.cache
+    print(
+        f"\nafter step {step.plan.step}, which computed {step.plan.num_tokens} tokens for {len(step.plan.groups)} groups"
+    )
+    if step.sampled_token_ids is None:
+        print("  its sampled ids are not in the log, which ends here: this is the state before they are taken in")
+    print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free")
+    print(f"  waiting: {len(scheduler.waiting)}")
+    print_table([waiting_line(sequence) for sequence in scheduler.waiting], ("request", "sample", "tokens", "why"))
+    print(f"  running: {len(scheduler.running)}")
+    heads = ("request", "sample", "prompt", "output", "computed", "num_blocks", "blocks")
+    print_table([running_line(sequence) for sequence in scheduler.running], heads)
+    print()
+
+
+def waiting_line(sequence: Sequence) -> tuple[object, ...]:
+    why = "preempted" if sequence.status is SequenceStatus.PREEMPTED else "new"
+    return (*sequence.key, sequence.num_tokens, why)
+
+
+def running_line(sequence: Sequence) -> tuple[object, ...]:
+    blocks = sequence.table.block_ids
+    num_output_tokens = len(sequence.output_token_ids)
+    counts = (sequence.num_prompt_tokens, num_output_tokens, sequence.num_computed_tokens, len(blocks))
+    return (*sequence.key, *counts, shorten(blocks))
+
+
+def print_table(rows: list[tuple[object, ...]], heads: tuple[str, ...]) -> None:
+    """Columns to the right, the last one to the left."""
+    if not rows:
+        return
+    texts = [heads, *(tuple(map(str, row)) for row in rows)]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(heads) - 1)]
+    for row in texts:
+        print("    " + "  ".join([*(text.rjust(width) for text, width in zip(row, widths)), row[-1]]))
+
+
+def shorten(items: Iterable[object]) -> str:
+    """A list in square brackets, its middle left out where it is long."""
+    texts = [str(item) for item in items]
+    if len(texts) > MAX_ITEMS_SHOWN:
+        half = MAX_ITEMS_SHOWN // 2
+        texts = [*texts[:half], "...", *texts[-half:]]
+    return f"[{', '.join(texts)}]"
+
+
+# One request's history.
+
+
+def with_history(log: StepLog, key: str, replay: Replay, steps: Iterator[ReplayedStep]) -> Iterator[ReplayedStep]:
+    """The same steps; what they did to the request is printed as they go by. Raises ReplayError for an unknown key."""
+    request = find_request(read_messages(log.messages()), key, log.header.seed)
+    if request is None:
+        raise ReplayError(
+            f"--row {key}: no such request; give its number, its custom_id, or index:N for row N of the input (a row "
+            f"with a seed of its own is found by its number only)"
+        )
+    history = RowHistory(request)
+    history.print_request()
+    for step in steps:
+        history.print_step(step, replay.scheduler)
+        yield step
+    print()
+
+
+class RowHistory:
+    """What happened to one request, a line an event."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._running: dict[int, Sequence] = {}
+        self._held: dict[int, tuple[int, int]] = {}
+
+    def print_request(self) -> None:
+        request, sampling = self._request, self._request.sampling
+        prompt = shorten(request.prompt_token_ids)
+        print(f"\nrequest {request.request_id}: {len(request.prompt_token_ids)} prompt tokens {prompt}")
+        print(f"  n={sampling.n} max_tokens={sampling.max_tokens} temperature={sampling.temperature:g}")
+
+    def print_step(self, step: ReplayedStep, scheduler: Scheduler) -> None:
+        self._print_lost(step.plan.step, scheduler)
+        for group in step.plan.groups:
+            if group.request_id == self._request.request_id:
+                self._print_scheduled(step, group)
+        self._print_finished(step)
+        self._print_events(step, scheduler)
+        own = [each for each in scheduler.running if each.request.request_id == self._request.request_id]
+        self._running = {sequence.sample_index: sequence for sequence in own}
+        self._held = {each.sample_index: (each.num_computed_tokens, each.table.num_blocks) for each in own}
+
+    def _print_lost(self, step: int, scheduler: Scheduler) -> None:
+        for sample_index, sequence in self._running.items():
+            if sequence.status is SequenceStatus.PREEMPTED:
+                num_tokens, num_blocks = self._held[sample_index]
+                say(step, sample_index, f"preempted: gives back {num_blocks} blocks, {num_tokens} tokens to recompute")
+
+    def _print_scheduled(self, step: ReplayedStep, group: GroupUpdate) -> None:
+        sampled = sampled_by_sequence(step)
+        for data in group.sequences:
+            token_ids = sampled.get((group.request_id, data.sample_index), ())
+            is_snapshot = isinstance(group, SequenceGroupMetadata)
+            say(step.plan.step, data.sample_index, describe(data, token_ids, is_snapshot=is_snapshot))
+
+    def _print_finished(self, step: ReplayedStep) -> None:
+        ended = {
+            sequence.sample_index: sequence
+            for group in step.ended
+            if group.request.request_id == self._request.request_id
+            for sequence in group.sequences
+        }
+        for sample_index, sequence in (self._running | ended).items():
+            if sequence.status is SequenceStatus.FINISHED:
+                say(step.plan.step, sample_index, ending_of(sequence))
+        for group in step.ended:
+            if group.request.request_id == self._request.request_id:
+                self._print_answer(step.plan.step, group)
+
+    def _print_answer(self, step: int, group: SequenceGroup) -> None:
+        num_tokens = sum(len(sequence.output_token_ids) for sequence in group.sequences)
+        say(step, None, f"answered: {num_tokens} output tokens, {group.num_preemptions} preemptions")
+
+    def _print_events(self, step: ReplayedStep, scheduler: Scheduler) -> None:
+        for event in step.events:
+            if isinstance(event, Admit) and event.request.request_id == self._request.request_id:
+                say(step.plan.step, None, f"admitted after this step, {len(scheduler.waiting)} wait")
+            elif isinstance(event, Abort) and event.request_id == self._request.request_id:
+                say(step.plan.step, None, "abort asked for after this step")
+
+
+def sampled_by_sequence(step: ReplayedStep) -> dict[tuple[int, int], tuple[int, ...]]:
+    """What each scheduled sequence sampled; several ids where it forked."""
+    sampled: dict[tuple[int, int], tuple[int, ...]] = {}
+    start = 0
+    for group in step.plan.groups:
+        for data in group.sequences:
+            end = start + data.num_samples
+            sampled[group.request_id, data.sample_index] = (step.sampled_token_ids or ())[start:end]
+            start = end
+    return sampled
+
+
+def describe(data: SequenceData | SequenceDataDelta, token_ids: tuple[int, ...], *, is_snapshot: bool) -> str:
+    first, end = data.num_computed_tokens, data.num_computed_tokens + data.num_scheduled_tokens
+    text = f"computes position {first}" if end == first + 1 else f"computes positions {first} to {end - 1}"
+    if isinstance(data, SequenceData):
+        text += f", blocks {shorten(data.block_ids)}"
+    elif data.appended_block_ids:
+        text += f", blocks {data.num_kept_blocks} + {shorten(data.appended_block_ids)}"
+    if is_snapshot:
+        text += ", told whole"
+    if token_ids:
+        text += f", samples {', '.join(map(str, token_ids))}"
+    return text
+
+
+def ending_of(sequence: Sequence) -> str:
+    assert sequence.finish_reason is not None, sequence.key
+    reason = sequence.finish_reason.value
+    stop = f" at {sequence.stop_reason!r}" if sequence.stop_reason is not None else ""
+    return f"ends: {reason}{stop}, {len(sequence.output_token_ids)} tokens {shorten(sequence.output_token_ids)}"
+
+
+def say(step: int, sample_index: int | None, text: str) -> None:
+    who = "" if sample_index is None else f"sample {sample_index}"
+    print(f"  step {step:>5}  {who:<9} {text}")
+
+
+# Recomputing.
+
+
+def recompute_tokens(header: StepLogHeader, model_path: Path, replay: Replay, steps: Iterator[ReplayedStep]) -> int:
+    # Looking into a log needs no torch; this does.
+    from spmd_worker.batch.replay_model import recompute
+
+    num_token_ids, num_different = 0, 0
+    for step in recompute(header, model_path, steps):
+        num_token_ids += step.num_token_ids
+        for mismatch in step.mismatches:
+            num_different += 1
+            if num_different <= MAX_MISMATCHES_SHOWN:
+                values = f"{mismatch.logged} in the log, {mismatch.recomputed} recomputed"
+                print(f"  step {mismatch.step}, {mismatch.place}: {values}")
+    if num_different > MAX_MISMATCHES_SHOWN:
+        print(f"  and {num_different - MAX_MISMATCHES_SHOWN} more")
+    print_result(replay, is_whole=True)
+    print(f"{num_token_ids - num_different} of {num_token_ids} tokens equal")
+    return EXIT_DIFFERENT if num_different else EXIT_EQUAL
+
+
+# Comparing.
+
+
+def print_difference(first: Path, other: Path) -> int:
+    logs = open_log(first), open_log(other)
+    names = (str(first), str(other))
+    matters = False
+    for key, mine, theirs in header_differences(logs[0].header, logs[1].header):
+        may_differ = key in HEADER_KEYS_THAT_MAY_DIFFER
+        matters = matters or not may_differ
+        remark = " (which should change no step)" if may_differ else ""
+        print(f"header: {key} is {mine} in {names[0]}, {theirs} in {names[1]}{remark}")
+    difference = first_log_difference(*logs, names)
+    if difference is not None:
+        print(difference)
+        return EXIT_DIFFERENT
+    print(f"{logs[0].num_messages} steps, all the same")
+    return EXIT_DIFFERENT if matters else EXIT_EQUAL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

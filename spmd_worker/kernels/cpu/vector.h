@@ -1,0 +1,155 @@
+// Vectors of float for the instruction set this file is compiled for, and the few operations the kernels need.
+//
+// Every operation works lane by lane (or in an order written here), so that what a lane computes depends on nothing but
+// that lane. Compiled with -ffp-contract=off: a product and a sum are fused where `fused` says so and nowhere else, so
+// that two instances of one template cannot round differently.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define SPMD_AVX512 1
+constexpr int kLanes = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+#define SPMD_AVX2 1
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+#define SPMD_INLINE static inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+SPMD_INLINE Floats broadcast(float value) { return Floats{} + value; }
+
+template <class Vector>
+SPMD_INLINE Vector load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <class Vector>
+SPMD_INLINE void store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof vector);
+}
+
+// a * b + c, rounded once where the instruction set can.
+SPMD_INLINE Floats fused(Floats a, Floats b, Floats c) {
+#if defined(SPMD_AVX512)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(SPMD_AVX2)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+SPMD_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// The order of the sum is a tree over halves, the same at every call.
+SPMD_INLINE float sum_of_lanes(Floats vector) {
+  float lanes[kLanes];
+  store(lanes, vector);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  return lanes[0];
+}
+
+SPMD_INLINE float largest_lane(Floats vector) {
+#if defined(SPMD_AVX512)
+  return _mm512_reduce_max_ps((__m512)vector);
+#else
+  float lanes[kLanes];
+  store(lanes, vector);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int lane = 0; lane < width; ++lane)
+      lanes[lane] = lanes[lane] > lanes[lane + width] ? lanes[lane] : lanes[lane + width];
+  return lanes[0];
+#endif
+}
+
+SPMD_INLINE Ints lane_numbers() {
+  Ints numbers;
+  for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = lane;
+  return numbers;
+}
+
+// 2 to the power x, to 1e-7 of it; 0 below -126, infinite above 127. NaN stays NaN. The polynomial is the best fit of
+// degree 6 to 2^f on [-0.5, 0.5], where f is exact.
+SPMD_INLINE Floats exp2(Floats x) {
+  const Floats lowest = broadcast(-126.0f), highest = broadcast(127.0f), magic = broadcast(12582912.0f);
+  const auto is_low = x < lowest;
+  const auto is_high = x > highest;
+  Floats inside = is_low ? lowest : x;
+  inside = is_high ? highest : inside;
+  const Floats whole = (inside + magic) - magic;
+  const Floats rest = inside - whole;
+  Floats power = broadcast(1.5353362e-4f);
+  power = fused(power, rest, broadcast(1.3398875e-3f));
+  power = fused(power, rest, broadcast(9.618437e-3f));
+  power = fused(power, rest, broadcast(5.5503324e-2f));
+  power = fused(power, rest, broadcast(2.4022648e-1f));
+  power = fused(power, rest, broadcast(6.931472e-1f));
+  power = fused(power, rest, broadcast(1.0f));
+  const Ints exponent = __builtin_convertvector(whole, Ints) + 127;
+  const Floats scaled = power * (Floats)(exponent << 23);
+  const Floats kept = is_low ? Floats{} : scaled;
+  return is_high ? broadcast(kInfinity) : kept;
+}
+
+// ---- bfloat16: the upper half of a float --------------------------------------------------------------------------
+
+// To the nearest, ties to even; any NaN becomes the quiet one.
+SPMD_INLINE Words rounded_bits(Floats x) {
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return x == x ? rounded : Words{} + 0x7fc0u;
+}
+
+SPMD_INLINE Floats rounded(Floats x) { return (Floats)(rounded_bits(x) << 16); }
+
+// The float values of the first (low) or second (high) of each pair of bfloat16.
+SPMD_INLINE Floats first_of_pairs(Words pairs) { return (Floats)(pairs << 16); }
+SPMD_INLINE Floats second_of_pairs(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
+
+SPMD_INLINE float widened(uint16_t half) {
+  const uint32_t bits = uint32_t(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+SPMD_INLINE uint16_t narrowed(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return value == value ? uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : uint16_t(0x7fc0u);
+}
+
+// ---- one vector's worth of elements in memory <-> floats ----------------------------------------------------------
+
+SPMD_INLINE Floats load_floats(const float* from) { return load<Floats>(from); }
+SPMD_INLINE Floats load_floats(const uint16_t* from) {
+  return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+}
+
+SPMD_INLINE void store_floats(float* to, Floats vector) { store(to, vector); }
+SPMD_INLINE void store_floats(uint16_t* to, Floats vector) {
+  store(to, __builtin_convertvector(rounded_bits(vector), Halves));
+}

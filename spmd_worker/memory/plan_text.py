@@ -1,0 +1,212 @@
+"""The layout and memory plan of a run, in words, made without weights, devices or other ranks.
+
+Ranks that hold the same share one line. Knows sizes and the memory this machine has now. A GPU's memory is measured by
+the run itself, which alone may touch it: the plan says what GPUs of common sizes would hold.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from kv_cache.block import num_blocks_for
+from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence, format_bytes
+from spmd_worker.config import RunConfig
+from spmd_worker.memory import host
+from spmd_worker.memory.estimate import RankSizes, activation_bytes, cache_spec, rank_sizes, weights_bytes
+from spmd_worker.memory.plan import resolve_dtype, resolve_max_model_len, size_rank
+from spmd_worker.model_shape import ModelShape
+from spmd_worker.parallel.layout import RankLayout
+
+_OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
+"""About what a process holds beside its tensors: torch itself, and on a GPU CUDA's context and libraries."""
+
+_GPU_GIB: Final = (24, 48, 80, 141)
+
+_COLUMNS: Final = ("ranks", "layers", "heads", "KV heads", "columns", "vocabulary", "weights", "activations", "cache")
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What a rank holds of the model, and in bytes."""
+
+    sizes: RankSizes
+    weights_bytes: int
+    activation_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """`shares` has one entry a rank; `sizings` too, but is empty when only the run itself can measure the memory."""
+
+    config: RunConfig
+    shape: ModelShape
+    layout: RankLayout
+    device: str
+    dtype: str
+    shares: tuple[RankShare, ...]
+    sizings: tuple[CacheSizing, ...]
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, tokens."""
+        return resolve_max_model_len(self.config, self.shape)
+
+    @property
+    def num_blocks_of_longest(self) -> int:
+        """Blocks of a sequence of `max_model_len` tokens."""
+        return num_blocks_for(self.max_model_len, self.config.cache.block_size)
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks that every rank will have; None when only the run can tell."""
+        return min((sizing.num_device_blocks for sizing in self.sizings), default=None)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why a run here would be refused: the cache cannot hold one sequence. None when it can, or nobody knows."""
+        if self.num_blocks is None:
+            return None
+        is_profiled = self.config.cache.num_blocks is None
+        try:
+            check_cache_holds_one_sequence(
+                self.num_blocks, self.config.cache.block_size, self.max_model_len, is_profiled=is_profiled
+            )
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def make_plan(config: RunConfig, shape: ModelShape, layout: RankLayout) -> MemoryPlan:
+    """Raises ConfigError for a dtype or length that cannot run. Its CPU ranks share this machine's memory equally."""
+    device = "cpu" if config.device == "auto" else config.device
+    dtype = resolve_dtype(config, shape, device)
+    shares = tuple(_share(config, shape, layout, rank, dtype) for rank in range(layout.world_size))
+    sizings: tuple[CacheSizing, ...] = ()
+    if device == "cpu" or config.cache.num_blocks is not None:
+        total = host.available_bytes() // layout.world_size
+        sizings = tuple(
+            _sizing(config, shape, layout, rank, dtype, share, total, device) for rank, share in enumerate(shares)
+        )
+    return MemoryPlan(config, shape, layout, device, dtype, shares, sizings)
+
+
+def describe_plan(plan: MemoryPlan) -> str:
+    """Lines for people: the model, the ranks as a table, the cache and what fits in it."""
+    shape, layout = plan.shape, plan.layout
+    model = (
+        f"{shape.architecture}, {shape.num_parameters:,} parameters, {shape.num_layers} layers, hidden size "
+        f"{shape.hidden_size:,}, {shape.num_heads} heads, {shape.num_kv_heads} key-value heads"
+    )
+    ranks = (
+        f"{layout.world_size} = {layout.data_parallel_size} data x {layout.pipeline_parallel_size} pipeline x "
+        f"{layout.tensor_parallel_size} tensor"
+    )
+    lines = [f"model      {model}", f"computes   {_where(plan)}", f"ranks      {ranks}", "", *_table(plan), ""]
+    lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
+    refusal = plan.refusal
+    return "\n".join([*lines, *([f"refused    {refusal}"] if refusal else [])])
+
+
+def _share(config: RunConfig, shape: ModelShape, layout: RankLayout, rank: int, dtype: str) -> RankShare:
+    scheduler = config.scheduler
+    return RankShare(
+        rank_sizes(shape, layout, rank),
+        weights_bytes(shape, layout, rank, dtype),
+        activation_bytes(shape, layout, rank, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+        cache_spec(shape, layout, rank, dtype, config.cache.block_size).block_bytes,
+    )
+
+
+def _sizing(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: RankLayout,
+    rank: int,
+    dtype: str,
+    share: RankShare,
+    total_bytes: int,
+    device: str,
+) -> CacheSizing:
+    measurement = MemoryMeasurement(total_bytes, share.weights_bytes, share.activation_bytes, _OUTSIDE_BYTES[device])
+    return size_rank(config, shape, layout, rank, dtype, measurement)
+
+
+def _where(plan: MemoryPlan) -> str:
+    if plan.config.device == "auto":
+        return f"in {plan.dtype} on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)"
+    return f"in {plan.dtype} on {'the CPU' if plan.device == 'cpu' else 'one GPU a rank'}"
+
+
+def _table(plan: MemoryPlan) -> list[str]:
+    """One line for each different share, aligned."""
+    ranks_of: dict[RankShare, list[int]] = {}
+    for rank, share in enumerate(plan.shares):
+        ranks_of.setdefault(share, []).append(rank)
+    rows = [_COLUMNS, *(_row(plan, share, ranks) for share, ranks in ranks_of.items())]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
+
+
+def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...]:
+    sizes = share.sizes
+    cache = "measured" if plan.num_blocks is None else format_bytes(plan.num_blocks * share.block_bytes)
+    counts = (plan.shape.num_layers, sizes.num_heads, sizes.num_kv_heads, sizes.num_columns, sizes.num_vocabulary_rows)
+    in_bytes = (format_bytes(share.weights_bytes), format_bytes(share.activation_bytes), cache)
+    return (_spans(ranks), *(f"{count:,}" for count in counts), *in_bytes)
+
+
+def _spans(ranks: list[int]) -> str:
+    """`0-3,6` for 0, 1, 2, 3, 6."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _describe_cache(plan: MemoryPlan) -> list[str]:
+    assert plan.num_blocks is not None, "the caller has sizings"
+    block_size, fewest = plan.config.cache.block_size, min(plan.sizings, key=lambda each: each.num_device_blocks)
+    header, *reasons, _ = fewest.reason.splitlines()
+    assert header, fewest.reason
+    return [
+        f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {plan.num_blocks * block_size:,} tokens "
+        f"in all, {_block_bytes(plan)} each",
+        f"sequences  {_sequences(plan, plan.num_blocks)}",
+        *(f"{'why' if index == 0 else '':<11}{reason.strip()}" for index, reason in enumerate(reasons)),
+    ]
+
+
+def _sequences(plan: MemoryPlan, num_blocks: int) -> str:
+    return (
+        f"{num_blocks // plan.num_blocks_of_longest:,} of {plan.max_model_len:,} tokens (model.max_model_len) fit at "
+        f"once; scheduler.max_num_seqs is {plan.config.scheduler.max_num_seqs:,}"
+    )
+
+
+def _block_bytes(plan: MemoryPlan) -> str:
+    return format_bytes(max(share.block_bytes for share in plan.shares))
+
+
+def _describe_gpus(plan: MemoryPlan) -> list[str]:
+    """What GPUs of common sizes would hold, because the run measures its own."""
+    config, shape, layout = plan.config, plan.shape, plan.layout
+    lines = [
+        f"blocks     measured when the run starts, or set by cache.num_blocks: {_block_bytes(plan)} each, "
+        f"{plan.num_blocks_of_longest:,} for a sequence of {plan.max_model_len:,} tokens (model.max_model_len)",
+        f"about      with cache.gpu_memory_utilization={config.cache.gpu_memory_utilization:g} a rank has, on a GPU of",
+    ]
+    for gib in _GPU_GIB:
+        num_blocks = min(
+            _sizing(config, shape, layout, rank, plan.dtype, share, gib * 2**30, "cuda").num_device_blocks
+            for rank, share in enumerate(plan.shares)
+        )
+        lines.append(
+            f"{'':<11}{gib:>3} GiB  {num_blocks:>9,} blocks: {num_blocks // plan.num_blocks_of_longest:,} sequences"
+        )
+    return lines

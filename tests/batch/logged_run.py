@@ -1,0 +1,140 @@
+"""Plays the engine's loop without a model and writes the step log: what a replay is given in tests.
+
+The ids it samples are a function of the request's stream, sample and position, as the real ones are, so that runs with
+other limits sample the same ids in other steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.lockstep.codec import Encoder
+from spmd_worker.lockstep.digest import ChainedDigest
+from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.lockstep.step_log import StepLogHeader, StepLogWriter
+from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.stop import StopChecker
+from spmd_worker.sequence.events import Abort, Admit, Close, Event
+from spmd_worker.sequence.request import Request, RequestId, random_stream
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sequence import FinishReason, SequenceGroup
+from spmd_worker.sequence.step import StepPlan, StepResult
+
+VOCAB_SIZE = 100
+
+HEADER = StepLogHeader(
+    code="0" * 32,
+    model_path="/no/such/model",
+    load_format="auto",
+    device="cpu",
+    dtype="float32",
+    tokenizer=None,
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=(0,),
+    max_model_len=64,
+    max_num_seqs=8,
+    max_num_batched_tokens=16,
+    enable_chunked_prefill=True,
+    num_blocks=14,
+    block_size=4,
+    watermark_blocks=1,
+    seed=7,
+    tensor_parallel_size=2,
+    pipeline_parallel_size=1,
+    data_parallel_size=1,
+)
+"""So little cache that nearly every run preempts."""
+
+
+def request(number: int, num_prompt_tokens: int, seed: int = HEADER.seed, **sampling: object) -> Request:
+    """Row `number`, called row-<number>."""
+    prompt = tuple((number * 31 + position) % (VOCAB_SIZE - 1) + 1 for position in range(num_prompt_tokens))
+    stream = random_stream(seed, sampling.get("seed"), f"row-{number}", number)
+    return Request(RequestId(number), prompt, SamplingParams(**sampling), stream)
+
+
+def standard_events() -> dict[int, list[Event]]:
+    """By step: ten requests in two waves, two that fork, two aborts, one of them while it is preempted or waits."""
+    first = [Admit(request(number, 3 + 4 * (number % 4), max_tokens=6 + 3 * number)) for number in range(6)]
+    forking = [Admit(request(number, 5, n=3, max_tokens=9)) for number in (6, 7)]
+    late = [Admit(request(number, 9, max_tokens=12)) for number in (8, 9)]
+    return {1: [*first, *forking], 9: [Abort(RequestId(5))], 12: late, 14: [Abort(RequestId(9))]}
+
+
+class LoggedRun:
+    """The engine's loop on rank 0, one call of `step` a step."""
+
+    def __init__(self, path: Path, header: StepLogHeader = HEADER, *, has_digests: bool = True, new_decoder=None):
+        limits = SchedulerLimits(header.max_num_seqs, header.max_num_batched_tokens, header.enable_chunked_prefill)
+        cache = CacheManager(header.num_blocks, header.block_size, watermark_blocks=header.watermark_blocks)
+        self.scheduler = Scheduler(limits, cache, StopChecker(header.eos_token_ids, header.max_model_len, new_decoder))
+        self.log = StepLogWriter(path, header)
+        self.plans: list[StepPlan] = []
+        self.ended: list[SequenceGroup] = []
+        self._has_digests = has_digests
+        self._encoder, self._digest = Encoder(), ChainedDigest()
+        self._last_events: tuple[Event, ...] = ()
+        self._sampled: tuple[int, ...] = ()
+
+    def step(self, *events: Event, plant=None) -> None:
+        """`plant` may change the message before it is digested and sent: a rank 0 that went wrong."""
+        plan = self.scheduler.schedule()
+        if plant is not None:
+            plan = plant(plan)
+        digest = self._digest.update(plan.step, self._last_events, plan, self._sampled)
+        message = StepMessage(plan.step, events, plan, self._sampled, digest if self._has_digests else b"")
+        self.log.write(self._encoder.encode(message))
+        self.plans.append(plan)
+        self._last_events = events
+        self._sampled = self._sample(plan)
+        if plan.groups:
+            self.ended += self.scheduler.apply(StepResult(plan.step, self._sampled))
+        for event in events:
+            aborted = self.scheduler.handle(event)
+            self.ended += [aborted] if aborted is not None else []
+
+    def close(self) -> None:
+        """The last message, and the file's end."""
+        self.step(Close())
+        self.log.close()
+
+    def _sample(self, plan: StepPlan) -> tuple[int, ...]:
+        streams = {each.request_id: each for each in plan.groups}
+        sampled = []
+        for group in streams.values():
+            for data in group.sequences:
+                position = data.num_computed_tokens + data.num_scheduled_tokens
+                for fork in range(data.num_samples):
+                    sampled.append(fake_token_id(group.request_id, data.sample_index + fork, position))
+        return tuple(sampled)
+
+
+def fake_token_id(request_id: int, sample_index: int, position: int) -> int:
+    """Never the end-of-sequence id, which would make lengths a matter of luck."""
+    name = f"{request_id}:{sample_index}:{position}".encode()
+    return int.from_bytes(blake2b(name, digest_size=4).digest(), "little") % (VOCAB_SIZE - 1) + 1
+
+
+def write_log(
+    path: Path,
+    events_by_step: Mapping[int, Sequence[Event]] | None = None,
+    plants: Mapping[int, object] | None = None,
+    **changes: object,
+) -> LoggedRun:
+    """A whole run until everything is answered; `changes` are to the header, or `has_digests`."""
+    has_digests = changes.pop("has_digests", True)
+    run = LoggedRun(path, replace(HEADER, **changes), has_digests=has_digests)
+    events_by_step = dict(standard_events() if events_by_step is None else events_by_step)
+    step = 0
+    while events_by_step or run.scheduler.has_unfinished:
+        step += 1
+        run.step(*events_by_step.pop(step, ()), plant=(plants or {}).get(step))
+    run.close()
+    return run
+
+
+def is_aborted(group: SequenceGroup) -> bool:
+    """Whether any sample ended by an abort."""
+    return any(sequence.finish_reason is FinishReason.ABORT for sequence in group.sequences)
