@@ -152,9 +152,7 @@ def what_was_equal(replay: Replay) -> str:
 
 def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
     cache = scheduler.cache
-    print(
-        f"\nafter step {step.plan.step}, which computed {step.plan.num_tokens} tokens for {len(step.plan.groups)} groups"
-    )
+    print(f"\nafter step {step.plan.step}: {step.plan.num_tokens} tokens computed for {len(step.plan.groups)} groups")
     if step.sampled_token_ids is None:
         print("  its sampled ids are not in the log, which ends here: this is the state before they are taken in")
     print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free")
@@ -223,6 +221,7 @@ class RowHistory:
         self._request = request
         self._running: dict[int, Sequence] = {}
         self._held: dict[int, tuple[int, int]] = {}
+        self._told_endings: list[int] = []
 
     def print_request(self) -> None:
         request, sampling = self._request, self._request.sampling
@@ -262,7 +261,8 @@ class RowHistory:
             for sequence in group.sequences
         }
         for sample_index, sequence in (self._running | ended).items():
-            if sequence.status is SequenceStatus.FINISHED:
+            if sequence.status is SequenceStatus.FINISHED and sample_index not in self._told_endings:
+                self._told_endings.append(sample_index)
                 say(step.plan.step, sample_index, ending_of(sequence))
         for group in step.ended:
             if group.request.request_id == self._request.request_id:

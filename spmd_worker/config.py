@@ -17,6 +17,7 @@ PREEMPTION_MODES: Final = ("auto", "recompute")
 POLICIES: Final = ("fcfs",)
 RESUME_MODES: Final = ("auto", "never", "force")
 DEVICES: Final = ("auto", "cpu", "cuda")
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs")
 
 
@@ -59,7 +60,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ExecutorConfig:
-    """Who starts the workers. `auto` is external_launcher under torchrun and uniproc elsewhere.
+    """Who starts the workers: `auto` is external_launcher under torchrun and uniproc elsewhere, and the qualified name
+    of a class (`package.module.Class`) is imported.
 
     The plan's digest is compared across ranks every `digest_every` steps (0: never). No rank waits for another longer
     than `timeout_s` seconds.
@@ -71,9 +73,11 @@ class ExecutorConfig:
 
     def __post_init__(self) -> None:
         """Check each key alone."""
-        _check_choice("executor.backend", self.backend, EXECUTOR_BACKENDS)
+        if "." not in self.backend:
+            _check_choice("executor.backend", self.backend, EXECUTOR_BACKENDS, "nor the qualified name of a class")
         _check_at_least("executor.digest_every", self.digest_every, 0)
-        _check_at_least("executor.timeout_s", self.timeout_s, 1)
+        if not 1 <= self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(f"executor.timeout_s={self.timeout_s:g} must be from 1 to {MAX_TIMEOUT_S} seconds")
 
 
 @dataclass(frozen=True)
@@ -192,16 +196,22 @@ class RunConfig:
         _check_choice("device", self.device, DEVICES)
 
 
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(key: str, value: str, choices: tuple[str, ...], but: str = "") -> None:
     if value not in choices:
-        raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}")
+        raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}{but and ', ' + but}")
 
 
 def _check_at_least(key: str, value: float | None, least: int) -> None:
-    if value is not None and value < least:
+    # Written so that NaN fails.
+    if value is not None and not value >= least:
         raise ConfigError(f"{key}={value} must be {least} or more")
 
 
 def _check_only(key: str, value: float, only: float, reason: str) -> None:
     if value != only:
-        raise ConfigError(f"{key}={value} cannot run: {reason}; leave it at {only}")
+        raise ConfigError(f"{key}={_spelled(value)} cannot run: {reason}; leave it at {_spelled(only)}")
+
+
+def _spelled(value: float) -> str:
+    """As it is written on a command line."""
+    return str(value).lower()

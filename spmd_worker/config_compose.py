@@ -11,7 +11,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -22,6 +22,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from spmd_worker.config import ConfigError, RunConfig
 
@@ -52,7 +53,7 @@ def compose_run(config_dir: Path, overrides: Sequence[str], extra_dir: Path | No
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve()), job_name="launch"):
             return to_run_config(compose("config", [*plain, *paths]))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explained(error, plain) from None
 
 
@@ -154,8 +155,8 @@ def _parse(parser: OverridesParser, text: str) -> Override:
         key, _, value = text.partition("=")
         quoted = value.strip("'\"").replace("'", "\\'")
         raise ConfigError(
-            f"{text} cannot be read: a value with one of = ( ) [ ] {{ }} # ~ or a letter beyond ASCII needs quotes that "
-            f"the shell leaves in place, as in \"{key}='{quoted}'\""
+            f"{text} cannot be read: a value with one of = ( ) [ ] {{ }} # ~ or a letter beyond ASCII needs quotes "
+            f"that the shell leaves in place, as in \"{key}='{quoted}'\""
         ) from None
 
 
@@ -171,18 +172,22 @@ def _check_known(override: Override, text: str) -> None:
 
 
 def _refuse_unknown_key(key: str, where: str) -> NoReturn:
-    nearest = list(_nearest_keys(key))
-    hint = f"did you mean {' or '.join(nearest)}?" if nearest else "--help lists the keys"
-    raise ConfigError(f"{where}: there is no key {key}; {hint}")
+    nearest = _nearest_keys(key)
+    hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+    group = next(iter(difflib.get_close_matches(key.partition(".")[0], _groups(), n=1)), None)
+    if "." in key and group is not None:
+        names = [each.partition(".")[2] for each in _keys() if each.startswith(f"{group}.")]
+        raise ConfigError(f"{where}: there is no key {key}; {hint}{group} has {', '.join(names)}")
+    raise ConfigError(f"{where}: there is no key {key}; {hint}--help lists all")
 
 
-def _nearest_keys(key: str) -> Iterator[str]:
-    """At most three: the same last word in any group first, then what is spelled alike."""
+def _nearest_keys(key: str) -> list[str]:
+    """At most three: the same last word in any group, then what is spelled alike."""
     known = [*_keys(), *_groups(), EXPERIMENT]
     same_word = [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
-    alike = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
-    # Of a misspelled group with a known word, or a known group with a misspelled word, one match says it all.
-    yield from dict.fromkeys([*same_word, *alike][:1] if same_word or "." in key else alike)
+    # High enough that keys which merely share their group's name do not count.
+    alike = difflib.get_close_matches(key, known, n=3, cutoff=0.8)
+    return list(dict.fromkeys([*same_word, *alike]))[:3]
 
 
 def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:

@@ -24,7 +24,7 @@ from spmd_worker.lockstep.connect import open_step_channel
 from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.step_channel import FollowerChannel, LeaderChannel
-from spmd_worker.memory.plan import resolve_max_model_len
+from spmd_worker.memory.plan import check_cache_setting, resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config, read_model_shape
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
 from spmd_worker.parallel.groups import world_environment
@@ -275,6 +275,7 @@ def read_run(config: RunConfig) -> tuple[ModelShape, RankLayout]:
     layout = RankLayout(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
     check_divides(layout, shape)
     resolve_max_model_len(config, shape)
+    check_cache_setting(config, shape)
     return shape, layout
 
 

@@ -20,6 +20,11 @@ STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 """Scalings whose `max_position_embeddings` may be the unscaled length: `factor` then multiplies it."""
 
 
+_MOST: Final = 2**31 - 1
+_MOST_LAYERS: Final = 10_000
+"""A config.json is data from anywhere: a count that no model has must not become a list of that length."""
+
+
 class ModelConfigError(ValueError):
     """A model folder that this runtime cannot run: the message names the file, the key and the way out."""
 
@@ -209,8 +214,9 @@ class _Reader:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelConfigError(f"{self.path}: {key}={value!r} must be a whole number of 1 or more")
+        most = _MOST_LAYERS if key == "num_hidden_layers" else _MOST
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ModelConfigError(f"{self.path}: {key}={value!r} must be a whole number from 1 to {most}")
         return value
 
     def number(self, key: str, default: float) -> float:

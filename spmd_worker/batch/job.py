@@ -4,8 +4,6 @@ Rank 0 reads, admits, writes and reports; the other ranks follow. Rows are admit
 bounded by what runs and not by the file. Knows files and rows. Knows nothing about steps' insides.
 """
 
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,17 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.batch.job_files import METRICS_NAME, check_job, prepare_files, run_dir_of, write_json
 from spmd_worker.batch.progress import Progress, format_summary
 from spmd_worker.batch.row import EncodedRow, RowError, shape_of
 from spmd_worker.batch.row_parser import CustomIds, parse_row, resolve
 from spmd_worker.batch.row_reader import RowReader
 from spmd_worker.batch.row_writer import OrderedWriter, format_error, format_result
 from spmd_worker.batch.run_records import open_step_log, write_last_records
-from spmd_worker.config import ConfigError, JobConfig, RunConfig
+from spmd_worker.config import JobConfig, RunConfig
 from spmd_worker.engine import LLMEngine, read_run, start_engine
 from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.memory import host
+from spmd_worker.model_shape import read_generation_config
 from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.sequence.defaults import default_sampling
 from spmd_worker.sequence.request import RequestId
 
 _MAX_WAITING_LINES: Final = 100_000
@@ -58,7 +59,8 @@ def run_job(config: RunConfig, environment: RankEnvironment) -> None:
     started_s = time.perf_counter()
     check_job(config.job)
     read_run(config)
-    run_dir = _make_run_dir(config.job) if environment.is_leader else None
+    default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
+    run_dir = prepare_files(config.job) if environment.is_leader else None
     engine = start_engine(config, environment)
     loaded_s = time.perf_counter()
     try:
@@ -74,33 +76,6 @@ def run_job(config: RunConfig, environment: RankEnvironment) -> None:
         engine.shutdown()
 
 
-def check_job(job: JobConfig) -> None:
-    """Raise ConfigError unless there is something to read and somewhere to write: the same on every rank."""
-    if job.input is None:
-        raise ConfigError("job.input is not set: give a JSONL file of rows, or - for standard input")
-    if job.output is None:
-        raise ConfigError("job.output is not set: give the JSONL file to write")
-    if job.input != "-" and not Path(job.input).is_file():
-        raise ConfigError(f"job.input={job.input} is not a file: give a JSONL file of rows, or - for standard input")
-    run_dir = run_dir_of(job)
-    if job.resume == "never" and (run_dir / "metrics.json").exists():
-        raise ConfigError(
-            f"job.run_dir={run_dir} holds a run already and job.resume=never: give another job.run_dir or remove it"
-        )
-
-
-def run_dir_of(job: JobConfig) -> Path:
-    """`job.run_dir`, else `<output>.run` beside the output."""
-    return Path(job.run_dir) if job.run_dir else Path(f"{job.output}.run")
-
-
-def _make_run_dir(job: JobConfig) -> Path:
-    run_dir = run_dir_of(job)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    Path(job.output or "").parent.mkdir(parents=True, exist_ok=True)
-    return run_dir
-
-
 def _lead(engine: LLMEngine, config: RunConfig, run_dir: Path, started_s: float, loaded_s: float) -> None:
     leader = _Leader(engine, config)
     with open_step_log(engine, run_dir) if config.job.step_log else nullcontext():
@@ -114,7 +89,7 @@ def _lead(engine: LLMEngine, config: RunConfig, run_dir: Path, started_s: float,
         "wall_s": time.perf_counter() - started_s,
         "peak_memory_bytes": peak_memory_bytes,
     }
-    _write_json(run_dir / "metrics.json", metrics)
+    write_json(run_dir / METRICS_NAME, metrics)
     print(format_summary(metrics), file=sys.stderr)
     most = config.job.max_error_rows
     if most is not None and leader.counts.error_rows > most:
@@ -131,6 +106,8 @@ class _Leader:
         self._custom_ids = CustomIds()
         # Enough to fill the next steps, few enough that a file of any size fits in memory.
         self._most_unfinished = 2 * config.scheduler.max_num_seqs
+        self._num_done = 0
+        self._shown = (0, 0)
 
     def run(self) -> None:
         job = self._config.job
@@ -140,12 +117,14 @@ class _Leader:
         lines = iter(RowReader(job.input))
         try:
             with OrderedWriter.open(Path(job.output)) as writer:
-                while self._admit(lines, writer, progress) or self._engine.has_unfinished_requests():
-                    self._collect(writer, progress)
+                while self._admit(lines, writer) or self._engine.has_unfinished_requests():
+                    self._collect(writer)
+                    self._show(progress)
+                self._show(progress)
         finally:
             progress.close()
 
-    def _admit(self, lines: Iterator[tuple[int, bytes]], writer: OrderedWriter, progress: Progress) -> bool:
+    def _admit(self, lines: Iterator[tuple[int, bytes]], writer: OrderedWriter) -> bool:
         """Admit rows until enough are under way; False when there are no more."""
         most_rows = self._config.job.max_rows
         while len(self._rows_by_request) < self._most_unfinished and writer.num_waiting < _MAX_WAITING_LINES:
@@ -158,7 +137,6 @@ class _Leader:
             row = self._prepare(index, line)
             if isinstance(row, RowError):
                 self._refuse(row, writer)
-                progress.update(1, 0)
         return True
 
     def _prepare(self, index: int, line: bytes) -> EncodedRow | RowError:
@@ -184,18 +162,24 @@ class _Leader:
 
     def _refuse(self, row: RowError, writer: OrderedWriter) -> None:
         self.counts.error_codes[row.code] = self.counts.error_codes.get(row.code, 0) + 1
+        self._num_done += 1
         writer.write(row.index, format_error(row))
 
-    def _collect(self, writer: OrderedWriter, progress: Progress) -> None:
+    def _collect(self, writer: OrderedWriter) -> None:
         if not self._engine.has_unfinished_requests():
             return
         for output in self._engine.step():
             row = self._rows_by_request.pop(RequestId(int(output.request_id)))
-            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
             self.counts.prompt_tokens += len(output.prompt_token_ids)
-            self.counts.output_tokens += num_tokens
+            self.counts.output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            self._num_done += 1
             writer.write(row.index, format_result(row, output, Path(self._config.model.path or "").name))
-            progress.update(1, num_tokens)
+
+    def _show(self, progress: Progress) -> None:
+        """Once a step, also while no row has ended: tokens are counted as they are generated."""
+        now = (self._num_done, self._engine.counters.num_output_tokens)
+        progress.update(now[0] - self._shown[0], now[1] - self._shown[1])
+        self._shown = now
 
 
 def count_rows(job: JobConfig) -> int | None:
@@ -225,14 +209,3 @@ def _metrics(engine: LLMEngine, counts: _Counts) -> dict[str, Any]:
 
 def _peak_memory() -> bytes:
     return host.peak_resident_bytes().to_bytes(8, "little")
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=2)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)

@@ -70,7 +70,10 @@ class Progress:
 
     def _show_bar(self, rows: int, now_s: float) -> None:
         if self._bar is None:
-            self._bar = _Bar(total=self._total_rows, file=self._stream, unit=" rows", dynamic_ncols=True, desc="rows")
+            # miniters: the tokens per second change while no row ends.
+            self._bar = _Bar(
+                total=self._total_rows, file=self._stream, unit=" rows", dynamic_ncols=True, desc="rows", miniters=0
+            )
         rate = self._tokens_per_s(now_s)
         self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
         self._bar.update(rows)

@@ -12,6 +12,9 @@ from torch import Tensor
 class Kernels(Protocol):
     """One implementation per kind of device; passed as an argument to the layers."""
 
+    def pack(self, weight: Tensor) -> Tensor:
+        """The weight [out, in] in the order in which `linear` likes it best; may be the weight itself."""
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[T, in] x [out, in] -> [T, out]."""
 

@@ -12,6 +12,10 @@ from torch import Tensor
 class ReferenceKernels:
     """Implements `kernels.api.Kernels` on any device."""
 
+    def pack(self, weight: Tensor) -> Tensor:
+        """See `Kernels.pack`: plain torch takes the weight as it is."""
+        return weight
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
         return F.linear(x, weight, bias)

@@ -87,13 +87,23 @@ class VocabularyParallelHead(nn.Module):
         self.shard = VocabularyShard(vocab_size, context.tensor_group.size, context.tensor_group.rank)
         self.hidden_size, self.is_tied, self._kernels = hidden_size, tied_to is not None, context.kernels
         self.weight = tied_to.weight if tied_to is not None else context.parameter(self.shard.size, hidden_size)
+        self._packed_tied: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Rows that sample -> logits; ids past the vocabulary get minus infinity."""
-        logits = self._kernels.linear(hidden, self.weight, None).float()
+        weight = self.weight if self._packed_tied is None else self._packed_tied
+        logits = self._kernels.linear(hidden, weight, None).float()
         if self.shard.num_owned < self.shard.size:
             logits[:, self.shard.num_owned :] = -torch.inf
         return logits
+
+    def pack_weights(self) -> None:
+        """As in the linear layers; a tied head keeps a packed copy beside the embedding, which needs plain rows."""
+        packed = self._kernels.pack(self.weight)
+        if not self.is_tied:
+            self.weight = nn.Parameter(packed, requires_grad=False)
+        elif packed is not self.weight:
+            self._packed_tied = packed
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name; a tied head has no weights of its own."""

@@ -44,6 +44,10 @@ class ColumnParallelLinear(nn.Module):
         """[T, input_size] -> [T, outputs of this rank]."""
         return self._kernels.linear(x, self.weight, self.bias)
 
+    def pack_weights(self) -> None:
+        """Let the kernels have the weight in their own order; the packed copy replaces the plain one."""
+        self.weight = nn.Parameter(self._kernels.pack(self.weight), requires_grad=False)
+
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name; a part's name replaces its last word."""
         parent = prefix.rpartition(".")[0]
@@ -80,6 +84,10 @@ class RowParallelLinear(nn.Module):
             return self._kernels.linear(x, self.weight, self.bias)
         summed = self._group.all_reduce(self._kernels.linear(x, self.weight, None))
         return summed if self.bias is None else summed.add_(self.bias)
+
+    def pack_weights(self) -> None:
+        """Let the kernels have the weight in their own order; the packed copy replaces the plain one."""
+        self.weight = nn.Parameter(self._kernels.pack(self.weight), requires_grad=False)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""

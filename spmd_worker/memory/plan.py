@@ -3,7 +3,7 @@
 Knows sizes and rules. Both the run and its plan in words (`plan_text.py`) take them from here.
 """
 
-from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, size_cache
+from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence, size_cache
 from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.memory.estimate import cache_spec
 from spmd_worker.model_shape import ModelShape
@@ -35,6 +35,18 @@ def resolve_max_model_len(config: RunConfig, shape: ModelShape) -> int:
             f"with scheduler.enable_chunked_prefill=false: raise it to {max_model_len} or enable chunked prefill"
         )
     return max_model_len
+
+
+def check_cache_setting(config: RunConfig, shape: ModelShape) -> None:
+    """Raise ConfigError when `cache.num_blocks` cannot hold one sequence; what is measured is checked once it is."""
+    if config.cache.num_blocks is None:
+        return
+    try:
+        check_cache_holds_one_sequence(
+            config.cache.num_blocks, config.cache.block_size, resolve_max_model_len(config, shape)
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def size_rank(

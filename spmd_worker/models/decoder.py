@@ -17,6 +17,7 @@ from spmd_worker.layers.attention import Attention
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
 from spmd_worker.layers.feed_forward import FeedForward
+from spmd_worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from spmd_worker.layers.norm import RMSNorm
 from spmd_worker.layers.rotary import RotaryEmbedding
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
@@ -114,6 +115,12 @@ class DecoderForCausalLM(nn.Module):
     def padding_slices(self) -> list[PaddingSlice]:
         """Which parts of parameters no checkpoint fills."""
         return list(_from_layers(self, "padding_slices"))
+
+    def pack_weights(self) -> None:
+        """Once the weights are there: every layer that multiplies lets its kernels pack them."""
+        for module in self.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabularyParallelHead):
+                module.pack_weights()
 
     def is_ignorable(self, checkpoint_name: str) -> bool:
         """Checkpoint tensors that are derived here: rotary frequencies, and the head when it is the embedding."""

@@ -13,9 +13,8 @@ from torch import nn
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.config import ConfigError, RunConfig
-from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.lockstep.mirror import Mirror
 from spmd_worker.memory.device import measure_cuda, measure_host
@@ -34,6 +33,7 @@ from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.dummy import fill_dummy
 from spmd_worker.weights.loader import load_weights
+from spmd_worker.worker.backends import choose_backends
 from spmd_worker.worker.device import choose_device
 from spmd_worker.worker.inspection import describe_model
 from spmd_worker.worker.worker_base import WorkerBase
@@ -51,6 +51,7 @@ class Worker(WorkerBase):
         self.sizing: CacheSizing | None = None
         self._dtype_name = ""
         self._free_at_start = 0
+        self._attention: AttentionBackend | None = None
         self._model: DecoderForCausalLM | None = None
         self._cache_engine: CacheEngine | None = None
         self._mirror: Mirror | None = None
@@ -68,10 +69,13 @@ class Worker(WorkerBase):
     def load_model(self) -> None:
         """Raises CheckpointError before anything is filled when names, shapes or coverage are wrong."""
         assert self.groups is not None, "init_device comes first"
+        kernels, self._attention = choose_backends(
+            self.device, getattr(torch, self._dtype_name), self.shape.head_size, self.config.cache.block_size
+        )
         context = LayerContext(
             tensor_group=self.groups.tensor,
-            kernels=ReferenceKernels(),
-            attention=SdpaBackend(),
+            kernels=kernels,
+            attention=self._attention,
             dtype=getattr(torch, self._dtype_name),
             device=self.device,
         )
@@ -85,6 +89,7 @@ class Worker(WorkerBase):
             logger.info(
                 "loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds
             )
+        model.pack_weights()
         self._model = model
 
     def get_kv_cache_spec(self) -> CacheSpec:
@@ -214,7 +219,8 @@ class Worker(WorkerBase):
 
     def _new_cache_engine(self, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
         spec = self.get_kv_cache_spec()
-        block_shape = SdpaBackend().block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
+        assert self._attention is not None, "load_model comes first"
+        block_shape = self._attention.block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
         dtype = getattr(torch, self._dtype_name)
         return CacheEngine(spec, block_shape, num_device_blocks, num_host_blocks, dtype, self.device)
 

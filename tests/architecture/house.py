@@ -79,9 +79,9 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
 )
 
 TORCH_NAMES = ("torch", "safetensors.torch")
-THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "safetensors", "tokenizers", "jinja2", "tqdm")
-COMPOSITION_NAMES = ("hydra", "omegaconf")
-COMPOSITION_MODULES = ("launch", "spmd_worker.config_compose")
+THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "yaml", "safetensors", "tokenizers", "jinja2", "tqdm")
+COMPOSITION_NAMES = ("hydra", "omegaconf", "yaml")
+COMPOSITION_MODULES = ("spmd_worker.config_compose",)
 
 REPLICATED = ("kv_cache", "spmd_worker.sequence", "spmd_worker.scheduler", "spmd_worker.lockstep")
 NOT_REPLICATED = (

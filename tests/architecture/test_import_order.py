@@ -56,8 +56,8 @@ PLANTED = [
     # Third parties.
     (REQUEST, "import requests", "requests is not among the dependencies"),
     (REQUEST, "import transformers", "transformers is not among the dependencies"),
-    (REQUEST, "from omegaconf import DictConfig", "omegaconf is for launch and spmd_worker.config_compose only"),
-    ("spmd_worker/config.py", "import hydra", "hydra is for launch and spmd_worker.config_compose only"),
+    (REQUEST, "from omegaconf import DictConfig", "omegaconf is for spmd_worker.config_compose only"),
+    ("spmd_worker/config.py", "import hydra", "hydra is for spmd_worker.config_compose only"),
     # Bytes and names that become code.
     (REQUEST, "import pickle", "pickle is forbidden"),
     (REQUEST, "from marshal import loads", "marshal is forbidden"),

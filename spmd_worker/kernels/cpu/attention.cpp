@@ -21,6 +21,7 @@
 // which is in both cases `kPair` numbers side by side that one step of a product takes together.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "vector.h"
@@ -287,13 +288,17 @@ void add_values_of_head(
   for (; column + kVectors * kLanes <= head_size; column += kVectors * kLanes)
     add_values<Type, kRows, kVectors, kFetches>(
         probabilities, spans, num_spans, head_size, column, ends, decays, sums, output);
-  const int num_left = (head_size - column) / kLanes;
-  if (num_left == 3)
-    add_values<Type, kRows, 3, kFetches>(probabilities, spans, num_spans, head_size, column, ends, decays, sums, output);
-  if (num_left == 2)
-    add_values<Type, kRows, 2, kFetches>(probabilities, spans, num_spans, head_size, column, ends, decays, sums, output);
-  if (num_left == 1)
-    add_values<Type, kRows, 1, kFetches>(probabilities, spans, num_spans, head_size, column, ends, decays, sums, output);
+  // Head sizes are multiples of 16, so only vectors of 16 leave a rest.
+  if constexpr (kVectors * kLanes > 16) {
+    const auto add_rest = [&](auto width) {
+      add_values<Type, kRows, decltype(width)::value, kFetches>(
+          probabilities, spans, num_spans, head_size, column, ends, decays, sums, output);
+    };
+    const int num_left = (head_size - column) / kLanes;
+    if (num_left == 3) add_rest(std::integral_constant<int, 3>{});
+    if (num_left == 2) add_rest(std::integral_constant<int, 2>{});
+    if (num_left == 1) add_rest(std::integral_constant<int, 1>{});
+  }
 }
 
 // ---- softmax ------------------------------------------------------------------------------------------------------
@@ -343,42 +348,16 @@ struct Item {
   int64_t first_row, end_row;  // row = token of the sequence * query heads per key-value head + query head
 };
 
+// First and last position that any row of an item sees.
+struct Keys {
+  int64_t first, last;
+};
+
 template <class Type>
-class Attention {
+struct Attention {
   using Element = typename Type::Element;
   using Left = typename Type::Left;
 
- public:
-  Cache<Element> cache;
-  const Element* queries;
-  int64_t query_token_stride, query_head_stride;  // elements
-  Element* output;                                // [tokens, heads, head size]
-  const int64_t* query_starts;
-  const int64_t* context_lengths;
-  int num_heads;
-  float scale;  // of scores, to base 2
-  int64_t window;
-
-  void run(const Item& item, const Item* next_item) const {
-    Scratch scratch;
-    stage_queries(item, scratch);
-    const int64_t first_key = first_visible(position(item, item.first_row)), last_key = position(item, item.end_row - 1);
-    const int64_t first_tile = first_key / kTile, last_tile = last_key / kTile;
-    Tile<Element> next = tile_at(item, first_tile, first_key, last_key, scratch);
-    for (int64_t number = first_tile; number <= last_tile; ++number) {
-      const Tile<Element> tile = next;
-      if (number < last_tile)
-        next = tile_at(item, number + 1, first_key, last_key, scratch);
-      else if (next_item != nullptr)
-        next = first_tile_of(*next_item, scratch);
-      run_tile(item, number, tile, next, scratch);
-      // Blocks too small to be used in place share one copy, which this tile has just let go of.
-      if (cache.block_size < kGroup && number < last_tile) copy_tile(item, number + 1, first_key, last_key, scratch);
-    }
-    write_output(item, scratch);
-  }
-
- private:
   struct Scratch {
     alignas(64) Left queries[kItemRows * kMaxHeadSize / Type::kPair];
     alignas(64) float outputs[kItemRows * kMaxHeadSize];
@@ -390,49 +369,301 @@ class Attention {
     TileCopy<Element> copy;
   };
 
+  Cache<Element> cache;
+  const Element* queries;
+  int64_t query_token_stride, query_head_stride;  // elements
+  Element* output;                                // [tokens, heads, head size]
+  const int64_t* query_starts;
+  const int64_t* context_lengths;
+  int num_heads;
+  float scale;  // of scores, to base 2
+  int64_t window;
+
   int group_size() const { return num_heads / cache.num_kv_heads; }
-  const int64_t* table(const Item& item) const { return cache.tables + item.sequence * cache.table_stride; }
+  int64_t num_tokens(int sequence) const { return query_starts[sequence + 1] - query_starts[sequence]; }
 
   int64_t position(const Item& item, int64_t row) const {
-    const int64_t num_tokens = query_starts[item.sequence + 1] - query_starts[item.sequence];
-    return context_lengths[item.sequence] - num_tokens + row / group_size();
+    return context_lengths[item.sequence] - num_tokens(item.sequence) + row / group_size();
   }
 
-  int64_t first_visible(int64_t position) const {
-    return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+  int64_t first_visible(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
+
+  Keys keys_of(const Item& item) const {
+    return {first_visible(position(item, item.first_row)), position(item, item.end_row - 1)};
   }
 
-  int64_t query_offset(const Item& item, int64_t row, int64_t token_stride, int64_t head_stride) const {
+  Range visible_to(const Item& item, int64_t row, int64_t tile_number) const {
+    const int64_t at = position(item, row), start = tile_number * kTile;
+    return {int(std::clamp<int64_t>(first_visible(at) - start, 0, kTile)),
+            int(std::clamp<int64_t>(at + 1 - start, 0, kTile))};
+  }
+
+  // Of one row, in elements.
+  int64_t offset(const Item& item, int64_t row, int64_t token_stride, int64_t head_stride) const {
     const int64_t token = query_starts[item.sequence] + row / group_size();
     return token * token_stride + (int64_t(item.kv_head) * group_size() + row % group_size()) * head_stride;
   }
 
-  Range visible_to(const Item& item, int64_t row, int64_t tile) const {
-    const int64_t at = position(item, row), start = tile * kTile;
-    return {
-        int(std::clamp<int64_t>(first_visible(at) - start, 0, kTile)), int(std::clamp<int64_t>(at + 1 - start, 0, kTile))};
+  Tile<Element> locate(const Item& item, int64_t tile_number, Keys keys, Scratch& scratch) const {
+    const int64_t* table = cache.tables + item.sequence * cache.table_stride;
+    const int64_t start = tile_number * kTile;
+    if (cache.block_size < kGroup)
+      return small_block_tile<Type>(cache, table, item.kv_head, start, keys.first, keys.last, scratch.copy);
+    return tile_of_blocks<Type>(cache, table, item.kv_head, start, keys.first, keys.last);
   }
 
-  void stage_queries(const Item& item, Scratch& scratch) const {
+  void run(const Item& item, const Item* next_item) const {
+    Scratch scratch;
+    stage(item, scratch);
+    const bool is_copied = cache.block_size < kGroup;
+    const Keys keys = keys_of(item);
+    const int64_t first_tile = keys.first / kTile, last_tile = keys.last / kTile;
+    Tile<Element> next = locate(item, first_tile, keys, scratch);
+    for (int64_t number = first_tile; number <= last_tile; ++number) {
+      if (is_copied && number > first_tile) next = locate(item, number, keys, scratch);
+      const Tile<Element> tile = next;
+      if (!is_copied && number < last_tile) next = locate(item, number + 1, keys, scratch);
+      if (!is_copied && number == last_tile && next_item != nullptr) {
+        const Keys next_keys = keys_of(*next_item);
+        next = locate(*next_item, next_keys.first / kTile, next_keys, scratch);
+      }
+      run_tile(item, number, tile, next, scratch);
+    }
+    write(item, scratch);
+  }
+
+  void stage(const Item& item, Scratch& scratch) const {
     const int size = cache.head_size;
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
       const int64_t place = row - item.first_row;
-      Type::stage(
-          queries + query_offset(item, row, query_token_stride, query_head_stride), size,
-          scratch.queries + place * size / Type::kPair);
+      const Element* query = queries + offset(item, row, query_token_stride, query_head_stride);
+      Type::stage(query, size, scratch.queries + place * size / Type::kPair);
       std::memset(scratch.outputs + place * size, 0, size * sizeof(float));
       scratch.softmax[place] = {-kInfinity, Floats{}};
     }
   }
 
-  Tile<Element> tile_at(
-      const Item& item, int64_t number, int64_t first_key, int64_t last_key, Scratch& scratch) const {
-    if (cache.block_size >= kGroup)
-      return tile_of_blocks<Type>(cache, table(item), item.kv_head, number * kTile, first_key, last_key);
-    const bool is_first = number == first_key / kTile;
-    if (is_first) copy_tile(item, number, first_key, last_key, scratch);
-    return tile_of_copy(scratch);
+  void run_tile(
+      const Item& item, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, Scratch& scratch) const {
+    for (int64_t row = item.first_row; row < item.end_row; row += kMaxRows) {
+      const bool is_first = row == item.first_row;
+      switch (std::min<int64_t>(kMaxRows, item.end_row - row)) {
+        case 1: run_rows<1>(item, row, number, tile, next, is_first, scratch); break;
+        case 2: run_rows<2>(item, row, number, tile, next, is_first, scratch); break;
+        case 3: run_rows<3>(item, row, number, tile, next, is_first, scratch); break;
+        default: run_rows<4>(item, row, number, tile, next, is_first, scratch);
+      }
+    }
+  }
+
+  template <int kRows>
+  void run_rows(
+      const Item& item, int64_t row, int64_t number, const Tile<Element>& tile, const Tile<Element>& next,
+      bool fetches_next, Scratch& scratch) const {
+    Range visible[kRows];
+    bool is_even = true, is_seen = false;
+    for (int r = 0; r < kRows; ++r) {
+      visible[r] = visible_to(item, row + r, number);
+      is_even &= visible[r] == visible[0];
+      is_seen |= !visible[r].is_empty();
+    }
+    if (!is_seen) return;
+    const int64_t place = row - item.first_row;
+    const int num_steps = cache.head_size / Type::kPair;
+    const Left* left = scratch.queries + place * num_steps;
+    if (fetches_next)
+      score_rows<Type, kRows, true>(left, num_steps, tile, next, num_steps, scratch.scores);
+    else
+      score_rows<Type, kRows, false>(left, num_steps, tile, next, num_steps, scratch.scores);
+    float decays[kRows];
+    for (int r = 0; r < kRows; ++r)
+      if (!visible[r].is_empty())
+        decays[r] = probabilities_of<Type>(
+            scratch.scores + r * kTile, scale, visible[r], scratch.softmax[place + r],
+            scratch.probabilities + r * kTile / Type::kPair);
+    if (!is_even)
+      add_uneven<kRows>(visible, place, tile, next, decays, scratch);
+    else if (fetches_next)
+      add_range<kRows, true>(visible[0], 0, place, tile, next, {true, true}, decays, scratch);
+    else
+      add_range<kRows, false>(visible[0], 0, place, tile, next, {true, true}, decays, scratch);
+  }
+
+  // Rows that see different parts of a tile: together what all see, each alone what comes before and after.
+  template <int kRows>
+  void add_uneven(
+      const Range* visible, int64_t place, const Tile<Element>& tile, const Tile<Element>& next, const float* decays,
+      Scratch& scratch) const {
+    Range common = {0, kTile};
+    for (int r = 0; r < kRows; ++r) {
+      common.first = std::max(common.first, (visible[r].first + 1) & ~1);
+      common.end = std::min(common.end, visible[r].end & ~1);
+    }
+    const bool is_shared = !common.is_empty();
+    for (int r = 0; r < kRows; ++r) {
+      if (visible[r].is_empty()) continue;
+      const Range before = {visible[r].first, is_shared ? common.first : visible[r].end};
+      add_range<1, false>(before, r, place, tile, next, {true, !is_shared}, decays, scratch);
+    }
+    if (!is_shared) return;
+    add_range<kRows, false>(common, 0, place, tile, next, {false, false}, decays, scratch);
+    for (int r = 0; r < kRows; ++r)
+      add_range<1, false>({common.end, visible[r].end}, r, place, tile, next, {false, true}, decays, scratch);
+  }
+
+  // The keys of `range` for kRows rows from `first` of the rows in hand.
+  template <int kRows, bool kFetches>
+  void add_range(
+      Range range, int first, int64_t place, const Tile<Element>& tile, const Tile<Element>& next, Ends ends,
+      const float* decays, Scratch& scratch) const {
+    Span<Element> spans[kMaxSpans];
+    const int num_spans = spans_of(range, tile, next, spans, scratch);
+    const Left* left = scratch.probabilities + (first * kTile + (range.first & ~(Type::kPair - 1))) / Type::kPair;
+    const int64_t size = cache.head_size;
+    add_values_of_head<Type, kRows, kFetches>(
+        left, spans, num_spans, int(size), ends, decays + first, scratch.sums + first * size,
+        scratch.outputs + (place + first) * size);
+  }
+
+  int spans_of(
+      Range range, const Tile<Element>& tile, const Tile<Element>& next, Span<Element>* spans, Scratch& scratch) const {
+    constexpr int kPair = Type::kPair;
+    int num_spans = 0;
+    if (range.is_empty()) return 0;
+    if (range.first % kPair != 0)
+      spans[num_spans++] = edge(range.first, tile, scratch.edges[0]);
+    const int end = range.end & ~(kPair - 1);
+    for (int key = (range.first + kPair - 1) & ~(kPair - 1); key < end;) {
+      const int stop = std::min(end, (key / kGroup + 1) * kGroup);
+      const int64_t inside = int64_t(key % kGroup) * cache.head_size;
+      spans[num_spans++] = {tile.values[key / kGroup] + inside, next.values[key / kGroup] + inside, (stop - key) / kPair};
+      key = stop;
+    }
+    if (range.end % kPair != 0 && range.end - 1 >= range.first)
+      spans[num_spans++] = edge(range.end - 1, tile, scratch.edges[1]);
+    return num_spans;
+  }
+
+  // A key that is seen though the other of its pair is not: that one's values become zero.
+  Span<Element> edge(int key, const Tile<Element>& tile, Element* copy) const {
+    constexpr int kPair = Type::kPair;
+    const int kept = key % kPair;
+    const Element* pairs = tile.values[key / kGroup] + int64_t(key % kGroup - kept) * cache.head_size;
+    for (int dimension = 0; dimension < cache.head_size; ++dimension)
+      for (int side = 0; side < kPair; ++side)
+        copy[dimension * kPair + side] = side == kept ? pairs[dimension * kPair + side] : Element(0);
+    return {copy, copy, 1};
+  }
+
+  void write(const Item& item, const Scratch& scratch) const {
+    const int64_t size = cache.head_size;
+    for (int64_t row = item.first_row; row < item.end_row; ++row) {
+      const int64_t place = row - item.first_row;
+      const Floats factor = broadcast(1.0f / sum_of_lanes(scratch.softmax[place].sum));
+      Element* to = output + offset(item, row, num_heads * size, size);
+      for (int64_t column = 0; column < size; column += kLanes)
+        store_floats(to + column, load<Floats>(scratch.outputs + place * size + column) * factor);
+    }
+  }
+
+  // Sequence by sequence, so that neighbours read neighbouring blocks; within one, the rows with most to do first.
+  std::vector<Item> items(int num_sequences) const {
+    std::vector<Item> all;
+    for (int sequence = 0; sequence < num_sequences; ++sequence) {
+      const int64_t num_rows = num_tokens(sequence) * group_size();
+      for (int64_t part = (num_rows + kItemRows - 1) / kItemRows - 1; part >= 0; --part)
+        for (int head = 0; head < cache.num_kv_heads; ++head)
+          all.push_back({sequence, head, part * kItemRows, std::min(num_rows, (part + 1) * kItemRows)});
+    }
+    return all;
+  }
+
+  void run_all(int num_sequences, int num_threads) const {
+    const std::vector<Item> all = items(num_sequences);
+    const int64_t count = int64_t(all.size());
+    num_threads = int(std::min<int64_t>(num_threads, count));
+    // An item fetches the beginning of the next one, so a thread takes a few in a row.
+    const int64_t chunk = std::clamp<int64_t>(count / (std::max(num_threads, 1) * 8), 1, 8);
+#pragma omp parallel for schedule(dynamic, chunk) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t index = 0; index < count; ++index)
+      run(all[index], index + 1 < count ? &all[index + 1] : nullptr);
   }
 };
 
+// ---- writing this step's keys and values --------------------------------------------------------------------------
+
+// One token's keys and values of one head -> its place in its block.
+template <class Type>
+SPMD_INLINE void write_one(
+    const Cache<typename Type::Element>& cache, const typename Type::Element* key, const typename Type::Element* value,
+    int64_t block, int head, int offset) {
+  constexpr int kPair = Type::kPair;
+  typename Type::Element* keys = cache.keys(block, head) + offset * kPair;
+  typename Type::Element* values = cache.values(block, head) + int64_t(offset - offset % kPair) * cache.head_size;
+  const int64_t stride = int64_t(cache.block_size) * kPair;
+  for (int step = 0; step < cache.head_size / kPair; ++step)
+    std::memcpy(keys + step * stride, key + step * kPair, kPair * sizeof *keys);
+  for (int dimension = 0; dimension < cache.head_size; ++dimension)
+    values[dimension * kPair + offset % kPair] = value[dimension];
+}
+
+template <class Type>
+void write_all(
+    const Cache<typename Type::Element>& cache, const typename Type::Element* key, int64_t key_token_stride,
+    int64_t key_head_stride, const typename Type::Element* value, int64_t value_token_stride, int64_t value_head_stride,
+    const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int num_threads) {
+  const int64_t num_heads = cache.num_kv_heads;
+  // Below this many numbers a second thread costs more than it brings.
+  const bool is_small = num_tokens * num_heads * cache.head_size < 16384;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && !is_small)
+  for (int64_t head = 0; head < num_heads; ++head)
+    for (int64_t token = 0; token < num_tokens; ++token)
+      write_one<Type>(
+          cache, key + token * key_token_stride + head * key_head_stride,
+          value + token * value_token_stride + head * value_head_stride, blocks[token], int(head), int(offsets[token]));
+}
+
 }  // namespace
+
+// ---- what Python calls --------------------------------------------------------------------------------------------
+
+#define SPMD_ATTENTION(name, Type)                                                                                     \
+  extern "C" void spmd_write_##name(                                                                                   \
+      Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \
+      const Type::Element* key, int64_t key_token_stride, int64_t key_head_stride, const Type::Element* value,         \
+      int64_t value_token_stride, int64_t value_head_stride, const int64_t* blocks, const int64_t* offsets,            \
+      int64_t num_tokens, int64_t num_threads) {                                                                       \
+    write_all<Type>(                                                                                                   \
+        {cache, block_stride, nullptr, 0, int(num_kv_heads), int(head_size), int(block_size)}, key, key_token_stride,  \
+        key_head_stride, value, value_token_stride, value_head_stride, blocks, offsets, num_tokens, int(num_threads)); \
+  }                                                                                                                    \
+  extern "C" void spmd_attend_##name(                                                                                  \
+      Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \
+      const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
+      int64_t query_head_stride, int64_t num_heads, const int64_t* query_starts, const int64_t* context_lengths,       \
+      int64_t num_sequences, float scale, int64_t window, Type::Element* output, int64_t num_threads) {                \
+    const float scale_to_base_2 = scale * 1.44269504088896340736f;                                                     \
+    const Attention<Type> attention = {                                                                                \
+        {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size)},               \
+        queries, query_token_stride, query_head_stride, output, query_starts, context_lengths, int(num_heads),         \
+        scale_to_base_2, window};                                                                                      \
+    attention.run_all(int(num_sequences), int(num_threads));                                                           \
+  }
+
+SPMD_ATTENTION(float32, Float32)
+SPMD_ATTENTION(bfloat16, Bfloat16)
+
+// The instruction set the library was compiled for, in words.
+extern "C" const char* spmd_instruction_set() {
+#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+  return "avx512 with bf16 dot products";
+#elif defined(SPMD_AVX512)
+  return "avx512";
+#elif defined(SPMD_AVX2)
+  return "avx2 with fma";
+#elif defined(__aarch64__)
+  return "neon";
+#else
+  return "portable";
+#endif
+}

@@ -34,7 +34,8 @@ typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-SPMD_INLINE Floats broadcast(float value) { return Floats{} + value; }
+// Minus zero, not plus: that leaves -0 as it is, so nothing is computed.
+SPMD_INLINE Floats broadcast(float value) { return value - Floats{}; }
 
 template <class Vector>
 SPMD_INLINE Vector load(const void* from) {

@@ -1,0 +1,166 @@
+"""The determinism contract: a row's tokens and log-probabilities are a function of the row alone, bit for bit.
+
+Each case changes something a row must not depend on - company, order, chunking, budget, preemption, block size,
+threads, a second run - and compares with the same rows run plainly. Needs the native kernels: torch's own attention is
+the negative control, which must fail.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import spmd_worker.worker.worker as worker_module
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.kernels.reference import ReferenceKernels
+
+Answer = list[tuple[list[int], list[float]]]
+
+NUM_ROWS = 14
+CASES = {
+    "twice": {},
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+    "chunks of 50": {"max_num_batched_tokens": 50, "max_num_seqs": 50},
+    "chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 64},
+    "three at a time": {"max_num_seqs": 3},
+    "whole prompts only": {"enable_chunked_prefill": False},
+    "small blocks": {"block_size": 4, "num_blocks": 4000},
+    "large blocks": {"block_size": 64, "num_blocks": 300},
+    "preempted": {"num_blocks": 30, "max_model_len": 400, "max_num_batched_tokens": 96, "max_num_seqs": 14},
+}
+
+
+def rows() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+    """Prompts of 1 to 300 tokens; greedy, sampled, filtered, penalised and forking rows."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [1, 2, 3, 15, 16, 17, 40, 63, 64, 65, 100, 129, 200, 300][:NUM_ROWS]
+    prompts = [{"prompt_token_ids": torch.randint(3, 150, (n,), generator=generator).tolist()} for n in lengths]
+    plain = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    kinds = [
+        plain,
+        replace(plain, temperature=0.9),
+        replace(plain, temperature=0.8, top_p=0.9, top_k=40),
+        replace(plain, temperature=1.0, frequency_penalty=0.4, repetition_penalty=1.2),
+        replace(plain, temperature=1.1, n=3, seed=11),
+    ]
+    return prompts, [
+        replace(kinds[index % len(kinds)], seed=kinds[index % len(kinds)].seed) for index in range(NUM_ROWS)
+    ]
+
+
+def answers(llm: LLM, order: list[int] | None = None, alone: bool = False) -> list[Answer]:
+    """Every row's tokens and log-probabilities, by row. Rows keep their own seeds whatever their place."""
+    prompts, params = rows()
+    # Without a seed of its own a row's randomness is named by its place in the call, so each gets one.
+    params = [replace(each, seed=1000 + index) for index, each in enumerate(params)]
+    order = order or list(range(NUM_ROWS))
+    groups = [[index] for index in order] if alone else [order]
+    found: dict[int, Answer] = {}
+    for group in groups:
+        outputs = llm.generate([prompts[i] for i in group], [params[i] for i in group], use_tqdm=False)
+        for index, output in zip(group, outputs, strict=True):
+            assert output.error is None, output.error
+            found[index] = [
+                (list(each.token_ids), [entry.logprob for step in each.logprobs or [] for entry in step.values()])
+                for each in output.outputs
+            ]
+    return [found[index] for index in range(NUM_ROWS)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without weights: the dummy ones are the same everywhere. Sizes at which plain products are not row-
+    invariant.
+    """
+    folder = tmp_path_factory.mktemp("determinism")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 500,
+        "hidden_size": 192,
+        "intermediate_size": 2080,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, dtype: str) -> list[Answer]:
+    with make(checkpoint, dtype) as llm:
+        return answers(llm)
+
+
+def make(checkpoint: Path, dtype: str, **changed: object) -> LLM:
+    settings = {"num_blocks": 1200, "max_model_len": 400, "dtype": dtype, "device": "cpu", **changed}
+    return LLM(checkpoint, load_format="dummy", **settings)  # type: ignore[arg-type]  # a table of cases has no types
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_does_not_depend_on_how_it_is_scheduled(checkpoint, dtype, plain, case):
+    with make(checkpoint, dtype, **CASES[case]) as llm:
+        assert answers(llm) == plain
+        if case == "preempted":
+            assert llm.llm_engine.counters.num_preemptions > 5
+
+
+def test_a_row_does_not_depend_on_its_company_or_on_arrival_order(checkpoint, dtype, plain):
+    with make(checkpoint, dtype) as llm:
+        assert answers(llm, order=list(reversed(range(NUM_ROWS)))) == plain
+        assert answers(llm, alone=True) == plain
+
+
+def test_a_row_does_not_depend_on_the_number_of_threads(checkpoint, dtype, plain):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2 if threads == 1 else 1)
+    try:
+        with make(checkpoint, dtype) as llm:
+            assert answers(llm) == plain
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_row_does_not_depend_on_the_hash_seed_of_the_process(checkpoint):
+    script = (
+        "import json, sys; sys.path[:0] = sys.argv[2:]\n"
+        "from pathlib import Path; import test_determinism as this\n"
+        "with this.make(Path(sys.argv[1]), 'float32') as llm: print(json.dumps(this.answers(llm)))"
+    )
+    here = Path(__file__).parent
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", script, str(checkpoint), str(here), str(here.parent)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1]
+    assert len(json.loads(printed[0].splitlines()[-1])) == NUM_ROWS
+
+
+def test_torch_attention_does_not_keep_the_contract_so_the_matrix_can_fail(checkpoint, monkeypatch):
+    monkeypatch.setattr(worker_module, "choose_backends", lambda *_: (ReferenceKernels(), SdpaBackend()))
+    with make(checkpoint, "float32") as llm:
+        whole = answers(llm)
+    with make(checkpoint, "float32", **CASES["chunks of 7"]) as llm:
+        assert answers(llm) != whole
