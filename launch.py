@@ -9,7 +9,9 @@ and every error are printed once, by rank 0.
 import argparse
 import inspect
 import os
+import signal
 import sys
+import time
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,9 @@ from spmd_worker.parallel.environment import RankEnvironment, read_rank_environm
 from spmd_worker.version import version
 
 CONF: Final = Path(__file__).resolve().parent / "conf"
+
+_PATIENCE_S: Final = 5.0
+"""How long a rank that failed like rank 0 waits for rank 0's end to end it too."""
 
 _USAGE: Final = """\
 Offline LLM inference in the ranks that torchrun started: rows in, completions out.
@@ -148,8 +153,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     try:
         run_job(config, environment)
     except (ReplicaDivergedError, RanksDisagreeError) as error:
-        _fail(str(error), environment)
-        _leave_together(DIVERGED_EXIT_CODE)
+        _leave_together(_fail(str(error), environment, DIVERGED_EXIT_CODE))
     except (RankFailedError, JobError) as error:
         return _fail(str(error), environment)
     except (OSError, DeviceError, TokenizerError, CheckpointError) as error:
@@ -158,19 +162,30 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
 
 
 def _leave_together(exit_code: int) -> NoReturn:
-    """Exit at once with this code: the first rank to leave makes torchrun end the others, each of which has its say."""
+    """Exit at once with this code, waiting for nobody: the ranks that diverged cannot close their groups in step."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
 
 
-def _fail(message: str, environment: RankEnvironment, *, is_own: bool = False) -> int:
-    """Print an error once: rank 0 speaks for all, and another rank only of an error that is its own."""
+def _fail(message: str, environment: RankEnvironment, code: int = 1, *, is_own: bool = False) -> int:
+    """Print an error once: rank 0 speaks for all, and another rank only of an error that is its own. Returns `code`."""
     if environment.is_leader:
         print(f"error: {message}", file=sys.stderr, flush=True)
-    elif is_own:
-        print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
-    return 1
+        return code
+    if not is_own:
+        _leave_the_word_to_the_leader(code)
+    print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _leave_the_word_to_the_leader(code: int) -> None:
+    """Wait to be ended, with `code`, by the launcher, which ends all ranks when one has failed.
+
+    Leaving first could end rank 0 before it has spoken. Returns when rank 0 is not failing, which is news.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(_PATIENCE_S)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python scripts/replay.py LOG                  replay scheduler and cache, without weights
     python scripts/replay.py LOG --until STEP     and print the state that STEP left
-    python scripts/replay.py LOG --row KEY        and print one request's history: a request's number, a custom id,
-                                                  index:N for row N of the input
+    python scripts/replay.py LOG --row KEY        and print one request's history: its number, its custom_id, or
+                                                  index:N for row N of the input if it has no custom_id
     python scripts/replay.py LOG --with-model     and recompute every token on one rank
     python scripts/replay.py --diff A B           name the first difference of two logs
 
@@ -15,6 +15,8 @@ spmd_worker/batch/replay.py finds.
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from spmd_worker.batch.replay import (
@@ -31,9 +33,9 @@ from spmd_worker.batch.replay import (
 from spmd_worker.lockstep.step_log import StepLog, StepLogError, StepLogHeader, read_step_log
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.events import Abort, Admit
-from spmd_worker.sequence.metadata import GroupUpdate, SequenceData, SequenceDataDelta, SequenceGroupMetadata
+from spmd_worker.sequence.metadata import GroupUpdate, SequenceData, SequenceDataDelta
 from spmd_worker.sequence.request import Request
-from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceStatus
+from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 from spmd_worker.tokenizer import Tokenizer
 from spmd_worker.version import code_fingerprint
 
@@ -94,8 +96,11 @@ def replay_log(options: argparse.Namespace) -> int:
 
 
 def open_log(path: Path) -> StepLog:
-    """Raises StepLogError; a torn tail is a warning."""
-    log = read_step_log(path)
+    """Raises StepLogError or ReplayError; a torn tail is a warning."""
+    try:
+        log = read_step_log(path)
+    except OSError as error:
+        raise ReplayError(f"cannot read {path}: {error.strerror}") from None
     if log.torn_tail is not None:
         print(f"warning: {path}: {log.torn_tail}; what comes before is used")
     return log
@@ -134,7 +139,7 @@ def print_result(replay: Replay, *, is_whole: bool) -> None:
     counters = replay.scheduler.counters
     print(
         f"{replay.num_requests} requests, {counters.num_output_tokens} output tokens, {counters.num_preemptions} "
-        f"preemptions, {counters.num_recomputed_tokens} tokens to be recomputed"
+        f"preemptions, by which {counters.num_recomputed_tokens} computed tokens were lost"
     )
     if is_whole and not replay.is_closed:
         print("the log does not end with the run's end: it was cut short, or the run was")
@@ -157,7 +162,10 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
         print("  its sampled ids are not in the log, which ends here: this is the state before they are taken in")
     print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free")
     print(f"  waiting: {len(scheduler.waiting)}")
-    print_table([waiting_line(sequence) for sequence in scheduler.waiting], ("request", "sample", "tokens", "why"))
+    waiting = list(islice(scheduler.waiting, MAX_ITEMS_SHOWN))
+    print_table([waiting_line(sequence) for sequence in waiting], ("request", "sample", "tokens", "why"))
+    if len(waiting) < len(scheduler.waiting):
+        print(f"    and {len(scheduler.waiting) - len(waiting)} more")
     print(f"  running: {len(scheduler.running)}")
     heads = ("request", "sample", "prompt", "output", "computed", "num_blocks", "blocks")
     print_table([running_line(sequence) for sequence in scheduler.running], heads)
@@ -203,15 +211,33 @@ def with_history(log: StepLog, key: str, replay: Replay, steps: Iterator[Replaye
     request = find_request(read_messages(log.messages()), key, log.header.seed)
     if request is None:
         raise ReplayError(
-            f"--row {key}: no such request; give its number, its custom_id, or index:N for row N of the input (a row "
-            f"with a seed of its own is found by its number only)"
+            f"--row {key}: no such request. Give its custom_id, or index:N for row N of the input if it has none; or "
+            f"its number, which counts the rows that ran from 0: a row with a seed of its own is found only by that"
         )
     history = RowHistory(request)
     history.print_request()
     for step in steps:
         history.print_step(step, replay.scheduler)
         yield step
+    history.print_rest()
     print()
+
+
+@dataclass(slots=True)
+class Decoding:
+    """Steps in a row in which a sequence computed one position each and took no block: one line of a history."""
+
+    first_step: int
+    first_position: int
+    token_ids: list[int]
+
+    @property
+    def next_step(self) -> int:
+        return self.first_step + len(self.token_ids)
+
+    def text(self) -> str:
+        last_position = self.first_position + len(self.token_ids) - 1
+        return f"computes {positions(self.first_position, last_position)}, samples {listed(self.token_ids)}"
 
 
 class RowHistory:
@@ -222,6 +248,7 @@ class RowHistory:
         self._running: dict[int, Sequence] = {}
         self._held: dict[int, tuple[int, int]] = {}
         self._told_endings: list[int] = []
+        self._decoding: dict[int, Decoding] = {}
 
     def print_request(self) -> None:
         request, sampling = self._request, self._request.sampling
@@ -240,44 +267,67 @@ class RowHistory:
         self._running = {sequence.sample_index: sequence for sequence in own}
         self._held = {each.sample_index: (each.num_computed_tokens, each.table.num_blocks) for each in own}
 
+    def print_rest(self) -> None:
+        """What was held back to be said in one line."""
+        for sample_index in list(self._decoding):
+            self._print_decoding(sample_index)
+
     def _print_lost(self, step: int, scheduler: Scheduler) -> None:
         for sample_index, sequence in self._running.items():
             if sequence.status is SequenceStatus.PREEMPTED:
                 num_tokens, num_blocks = self._held[sample_index]
-                say(step, sample_index, f"preempted: gives back {num_blocks} blocks, {num_tokens} tokens to recompute")
+                self._say(step, sample_index, f"preempted: loses {num_blocks} blocks, {num_tokens} computed tokens")
 
     def _print_scheduled(self, step: ReplayedStep, group: GroupUpdate) -> None:
         sampled = sampled_by_sequence(step)
         for data in group.sequences:
             token_ids = sampled.get((group.request_id, data.sample_index), ())
-            is_snapshot = isinstance(group, SequenceGroupMetadata)
-            say(step.plan.step, data.sample_index, describe(data, token_ids, is_snapshot=is_snapshot))
+            if len(token_ids) == 1 and is_plain_decoding(data):
+                self._hold_back(step.plan.step, data, token_ids[0])
+            else:
+                self._say(step.plan.step, data.sample_index, describe(data, token_ids))
+
+    def _hold_back(self, step: int, data: SequenceData | SequenceDataDelta, token_id: int) -> None:
+        decoding = self._decoding.get(data.sample_index)
+        if decoding is not None and decoding.next_step == step:
+            decoding.token_ids.append(token_id)
+            return
+        self._print_decoding(data.sample_index)
+        self._decoding[data.sample_index] = Decoding(step, data.num_computed_tokens, [token_id])
 
     def _print_finished(self, step: ReplayedStep) -> None:
-        ended = {
-            sequence.sample_index: sequence
-            for group in step.ended
-            if group.request.request_id == self._request.request_id
-            for sequence in group.sequences
-        }
-        for sample_index, sequence in (self._running | ended).items():
+        ended = [group for group in step.ended if group.request.request_id == self._request.request_id]
+        of_ended = {sequence.sample_index: sequence for group in ended for sequence in group.sequences}
+        for sample_index, sequence in (self._running | of_ended).items():
             if sequence.status is SequenceStatus.FINISHED and sample_index not in self._told_endings:
                 self._told_endings.append(sample_index)
-                say(step.plan.step, sample_index, ending_of(sequence))
-        for group in step.ended:
-            if group.request.request_id == self._request.request_id:
-                self._print_answer(step.plan.step, group)
-
-    def _print_answer(self, step: int, group: SequenceGroup) -> None:
-        num_tokens = sum(len(sequence.output_token_ids) for sequence in group.sequences)
-        say(step, None, f"answered: {num_tokens} output tokens, {group.num_preemptions} preemptions")
+                self._say(step.plan.step, sample_index, ending_of(sequence))
+        for group in ended:
+            num_tokens = sum(len(sequence.output_token_ids) for sequence in group.sequences)
+            text = f"answered: {num_tokens} output tokens, {group.num_preemptions} preemptions"
+            self._say(step.plan.step, None, text)
 
     def _print_events(self, step: ReplayedStep, scheduler: Scheduler) -> None:
         for event in step.events:
             if isinstance(event, Admit) and event.request.request_id == self._request.request_id:
-                say(step.plan.step, None, f"admitted after this step, {len(scheduler.waiting)} wait")
+                self._say(step.plan.step, None, f"admitted after this step, {len(scheduler.waiting)} wait")
             elif isinstance(event, Abort) and event.request_id == self._request.request_id:
-                say(step.plan.step, None, "abort asked for after this step")
+                self._say(step.plan.step, None, "abort asked for after this step")
+
+    def _say(self, step: int, sample_index: int | None, text: str) -> None:
+        self.print_rest()
+        print_event(str(step), sample_index, text)
+
+    def _print_decoding(self, sample_index: int) -> None:
+        decoding = self._decoding.pop(sample_index, None)
+        if decoding is not None:
+            last_step = decoding.next_step - 1
+            steps = f"{decoding.first_step}-{last_step}" if last_step > decoding.first_step else str(last_step)
+            print_event(steps, sample_index, decoding.text())
+
+
+def is_plain_decoding(data: SequenceData | SequenceDataDelta) -> bool:
+    return isinstance(data, SequenceDataDelta) and data.num_scheduled_tokens == 1 and not data.appended_block_ids
 
 
 def sampled_by_sequence(step: ReplayedStep) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -292,18 +342,21 @@ def sampled_by_sequence(step: ReplayedStep) -> dict[tuple[int, int], tuple[int, 
     return sampled
 
 
-def describe(data: SequenceData | SequenceDataDelta, token_ids: tuple[int, ...], *, is_snapshot: bool) -> str:
-    first, end = data.num_computed_tokens, data.num_computed_tokens + data.num_scheduled_tokens
-    text = f"computes position {first}" if end == first + 1 else f"computes positions {first} to {end - 1}"
+def describe(data: SequenceData | SequenceDataDelta, token_ids: tuple[int, ...]) -> str:
+    text = f"computes {positions(data.num_computed_tokens, data.num_computed_tokens + data.num_scheduled_tokens - 1)}"
     if isinstance(data, SequenceData):
-        text += f", blocks {shorten(data.block_ids)}"
+        text += f", told whole with blocks {shorten(data.block_ids)}"
     elif data.appended_block_ids:
-        text += f", blocks {data.num_kept_blocks} + {shorten(data.appended_block_ids)}"
-    if is_snapshot:
-        text += ", told whole"
-    if token_ids:
-        text += f", samples {', '.join(map(str, token_ids))}"
-    return text
+        text += f", keeps {data.num_kept_blocks} blocks and takes {shorten(data.appended_block_ids)}"
+    return text + (f", samples {listed(token_ids)}" if token_ids else "")
+
+
+def positions(first: int, last: int) -> str:
+    return f"position {first}" if first == last else f"positions {first} to {last}"
+
+
+def listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items))
 
 
 def ending_of(sequence: Sequence) -> str:
@@ -313,9 +366,9 @@ def ending_of(sequence: Sequence) -> str:
     return f"ends: {reason}{stop}, {len(sequence.output_token_ids)} tokens {shorten(sequence.output_token_ids)}"
 
 
-def say(step: int, sample_index: int | None, text: str) -> None:
+def print_event(steps: str, sample_index: int | None, text: str) -> None:
     who = "" if sample_index is None else f"sample {sample_index}"
-    print(f"  step {step:>5}  {who:<9} {text}")
+    print(f"  step {steps:>9}  {who:<9} {text}")
 
 
 # Recomputing.

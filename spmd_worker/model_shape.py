@@ -6,9 +6,8 @@ folder is data: code it carries (`auto_map`) is never run, and quantised checkpo
 """
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 
 _MOST: Final = 2**31 - 1
 _MOST_LAYERS: Final = 10_000
+_MOST_AMOUNT: Final = 1e12
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
 
 
@@ -56,7 +56,8 @@ class Family:
 
     `*_bias` True is always, False never, None asks the named key of config.json (`attention_bias`, `mlp_bias`).
     `default_head_size` 0 means hidden size / heads. `sliding_window` says when the window applies: "never", "always",
-    or "late_layers" (only with `use_sliding_window`, from layer `max_window_layers` on).
+    or "late_layers" (only with `use_sliding_window`, from layer `max_window_layers` on). `defaults` is what keys mean
+    that config.json leaves out, where transformers takes another value than the plain decoder's.
     """
 
     qkv_bias: bool | None = None
@@ -65,13 +66,32 @@ class Family:
     has_qk_norm: bool = False
     default_head_size: int = 0
     sliding_window: str = "never"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
+
+_QWEN_DEFAULTS: Final = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
+_MISTRAL_DEFAULTS: Final = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "eos_token_id": 2,
+}
 
 FAMILIES: Final = {
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, mlp_bias=False, sliding_window="always"),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, mlp_bias=False, sliding_window="late_layers"),
-    "Qwen3ForCausalLM": Family(mlp_bias=False, has_qk_norm=True, default_head_size=128, sliding_window="late_layers"),
+    "LlamaForCausalLM": Family(defaults={"eos_token_id": 2}),
+    "MistralForCausalLM": Family(
+        qkv_bias=False, output_bias=False, mlp_bias=False, sliding_window="always", defaults=_MISTRAL_DEFAULTS
+    ),
+    "Qwen2ForCausalLM": Family(
+        qkv_bias=True, output_bias=False, mlp_bias=False, sliding_window="late_layers", defaults=_QWEN_DEFAULTS
+    ),
+    "Qwen3ForCausalLM": Family(
+        mlp_bias=False,
+        has_qk_norm=True,
+        default_head_size=128,
+        sliding_window="late_layers",
+        defaults=_QWEN_DEFAULTS,
+    ),
 }
 
 
@@ -139,9 +159,9 @@ def read_model_shape(model_folder: Path) -> ModelShape:
     config = read_json_object(path)
     _refuse_what_is_not_run(config, path)
     generation = read_generation_config(model_folder)
-    return shape_from_config(
-        {**config, "eos_token_id": generation.get("eos_token_id", config.get("eos_token_id"))}, path
-    )
+    if "eos_token_id" in generation:
+        config["eos_token_id"] = generation["eos_token_id"]
+    return shape_from_config(config, path)
 
 
 def read_generation_config(model_folder: Path) -> dict[str, Any]:
@@ -165,9 +185,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def shape_from_config(config: Mapping[str, Any], path: Path) -> ModelShape:
     """`config` is the content of `path`, which is only named in errors."""
-    reader = _Reader(config, path)
-    architecture = _architecture(reader)
+    architecture = _architecture(config, path)
     family = FAMILIES[architecture]
+    reader = _Reader({**family.defaults, **config}, path)
     num_layers, num_heads = reader.count("num_hidden_layers"), reader.count("num_attention_heads")
     hidden_size = reader.count("hidden_size")
     num_kv_heads = reader.count("num_key_value_heads", num_heads)
@@ -197,13 +217,13 @@ def shape_from_config(config: Mapping[str, Any], path: Path) -> ModelShape:
         has_qk_norm=family.has_qk_norm,
         sliding_windows=_sliding_windows(reader, family, num_layers),
         dtype=_checkpoint_dtype(reader),
-        eos_token_ids=_eos_token_ids(reader),
+        eos_token_ids=_eos_token_ids(reader, reader.count("vocab_size")),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Typed look-ups in config.json: null and absent are the same."""
+    """Typed look-ups in config.json: null and absent are the same, but where the family has a default."""
 
     config: Mapping[str, Any]
     path: Path
@@ -213,11 +233,8 @@ class _Reader:
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
         most = _MOST_LAYERS if key == "num_hidden_layers" else _MOST
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ModelConfigError(f"{self.path}: {key}={value!r} must be a whole number from 1 to {most}")
-        return value
+        return _whole_number(self.get(key, default), f"{self.path}: {key}", 1, most)
 
     def number(self, key: str, default: float) -> float:
         return _positive_number(self.get(key, default), f"{self.path}: {key}")
@@ -229,9 +246,15 @@ class _Reader:
         return value
 
 
+def _whole_number(value: Any, where: str, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ModelConfigError(f"{where}={value!r} must be a whole number from {least} to {most}")
+    return value
+
+
 def _positive_number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ModelConfigError(f"{where}={value!r} must be a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_AMOUNT:
+        raise ModelConfigError(f"{where}={value!r} must be a number above 0 and up to {_MOST_AMOUNT:g}")
     return float(value)
 
 
@@ -247,12 +270,12 @@ def _refuse_what_is_not_run(config: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _architecture(reader: _Reader) -> str:
-    names = reader.get("architectures", [])
-    known = [name for name in names if name in FAMILIES] if isinstance(names, list) else []
+def _architecture(config: Mapping[str, Any], path: Path) -> str:
+    names = config.get("architectures")
+    known = [family for family in FAMILIES if isinstance(names, list) and family in names]
     if not known:
-        raise ModelConfigError(f"{reader.path}: architectures={names!r} is not known; known are {', '.join(FAMILIES)}")
-    return str(known[0])
+        raise ModelConfigError(f"{path}: architectures={names!r} is not known; known are {', '.join(FAMILIES)}")
+    return known[0]
 
 
 def _head_size(reader: _Reader, family: Family, hidden_size: int, num_heads: int) -> int:
@@ -277,7 +300,9 @@ def _sliding_windows(reader: _Reader, family: Family, num_layers: int) -> tuple[
     if layer_types is not None:
         _check_layer_types(layer_types, num_layers, reader.path)
         return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
-    first = reader.config.get("max_window_layers", 28) if family.sliding_window == "late_layers" else 0
+    first = 0
+    if family.sliding_window == "late_layers":
+        first = _whole_number(reader.get("max_window_layers", 28), f"{reader.path}: max_window_layers", 0, _MOST)
     return tuple(window if layer >= first else 0 for layer in range(num_layers))
 
 
@@ -292,8 +317,10 @@ def _check_layer_types(layer_types: Any, num_layers: int, path: Path) -> None:
 
 
 def _rope(reader: _Reader, max_positions: int) -> RopeParameters:
-    """Newer `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it."""
-    given = reader.get("rope_parameters", None) or reader.get("rope_scaling", None) or {}
+    """Newer `rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it; with both, transformers takes
+    the older.
+    """
+    given = reader.get("rope_scaling", None) or reader.get("rope_parameters", None) or {}
     if not isinstance(given, Mapping):
         raise ModelConfigError(f"{reader.path}: rope_parameters must be an object")
     rope_type = given.get("rope_type", given.get("type", "default"))
@@ -301,12 +328,15 @@ def _rope(reader: _Reader, max_positions: int) -> RopeParameters:
         raise ModelConfigError(
             f"{reader.path}: rope_type={rope_type!r} is not known; known are {', '.join(ROPE_TYPES)}"
         )
-    if float(given.get("partial_rotary_factor") or reader.get("partial_rotary_factor", 1.0)) != 1.0:
+    if (given.get("partial_rotary_factor") or reader.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelConfigError(f"{reader.path}: partial_rotary_factor other than 1 is not supported")
+    truncate = given.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ModelConfigError(f"{reader.path}: rope truncate={truncate!r} must be true or false")
     theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
     theta = _positive_number(theta, f"{reader.path}: rope_theta")
     numbers = _rope_numbers(given, rope_type, reader, max_positions)
-    return RopeParameters(rope_type=rope_type, rope_theta=theta, truncate=bool(given.get("truncate", True)), **numbers)
+    return RopeParameters(rope_type=rope_type, rope_theta=theta, truncate=truncate, **numbers)
 
 
 _ROPE_KEYS: Final = {
@@ -320,12 +350,11 @@ _YARN_OPTIONS: Final = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "a
 
 
 def _rope_numbers(given: Mapping[str, Any], rope_type: str, reader: _Reader, max_positions: int) -> dict[str, Any]:
-    original = given.get("original_max_position_embeddings") or reader.get(
-        "original_max_position_embeddings", max_positions
-    )
+    key = "original_max_position_embeddings"
+    original = _whole_number(reader.get(key, given.get(key) or max_positions), f"{reader.path}: {key}", 1, _MOST)
     if rope_type == "yarn" and given.get("factor") is None:
         given = {**given, "factor": max_positions / original}
-    numbers: dict[str, Any] = {"original_max_position_embeddings": int(original)}
+    numbers: dict[str, Any] = {key: original}
     for key in _ROPE_KEYS[rope_type]:
         numbers[key] = _positive_number(given.get(key), f"{reader.path}: rope {rope_type} {key}")
     for key in _YARN_OPTIONS if rope_type == "yarn" else ():
@@ -340,9 +369,10 @@ def _checkpoint_dtype(reader: _Reader) -> str:
     return name if name in DTYPE_BYTES else "float32"
 
 
-def _eos_token_ids(reader: _Reader) -> tuple[int, ...]:
+def _eos_token_ids(reader: _Reader, vocab_size: int) -> tuple[int, ...]:
     value = reader.get("eos_token_id", [])
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ModelConfigError(f"{reader.path}: eos_token_id={value!r} must be a token id or a list of them")
-    return tuple(ids)
+    # Some models name an id that their vocabulary does not have. It can never be sampled, so nothing is lost.
+    return tuple(token for token in ids if 0 <= token < vocab_size)

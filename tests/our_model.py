@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kv_cache.block import BlockId, num_blocks_for
-from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.config import ModelConfig, RunConfig
 from spmd_worker.lockstep.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.model_shape import ModelShape, read_model_shape
@@ -89,6 +88,7 @@ class _Run:
 
     def _new_cache(self, num_blocks: int) -> Tensor:
         shape = self.model.shape
-        block_shape = SdpaBackend().block_shape(shape.num_kv_heads, BLOCK_SIZE, shape.head_size)
+        backend = self.model.model.layers[0].self_attn._backend
+        block_shape = backend.block_shape(shape.num_kv_heads, BLOCK_SIZE, shape.head_size)
         # NaN where nothing was written: a key that should not be looked at shows.
         return torch.full((shape.num_layers, num_blocks, *block_shape), torch.nan)

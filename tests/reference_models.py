@@ -218,9 +218,7 @@ def reference_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def reference_greedy(
-    model: PreTrainedModel, prompt: list[int], num_tokens: int, *, stops: bool = False
-) -> list[int]:
+def reference_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int, *, stops: bool = False) -> list[int]:
     """What `generate` appends to one prompt, alone, with its own cache; until the end of sequence if it `stops`."""
     forget_rotary_state(model)
     output = model.generate(

@@ -91,6 +91,11 @@ class Replay:
     def _plan(self, message: StepMessage, last_events: tuple[Event, ...]) -> None:
         """Plan the message's step and compare plan and digest."""
         plan, sampled = self.scheduler.schedule(), message.sampled_token_ids
+        if self.num_steps == 0 and message.step != plan.step:
+            raise ReplayError(
+                f"the log begins at step {message.step}: what led there is not in it, so it can be compared with "
+                f"another (--diff) but not replayed"
+            )
         if plan != message.plan:
             run, replay = (Record(each, last_events, sampled) for each in (message.plan, plan))
             difference = first_difference(run, replay, 0, 1)
@@ -189,11 +194,13 @@ def header_differences(first: StepLogHeader, other: StepLogHeader) -> list[tuple
 def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str]) -> str | None:
     """The first message in which two logs differ, and the field; None where one is as the other. `names` are theirs.
 
-    Raises ReplayError where a log cannot be read on.
+    Of logs that begin at different steps (the last records of two ranks), the common steps are compared. Raises
+    ReplayError where a log cannot be read on.
     """
     last: StepMessage | None = None
-    pairs = zip_longest(read_messages(first.messages()), read_messages(other.messages()))
-    for mine, theirs in pairs:
+    for mine, theirs in _common_steps(read_messages(first.messages()), read_messages(other.messages())):
+        if mine is None and theirs is None:
+            return None
         if mine is None or theirs is None:
             longer, shorter = names if theirs is None else names[::-1]
             return f"{shorter} ends after step {0 if last is None else last.step}, {longer} goes on"
@@ -202,6 +209,20 @@ def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str])
             return difference
         last = mine
     return None
+
+
+def _common_steps(
+    first: Iterator[StepMessage], other: Iterator[StepMessage]
+) -> Iterator[tuple[StepMessage | None, StepMessage | None]]:
+    """Pairs from the step on with which both have begun; None for the one that has ended."""
+    mine, theirs = next(first, None), next(other, None)
+    while mine is not None and theirs is not None and mine.step != theirs.step:
+        if mine.step < theirs.step:
+            mine = next(first, None)
+        else:
+            theirs = next(other, None)
+    yield mine, theirs
+    yield from zip_longest(first, other)
 
 
 def _message_difference(

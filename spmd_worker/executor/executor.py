@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config import RunConfig
+from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.model_shape import ModelShape
 from spmd_worker.parallel.environment import RankEnvironment
 from spmd_worker.parallel.layout import RankLayout
@@ -32,13 +32,19 @@ class Executor(ABC):
 
     @staticmethod
     def get_class(backend: str, environment: RankEnvironment) -> type["Executor"]:
-        """`auto` is external_launcher under a launcher and uniproc elsewhere; a qualified name is imported."""
+        """`auto` is external_launcher under a launcher and uniproc elsewhere; a qualified name is imported.
+
+        Raises ConfigError for what is neither, listing what is known.
+        """
         if backend == "auto":
             backend = "external_launcher" if environment.is_launched else "uniproc"
         if backend not in BACKENDS and "." not in backend:
             known = ", ".join(["auto", *BACKENDS])
-            raise ValueError(f"executor.backend={backend} is not one of {known}, nor the qualified name of a class")
-        executor_class: type[Executor] = resolve_class(BACKENDS.get(backend, backend), Executor)
+            raise ConfigError(f"executor.backend={backend} is not one of {known}, nor the qualified name of a class")
+        try:
+            executor_class: type[Executor] = resolve_class(BACKENDS.get(backend, backend), Executor)
+        except ValueError as error:
+            raise ConfigError(f"executor.backend: {error}") from None
         return executor_class
 
     @abstractmethod

@@ -13,10 +13,13 @@ class Kernels(Protocol):
     """One implementation per kind of device; passed as an argument to the layers."""
 
     def pack(self, weight: Tensor) -> Tensor:
-        """The weight [out, in] in the order in which `linear` likes it best; may be the weight itself."""
+        """A weight [out, in], once it is loaded, in the layout in which this implementation multiplies fastest.
+
+        What comes back is for `linear` alone: it may have no elements to look at. It may also be `weight` itself.
+        """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[T, in] x [out, in] -> [T, out]."""
+        """[T, in] x [out, in] -> [T, out]. `weight` as it is or from `pack`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., H] -> [..., H], computed in float32 (https://arxiv.org/abs/1910.07467)."""

@@ -6,10 +6,9 @@ the size of the cache. Knows nothing about how a plan arrived, or about what is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NoReturn
+from typing import NamedTuple, NoReturn
 
 from kv_cache.block import BlockId
-from spmd_worker.lockstep.listing import make_records, slot_setters
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -55,16 +54,12 @@ class MirroredSequence:
         return [*prompt[start:], *self.output_token_ids[: stop - len(prompt)]]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """What a step computes of one sequence, and how many tokens it samples from the logits of the last position."""
 
     sequence: MirroredSequence
     num_scheduled_tokens: int
     num_samples: int
-
-
-_SCHEDULED_SETTERS: Final = slot_setters(ScheduledSequence)
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +117,7 @@ class Mirror:
                 self._append(group, sequences)
         rows = [data for group in plan.groups for data in group.sequences]
         columns = (sequences, [data.num_scheduled_tokens for data in rows], [data.num_samples for data in rows])
-        return tuple(make_records(ScheduledSequence, _SCHEDULED_SETTERS, columns, len(rows)))
+        return tuple(map(ScheduledSequence._make, zip(*columns, strict=True)))
 
     def _forget(self, plan: StepPlan) -> None:
         for key in plan.finished_sequences:

@@ -93,7 +93,7 @@ class Scheduler:
         decisions = self._decide()
         if decisions:
             self._in_flight.append(tuple(decisions))
-        num_tokens = sum(decision.num_tokens for decision in decisions)
+        num_tokens = sum([decision.num_tokens for decision in decisions])
         self.counters.num_computed_tokens += num_tokens
         plan = StepPlan(
             step=self._step,
@@ -110,17 +110,18 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[SequenceGroup]:
         """Append what was sampled, fork, finish. Returns the groups that ended, in plan order."""
         ended: list[SequenceGroup] = []
-        start = 0
+        token_ids, logprobs = result.token_ids, result.logprobs
         self._take_prompt_logprobs(result)
-        for decision in self._in_flight.popleft():
-            stop = start + decision.num_samples
-            group = self._groups.get(decision.sequence.request.request_id)
-            if group is not None and decision.num_samples:
-                self._append(group, decision.sequence, result.token_ids[start:stop], result.logprobs[start:stop])
-                if group.is_finished:
-                    ended.append(self._end(group))
-            start = stop
-        assert start == len(result.token_ids), (start, len(result.token_ids))
+        start = 0
+        for sequence, _, _, num_samples, _ in self._in_flight.popleft():
+            if num_samples == 0:
+                continue
+            for index, each in enumerate(self._samples_of(sequence, num_samples), start):
+                if each.status is SequenceStatus.RUNNING:
+                    self._append(each, token_ids[index], logprobs[index] if logprobs else None, ended)
+            start += num_samples
+        assert start == len(token_ids), (start, len(token_ids))
+        self.counters.num_output_tokens += len(token_ids)
         self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
         return ended
 
@@ -147,36 +148,47 @@ class Scheduler:
         decisions = self._decide_running(budget)
         if self.counters.num_preemptions == num_preemptions:
             # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
-            decisions += self._decide_waiting(budget, num_reserved=self._num_forks())
+            decisions += self._decide_waiting(budget) if self.waiting else []
         return decisions
 
     def _decide_running(self, budget: StepBudget) -> list[Decision]:
         decisions: list[Decision] = []
-        undecided = deque(self.running)
-        while undecided and budget.num_tokens:
-            sequence = undecided.popleft()
-            num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
-            if num_tokens and self._make_room(sequence, num_tokens, undecided):
-                decisions.append(self._take(sequence, num_tokens, budget))
-        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
+        running, can_write = self.running, self.cache.can_write
+        # Those from `end` on have given way: running is in service order, so victims are taken from its end.
+        index, end = 0, len(running)
+        while index < end and budget.num_tokens:
+            sequence = running[index]
+            index += 1
+            first = sequence.num_computed_tokens
+            num_uncomputed = sequence.num_prompt_tokens + len(sequence.output_token_ids) - first
+            if num_uncomputed == 1 and can_write(sequence.table, first):
+                # Steady decoding, nearly all there is to decide in a long job: nothing to ask, nothing to take.
+                sequence.num_computed_tokens = first + 1
+                budget.num_tokens -= 1
+                decisions.append(Decision(sequence, first, 1, self._width(sequence), None))
+            elif num_uncomputed:
+                num_tokens = min(num_uncomputed, budget.num_tokens)
+                end = self._make_room(sequence, num_tokens, index, end)
+                if sequence.status is SequenceStatus.RUNNING:
+                    decisions.append(self._take(sequence, num_tokens, budget))
+        if end < len(running) or len(decisions) < index:
+            self.running = [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING]
         return decisions
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, undecided: deque[Sequence]) -> bool:
-        """Preempt from the back until the sequence fits; False when it had to give way itself."""
-        first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-        while not self.cache.can_extend(sequence.table, first, end):
-            victim = choose_victim([sequence, *undecided])
-            if victim is sequence:
-                # Everything behind it has given way; what stands before it in service order keeps its blocks.
-                self._preempt(sequence)
-                return False
-            undecided.remove(victim)
+    def _make_room(self, sequence: Sequence, num_tokens: int, index: int, end: int) -> int:
+        """Preempt from running[index:end] until the sequence fits, at last itself; returns the new end."""
+        first = sequence.num_computed_tokens
+        while not self.cache.can_extend(sequence.table, first, first + num_tokens):
+            victim = choose_victim([sequence, *self.running[index:end]])
             self._preempt(victim)
-        return True
+            if victim is sequence:
+                break
+            end -= 1
+        return end
 
-    def _decide_waiting(self, budget: StepBudget, num_reserved: int) -> list[Decision]:
+    def _decide_waiting(self, budget: StepBudget) -> list[Decision]:
         decisions: list[Decision] = []
-        budget.num_sequences -= num_reserved
+        budget.num_sequences -= self._num_forks()
         while self.waiting and budget.num_tokens:
             sequence = self.waiting.first()
             num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
@@ -202,8 +214,10 @@ class Scheduler:
 
     def _width(self, sequence: Sequence) -> int:
         """How many sequences this one will be: a group's first sequence stands for all of it until the fork."""
-        group = self._groups[sequence.request.request_id]
-        return 1 if group.is_forked else sequence.request.sampling.n
+        num_samples = sequence.request.sampling.n
+        if num_samples == 1 or self._groups[sequence.request.request_id].is_forked:
+            return 1
+        return num_samples
 
     def _num_forks(self) -> int:
         """Sequences that the unforked among the running will become, beyond themselves."""
@@ -215,8 +229,7 @@ class Scheduler:
         is_sampling = num_tokens == sequence.num_uncomputed_tokens
         sequence.num_computed_tokens += num_tokens
         budget.spend(num_tokens)
-        num_samples = self._width(sequence) if is_sampling else 0
-        return Decision(sequence, num_tokens, num_samples, change)
+        return Decision(sequence, first, num_tokens, self._width(sequence) if is_sampling else 0, change)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counters.num_preemptions += 1
@@ -230,28 +243,25 @@ class Scheduler:
 
     # Applying: values.
 
-    def _append(
-        self,
-        group: SequenceGroup,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs | None, ...],
-    ) -> None:
-        sequences = [sequence]
-        if len(token_ids) > 1:
-            sequences += [self._fork(group, sequence, index) for index in range(1, len(token_ids))]
-        for index, (each, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
-            if each.status is not SequenceStatus.FINISHED:
-                self._append_token(each, token_id, logprobs[index] if logprobs else None)
+    def _samples_of(self, sequence: Sequence, num_samples: int) -> list[Sequence]:
+        """The sequences that the samples of one row belong to: itself, and its forks where it forks now."""
+        if num_samples == 1 or sequence.status is not SequenceStatus.RUNNING:
+            return [sequence] * num_samples
+        group = self._groups[sequence.request.request_id]
+        return [sequence, *[self._fork(group, sequence, index) for index in range(1, num_samples)]]
 
-    def _append_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _append(
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, ended: list[SequenceGroup]
+    ) -> None:
         sequence.output_token_ids.append(token_id)
-        self.counters.num_output_tokens += 1
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
             sequence.cumulative_logprob += logprobs[token_id].logprob
         if self._stop_checker.has_ended(sequence):
             self._finish(sequence)
+            group = self._groups[sequence.request.request_id]
+            if group.is_finished:
+                ended.append(self._end(group))
 
     def _fork(self, group: SequenceGroup, parent: Sequence, sample_index: int) -> Sequence:
         assert not parent.output_token_ids, "sequences fork when their first tokens are sampled"

@@ -38,9 +38,19 @@ class StopChecker:
 
     def has_ended(self, sequence: Sequence) -> bool:
         """Look at the last token. Call once for each token, in order."""
-        found = self._check_text(sequence) or self._check_last_token(sequence) or self._check_length(sequence)
-        if found:
-            self.forget(sequence)
+        sampling, outputs = sequence.request.sampling, sequence.output_token_ids
+        num_outputs, token_id = len(outputs), outputs[-1]
+        if sampling.stop and self._check_text(sequence):
+            found = True
+        elif num_outputs >= sampling.min_tokens and token_id in self._eos_token_ids and not sampling.ignore_eos:
+            found = _finish(sequence, FinishReason.STOP, None)
+        elif num_outputs >= sampling.min_tokens and token_id in sampling.stop_token_ids:
+            found = _finish(sequence, FinishReason.STOP, token_id)
+        elif num_outputs == sampling.max_tokens or sequence.num_prompt_tokens + num_outputs >= self._max_model_len:
+            found = _finish(sequence, FinishReason.LENGTH, None)
+        else:
+            return False
+        self.forget(sequence)
         return found
 
     def forget(self, sequence: Sequence) -> None:
@@ -49,27 +59,8 @@ class StopChecker:
         if decoder is not None and not isinstance(sequence.stop_reason, str):
             sequence.text = (sequence.text or "") + decoder.flush()
 
-    def _check_last_token(self, sequence: Sequence) -> bool:
-        sampling, token_id = sequence.request.sampling, sequence.output_token_ids[-1]
-        if len(sequence.output_token_ids) < sampling.min_tokens:
-            return False
-        if token_id in self._eos_token_ids and not sampling.ignore_eos:
-            return _finish(sequence, FinishReason.STOP, None)
-        if token_id in sampling.stop_token_ids:
-            return _finish(sequence, FinishReason.STOP, token_id)
-        return False
-
-    def _check_length(self, sequence: Sequence) -> bool:
-        max_tokens = sequence.request.sampling.max_tokens
-        is_long = max_tokens is not None and len(sequence.output_token_ids) >= max_tokens
-        if is_long or sequence.num_tokens >= self._max_model_len:
-            return _finish(sequence, FinishReason.LENGTH, None)
-        return False
-
     def _check_text(self, sequence: Sequence) -> bool:
         sampling = sequence.request.sampling
-        if not sampling.stop:
-            return False
         new_text = self._decoder(sequence).append(sequence.output_token_ids[-1:])
         num_old = len(sequence.text or "")
         sequence.text = (sequence.text or "") + new_text

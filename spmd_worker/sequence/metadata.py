@@ -6,6 +6,7 @@ were preempted and lost their blocks). A delta (`SequenceGroupMetadataDelta`) ap
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_cache.block import BlockId
 from spmd_worker.sequence.request import Request, RequestId
@@ -27,8 +28,7 @@ class SequenceData:
     num_samples: int
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceDataDelta:
+class SequenceDataDelta(NamedTuple):
     """One scheduled sequence that the mirror knows: tokens to append, and blocks to append after the first
     `num_kept_blocks`.
 
@@ -58,8 +58,7 @@ class SequenceGroupMetadata:
         return self.request.request_id
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceGroupMetadataDelta:
+class SequenceGroupMetadataDelta(NamedTuple):
     """What changed in a known group, for the sequences of it that this step computes."""
 
     request_id: RequestId

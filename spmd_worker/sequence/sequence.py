@@ -7,7 +7,6 @@ or devices.
 
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 from typing import NamedTuple
 
 from kv_cache.block_table import BlockTable
@@ -60,6 +59,10 @@ class Sequence:
     text: str | None = None
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def key(self) -> SequenceKey:
@@ -67,23 +70,14 @@ class Sequence:
         return SequenceKey(self.request.request_id, self.sample_index)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens the request came with."""
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_tokens(self) -> int:
         """Prompt and output tokens."""
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose keys and values are still to be computed; 1 in steady decoding."""
-        return self.num_tokens - self.num_computed_tokens
-
-    def unsent_token_ids(self) -> tuple[int, ...]:
-        """Output tokens that the mirrors do not hold yet."""
-        return tuple(islice(self.output_token_ids, self.num_sent_tokens, None))
+        return self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
 
 
 @dataclass(slots=True, eq=False)

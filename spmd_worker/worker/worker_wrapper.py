@@ -9,13 +9,15 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_WORKER_CLASS = "spmd_worker.worker.worker.Worker"
+DEFAULT_WORKER_CLASS: Final = "spmd_worker.worker.worker.Worker"
+
+_STEP_METHODS: Final = ("execute_model", "sample_tokens")
 
 
 class WorkerWrapper:
@@ -44,15 +46,20 @@ class WorkerWrapper:
         self.execute_method("initialize_cache", *all_configs[self.global_rank])
 
     def execute_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a worker method by name. A failure is logged before it is raised: peers may be waiting."""
+        """Run a worker method by name. A step's failure is logged before it is raised: peers may be waiting.
+
+        Raises AttributeError for what is no public method of the worker.
+        """
         assert self.worker is not None, "init_worker comes first"
         function = getattr(self.worker, method, None)
         if function is None or method.startswith("_"):
             raise AttributeError(f"rank {self.global_rank}: a worker has no method {method!r}")
         try:
             return function(*args, **kwargs)
-        except BaseException as error:
-            logger.debug("rank %d raised %s in %s", self.global_rank, type(error).__name__, method)
+        except Exception as error:
+            # Other failures are exchanged between the ranks, and the engine reports them once.
+            level = logging.WARNING if method in _STEP_METHODS else logging.DEBUG
+            logger.log(level, "rank %d raised %s in %s", self.global_rank, type(error).__name__, method)
             raise
 
 
@@ -61,7 +68,10 @@ def resolve_class(qualified_name: str, base: type) -> Any:
     module_name, _, class_name = qualified_name.rpartition(".")
     if not module_name:
         raise ValueError(f"{qualified_name!r} is not a qualified name: write it as package.module.Class")
-    found = getattr(import_module(module_name), class_name, None)
+    try:
+        found = getattr(import_module(module_name), class_name, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{qualified_name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{qualified_name!r} is not a subclass of {base.__module__}.{base.__qualname__}")
     return found

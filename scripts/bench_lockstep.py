@@ -1,0 +1,285 @@
+"""What agreeing on a step costs: everything of a step but the model, in steady decoding, on ranks of this machine.
+
+    python scripts/bench_lockstep.py [--ranks 2,4] [--sequences 16,256,1024] [--steps 300]
+
+For each number of ranks it starts that many processes under torchrun. Every rank runs the project's own scheduler,
+lockstep channel and mirror; sampled ids are made up. Medians, in microseconds:
+
+    schedule  planning the step                     decode   reading the message (a follower)
+    digest    hashing plan, events and last ids     mirror   bringing the worker's copy up to date
+    encode    writing the message (rank 0)          apply    taking the sampled ids into the scheduler
+    exchange  answers up and message down, alone    step     all of it together, rank after rank in lockstep
+
+`exchange` is a round in which the ranks do nothing else; `step` is measured in steps that measure nothing else. The
+last line is one JSON object. Knows the calls of a step and nothing of models.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.lockstep.channel import ControlChannel
+from spmd_worker.lockstep.codec import Decoder, Encoder
+from spmd_worker.lockstep.connect import open_step_channel
+from spmd_worker.lockstep.digest import ChainedDigest
+from spmd_worker.lockstep.lockstep import Lockstep
+from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.lockstep.mirror import Mirror
+from spmd_worker.lockstep.step_channel import FollowerChannel, LeaderChannel
+from spmd_worker.parallel.environment import read_rank_environment
+from spmd_worker.parallel.groups import join_groups
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.stop import StopChecker
+from spmd_worker.sequence.events import Admit, Event
+from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.step import StepPlan, StepResult
+
+BLOCK_SIZE = 16
+NUM_PROMPT_TOKENS = 33
+MAX_TOKENS = 1_000_000
+VOCAB_SIZE = 150_000
+NUM_WARM_STEPS = 30
+TIMEOUT_S = 60.0
+LAUNCH_TIMEOUT_S = 600.0
+TARGET_US = 1000.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row of the table; times are medians in microseconds, `step_p90_us` aside."""
+
+    ranks: int
+    sequences: int
+    bytes_a_step: int
+    bytes_a_step_max: int
+    schedule_us: float
+    digest_us: float
+    encode_us: float
+    exchange_us: float
+    decode_us: float
+    mirror_us: float
+    apply_us: float
+    step_us: float
+    step_p90_us: float
+
+
+# A rank's side.
+
+
+class Replica:
+    """Scheduler and mirror of one rank, with `num_sequences` decoding and nobody ending."""
+
+    def __init__(self, num_sequences: int, num_steps: int, lockstep: Lockstep) -> None:
+        num_blocks = num_sequences * ((NUM_PROMPT_TOKENS + BLOCK_SIZE + num_steps) // BLOCK_SIZE + 2)
+        limits = SchedulerLimits(num_sequences, max(2048, num_sequences))
+        cache = CacheManager(num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(limits, cache, StopChecker((), 2 * MAX_TOKENS, None))
+        self.mirror = Mirror(num_blocks, BLOCK_SIZE)
+        self.lockstep = lockstep
+        self.sampled: tuple[int, ...] = ()
+        self.times = Times()
+        self._num_sequences = num_sequences
+        self._ids = [
+            tuple((step * 7919 + row * 104_729) % VOCAB_SIZE for row in range(num_sequences)) for step in range(61)
+        ]
+
+    def start(self) -> None:
+        """Admit, compute the prompts, and go on until every sequence decodes."""
+        events: tuple[Event, ...] = tuple(map(Admit, bench_requests(self._num_sequences)))
+        plan = self.step(events)
+        while plan.num_tokens != self._num_sequences or len(plan.groups) != self._num_sequences:
+            plan = self.step()
+        for _ in range(NUM_WARM_STEPS):
+            self.step()
+
+    def step(self, events: tuple[Event, ...] = ()) -> StepPlan:
+        """As the engine does it, the model left out."""
+        plan = self.scheduler.schedule()
+        agreed = self.lockstep.agree(plan, self.sampled, events)
+        self.mirror.apply(agreed.plan)
+        self._apply(plan)
+        for event in agreed.events:
+            self.scheduler.handle(event)
+        return plan
+
+    def timed_step(self) -> None:
+        """The same step, its parts measured one by one; what lockstep does inside is done once more, to be measured."""
+        times, sampled = self.times, self.sampled
+        plan = times.measure("schedule", self.scheduler.schedule)
+        digest = times.measure("digest", lambda: times.digest.update(plan.step, (), plan, sampled))
+        message = StepMessage(plan.step, (), plan, sampled, digest)
+        payload = times.measure("encode", lambda: times.encoder.encode(message))
+        times.num_bytes.append(len(payload))
+        times.measure("decode", lambda: times.decoder.decode(payload))
+        agreed = self.lockstep.agree(plan, sampled, ())
+        times.measure("mirror", lambda: self.mirror.apply(agreed.plan))
+        times.measure("apply", lambda: self._apply(plan))
+
+    def _apply(self, plan: StepPlan) -> None:
+        num_samples = sum(data.num_samples for group in plan.groups for data in group.sequences)
+        self.sampled = self._ids[plan.step % len(self._ids)][:num_samples]
+        if plan.groups:
+            self.scheduler.apply(StepResult(plan.step, self.sampled))
+
+
+class Times:
+    """Microseconds of each part, and a codec and a digest of its own to be measured with."""
+
+    def __init__(self) -> None:
+        self.encoder, self.decoder, self.digest = Encoder(), Decoder(), ChainedDigest()
+        self.num_bytes: list[int] = []
+        self._parts: dict[str, list[float]] = {}
+
+    def measure(self, part: str, action: Callable[[], T]) -> T:
+        started_s = time.perf_counter()
+        result = action()
+        self._parts.setdefault(part, []).append((time.perf_counter() - started_s) * 1e6)
+        return result
+
+    def median(self, part: str) -> float:
+        # The first message stands alone, the others are coded against the one before.
+        return statistics.median(self._parts[part][1:])
+
+
+def bench_requests(num_sequences: int) -> list[Request]:
+    """Prompts of 33 to 48 tokens, so that in every step a sixteenth of the sequences takes a block."""
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    return [
+        Request(RequestId(number), tuple(range(NUM_PROMPT_TOKENS + number % BLOCK_SIZE)), sampling, number)
+        for number in range(num_sequences)
+    ]
+
+
+def measure(channel: LeaderChannel | FollowerChannel, num_sequences: int, num_steps: int) -> Result:
+    """Every rank calls this; rank 0's result counts."""
+    replica = Replica(num_sequences, 2 * num_steps + NUM_WARM_STEPS + 50, Lockstep(channel, digest_every=1))
+    replica.start()
+    steps_us = []
+    for _ in range(num_steps):
+        started_s = time.perf_counter()
+        replica.step()
+        steps_us.append((time.perf_counter() - started_s) * 1e6)
+    for _ in range(num_steps):
+        replica.timed_step()
+    times = replica.times
+    num_bytes = sorted(times.num_bytes[1:])
+    exchange_us = measure_exchange(channel, statistics.median_low(num_bytes), num_steps)
+    parts = {f"{part}_us": times.median(part) for part in ("schedule", "digest", "encode", "decode", "mirror", "apply")}
+    return Result(
+        ranks=channel.size,
+        sequences=num_sequences,
+        bytes_a_step=statistics.median_low(num_bytes),
+        bytes_a_step_max=num_bytes[-1],
+        exchange_us=exchange_us,
+        step_us=statistics.median(steps_us),
+        step_p90_us=statistics.quantiles(steps_us, n=10)[-1],
+        **parts,
+    )
+
+
+def measure_exchange(channel: LeaderChannel | FollowerChannel, num_bytes: int, num_rounds: int) -> float:
+    """Median of a round: every follower's digest up, a message of `num_bytes` down. Both ends are in step."""
+    payload, answer = bytes(num_bytes), bytes(16)
+    rounds_us = []
+    for number in range(num_rounds):
+        started_s = time.perf_counter()
+        if channel.rank == 0:
+            channel.collect(number)  # type: ignore[union-attr]  # rank 0 has the leader's end
+            channel.send(payload)  # type: ignore[union-attr]
+        else:
+            channel.answer(number, answer)  # type: ignore[union-attr]
+            channel.receive()  # type: ignore[union-attr]
+        rounds_us.append((time.perf_counter() - started_s) * 1e6)
+    return statistics.median(rounds_us)
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Under torchrun: measure each number of sequences; rank 0 writes the results down."""
+    torch.set_num_threads(1)
+    environment = read_rank_environment()
+    groups = join_groups(RankLayout(environment.world_size, 1, 1), environment, torch.device("cpu"), TIMEOUT_S)
+    channel = open_step_channel(ControlChannel(groups.control), None, TIMEOUT_S)
+    try:
+        results = [measure(channel, num_sequences, options.steps) for num_sequences in options.sequences]
+    finally:
+        channel.close()
+        groups.destroy()
+    if environment.rank == 0:
+        options.results.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+
+
+# The launcher's side.
+
+
+def launch(num_ranks: int, options: argparse.Namespace) -> list[Result]:
+    with tempfile.TemporaryDirectory(prefix="bench-lockstep-") as folder:
+        results = Path(folder) / "results.json"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        sizes = ",".join(map(str, options.sequences))
+        script = [__file__, "--results", str(results), "--sequences", sizes, "--steps", str(options.steps)]
+        done = subprocess.run([*launcher, *script], capture_output=True, text=True, timeout=LAUNCH_TIMEOUT_S)
+        if done.returncode != 0:
+            raise SystemExit(f"bench_lockstep.py: {num_ranks} ranks failed:\n{done.stdout}{done.stderr}")
+        return [Result(**values) for values in json.loads(results.read_text(encoding="utf-8"))]
+
+
+def print_table(results: list[Result]) -> None:
+    parts = ("schedule", "digest", "encode", "exchange", "decode", "mirror", "apply", "step", "step_p90")
+    print("".join([f"{'ranks':>5} {'sequences':>9} {'bytes':>6} {'max':>6}", *(f" {part:>8}" for part in parts)]))
+    for result in results:
+        counts = f"{result.ranks:>5} {result.sequences:>9} {result.bytes_a_step:>6} {result.bytes_a_step_max:>6}"
+        print(counts + "".join(f" {getattr(result, f'{part}_us'):>8.0f}" for part in parts))
+
+
+def summary(results: list[Result]) -> dict[str, Any]:
+    """For machines: every number, and whether 256 sequences on two ranks keep to the budget."""
+    target = [result for result in results if (result.ranks, result.sequences) == (2, 256)]
+    return {
+        "benchmark": "lockstep",
+        "results": [{spec.name: round(getattr(result, spec.name), 1) for spec in fields(Result)} for result in results],
+        "target_us": TARGET_US,
+        "is_within_target": target[0].step_us < TARGET_US if target else None,
+    }
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=parse_sizes, default=[2, 4], help="numbers of ranks (default 2,4)")
+    parser.add_argument("--sequences", type=parse_sizes, default=[16, 256, 1024], help="default 16,256,1024")
+    parser.add_argument("--steps", type=int, default=300, help="steps measured each way (default 300)")
+    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def parse_sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    if options.results is not None:
+        run_rank(options)
+        return 0
+    results = [result for num_ranks in options.ranks for result in launch(num_ranks, options)]
+    print_table(results)
+    print(json.dumps(summary(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Attention over a paged cache on the CPU, compiled, straight from the block tables.
+
+One query row's result depends, bit for bit, on its query and on the keys and values it may see: not on the rows computed
+with it, the chunk, the batch, the block size, the placement of blocks or the number of threads. The arithmetic and the
+packing of a block are described in kernels/cpu/attention.cpp.
+
+T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.kernels.cpu.library import NativeLibrary, native_library
+from spmd_worker.kernels.cpu.native import NATIVE_DTYPES, dtype_name
+
+MAX_HEAD_SIZE = 256
+_HEAD_SIZE_STEP = 16
+
+
+def cpu_backend_or_reason(dtype: torch.dtype, head_size: int, block_size: int) -> "CpuBackend | str":
+    """The compiled backend, or why there is none for this shape or on this machine, in words."""
+    reason = _unsupported(dtype, head_size, block_size)
+    if reason is not None:
+        return reason
+    library = native_library()
+    return library if isinstance(library, str) else CpuBackend(library, dtype, head_size, block_size)
+
+
+def _unsupported(dtype: torch.dtype, head_size: int, block_size: int) -> str | None:
+    if dtype not in NATIVE_DTYPES:
+        return f"compiled attention computes in float32 and bfloat16, not in {dtype_name(dtype)}"
+    if head_size % _HEAD_SIZE_STEP != 0 or not 0 < head_size <= MAX_HEAD_SIZE:
+        return f"compiled attention takes head sizes that are multiples of 16 up to {MAX_HEAD_SIZE}, not {head_size}"
+    if block_size < 2 or block_size & (block_size - 1):
+        return f"compiled attention takes blocks of 2, 4, 8, ... tokens, not of {block_size}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedMetadata:
+    """A step's metadata as int64 tensors in host memory, checked against a cache of `num_blocks`."""
+
+    source: AttentionMetadata
+    num_blocks: int
+    num_tokens: int
+    query_starts: Tensor
+    context_lengths: Tensor
+    block_tables: Tensor
+    token_blocks: Tensor
+    token_offsets: Tensor
+
+
+class CpuBackend:
+    """Implements `attention.backend.AttentionBackend` for one dtype, head size and block size."""
+
+    def __init__(self, library: NativeLibrary, dtype: torch.dtype, head_size: int, block_size: int) -> None:
+        reason = _unsupported(dtype, head_size, block_size)
+        if reason is not None:
+            raise ValueError(reason)
+        self._dtype, self._head_size, self._block_size = dtype, head_size, block_size
+        self._write = library.function("write", dtype_name(dtype))
+        self._attend = library.function("attend", dtype_name(dtype))
+        # All layers of a step come with the same metadata: it is converted and checked at the first.
+        self._checked: _CheckedMetadata | None = None
+
+    def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
+        """See `AttentionBackend.block_shape`. Flat."""
+        assert (block_size, head_size) == (self._block_size, self._head_size), (block_size, head_size)
+        return (2 * num_kv_heads * block_size * head_size,)
+
+    def write(self, key: Tensor, value: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> None:
+        """See `AttentionBackend.write`. Tokens and heads may be strided."""
+        cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
+        shape = (checked.num_tokens, self._num_kv_heads(layer_cache), self._head_size)
+        self._write(
+            *cache,
+            *self._row_arguments(key, shape),
+            *self._row_arguments(value, shape),
+            *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
+            *(checked.num_tokens, torch.get_num_threads()),
+        )
+
+    def attend(
+        self, query: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int
+    ) -> Tensor:
+        """See `AttentionBackend.attend`. Tokens and heads of `query` may be strided."""
+        cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
+        num_heads, num_kv_heads = query.shape[1], self._num_kv_heads(layer_cache)
+        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+        assert window >= 0, window
+        rows = self._row_arguments(query, (checked.num_tokens, num_heads, self._head_size))
+        output = torch.empty(query.shape, dtype=self._dtype)
+        self._attend(
+            *cache,
+            *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
+            *(*rows, num_heads),
+            *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
+            *(scale, window, output.data_ptr(), torch.get_num_threads()),
+        )
+        return output
+
+    def _num_kv_heads(self, layer_cache: Tensor) -> int:
+        return layer_cache.shape[1] // (2 * self._block_size * self._head_size)
+
+    def _cache_arguments(self, layer_cache: Tensor) -> tuple[int, ...]:
+        assert layer_cache.dtype == self._dtype and layer_cache.device.type == "cpu", layer_cache.dtype
+        assert layer_cache.ndim == 2 and layer_cache.stride(1) == 1, (layer_cache.shape, layer_cache.stride())
+        num_kv_heads = self._num_kv_heads(layer_cache)
+        assert layer_cache.shape[1:] == self.block_shape(num_kv_heads, self._block_size, self._head_size), (
+            layer_cache.shape
+        )
+        sizes = (num_kv_heads, self._head_size, self._block_size)
+        return (layer_cache.data_ptr(), layer_cache.stride(0), *sizes)
+
+    def _row_arguments(self, rows: Tensor, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Address and strides of [T, heads, D]."""
+        assert rows.shape == shape, (rows.shape, shape)
+        assert rows.dtype == self._dtype and rows.device.type == "cpu", (rows.dtype, rows.device)
+        assert rows.stride(2) == 1, rows.stride()
+        return rows.data_ptr(), rows.stride(0), rows.stride(1)
+
+    def _check(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _CheckedMetadata:
+        num_blocks = layer_cache.shape[0]
+        checked = self._checked
+        if checked is None or checked.source is not metadata or checked.num_blocks != num_blocks:
+            checked = self._checked = _check_metadata(metadata, num_blocks, self._block_size)
+        return checked
+
+
+def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> _CheckedMetadata:
+    """Whatever the compiled code would read or write out of bounds for is an AssertionError here."""
+    starts = torch.tensor(metadata.query_starts, dtype=torch.int64)
+    lengths = torch.tensor(metadata.context_lengths, dtype=torch.int64)
+    tables, num_tokens = metadata.block_tables, int(starts[-1])
+    assert len(starts) == len(lengths) + 1 == len(tables) + 1, (len(starts), len(lengths), len(tables))
+    counts = starts.diff()
+    assert starts[0] == 0 and bool((counts >= 0).all()), metadata.query_starts
+    assert bool((lengths >= counts).all()), (metadata.query_starts, metadata.context_lengths)
+    longest = max(metadata.context_lengths, default=0)
+    assert longest <= tables.shape[1] * block_size, (longest, tables.shape, block_size)
+    _check_indices("block_tables", tables, num_blocks)
+    _check_indices("token_blocks", metadata.token_blocks, num_blocks)
+    _check_indices("token_offsets", metadata.token_offsets, block_size)
+    assert metadata.token_blocks.shape == metadata.token_offsets.shape == (num_tokens,), num_tokens
+    return _CheckedMetadata(
+        source=metadata,
+        num_blocks=num_blocks,
+        num_tokens=num_tokens,
+        query_starts=starts,
+        context_lengths=lengths,
+        block_tables=tables.contiguous(),
+        token_blocks=metadata.token_blocks.contiguous(),
+        token_offsets=metadata.token_offsets.contiguous(),
+    )
+
+
+def _check_indices(name: str, indices: Tensor, end: int) -> None:
+    assert indices.dtype == torch.int64 and indices.device.type == "cpu", (name, indices.dtype, indices.device)
+    if indices.numel() > 0:
+        lowest, highest = (int(bound) for bound in indices.aminmax())
+        assert lowest >= 0 and highest < end, f"{name}: {lowest} to {highest} of {end}"

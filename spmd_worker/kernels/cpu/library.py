@@ -1,0 +1,75 @@
+"""The compiled kernels as Python functions over addresses.
+
+Loads what `build` made, once a process. Knows signatures; the checks of shapes and dtypes are in `native` and in
+`attention.cpu`.
+"""
+
+import ctypes
+import functools
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmd_worker.kernels.cpu.build import Built, build
+
+_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+_CACHE = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER)  # elements, block stride, heads, head size, block size
+_STRIDED = (_POINTER, _INTEGER, _INTEGER)  # elements, stride of tokens, stride of heads
+
+# One function for each dtype, `spmd_<name>_float32` and `spmd_<name>_bfloat16`; the sources say what arguments mean.
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "write": (*_CACHE, *_STRIDED, *_STRIDED, _POINTER, _POINTER, _INTEGER, _INTEGER),
+    "attend": (
+        *_CACHE,
+        *(_POINTER, _INTEGER),
+        *(*_STRIDED, _INTEGER),
+        *(_POINTER, _POINTER, _INTEGER),
+        *(_FLOAT, _INTEGER),
+        *(_POINTER, _INTEGER),
+    ),
+    "rms_norm": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER, _INTEGER),
+    "add_rms_norm": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _FLOAT)
+    + (_POINTER, _POINTER, _INTEGER),
+    "rotate": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER),
+    "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The functions of one loaded library."""
+
+    library: ctypes.CDLL
+    instruction_set: str
+
+    def function(self, name: str, dtype_name: str) -> "ctypes._NamedFuncPointer":
+        """`dtype_name` is float32 or bfloat16."""
+        function = getattr(self.library, f"spmd_{name}_{dtype_name}")
+        function.argtypes = _SIGNATURES[name]
+        function.restype = None
+        return function
+
+
+@functools.cache
+def native_library(architecture: str = "native") -> NativeLibrary | str:
+    """Built and loaded at the first call; or why not, in words."""
+    built = build(architecture)
+    return built if isinstance(built, str) else load(built)
+
+
+def load(built: Built) -> NativeLibrary | str:
+    """Maps a library into this process; a private one is then removed from disk."""
+    try:
+        library = ctypes.CDLL(str(built.path))
+    except OSError as error:
+        return f"the compiled kernels do not load: {error}"
+    finally:
+        if built.is_private:
+            _remove(built.path.parent)
+    library.spmd_instruction_set.restype = ctypes.c_char_p
+    return NativeLibrary(library, library.spmd_instruction_set().decode())
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,390 @@
+"""What is planted in ranks to make them diverge: each plant changes one rank (or reads what differs between ranks).
+
+Runs in the ranks that `plant_runner.py` forks. Each plant says when it strikes. Knows the runtime's insides, which it
+breaks; nothing of what the tests expect.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import plant_runner
+
+import launch
+from spmd_worker import engine, llm
+from spmd_worker.batch import job
+from spmd_worker.config import ExecutorConfig
+from spmd_worker.executor import external_launcher
+from spmd_worker.lockstep import codec, step_channel
+from spmd_worker.lockstep.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
+from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.sequence.events import Admit, Event
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+_IMPORTED_FOR_THE_RANKS = (job, external_launcher)
+
+MODEL = plant_runner.REPOSITORY / "scripts" / "demo" / "model"
+STEP = 6
+"""Where plants strike that strike during the run."""
+NUM_ROWS = 4
+MAX_TOKENS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a plant may strike: this rank of so many, the job's folder."""
+
+    rank: int
+    num_ranks: int
+    folder: Path
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether this is the rank that differs: the last."""
+        return self.rank == self.num_ranks - 1
+
+    def strike(self) -> None:
+        """Note the time."""
+        plant_runner.struck(self.folder, self.rank)
+
+
+PLANTS: dict[str, Callable[[Place, list[str]], int | None]] = {}
+"""By name: a function that breaks something and may run a script of its own instead of the job."""
+
+
+def plant(function: Callable[[Place, list[str]], int | None]) -> Callable[[Place, list[str]], int | None]:
+    PLANTS[function.__name__] = function
+    return function
+
+
+def run(name: str, rank: int, folder: Path, arguments: list[str]) -> int:
+    """What a forked rank does: the exit code of the job, with something planted."""
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    arguments = [*_job_arguments(num_ranks, folder), *arguments]
+    exit_code = PLANTS[name](Place(rank, num_ranks, folder), arguments)
+    return launch.main(arguments) if exit_code is None else exit_code
+
+
+def write_rows(folder: Path) -> None:
+    with open(folder / "rows.jsonl", "w", encoding="utf-8") as stream:
+        for index in range(NUM_ROWS):
+            row = {"prompt": f"copy {'a b c d e'[: 2 * index + 3]} =", "max_tokens": MAX_TOKENS, "ignore_eos": True}
+            stream.write(json.dumps({**row, "temperature": 0.8 if index else 0}) + "\n")
+
+
+def _job_arguments(num_ranks: int, folder: Path) -> list[str]:
+    return [
+        f"model.path={MODEL}",
+        f"parallel.tensor_parallel_size={num_ranks}",
+        "device=cpu",
+        "cache.num_blocks=64",
+        f"job.input={folder / 'rows.jsonl'}",
+        f"job.output={folder / 'out.jsonl'}",
+        f"job.run_dir={folder / 'run'}",
+        "executor.timeout_s=20",
+    ]
+
+
+# Nothing that matters.
+
+
+@plant
+def nothing(place: Place, arguments: list[str]) -> None:
+    """A control: the templates differ in PYTHONHASHSEED, and so do the ranks of every job."""
+
+
+# Found before the first step.
+
+
+@plant
+def seed(place: Place, arguments: list[str]) -> None:
+    if place.is_victim:
+        arguments.append("seed=1")
+
+
+@plant
+def config_key(place: Place, arguments: list[str]) -> None:
+    if place.is_victim:
+        arguments.append("scheduler.max_num_batched_tokens=1024")
+
+
+@plant
+def weight_byte(place: Place, arguments: list[str]) -> None:
+    """The lowest bit of the mantissa of one weight."""
+    if place.is_victim:
+        arguments.append(f"model.path={_changed_copy(place.folder, 'model.safetensors', -4)}")
+
+
+@plant
+def tokenizer_file(place: Place, arguments: list[str]) -> None:
+    """Two tokens of the vocabulary change places."""
+    if place.is_victim:
+        folder = _copy_of_the_model(place.folder)
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        tokenizer = json.loads(text)
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+        arguments.append(f"model.path={folder}")
+
+
+@plant
+def model_shape(place: Place, arguments: list[str]) -> None:
+    if place.is_victim:
+        folder = _copy_of_the_model(place.folder)
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        (folder / "config.json").write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 10001.0'))
+        arguments.append(f"model.path={folder}")
+
+
+@plant
+def code(place: Place, arguments: list[str]) -> None:
+    if place.is_victim:
+        engine.code_fingerprint = lambda: "f" * 32
+
+
+@plant
+def package_version(place: Place, arguments: list[str]) -> None:
+    if place.is_victim:
+        engine.package_versions = lambda: {"torch": "2.0.1"}
+
+
+@plant
+def configured_blocks(place: Place, arguments: list[str]) -> None:
+    if place.is_victim:
+        arguments.append("cache.num_blocks=63")
+
+
+@plant
+def block_count(place: Place, arguments: list[str]) -> None:
+    """A rank that builds its scheduler for fewer blocks than were agreed on."""
+    if place.is_victim:
+        right = engine.new_scheduler
+        engine.new_scheduler = lambda config, shape, tokenizer, num: right(config, shape, tokenizer, num - 1)
+
+
+# Found before the first step in a script that calls `generate`.
+
+
+@plant
+def prompt(place: Place, arguments: list[str]) -> int:
+    prompts = ["copy a b c =", "copy d e =" if place.is_victim else "copy d f ="]
+    return _generate(place, arguments, prompts, [SamplingParams(max_tokens=4, ignore_eos=True)] * 2)
+
+
+@plant
+def number_of_prompts(place: Place, arguments: list[str]) -> int:
+    prompts = ["copy a b c ="] * (1 if place.is_victim else 2)
+    return _generate(place, arguments, prompts, [SamplingParams(max_tokens=4, ignore_eos=True)] * len(prompts))
+
+
+@plant
+def sampling_parameter(place: Place, arguments: list[str]) -> int:
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, top_p=0.9 if place.is_victim else 0.95)]
+    return _generate(place, arguments, ["copy a b c ="], params)
+
+
+@plant
+def prompt_seed(place: Place, arguments: list[str]) -> int:
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, seed=2 if place.is_victim else 1)]
+    return _generate(place, arguments, ["copy a b c ="], params)
+
+
+# Found in the step after it happens.
+
+
+@plant
+def request_taken_in(place: Place, arguments: list[str]) -> None:
+    """The replica keeps another temperature than rank 0 sent: as if the request had changed on its way in."""
+    if not place.is_victim:
+        return
+    right = Scheduler.handle
+
+    def handle(self: Scheduler, event: Event) -> object:
+        if isinstance(event, Admit) and event.request.request_id == 2:
+            place.strike()
+            sampling = dataclasses.replace(event.request.sampling, temperature=0.5)
+            event = Admit(dataclasses.replace(event.request, sampling=sampling))
+        return right(self, event)
+
+    Scheduler.handle = handle
+
+
+@plant
+def order_of_a_set(place: Place, arguments: list[str]) -> None:
+    """Every rank serves its sequences in the order of a set of their names."""
+    right = Scheduler._decide_running
+
+    def decide(self: Scheduler, budget: object) -> list[object]:
+        if self._step == STEP:
+            place.strike()
+            names = {f"row-{sequence.key}": sequence for sequence in self.running}
+            self.running = [names[name] for name in set(names)]
+        return right(self, budget)
+
+    Scheduler._decide_running = decide
+
+
+@plant
+def clock(place: Place, arguments: list[str]) -> None:
+    """Every rank serves first who was served least lately, by its own clock."""
+    right = Scheduler._decide_running
+
+    def decide(self: Scheduler, budget: object) -> list[object]:
+        if self._step >= STEP and self.running:
+            place.strike()
+            first = time.perf_counter_ns() // 1000 % len(self.running)
+            self.running = self.running[first:] + self.running[:first]
+        return right(self, budget)
+
+    Scheduler._decide_running = decide
+
+
+@plant
+def block_choice(place: Place, arguments: list[str]) -> None:
+    """Every rank but 0 takes another free block: the same number, another place."""
+    if place.rank == 0:
+        return
+    right = Scheduler._decide
+
+    def decide(self: Scheduler) -> list[object]:
+        if self._step == STEP:
+            place.strike()
+            pool = self.cache._pool
+            pool.release(pool.take(1))
+        return right(self)
+
+    Scheduler._decide = decide
+
+
+@plant
+def sampled_id(place: Place, arguments: list[str]) -> None:
+    if not place.is_victim:
+        return
+    right = ModelRunner.sample
+
+    def sample(self: ModelRunner) -> object:
+        result = right(self)
+        if result.step == STEP:
+            place.strike()
+            ids = result.token_ids
+            result = dataclasses.replace(result, token_ids=(*ids[:-1], ids[-1] ^ 1))
+        return result
+
+    ModelRunner.sample = sample
+
+
+# Messages.
+
+
+@plant
+def dropped_message(place: Place, arguments: list[str]) -> None:
+    if place.rank == 0:
+        _plant_in_messages(place, lambda deliver, payload: None)
+
+
+@plant
+def repeated_message(place: Place, arguments: list[str]) -> None:
+    def deliver_twice(deliver: Callable[[bytes], None], payload: bytes) -> None:
+        deliver(payload)
+        deliver(payload)
+
+    if place.rank == 0:
+        _plant_in_messages(place, deliver_twice)
+
+
+@plant
+def flipped_bit(place: Place, arguments: list[str]) -> None:
+    def deliver_damaged(deliver: Callable[[bytes], None], payload: bytes) -> None:
+        damaged = bytearray(payload)
+        # The last sampled id, behind version, flags, step, checksum, length of the digest, digest, count, mode, base.
+        damaged[2 + 1 + 4 + 1 + 16 + 1 + 1 + 1 + NUM_ROWS - 1] ^= 1
+        deliver(bytes(damaged))
+
+    if place.rank == 0:
+        _plant_in_messages(place, deliver_damaged)
+
+
+# The same, with the check switched off that finds it.
+
+
+@plant
+def dropped_message_unnumbered(place: Place, arguments: list[str]) -> None:
+    _trust_any_number()
+    dropped_message(place, arguments)
+
+
+@plant
+def repeated_message_unnumbered(place: Place, arguments: list[str]) -> None:
+    _trust_any_number()
+    repeated_message(place, arguments)
+
+
+@plant
+def flipped_bit_unchecked(place: Place, arguments: list[str]) -> None:
+    codec._checked_end = lambda data: len(data) - 4
+    flipped_bit(place, arguments)
+
+
+def _trust_any_number() -> None:
+    step_channel.TcpFollower._check_number = lambda self, number: None
+
+
+def _plant_in_messages(place: Place, tamper: Callable[[Callable[[bytes], None], bytes], None]) -> None:
+    """Rank 0 hands the message of one step to `tamper` instead of sending it to the last rank."""
+    right = step_channel.send_frame
+
+    def send_frame(connection: object, kind: step_channel.FrameKind, number: int, payload: bytes = b"") -> None:
+        is_message = kind is step_channel.FrameKind.MESSAGE and number == STEP
+        if is_message and connection is channels[0]._connections[-1]:
+            place.strike()
+            tamper(partial(right, connection, kind, number), payload)
+        else:
+            right(connection, kind, number, payload)
+
+    channels: list[step_channel.TcpLeader] = []
+    right_start = step_channel.TcpLeader.start
+
+    def start(self: step_channel.TcpLeader) -> None:
+        channels.append(self)
+        right_start(self)
+
+    step_channel.TcpLeader.start = start
+    step_channel.send_frame = send_frame
+
+
+def _generate(place: Place, arguments: list[str], prompts: list[str], params: list[SamplingParams]) -> int:
+    """A script of the kind that people write; it leaves with the code that launch.py leaves with."""
+    if "executor.digest_every=0" in arguments:
+        llm.ExecutorConfig = partial(ExecutorConfig, digest_every=0)
+    with llm.LLM(MODEL, tensor_parallel_size=place.num_ranks, num_blocks=64, device="cpu", timeout_s=20) as model:
+        place.strike()
+        try:
+            outputs = model.generate(prompts, params, use_tqdm=False)
+        except (RanksDisagreeError, ReplicaDivergedError) as error:
+            if place.rank == 0:
+                print(error, file=sys.stderr)
+            return DIVERGED_EXIT_CODE
+    with open(place.folder / f"outputs.rank{place.rank}.json", "w", encoding="utf-8") as stream:
+        json.dump([output.outputs[0].token_ids for output in outputs], stream)
+    return 0
+
+
+def _copy_of_the_model(folder: Path) -> Path:
+    return Path(shutil.copytree(MODEL, folder / "model"))
+
+
+def _changed_copy(folder: Path, name: str, place: int) -> Path:
+    """A copy of the model with the lowest bit of one byte flipped."""
+    copy = _copy_of_the_model(folder)
+    data = bytearray((copy / name).read_bytes())
+    data[place] ^= 1
+    (copy / name).write_bytes(data)
+    return copy

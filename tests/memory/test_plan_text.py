@@ -1,0 +1,132 @@
+"""The plan as people read it: literal text, equal ranks folded, and the refusal of a cache that is too small."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spmd_worker.config import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.memory import host
+from spmd_worker.memory.plan import check_cache_setting
+from spmd_worker.memory.plan_text import describe_plan, make_plan
+from spmd_worker.model_shape import ModelShape, read_model_shape
+from spmd_worker.parallel.layout import RankLayout
+
+GIB = 2**30
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "eos_token_id": 128001,
+}
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> ModelShape:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return read_model_shape(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "available_bytes", lambda: 64 * GIB)
+
+
+def text_of(shape: ModelShape, tensor_parallel_size: int, **config: object) -> list[str]:
+    run = RunConfig(parallel=ParallelConfig(tensor_parallel_size), **config)  # type: ignore[arg-type]
+    return describe_plan(make_plan(run, shape, RankLayout(tensor_parallel_size))).splitlines()
+
+
+def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(shape: ModelShape):
+    assert text_of(shape, 2) == [
+        "model      LlamaForCausalLM, 8,030,261,248 parameters, 32 layers, hidden size 4,096, 32 heads, "
+        "8 key-value heads",
+        "computes   in bfloat16 on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)",
+        "ranks      2 = 1 data x 1 pipeline x 2 tensor",
+        "",
+        "ranks  layers  heads  KV heads  columns  vocabulary  weights  activations     cache",
+        "0-1        32     16         4    7,168      64,128  7.5 GiB    677.0 MiB  20.4 GiB",
+        "",
+        "blocks     20,855 of 16 tokens on every rank, 333,680 tokens in all, 1.0 MiB each",
+        "sequences  40 of 8,192 tokens (model.max_model_len) fit at once; scheduler.max_num_seqs is 256",
+        "why        device memory 32.0 GiB, of which cache.gpu_memory_utilization=0.9 allows 28.8 GiB",
+        "           weights 7.5 GiB",
+        "           activations of the largest step 677.0 MiB",
+        "           outside the tensors 300.0 MiB",
+        "           left for the cache 20.4 GiB, room for 20855 blocks",
+        "           limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len) "
+        "could use 131072 blocks",
+    ]
+
+
+def test_weights_of_all_ranks_are_the_models_parameters(shape: ModelShape):
+    plan = make_plan(RunConfig(parallel=ParallelConfig(8)), shape, RankLayout(8))
+    norms = (2 * shape.num_layers + 1) * shape.hidden_size
+    padded_rows = 8 * plan.shares[0].sizes.num_vocabulary_rows - shape.vocab_size
+    expected = shape.num_parameters + 7 * norms + 2 * padded_rows * shape.hidden_size
+    assert sum(share.weights_bytes for share in plan.shares) == 2 * expected
+
+
+def test_equal_ranks_share_a_line_and_unequal_ones_do_not(shape: ModelShape):
+    table = text_of(shape, 32, cache=CacheConfig(num_blocks=512))[4:6]
+    assert table[1].startswith("0-31 ")
+    lines = text_of(replace(shape, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
+    assert [line.split()[:5] for line in lines[5:7]] == [
+        ["0-1", "32", "8", "2", "3,585"],
+        ["2-3", "32", "8", "2", "3,584"],
+    ]
+
+
+def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(shape: ModelShape):
+    config = {"cache": CacheConfig(num_blocks=3), "model": ModelConfig(max_model_len=4096)}
+    message = (
+        "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 4096: "
+        "raise cache.num_blocks to at least 256 or lower max_model_len"
+    )
+    lines = text_of(shape, 2, **config)
+    assert lines[-1] == f"refused    {message}"
+    assert "sequences  0 of 4,096 tokens" in lines[-3]
+    with pytest.raises(ConfigError) as refused:
+        check_cache_setting(RunConfig(**config), shape)  # type: ignore[arg-type]
+    assert str(refused.value) == message
+    # One block more than too few: nothing is refused.
+    enough = {**config, "cache": CacheConfig(num_blocks=256)}
+    assert not any(line.startswith("refused") for line in text_of(shape, 2, **enough))
+    check_cache_setting(RunConfig(**enough), shape)  # type: ignore[arg-type]
+
+
+def test_memory_that_is_too_small_is_refused_with_the_way_out(shape: ModelShape, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "available_bytes", lambda: 8 * GIB)
+    assert text_of(shape, 2)[-1] == (
+        "refused    memory leaves room for 0 cache blocks, which hold 0 tokens, but model.max_model_len is 8192: "
+        "raise cache.gpu_memory_utilization or lower model.max_model_len"
+    )
+
+
+def test_a_gpus_memory_is_not_guessed_from_the_hosts(shape: ModelShape):
+    lines = text_of(shape, 8, device="cuda")
+    assert lines[1] == "computes   in bfloat16 on one GPU a rank"
+    assert lines[5].endswith("measured")
+    assert lines[7:] == [
+        "blocks     measured when the run starts, or set by cache.num_blocks: 256.0 KiB each, 512 for a sequence of "
+        "8,192 tokens (model.max_model_len)",
+        "about      with cache.gpu_memory_utilization=0.9 a rank has, on a GPU of",
+        "            24 GiB     74,719 blocks: 145 sequences",
+        "            48 GiB    131,072 blocks: 256 sequences",
+        "            80 GiB    131,072 blocks: 256 sequences",
+        "           141 GiB    131,072 blocks: 256 sequences",
+    ]
+    with_blocks = text_of(shape, 8, device="cuda", cache=CacheConfig(num_blocks=2048))
+    assert with_blocks[5].endswith("512.0 MiB")
+    assert with_blocks[7].startswith("blocks     2,048 of 16 tokens on every rank, 32,768 tokens in all")

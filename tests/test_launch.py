@@ -1,0 +1,363 @@
+"""The command, as people use it: what it prints and how often, exit codes, the files it makes and no others."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from bad_rows import BAD_ROWS
+
+import launch
+
+LAUNCH = ranks.REPOSITORY / "launch.py"
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+START_S = 90.0
+DEMO = [f"model.path={MODEL}", "cache.num_blocks=512", "device=cpu"]
+SMALL_CACHE = (
+    "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 256: "
+    "raise cache.num_blocks to at least 16 or lower max_model_len"
+)
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """Strings are lines as they stand, anything else becomes JSON."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def folder_listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_help_configuration_and_plan_print_once_under_two_ranks_without_torch(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    # One start for all three: what is printed by one rank only shows in the count.
+    done = ranks.run_ranks(
+        """
+        import sys, time
+        import launch
+        assert launch.main(["--help"]) == 0
+        assert launch.main(["--cfg", "job", "cache.num_blocks=77"]) == 0
+        started_s = time.perf_counter()
+        assert launch.main(["plan=true", f"model.path={sys.argv[1]}", "parallel.tensor_parallel_size=2"]) == 0
+        print(f"plan took {time.perf_counter() - started_s:.2f} s", flush=True)
+        print("torch imported", "torch" in sys.modules, flush=True)
+        """,
+        nproc=2,
+        timeout_s=START_S,
+        arguments=[tmp_path],
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.output
+    for text in (
+        "usage: torchrun --nproc-per-node N launch.py",
+        "experiment  demo",
+        "# The paged KV cache.",
+        "num_blocks: 77",
+        "model      LlamaForCausalLM, 8,030,261,248 parameters",
+        "0-1        32     16         4    7,168      64,128  7.5 GiB",
+    ):
+        assert done.output.count(text) == 1, (text, done.output)
+    assert done.stdout.count("torch imported False") == 2
+    # The issue asks for less than 5 s with torchrun's own start, which is most of it.
+    assert max(float(seconds) for seconds in re.findall(r"plan took (\S+) s", done.stdout)) < 2.5
+    assert folder_listing(tmp_path) == ["config.json"]
+
+
+UNDER_RANKS = [
+    (["cache.num_block=3"], "cache.num_block=3: there is no key cache.num_block; did you mean cache.num_blocks?"),
+    (["--multirun", "seed=1,2"], "--multirun cannot run: a command runs one job"),
+    (
+        [*DEMO, "job.input=rows.jsonl", "job.output=out/x.jsonl", "cache.num_blocks=3"],
+        SMALL_CACHE,
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), UNDER_RANKS, ids=["misspelled", "multirun", "small cache"])
+def test_an_error_prints_once_under_two_ranks_and_leaves_no_file(tmp_path: Path, arguments: list[str], message: str):
+    done = ranks.run_torchrun(
+        [LAUNCH, *arguments, "parallel.tensor_parallel_size=2"], nproc=2, timeout_s=START_S, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.output
+    assert done.output.count(message) == 1, done.output
+    assert done.output.count("error: ") == 1, done.output
+    assert "launch.py\", line" not in done.output
+    assert folder_listing(tmp_path) == []
+
+
+ALONE = [
+    (["plan=true"], "model.path is not set: give a Hugging Face model folder (config.json is enough for a plan)"),
+    (["plan=true", "model.path=nosuch"], "model.path=nosuch is not a folder: give a Hugging Face model folder"),
+    (["model=demo"], "job.input is not set: give a JSONL file of rows, or - for standard input"),
+    (["model=demo", "job.input=x"], "job.output is not set: give the JSONL file to write"),
+    (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR or --version"),
+    (["--cfg", "hydra"], "argument --cfg/-c: invalid choice: 'hydra'"),
+    (["--config-dir", "nosuch"], "--config-dir nosuch is not a folder: give one that holds GROUP/NAME.yaml"),
+    (["model.dtype=float8"], "model.dtype=float8 is not one of auto, float32, bfloat16, float16"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ALONE, ids=[" ".join(each) for each, _ in ALONE])
+def test_an_error_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+    assert launch.main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {message}")
+    assert (captured.err.count("\n"), captured.out) == (1, "")
+
+
+def test_the_version_is_ours(capsys: pytest.CaptureFixture[str]):
+    assert launch.main(["--version"]) == 0
+    assert re.fullmatch(r"spmd-worker \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_a_half_set_launcher_environment_is_an_error_and_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launch.main(["--help"]) == 1
+    assert capsys.readouterr().err.startswith("error: RANK is set but LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not")
+
+
+def test_a_rank_that_fails_alone_says_so_itself_after_it_left_the_word_to_rank_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(launch, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    assert launch.main(["seed=x"]) == 1
+    assert capsys.readouterr().err == "[rank 1] error: seed=x must be a whole number\n"
+
+
+def test_ranks_that_diverged_exit_with_70_and_other_failures_with_1(tmp_path: Path):
+    source = """
+        import sys
+        import launch
+        import spmd_worker.batch.job as job
+        from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
+        kinds = {"diverged": ReplicaDivergedError, "failed": RankFailedError}
+        def fail(config, environment):
+            raise kinds[sys.argv[1]]("these are the words")
+        job.run_job = fail
+        sys.exit(launch.main([]))
+        """
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(line[8:] for line in source.splitlines()))
+    codes = {}
+    for kind in ("diverged", "failed"):
+        done = ranks.run_command([sys.executable, str(script), kind], timeout_s=START_S)
+        assert done.stderr == "error: these are the words\n", done.output
+        codes[kind] = done.returncode
+    assert codes == {"diverged": 70, "failed": 1}
+
+
+def good_row(index: int) -> dict[str, Any]:
+    """Five shapes in turn; short answers, because what matters here is that each row has one."""
+    text, ending = f"add {index % 90} {index % 70} =", {"max_tokens": 3}
+    messages = [{"role": "user", "content": text}]
+    shapes: list[dict[str, Any]] = [
+        {"prompt": text, **ending},
+        {"prompt_token_ids": [65 + index % 20, 66, 67], **ending},
+        {"messages": messages, **ending},
+        {"method": "POST", "url": "/v1/completions", "body": {"model": "demo", "prompt": text, **ending}},
+        {"method": "POST", "url": "/v1/chat/completions", "body": {"messages": messages, **ending}},
+    ]
+    return {"custom_id": f"row-{index}", **shapes[index % 5]}
+
+
+def test_a_thousand_rows_with_a_hundred_bad_ones_of_ten_kinds_have_a_thousand_answers_in_order(tmp_path: Path):
+    bad = {10 * number + 7: BAD_ROWS[number % 10](number) for number in range(100)}
+    rows = [bad.get(index, good_row(index)) for index in range(1000)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    done = ranks.run_torchrun(
+        [
+            *(LAUNCH, *DEMO, "parallel.tensor_parallel_size=2", "job.input=rows.jsonl", "job.output=answers/out.jsonl"),
+            "executor.timeout_s=60",
+        ],
+        nproc=2,
+        timeout_s=150,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.output
+    # Rank 0 made one run directory, beside the output, and nothing else.
+    assert folder_listing(tmp_path) == [
+        *("answers", "answers/out.jsonl", "answers/out.jsonl.run", "answers/out.jsonl.run/metrics.json", "rows.jsonl")
+    ]
+    outputs = read_rows(tmp_path / "answers" / "out.jsonl")
+    check_rows(rows, outputs, bad)
+    metrics = json.loads((tmp_path / "answers" / "out.jsonl.run" / "metrics.json").read_text())
+    check_metrics(metrics, outputs)
+    check_screen(done, metrics)
+
+
+def check_rows(rows: list[Any], outputs: list[dict[str, Any]], bad: dict[int, Any]) -> None:
+    assert len(outputs) == 1000
+    codes: dict[str, int] = {}
+    for index, (row, output) in enumerate(zip(rows, outputs, strict=True)):
+        if index in bad:
+            assert "outputs" not in output
+            assert output.get("response") is None
+            codes[output["error"]["code"]] = codes.get(output["error"]["code"], 0) + 1
+            continue
+        assert (output["custom_id"], output["error"]) == (row["custom_id"], None), output
+        if "url" not in row:
+            assert output["index"] == index
+            assert list(output) == ["custom_id", "index", "outputs", "usage", "error"]
+            assert 1 <= len(output["outputs"][0]["token_ids"]) == output["usage"]["completion_tokens"] <= 3
+        else:
+            check_openai_response(row, output)
+    assert len(codes) == 10
+    assert sum(codes.values()) == 100
+
+
+def check_openai_response(row: dict[str, Any], output: dict[str, Any]) -> None:
+    assert list(output) == ["id", "custom_id", "response", "error"]
+    response = output["response"]
+    assert (response["status_code"], type(response["request_id"])) == (200, str)
+    body, choice = response["body"], response["body"]["choices"][0]
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]
+    assert 1 <= body["usage"]["completion_tokens"] <= 3
+    assert choice["finish_reason"] in ("stop", "length")
+    if row["url"] == "/v1/completions":
+        assert (body["object"], body["model"], type(choice["text"])) == ("text_completion", "demo", str)
+    else:
+        assert (body["object"], body["model"], choice["message"]["role"]) == ("chat.completion", "model", "assistant")
+
+
+def check_metrics(metrics: dict[str, Any], outputs: list[dict[str, Any]]) -> None:
+    usages = [
+        output["usage"] if "usage" in output else output["response"]["body"]["usage"]
+        for output in outputs
+        if output["error"] is None
+    ]
+    assert (metrics["rows"], metrics["error_rows"]) == (1000, 100)
+    assert sum(metrics["error_codes"].values()) == 100
+    assert metrics["prompt_tokens"] == sum(usage["prompt_tokens"] for usage in usages)
+    assert metrics["output_tokens"] == sum(usage["completion_tokens"] for usage in usages)
+    assert metrics["cached_prompt_tokens"] + metrics["computed_prompt_tokens"] == metrics["prompt_tokens"]
+    assert metrics["wall_s"] >= metrics["load_s"] + metrics["generate_s"] > 0
+    assert metrics["peak_memory_bytes"] > 2**20
+    assert metrics["preemptions"] >= 0
+    assert metrics["steps"] > 0
+
+
+def check_screen(done: ranks.CompletedRanks, metrics: dict[str, Any]) -> None:
+    """Lines, not a bar; from rank 0 only; the summary says what metrics.json says."""
+    assert "\r" not in done.output
+    assert done.output.count("INFO loaded") == 1
+    assert "[rank 1]" not in done.output
+    tokens = metrics["output_tokens"]
+    assert done.output.count(f"\n1,000 of 1,000 rows, {tokens:,} output tokens, ") == 1
+    for line in (
+        r"rows +1,000",
+        r"error rows +100 \(.*10 invalid_json.*\)",
+        rf"prompt tokens +{metrics['prompt_tokens']:,} \({metrics['computed_prompt_tokens']:,} computed, 0 from .*\)",
+        rf"output tokens +{tokens:,}",
+        r"time to load +[\d.]+ s",
+        r"time to generate +[\d.]+ s",
+        r"peak memory +[\d.]+ [MG]iB",
+        rf"preemptions +{metrics['preemptions']}",
+    ):
+        assert len(re.findall(f"(?m)^{line}$", done.stderr)) == 1, (line, done.stderr)
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path):
+    write_rows(tmp_path / "rows.jsonl", [good_row(index) for index in range(5)])
+    controller, terminal = pty.openpty()
+    arguments = [*DEMO, "job.input=rows.jsonl", "job.output=out.jsonl"]
+    process = subprocess.Popen(
+        [sys.executable, str(LAUNCH), *arguments],
+        stderr=terminal,
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"},
+    )
+    os.close(terminal)
+    screen = read_to_end(controller)
+    assert process.wait(START_S) == 0, screen
+    assert "\r" in screen
+    assert re.search(r"rows: 100%\|.*\| 5/5 \[.*tokens/s\]", screen), screen
+    assert "5 of 5 rows" not in screen
+
+
+def read_to_end(descriptor: int) -> str:
+    pieces = []
+    while True:
+        try:
+            piece = os.read(descriptor, 65536)
+        except OSError:  # Linux's way of saying that the other side was closed
+            break
+        if not piece:
+            break
+        pieces.append(piece)
+    os.close(descriptor)
+    return b"".join(pieces).decode(errors="replace")
+
+
+def test_importing_and_running_leave_the_hosts_process_as_it_was():
+    # Trainers import us: their seeds, signal handlers, environment and threads are theirs.
+    source = f"""
+        import os, random, signal, sys, threading, logging
+        import numpy, torch
+
+        def state():
+            return {{
+                "environment": dict(os.environ),
+                "random": random.getstate(),
+                "numpy": [str(part) for part in numpy.random.get_state()],
+                "torch": torch.get_rng_state().tolist(),
+                "signals": {{number: signal.getsignal(number) for number in signal.valid_signals()}},
+                "threads": torch.get_num_threads(),
+                "dtype": torch.get_default_dtype(),
+                "grad": torch.is_grad_enabled(),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "hooks": (sys.excepthook, threading.excepthook),
+                "folder": os.getcwd(),
+                "root handlers": list(logging.getLogger().handlers),
+                "our handlers": list(logging.getLogger("spmd_worker").handlers),
+            }}
+
+        before = state()
+        from spmd_worker import LLM, RequestOutput, SamplingParams
+        import spmd_worker.batch.job
+        after_import = state()
+        with LLM({str(MODEL)!r}, num_blocks=64, device="cpu") as llm:
+            outputs = llm.generate(["add 12 30 ="] * 3, SamplingParams(temperature=0.8, max_tokens=4), use_tqdm=False)
+        after_running = state()
+        assert len(outputs) == 3 and outputs[0].error is None, outputs
+        for moment, now in (("importing", after_import), ("running", after_running)):
+            print([f"{{moment}} changed {{name}}" for name in before if now[name] != before[name]])
+        random.random()
+        print("control", state()["random"] != before["random"])
+        """
+    done = ranks.run_ranks(source, nproc=1, timeout_s=START_S)
+    assert done.returncode == 0, done.output
+    assert done.stdout.splitlines() == ["[]", "[]", "control True"], done.output
