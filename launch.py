@@ -11,7 +11,7 @@ import inspect
 import os
 import signal
 import sys
-import time
+import threading
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +26,10 @@ from spmd_worker.version import version
 CONF: Final = Path(__file__).resolve().parent / "conf"
 
 _PATIENCE_S: Final = 5.0
-"""How long a rank that failed like rank 0 waits for rank 0's end to end it too."""
+"""How long a rank that failed like rank 0 leaves the word to it, and a rank that is to end stays to learn why."""
+
+_IS_ENDING: Final = threading.Event()
+"""The launcher wants this rank to end."""
 
 _USAGE: Final = """\
 Offline LLM inference in the ranks that torchrun started: rows in, completions out.
@@ -150,6 +153,8 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     from spmd_worker.worker.device import DeviceError
 
     configure_logging(environment.rank, environment.world_size)
+    if environment.world_size > 1:
+        signal.signal(signal.SIGTERM, _stay_for_the_reason)
     try:
         run_job(config, environment)
     except (ReplicaDivergedError, RanksDisagreeError) as error:
@@ -173,19 +178,18 @@ def _fail(message: str, environment: RankEnvironment, code: int = 1, *, is_own: 
     if environment.is_leader:
         print(f"error: {message}", file=sys.stderr, flush=True)
         return code
-    if not is_own:
-        _leave_the_word_to_the_leader(code)
-    print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
+    # Leaving first could end rank 0 before it has spoken: the launcher ends all ranks when one has left.
+    if is_own or not _IS_ENDING.wait(_PATIENCE_S):
+        print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
     return code
 
 
-def _leave_the_word_to_the_leader(code: int) -> None:
-    """Wait to be ended, with `code`, by the launcher, which ends all ranks when one has failed.
-
-    Leaving first could end rank 0 before it has spoken. Returns when rank 0 is not failing, which is news.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-    time.sleep(_PATIENCE_S)
+def _stay_for_the_reason(*_: object) -> None:
+    """The launcher's SIGTERM, when another rank has left: stay to learn why, and exit with the code that says so."""
+    _IS_ENDING.set()
+    timer = threading.Timer(_PATIENCE_S, os._exit, (128 + signal.SIGTERM,))
+    timer.daemon = True
+    timer.start()
 
 
 if __name__ == "__main__":

@@ -84,14 +84,6 @@ class CacheManager:
         num_spared = self._watermark_blocks if keep_watermark else 0
         return self.num_new_blocks(table, first_token, num_tokens) + num_spared <= self._pool.num_free_blocks
 
-    def can_write(self, table: BlockTable, position: int) -> bool:
-        """Whether the table has its own block for this position: `extend` by it would change nothing.
-
-        The question of steady decoding, asked for every running sequence of every step.
-        """
-        index = position // self._block_size
-        return index < len(table.block_ids) and self._pool.ref_count(table.block_ids[index]) == 1
-
     def extend(self, table: BlockTable, first_token: int, num_tokens: int) -> TableChange:
         """Make positions first_token up to num_tokens writable by this table alone; returns what changed in it.
 

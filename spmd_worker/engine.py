@@ -7,12 +7,18 @@ because only rank 0 touches the outside world. Knows how the parts fit together 
 
 import json
 import logging
+import platform
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import numpy
+import safetensors
+import tokenizers
+import torch
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.config import ConfigError, RunConfig
@@ -199,7 +205,7 @@ class LLMEngine:
         result = self.executor.execute_model(agreed.plan)
         assert isinstance(result, StepResult), type(result)
         self._sampled_token_ids = result.token_ids
-        ended = self.scheduler.apply(result) if agreed.plan.groups else []
+        ended = self.scheduler.apply(result) if agreed.plan.has_rows else []
         for event in agreed.events:
             ended += self._take_in(event)
         return ended
@@ -232,14 +238,16 @@ def start_engine(config: RunConfig, environment: RankEnvironment | None = None) 
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
     try:
         tokenizer, num_blocks = _load(config, shape, executor, channel)
+        scheduler = new_scheduler(config, shape, tokenizer, num_blocks)
+        if config.executor.digest_every:
+            cache = {"num_blocks": scheduler.cache.num_blocks, "block_size": scheduler.cache.block_size}
+            check_equal("caches", channel.gather(canonical(cache)))
+        # The channel last: it starts a thread.
         lockstep = Lockstep(_open_channel(config, channel, environment), config.executor.digest_every)
     except BaseException:
         executor.shutdown()
         raise
-    scheduler = new_scheduler(config, shape, tokenizer, num_blocks)
-    engine = LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler)
-    engine.agree_on("caches", {"num_blocks": scheduler.cache.num_blocks, "block_size": scheduler.cache.block_size})
-    return engine
+    return LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler)
 
 
 def _load(
@@ -301,6 +309,12 @@ def _generation_config(config: RunConfig) -> dict[str, Any]:
     return read_generation_config(Path(config.model.path or ""))
 
 
+def package_versions() -> dict[str, str]:
+    """What computes beside this code, and could compute otherwise in another version."""
+    versions = {module.__name__: str(module.__version__) for module in (numpy, safetensors, tokenizers, torch)}
+    return {"python": platform.python_version(), **versions}
+
+
 def _agree_on_start(channel: ControlChannel, config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None) -> None:
     """Configuration, code and model must be the same on every rank; where output goes is rank 0's business."""
     settings = asdict(config)
@@ -311,6 +325,7 @@ def _agree_on_start(channel: ControlChannel, config: RunConfig, shape: ModelShap
     value = {
         "config": settings,
         "code": code_fingerprint(),
+        "packages": package_versions(),
         "model": asdict(shape),
         "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
     }

@@ -16,9 +16,7 @@ BAD_ROWS: tuple[Callable[[int], str], ...] = (
     lambda number: json.dumps(
         {"custom_id": f"bad-{number}", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}
     ),
-    lambda number: json.dumps({"messages": [{"role": "user", "content": "x"}], "prompt_token_ids": [1], "n": 1})
-    if number < 0
-    else json.dumps({"prompt": ""}),
+    lambda number: json.dumps({"custom_id": f"empty-{number}", "prompt": ""}),
 )
 """Row number -> a line: not JSON; no prompt; two prompts; a value out of range; an unknown key; a prompt longer than
 the model; a token outside the vocabulary; an id used twice; a url that does not exist here; a prompt without tokens.

@@ -1,8 +1,8 @@
 """Runs planted jobs on ranks that are forked, not started: a torch import costs seconds, and there are many plants.
 
 One template process a rank imports everything once, without starting a thread, and forks a rank for each job. The
-templates differ in PYTHONHASHSEED, as ranks do that a launcher starts. A rank's exit code is its own: nobody sends it a
-signal before the deadline. Knows nothing of what is planted (`plants.py` does).
+templates differ in PYTHONHASHSEED, as ranks do that a launcher starts. As torchrun does, and sooner, SIGTERM goes to
+all ranks when one has failed. Knows nothing of what is planted (`plants.py` does).
 
     with ForkedRanks(2, tests/lockstep/plants.py) as ranks:
         job = ranks.run("sampled_id", folder, ["executor.digest_every=0"], limit_s=10)
@@ -31,7 +31,7 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class ForkedJob:
-    """How a job ended. `exit_codes` by rank, None for a rank that was killed at the deadline.
+    """How a job ended. `exit_codes` by rank, negative for a signal, None for a rank that was killed at the deadline.
 
     `seconds` is the time from the plant's first strike to the end of the last rank; from the fork where none struck.
     """
@@ -85,8 +85,7 @@ class ForkedRanks:
             }
             template.stdin.write(json.dumps(order).encode() + b"\n")
             template.stdin.flush()
-        deadline_s = started_s + limit_s + START_S
-        answers = [json.loads(_read_line(template, deadline_s)) for template in self._templates]
+        answers = self._answers(started_s + limit_s + START_S)
         paths = [folder / STRUCK_NAME.format(rank) for rank in range(self.num_ranks)]
         strikes = [float(path.read_text()) for path in paths if path.exists()]
         return ForkedJob(
@@ -96,6 +95,26 @@ class ForkedRanks:
             has_struck=bool(strikes),
             seconds=max(answer["ended_s"] for answer in answers) - min(strikes, default=started_s),
         )
+
+    def _answers(self, deadline_s: float) -> list[dict[str, Any]]:
+        """How each rank ended, in rank order."""
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < self.num_ranks:
+            waiting = [rank for rank in range(self.num_ranks) if rank not in answers]
+            streams = [self._templates[rank].stdout for rank in waiting]
+            ready, _, _ = select.select(streams, [], [], max(deadline_s - time.monotonic(), 0))
+            assert ready, f"the templates of ranks {waiting} say nothing"
+            for rank in waiting:
+                if self._templates[rank].stdout in ready:
+                    answers[rank] = json.loads(_read_line(self._templates[rank], deadline_s))
+            if any(answer["exit_code"] for answer in answers.values()):
+                self._end_others([rank for rank in waiting if rank not in answers])
+        return [answers[rank] for rank in range(self.num_ranks)]
+
+    def _end_others(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self._templates[rank].stdin.write(b"end\n")
+            self._templates[rank].stdin.flush()
 
 
 def struck(folder: Path, rank: int) -> None:
@@ -162,7 +181,10 @@ def _serve(plants_path: Path) -> None:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a process of {len(threads)} threads cannot be forked safely"
     print("ready", flush=True)
-    for line in sys.stdin:
+    while line := sys.stdin.buffer.raw.readline():
+        if line == b"end\n":
+            # For a rank that had ended meanwhile.
+            continue
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
@@ -211,7 +233,10 @@ def _wait(pid: int, limit_s: float) -> int | None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(_POLL_S)
+        if select.select([0], [], [], _POLL_S)[0]:
+            order = sys.stdin.buffer.raw.readline()
+            assert order == b"end\n", order
+            os.kill(pid, signal.SIGTERM)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return None

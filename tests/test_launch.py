@@ -6,12 +6,14 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 from bad_rows import BAD_ROWS
+from our_logger import logger_as_it_was
 
 import launch
 
@@ -37,6 +39,12 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
+
+
+@pytest.fixture(autouse=True)
+def _the_logger_as_it_was() -> Iterator[None]:
+    with logger_as_it_was():
+        yield
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -107,7 +115,7 @@ def test_an_error_prints_once_under_two_ranks_and_leaves_no_file(tmp_path: Path,
     assert done.returncode == 1, done.output
     assert done.output.count(message) == 1, done.output
     assert done.output.count("error: ") == 1, done.output
-    assert "launch.py\", line" not in done.output
+    assert 'launch.py", line' not in done.output
     assert folder_listing(tmp_path) == []
 
 

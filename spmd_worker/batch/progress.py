@@ -3,6 +3,7 @@
 Knows counts, a clock and a text stream. Knows nothing about rows, files or ranks: whoever calls it is rank 0.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,9 @@ from typing import Any, Final, TextIO
 from tqdm import tqdm
 
 _DEFAULT_INTERVAL_S: Final = 10.0
+
+
+_UNKNOWN_COLUMNS, _UNKNOWN_LINES = 80, 24
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
@@ -71,9 +75,8 @@ class Progress:
     def _show_bar(self, rows: int, now_s: float) -> None:
         if self._bar is None:
             # miniters: the tokens per second change while no row ends.
-            self._bar = _Bar(
-                total=self._total_rows, file=self._stream, unit=" rows", dynamic_ncols=True, desc="rows", miniters=0
-            )
+            size = _terminal_size(self._stream)
+            self._bar = _Bar(total=self._total_rows, file=self._stream, unit=" rows", desc="rows", miniters=0, **size)
         rate = self._tokens_per_s(now_s)
         self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
         self._bar.update(rows)
@@ -100,6 +103,15 @@ class Progress:
         if self._total_rows is None or not 0 < self._num_rows < self._total_rows:
             return None
         return (now_s - self._start_s) / self._num_rows * (self._total_rows - self._num_rows)
+
+
+def _terminal_size(stream: TextIO) -> dict[str, Any]:
+    """What tqdm is told: to look, or a size where it would find none and show nothing, as in some containers."""
+    try:
+        is_known = min(os.get_terminal_size(stream.fileno())) > 0
+    except (OSError, ValueError):
+        is_known = False
+    return {"dynamic_ncols": True} if is_known else {"ncols": _UNKNOWN_COLUMNS, "nrows": _UNKNOWN_LINES}
 
 
 def format_seconds(seconds: float) -> str:

@@ -4,6 +4,7 @@ Both have the format of `lockstep/step_log.py`, so `scripts/replay.py` reads bot
 nothing about rows.
 """
 
+import logging
 from pathlib import Path
 
 from spmd_worker.engine import LLMEngine
@@ -11,6 +12,8 @@ from spmd_worker.lockstep.codec import Encoder
 from spmd_worker.lockstep.step_log import StepLogHeader, StepLogWriter
 from spmd_worker.memory.plan import resolve_dtype
 from spmd_worker.version import code_fingerprint
+
+logger = logging.getLogger(__name__)
 
 STEP_LOG_NAME = "steps.log"
 
@@ -23,14 +26,21 @@ def open_step_log(engine: LLMEngine, run_dir: Path) -> StepLogWriter:
 
 
 def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
-    """This rank's own records of the last steps, as `records.rank<N>.log`; None where the run directory is not here."""
+    """This rank's own records of the last steps, as `records.rank<N>.log`; None where the run directory is not here.
+
+    A disk that takes nothing is warned of and no more: what is being reported is worse.
+    """
     if not run_dir.is_dir():
         return None
     path = run_dir / f"records.rank{engine.channel.rank}.log"
     encoder = Encoder()
-    with StepLogWriter(path, step_log_header(engine)) as writer:
-        for message in engine.lockstep.records:
-            writer.write(encoder.encode(message))
+    try:
+        with StepLogWriter(path, step_log_header(engine)) as writer:
+            for message in engine.lockstep.records:
+                writer.write(encoder.encode(message))
+    except OSError as error:
+        logger.warning("the records of the last steps could not be written: %s", error)
+        return None
     return path
 
 

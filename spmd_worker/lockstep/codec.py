@@ -1,9 +1,9 @@
 """Step messages as bytes and back.
 
-A message is coded against the one before it, if that one's step is the step before: rows of a plan mostly go on where
-the last plan left them, with the token they sampled, and such a row costs nothing but that token, once. So both sides
-hold the last listing (`Encoder`, `Decoder`), messages must be decoded in order, each once, and a log is readable from
-its first message on. A message with nothing before it stands alone (`encode_message`, `decode_message`).
+A message is coded against the one before it, if that one's step is the step before: sequences in steady decoding go on
+with the token they sampled and cost nothing but that token, once. So both sides hold what the last plan sampled
+(`Encoder`, `Decoder`), messages must be decoded in order, each once, and a log is readable from its first message on. A
+message with nothing before it stands alone (`encode_message`, `decode_message`).
 
     byte            version
     byte            flags: bit 0, coded against the message before
@@ -14,6 +14,7 @@ its first message on. A message with nothing before it stands alone (`encode_mes
     unsigned ...    number of events, then each
     columns         finished sequences, finished request ids, block operations
     signed          num_tokens
+    continuing      see `continuing_packing.py`
     groups          see `group_packing.py`
     4 bytes         CRC-32 of everything before
 
@@ -21,15 +22,21 @@ Integers are packed as `packing.py` says. A reader refuses what is left over, an
 """
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 from zlib import crc32
 
 from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
+from spmd_worker.lockstep.continuing_packing import (
+    Keys,
+    read_continuing,
+    read_pairs,
+    sampling_keys,
+    write_continuing,
+    write_pairs,
+)
 from spmd_worker.lockstep.group_packing import read_groups, write_groups
-from spmd_worker.lockstep.listing import EMPTY_LISTING, Listing, listing_of
 from spmd_worker.lockstep.message import MessageError, StepMessage
 from spmd_worker.lockstep.packing import ByteReader, ByteWriter
 from spmd_worker.lockstep.record_packing import read_event, write_event
@@ -49,7 +56,7 @@ class _Base:
 
     step: int
     checksum: bytes
-    listing: Listing
+    keys: Keys
 
 
 class Encoder:
@@ -61,12 +68,11 @@ class Encoder:
     def encode(self, message: StepMessage) -> bytes:
         """The bytes of the run's next message. Raises MessageError, and stays as it was, for values without a place."""
         base = self._base if self._base is not None and self._base.step + 1 == message.step else None
-        listing = listing_of(message.plan)
         writer = ByteWriter()
         _write_head(writer, message, base)
-        _write_plan(writer, message, listing, EMPTY_LISTING if base is None else base.listing)
+        _write_plan(writer, message, () if base is None else base.keys)
         checksum = _CHECKSUM.pack(crc32(writer.data))
-        self._base = _Base(message.step, checksum, listing)
+        self._base = _Base(message.step, checksum, sampling_keys(message.plan))
         return bytes(writer.data + checksum)
 
 
@@ -85,10 +91,10 @@ class Decoder:
             raise MessageError(f"a digest of {len(digest)} bytes")
         sampled_token_ids = reader.counted()
         events = tuple(read_event(reader) for _ in range(reader.count()))
-        plan = _read_plan(reader, step, sampled_token_ids, EMPTY_LISTING if base is None else base.listing)
+        plan = _read_plan(reader, step, sampled_token_ids, () if base is None else base.keys)
         if reader.num_left:
             raise MessageError(f"{reader.num_left} bytes left over")
-        self._base = _Base(step, data[-_CHECKSUM.size :], listing_of(plan))
+        self._base = _Base(step, data[-_CHECKSUM.size :], sampling_keys(plan))
         return StepMessage(step, events, plan, sampled_token_ids, digest)
 
     def _read_head(self, reader: ByteReader) -> tuple[int, _Base | None]:
@@ -145,36 +151,26 @@ def _write_head(writer: ByteWriter, message: StepMessage, base: _Base | None) ->
         write_event(writer, event)
 
 
-def _write_plan(writer: ByteWriter, message: StepMessage, listing: Listing, last: Listing) -> None:
+def _write_plan(writer: ByteWriter, message: StepMessage, last_keys: Keys) -> None:
     plan = message.plan
     operations = plan.block_ops
-    _write_pairs(writer, plan.finished_sequences)
+    write_pairs(writer, plan.finished_sequences)
     writer.counted(plan.finished_request_ids)
     for pairs in (operations.swap_in, operations.swap_out, operations.copy):
-        _write_pairs(writer, pairs)
+        write_pairs(writer, pairs)
     writer.signed(plan.num_tokens)
-    write_groups(writer, plan.groups, listing, last, last.sampled_by_row(message.sampled_token_ids))
+    write_continuing(writer, plan, last_keys, message.sampled_token_ids)
+    write_groups(writer, plan.groups)
 
 
-def _read_plan(reader: ByteReader, step: int, sampled_token_ids: tuple[int, ...], last: Listing) -> StepPlan:
-    finished_sequences = tuple(SequenceKey(RequestId(first), second) for first, second in _read_pairs(reader))
+def _read_plan(reader: ByteReader, step: int, sampled_token_ids: tuple[int, ...], last_keys: Keys) -> StepPlan:
+    finished_sequences = tuple(SequenceKey(RequestId(first), second) for first, second in read_pairs(reader))
     finished_request_ids = tuple(map(RequestId, reader.counted()))
     swap_in, swap_out, copy = [
-        tuple((BlockId(first), BlockId(second)) for first, second in _read_pairs(reader)) for _ in range(3)
+        tuple((BlockId(first), BlockId(second)) for first, second in read_pairs(reader)) for _ in range(3)
     ]
     num_tokens = reader.integer_64()
-    groups = read_groups(reader, last, last.sampled_by_row(sampled_token_ids))
+    continuing = read_continuing(reader, last_keys, sampled_token_ids)
+    groups = read_groups(reader)
     operations = BlockOps(swap_in, swap_out, copy)
-    return StepPlan(step, groups, operations, finished_sequences, finished_request_ids, num_tokens)
-
-
-def _write_pairs(writer: ByteWriter, pairs: Sequence[tuple[int, int]]) -> None:
-    writer.unsigned(len(pairs))
-    if pairs:
-        writer.dense([first for first, _ in pairs])
-        writer.column([second for _, second in pairs])
-
-
-def _read_pairs(reader: ByteReader) -> list[tuple[int, int]]:
-    count = reader.count()
-    return list(zip(reader.dense(count), reader.column(count)))
+    return StepPlan(step, groups, operations, finished_sequences, finished_request_ids, num_tokens, *continuing)

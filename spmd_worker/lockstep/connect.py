@@ -90,7 +90,8 @@ def _greet(connection: socket.socket, token: bytes) -> int | None:
     connection.settimeout(_HELLO_TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        frame = receive_frame(connection)
+        # Nothing is known of who this is, so nothing longer than a token is read.
+        frame = receive_frame(connection, max_bytes=_TOKEN_BYTES)
     except (TimeoutError, PeerGoneError, FrameError):
         return None
     is_ours = frame.kind is FrameKind.HELLO and hmac.compare_digest(frame.payload, token)

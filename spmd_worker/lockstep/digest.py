@@ -126,6 +126,9 @@ def _add_plan(record: _Canonical, plan: StepPlan) -> None:
         record.counted(list(chain.from_iterable(pairs)))
     record.counted(plan.finished_request_ids)
     record.integers((plan.step, plan.num_tokens))
+    record.counted(list(chain.from_iterable(plan.continuing)))
+    record.counted(plan.continuing_token_ids)
+    record.counted(list(chain.from_iterable(plan.continuing_blocks)))
     record.counted([_SNAPSHOT if isinstance(group, SequenceGroupMetadata) else _DELTA for group in plan.groups])
     _add_deltas(record, [group for group in plan.groups if isinstance(group, SequenceGroupMetadataDelta)])
     for group in plan.groups:

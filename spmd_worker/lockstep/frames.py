@@ -57,10 +57,12 @@ def send_frame(connection: socket.socket, kind: FrameKind, number: int, payload:
         raise PeerGoneError(str(error)) from None
 
 
-def receive_frame(connection: socket.socket) -> Frame:
-    """The next frame, whole. Raises PeerGoneError at the end of the stream, TimeoutError after the socket's timeout."""
+def receive_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> Frame:
+    """The next frame, whole. Raises PeerGoneError at the end of the stream, TimeoutError after the socket's timeout,
+    FrameError for a kind that does not exist or a payload above `max_bytes`, before any of it is read.
+    """
     kind, number, length = _HEAD.unpack(_receive_exactly(connection, _HEAD.size))
-    if kind not in FrameKind.__members__.values() or length > MAX_FRAME_BYTES:
+    if kind not in FrameKind.__members__.values() or length > max_bytes:
         raise FrameError(f"kind {kind}, length {length}: not a frame of this protocol")
     return Frame(FrameKind(kind), number, _receive_exactly(connection, length) if length else b"")
 

@@ -14,7 +14,7 @@ from typing import Final, NoReturn, cast
 from spmd_worker.lockstep.codec import Decoder, Encoder, decode_message, encode_message
 from spmd_worker.lockstep.difference import first_difference, record_of
 from spmd_worker.lockstep.digest import ChainedDigest
-from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
+from spmd_worker.lockstep.errors import LostMessageError, RankFailedError, ReplicaDivergedError
 from spmd_worker.lockstep.message import MessageError, StepMessage
 from spmd_worker.lockstep.step_channel import Abort, AbortedError, FollowerChannel, LeaderChannel
 from spmd_worker.sequence.events import Event
@@ -67,7 +67,10 @@ class Lockstep:
         digest = self._digest.update(plan.step, self._last_events, plan, sampled_token_ids)
         own = StepMessage(plan.step, self._last_events, plan, sampled_token_ids, digest)
         self.records.append(own)
-        message = self._lead(own, events) if self._follower is None else self._follow(own, self._follower)
+        try:
+            message = self._lead(own, events) if self._follower is None else self._follow(own, self._follower)
+        except LostMessageError as error:
+            raise ReplicaDivergedError(self._did_not_run(own.step, str(error))) from None
         self._last_events = message.events
         return AgreedStep(message.plan, message.events)
 
@@ -80,6 +83,9 @@ class Lockstep:
             return error
         step = self.records[-1].step if self.records else 0
         if isinstance(error, AbortedError):
+            if self._leader is not None:
+                # Followers hear of one another through rank 0 only.
+                self._leader.abort(error.abort)
             return _as_raised(error.abort)
         if not isinstance(error, _REPORTED):
             # In a collective, a peer that leaves looks like a network error here: ask what it said first.
@@ -117,12 +123,15 @@ class Lockstep:
         try:
             message = self._decoder.decode(payload)
         except MessageError as error:
-            raise ReplicaDivergedError(
-                f"step {own.step} did not run: rank {channel.rank} cannot read rank 0's message "
-                f"(last agreed step {self._last_agreed_step}): {error}"
-            ) from None
-        self._last_agreed_step = own.step
+            what = f"rank {channel.rank} cannot read rank 0's message: {error}"
+            raise ReplicaDivergedError(self._did_not_run(own.step, what)) from None
+        if self._is_compared(own.step):
+            self._last_agreed_step = own.step
         return message
+
+    def _did_not_run(self, step: int, what: str) -> str:
+        """Whatever the reason, one form, whose last part names it."""
+        return f"step {step} did not run (last agreed step {self._last_agreed_step}): {what}"
 
     def _is_compared(self, step: int) -> bool:
         return self._digest_every > 0 and step % self._digest_every == 0
@@ -141,10 +150,8 @@ class Lockstep:
         records = [record_of(decode_message(payload)) for payload in payloads]
         difference = first_difference(records[0], records[different[0]], 0, different[0])
         ranks = f"rank {different[0]}" if len(different) == 1 else f"ranks {', '.join(map(str, different))}"
-        text = (
-            f"step {own.step} did not run: {ranks} diverged from rank 0 (last agreed step {self._last_agreed_step}): "
-            f"{difference or 'this step is equal; an earlier one, which was not compared, was not'}"
-        )
+        what = difference or "this step is equal; an earlier one, which was not compared, was not"
+        text = self._did_not_run(own.step, f"{ranks} diverged from rank 0: {what}")
         channel.verdict(text)
         raise ReplicaDivergedError(text)
 

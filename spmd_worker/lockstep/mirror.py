@@ -37,6 +37,11 @@ class MirroredSequence:
     block_ids: list[BlockId]
     num_computed_tokens: int
     num_scheduled_tokens: int
+    steady: "ScheduledSequence" = field(init=False)
+
+    def __post_init__(self) -> None:
+        # What a step of steady decoding computes of this sequence: always the same, so it is made once.
+        self.steady = ScheduledSequence(self, num_scheduled_tokens=1, num_samples=1)
 
     @property
     def num_tokens(self) -> int:
@@ -106,9 +111,10 @@ class Mirror:
 
         Raises MirrorError, and changes nothing, where the plan does not follow from the plans before it.
         """
-        self._check(plan)
+        continuing = self._check(plan)
         self._step = plan.step
         self._forget(plan)
+        self._continue(plan, continuing)
         sequences: list[MirroredSequence] = []
         for group in plan.groups:
             if isinstance(group, SequenceGroupMetadata):
@@ -117,7 +123,16 @@ class Mirror:
                 self._append(group, sequences)
         rows = [data for group in plan.groups for data in group.sequences]
         columns = (sequences, [data.num_scheduled_tokens for data in rows], [data.num_samples for data in rows])
-        return tuple(map(ScheduledSequence._make, zip(*columns, strict=True)))
+        others = map(ScheduledSequence._make, zip(*columns, strict=True))
+        return (*[sequence.steady for sequence in continuing], *others)
+
+    def _continue(self, plan: StepPlan, continuing: list[MirroredSequence]) -> None:
+        for sequence, token_id in zip(continuing, plan.continuing_token_ids):
+            sequence.output_token_ids.append(token_id)
+            sequence.num_computed_tokens += sequence.num_scheduled_tokens
+            sequence.num_scheduled_tokens = 1
+        for place, block_id in plan.continuing_blocks:
+            continuing[place].block_ids.append(block_id)
 
     def _forget(self, plan: StepPlan) -> None:
         for key in plan.finished_sequences:
@@ -160,15 +175,16 @@ class Mirror:
             sequence.num_scheduled_tokens = data.num_scheduled_tokens
             sequences.append(sequence)
 
-    def _check(self, plan: StepPlan) -> None:
-        """Raise MirrorError unless the whole plan follows from what the mirror holds."""
+    def _check(self, plan: StepPlan) -> list[MirroredSequence]:
+        """Raise MirrorError unless the whole plan follows from what the mirror holds; returns the continuing rows."""
         if self._step is not None and plan.step != self._step + 1:
             raise MirrorError(f"step {plan.step}: field step is {plan.step}, the mirror expects {self._step + 1}")
         self._check_block_ops(plan)
         finished_requests = dict.fromkeys(plan.finished_request_ids)
         finished_sequences = dict.fromkeys(plan.finished_sequences)
         listed: dict[RequestId, None] = {}
-        num_tokens = 0
+        continuing = self._check_continuing(plan)
+        num_tokens = len(continuing)
         for group in plan.groups:
             request_id = group.request_id
             if request_id in listed:
@@ -183,9 +199,64 @@ class Mirror:
             else:
                 num_tokens += self._check_delta(plan, group)
         if num_tokens != plan.num_tokens:
+            raise MirrorError(f"step {plan.step}: field num_tokens is {plan.num_tokens}, its rows compute {num_tokens}")
+        return continuing
+
+    def _check_continuing(self, plan: StepPlan) -> list[MirroredSequence]:
+        """The sequences in steady decoding, each of which the mirror must hold with all its tokens computed."""
+        keys, groups, block_size = plan.continuing, self._groups, self.block_size
+        if len(plan.continuing_token_ids) != len(keys):
+            rule = f"one for each of the {len(keys)} sequences in continuing"
             raise MirrorError(
-                f"step {plan.step}: field num_tokens is {plan.num_tokens}, its groups compute {num_tokens}"
+                f"step {plan.step}: field continuing_token_ids has {len(plan.continuing_token_ids)} entries, not {rule}"
             )
+        new_blocks = self._check_continuing_blocks(plan)
+        sequences: list[MirroredSequence] = []
+        for place, (request_id, sample_index) in enumerate(keys):
+            group = groups.get(request_id)
+            sequence = None if group is None else group.sequences.get(sample_index)
+            if sequence is None:
+                _refuse_key(plan, keys[place], "unknown", "a sequence the mirror holds")
+            end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
+            if end != sequence.num_tokens:
+                _refuse_key(
+                    plan, keys[place], f"computed to {end}", f"computed to {sequence.num_tokens}, its last token"
+                )
+            if end >= len(sequence.block_ids) * block_size and place not in new_blocks:
+                _refuse_key(plan, keys[place], f"without a block for token {end}", "a block for it")
+            sequences.append(sequence)
+        self._check_listed_once(plan)
+        return sequences
+
+    def _check_continuing_blocks(self, plan: StepPlan) -> dict[int, BlockId]:
+        new_blocks = dict(plan.continuing_blocks)
+        outside = self._first_outside(list(new_blocks.values()))
+        if outside is not None:
+            rule = f"the cache has blocks 0 to {self.num_blocks - 1}"
+            raise MirrorError(f"step {plan.step}: field continuing_blocks names device block {outside}, {rule}")
+        wrong = [place for place in new_blocks if not 0 <= place < len(plan.continuing)]
+        if wrong or len(new_blocks) != len(plan.continuing_blocks):
+            places = [place for place, _ in plan.continuing_blocks]
+            rule = f"different ones from 0 to {len(plan.continuing) - 1}"
+            raise MirrorError(
+                f"step {plan.step}: field continuing_blocks names places {places}, the mirror expects {rule}"
+            )
+        return new_blocks
+
+    def _check_listed_once(self, plan: StepPlan) -> None:
+        """No sequence continues twice, or continues and is listed or has ended."""
+        keys = dict.fromkeys(plan.continuing)
+        if len(keys) != len(plan.continuing):
+            raise MirrorError(f"step {plan.step}: field continuing lists a sequence twice, the mirror expects it once")
+        for group in plan.groups:
+            for data in group.sequences:
+                if (group.request_id, data.sample_index) in keys:
+                    _refuse(plan, group.request_id, data, "continuing", "also in groups", "one or the other")
+        finished_requests = dict.fromkeys(plan.finished_request_ids)
+        ended = [key for key in plan.finished_sequences if key in keys]
+        ended += [key for key in plan.continuing if key.request_id in finished_requests] if finished_requests else []
+        if ended:
+            _refuse_key(plan, ended[0], "also finished", "one or the other")
 
     def _check_block_ops(self, plan: StepPlan) -> None:
         """Device blocks of the moves must exist. How many blocks the host has, the mirror does not know."""
@@ -326,6 +397,13 @@ def _check_listing(
         for data in sequences:
             if (request_id, data.sample_index) in finished:
                 _refuse(plan, request_id, data, "sequences", "listed and in finished_sequences", "one or the other")
+
+
+def _refuse_key(plan: StepPlan, key: SequenceKey, value: str, expected: str) -> NoReturn:
+    raise MirrorError(
+        f"step {plan.step}, request {key.request_id}, sample {key.sample_index}: field continuing lists it {value}, "
+        f"the mirror expects {expected}"
+    )
 
 
 def _refuse(

@@ -9,6 +9,7 @@ frames and bytes. Knows nothing about plans.
 """
 
 import logging
+import select
 import socket
 import threading
 import time
@@ -105,17 +106,19 @@ class TcpLeader:
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="spmd-heartbeat", daemon=True)
+        self._poll = select.poll()
+        self._indices = {connection.fileno(): index for index, connection in enumerate(connections)}
 
     def start(self) -> None:
-        """Begin the heartbeat."""
+        """Begin to listen and the heartbeat."""
         for connection in self._connections:
             connection.settimeout(self._timeout_s)
+            self._poll.register(connection, select.POLLIN)
         self._heart.start()
 
     def collect(self, step: int) -> list[bytes]:
         """Raises RankFailedError naming the silent or dead ranks, AbortedError with a rank's own last words."""
-        deadline_s = time.monotonic() + self._timeout_s
-        return [self._answer_of(index, step, FrameKind.ANSWER, deadline_s) for index in range(len(self._connections))]
+        return self._gather(FrameKind.ANSWER, step, f"no answer to step {step}")
 
     def send(self, payload: bytes) -> None:
         """Raises RankFailedError when a follower is gone or does not read."""
@@ -127,9 +130,7 @@ class TcpLeader:
         """See `LeaderChannel.exchange_records`."""
         with self._lock:
             self._send_all(FrameKind.RECORD_WANTED, self._num_sent, b"")
-        deadline_s = time.monotonic() + self._timeout_s
-        records = [self._answer_of(index, 0, FrameKind.RECORD, deadline_s) for index in range(len(self._connections))]
-        return [record, *records]
+        return [record, *self._gather(FrameKind.RECORD, 0, "no record of the step")]
 
     def verdict(self, text: str) -> None:
         """See `LeaderChannel.verdict`."""
@@ -156,24 +157,43 @@ class TcpLeader:
     def close(self) -> None:
         """See `StepChannel.close`."""
         self._is_closed.set()
+        if self._heart.is_alive():
+            self._heart.join(_LAST_WORDS_S)
         for connection in self._connections:
             connection.close()
 
-    def _answer_of(self, index: int, step: int, wanted: FrameKind, deadline_s: float) -> bytes:
+    def _gather(self, wanted: FrameKind, number: int, missing: str) -> list[bytes]:
+        """One frame of each follower, in rank order. Whoever is gone is noticed while others are still waited for."""
+        deadline_s = time.monotonic() + self._timeout_s
+        payloads: dict[int, bytes] = {}
+        while len(payloads) < len(self._connections):
+            ready = self._poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000)
+            if not ready:
+                silent = [index + 1 for index in range(len(self._connections)) if index not in payloads]
+                raise RankFailedError(f"{_spoken(silent)} silent: {missing} in {self._timeout_s:g} s")
+            for descriptor, _ in ready:
+                index = self._indices[descriptor]
+                frame = self._frame_of(index, missing, deadline_s)
+                if frame.kind is not wanted or frame.number != number or index in payloads:
+                    what = f"{frame.kind.name} {frame.number} where {wanted.name} {number} comes next"
+                    raise LostMessageError(f"rank {index + 1} and rank 0 are not at the same step: {what}")
+                payloads[index] = frame.payload
+        return [payloads[index] for index in range(len(self._connections))]
+
+    def _frame_of(self, index: int, missing: str, deadline_s: float) -> Frame:
         connection, rank = self._connections[index], index + 1
         connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
         try:
             frame = receive_frame(connection)
         except TimeoutError:
-            raise RankFailedError(f"rank {rank} is silent: no answer to step {step} in {self._timeout_s:g} s") from None
+            raise RankFailedError(f"rank {rank} is silent: {missing} in {self._timeout_s:g} s") from None
         except PeerGoneError as error:
-            raise RankFailedError(f"rank {rank} is gone: no answer to step {step} ({error})") from None
+            raise RankFailedError(f"rank {rank} is gone: {missing} ({error})") from None
+        except FrameError as error:
+            raise LostMessageError(f"rank 0 cannot read what rank {rank} sent: {error}") from None
         if frame.kind is FrameKind.ABORT:
             raise AbortedError(Abort.unpack(frame.payload))
-        if frame.kind is not wanted or (wanted is FrameKind.ANSWER and frame.number != step):
-            what = f"{frame.kind.name} {frame.number} where {wanted.name} {step} comes next"
-            raise LostMessageError(f"rank {rank} and rank 0 are not at the same step: {what}")
-        return frame.payload
+        return frame
 
     def _send_all(self, kind: FrameKind, number: int, payload: bytes) -> None:
         for index, connection in enumerate(self._connections):
@@ -263,6 +283,8 @@ class TcpFollower:
             raise RankFailedError(f"rank 0 is silent: no message in {self._timeout_s:g} s") from None
         except PeerGoneError as error:
             raise RankFailedError(f"rank 0 is gone ({error})") from None
+        except FrameError as error:
+            raise LostMessageError(f"rank {self.rank} cannot read what rank 0 sent: {error}") from None
 
     def _check_number(self, number: int) -> None:
         if number > self._num_received:
@@ -337,6 +359,10 @@ class GlooStepChannel:
 
     def _broadcast(self, kind: FrameKind, payload: bytes) -> None:
         self._control.broadcast(bytes([kind]) + payload)
+
+
+def _spoken(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
 def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:

@@ -18,7 +18,7 @@ from kv_cache.cache_manager import CacheManager
 from spmd_worker.scheduler.budget import StepBudget
 from spmd_worker.scheduler.policy import WaitingQueue, choose_victim, service_order
 from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.scheduler.updates import Decision, group_updates
+from spmd_worker.scheduler.updates import Decision, Decisions, group_updates, last_token_ids
 from spmd_worker.sequence.events import Abort, Admit, Event
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
@@ -68,7 +68,7 @@ class Scheduler:
         self._groups: dict[RequestId, SequenceGroup] = {}
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        self._in_flight: deque[tuple[Decision, ...]] = deque()
+        self._in_flight: deque[Decisions] = deque()
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
         self._step = 0
@@ -91,17 +91,20 @@ class Scheduler:
         self._step += 1
         self.counters.num_steps += 1
         decisions = self._decide()
-        if decisions:
-            self._in_flight.append(tuple(decisions))
-        num_tokens = sum([decision.num_tokens for decision in decisions])
+        num_tokens = decisions.num_tokens
+        if num_tokens:
+            self._in_flight.append(decisions)
         self.counters.num_computed_tokens += num_tokens
         plan = StepPlan(
             step=self._step,
-            groups=group_updates(decisions),
+            groups=group_updates(decisions.others),
             block_ops=self.cache.take_block_ops(),
             finished_sequences=tuple(self._ended_sequences),
             finished_request_ids=tuple(self._ended_requests),
             num_tokens=num_tokens,
+            continuing=tuple([sequence.key for sequence in decisions.continuing]),
+            continuing_token_ids=last_token_ids(decisions.continuing),
+            continuing_blocks=tuple(decisions.blocks),
         )
         self._ended_sequences.clear()
         self._ended_requests.clear()
@@ -112,10 +115,13 @@ class Scheduler:
         ended: list[SequenceGroup] = []
         token_ids, logprobs = result.token_ids, result.logprobs
         self._take_prompt_logprobs(result)
-        start = 0
-        for sequence, _, _, num_samples, _ in self._in_flight.popleft():
-            if num_samples == 0:
-                continue
+        decisions = self._in_flight.popleft()
+        # Rows are sampled in plan order: those in steady decoding, one token each, then the others.
+        for index, sequence in enumerate(decisions.continuing):
+            if sequence.status is SequenceStatus.RUNNING:
+                self._append(sequence, token_ids[index], logprobs[index] if logprobs else None, ended)
+        start = len(decisions.continuing)
+        for sequence, _, _, num_samples, _ in decisions.others:
             for index, each in enumerate(self._samples_of(sequence, num_samples), start):
                 if each.status is SequenceStatus.RUNNING:
                     self._append(each, token_ids[index], logprobs[index] if logprobs else None, ended)
@@ -142,38 +148,52 @@ class Scheduler:
 
     # Deciding: counts only.
 
-    def _decide(self) -> list[Decision]:
+    def _decide(self) -> Decisions:
+        decisions = Decisions()
         budget = StepBudget(self._limits.max_num_batched_tokens, self._limits.max_num_seqs - len(self.running))
         num_preemptions = self.counters.num_preemptions
-        decisions = self._decide_running(budget)
-        if self.counters.num_preemptions == num_preemptions:
+        self._decide_running(budget, decisions)
+        if self.waiting and self.counters.num_preemptions == num_preemptions:
             # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
-            decisions += self._decide_waiting(budget) if self.waiting else []
+            self._decide_waiting(budget, decisions)
         return decisions
 
-    def _decide_running(self, budget: StepBudget) -> list[Decision]:
-        decisions: list[Decision] = []
-        running, can_write = self.running, self.cache.can_write
+    def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:
+        running, block_size = self.running, self.cache.block_size
         # Those from `end` on have given way: running is in service order, so victims are taken from its end.
         index, end = 0, len(running)
         while index < end and budget.num_tokens:
             sequence = running[index]
             index += 1
-            first = sequence.num_computed_tokens
-            num_uncomputed = sequence.num_prompt_tokens + len(sequence.output_token_ids) - first
-            if num_uncomputed == 1 and can_write(sequence.table, first):
-                # Steady decoding, nearly all there is to decide in a long job: nothing to ask, nothing to take.
-                sequence.num_computed_tokens = first + 1
-                budget.num_tokens -= 1
-                decisions.append(Decision(sequence, first, 1, self._width(sequence), None))
-            elif num_uncomputed:
-                num_tokens = min(num_uncomputed, budget.num_tokens)
+            num_outputs = len(sequence.output_token_ids)
+            num_tokens = sequence.num_prompt_tokens + num_outputs - sequence.num_computed_tokens
+            is_steady = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
+            # A block that is written to is shared by forks alone: without forks, one that has begun needs no asking.
+            if is_steady and sequence.num_computed_tokens % block_size and sequence.request.sampling.n == 1:
+                self._continue(sequence, budget, decisions)
+            elif num_tokens:
+                num_tokens = min(num_tokens, budget.num_tokens)
                 end = self._make_room(sequence, num_tokens, index, end)
                 if sequence.status is SequenceStatus.RUNNING:
-                    decisions.append(self._take(sequence, num_tokens, budget))
-        if end < len(running) or len(decisions) < index:
-            self.running = [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING]
-        return decisions
+                    self._go_on(sequence, num_tokens, budget, decisions, is_steady=is_steady)
+        self.running = [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING]
+
+    def _continue(self, sequence: Sequence, budget: StepBudget, decisions: Decisions) -> None:
+        sequence.num_computed_tokens += 1
+        budget.num_tokens -= 1
+        decisions.continuing.append(sequence)
+
+    def _go_on(
+        self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions, *, is_steady: bool
+    ) -> None:
+        """There is room: take it. Steady decoding that appends a block stays steady; one that copies a block does not."""
+        num_blocks = sequence.table.num_blocks
+        decision = self._take(sequence, num_tokens, budget)
+        if is_steady and decision.change.first_index == num_blocks:
+            decisions.blocks.extend((len(decisions.continuing), block_id) for block_id in decision.change.block_ids)
+            decisions.continuing.append(sequence)
+        else:
+            decisions.others.append(decision)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, index: int, end: int) -> int:
         """Preempt from running[index:end] until the sequence fits, at last itself; returns the new end."""
@@ -186,8 +206,7 @@ class Scheduler:
             end -= 1
         return end
 
-    def _decide_waiting(self, budget: StepBudget) -> list[Decision]:
-        decisions: list[Decision] = []
+    def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
         budget.num_sequences -= self._num_forks()
         while self.waiting and budget.num_tokens:
             sequence = self.waiting.first()
@@ -198,9 +217,8 @@ class Scheduler:
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
             budget.num_sequences -= self._width(sequence)
-            decisions.append(self._take(sequence, num_tokens, budget))
+            decisions.others.append(self._take(sequence, num_tokens, budget))
         self.running.sort(key=service_order)
-        return decisions
 
     def _may_join(self, sequence: Sequence, num_tokens: int, budget: StepBudget, *, is_alone: bool) -> bool:
         if not self._limits.enable_chunked_prefill and num_tokens < sequence.num_uncomputed_tokens:

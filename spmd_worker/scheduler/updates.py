@@ -5,8 +5,10 @@ about how a step was decided.
 """
 
 from collections.abc import Sequence as Sized
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kv_cache.block import BlockId
 from kv_cache.block_table import TableChange
 from spmd_worker.sequence.metadata import (
     GroupUpdate,
@@ -22,40 +24,43 @@ from spmd_worker.sequence.sequence import Sequence
 class Decision(NamedTuple):
     """One sequence of a step: tokens [first_token, first_token + num_tokens) are computed.
 
-    `change` is what became of its block table, None for nothing. A named tuple, because hundreds are made each step.
+    `change` is what became of its block table.
     """
 
     sequence: Sequence
     first_token: int
     num_tokens: int
     num_samples: int
-    change: TableChange | None
+    change: TableChange
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """A whole step: sequences in steady decoding, the blocks some of them took (place, block), and all others."""
+
+    continuing: list[Sequence] = field(default_factory=list)
+    blocks: list[tuple[int, BlockId]] = field(default_factory=list)
+    others: list[Decision] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return len(self.continuing) + sum(decision.num_tokens for decision in self.others)
+
+
+def last_token_ids(continuing: Sized[Sequence]) -> tuple[int, ...]:
+    """What each sequence in steady decoding appends. Marks it as told."""
+    for sequence in continuing:
+        sequence.num_sent_tokens += 1
+    return tuple([sequence.output_token_ids[-1] for sequence in continuing])
 
 
 def group_updates(decisions: Sized[Decision]) -> tuple[GroupUpdate, ...]:
     """One update a group, in the order of its first decision. Marks what is told as known."""
-    # A group of several sequences leaves its list where its first decision stands.
-    updates: list[GroupUpdate | list[Decision]] = []
-    families: dict[RequestId, list[Decision]] = {}
+    by_request: dict[RequestId, list[Decision]] = {}
     for decision in decisions:
-        request = decision.sequence.request
-        if request.sampling.n == 1:
-            updates.append(_update_of_one(decision))
-        elif request.request_id in families:
-            families[request.request_id].append(decision)
-        else:
-            families[request.request_id] = [decision]
-            updates.append(families[request.request_id])
-    return tuple([_update_of(update) if isinstance(update, list) else update for update in updates])
-
-
-def _update_of_one(decision: Decision) -> GroupUpdate:
-    sequence = decision.sequence
-    if not sequence.is_known:
-        return _update_of([decision])
-    delta = SequenceGroupMetadataDelta(sequence.request.request_id, (_changed(decision),))
-    sequence.num_sent_tokens = len(sequence.output_token_ids)
-    return delta
+        by_request.setdefault(decision.sequence.request.request_id, []).append(decision)
+    return tuple(_update_of(group) for group in by_request.values())
 
 
 def _update_of(decisions: list[Decision]) -> GroupUpdate:
@@ -92,16 +97,15 @@ def _whole(decision: Decision) -> SequenceData:
 
 
 def _changed(decision: Decision) -> SequenceDataDelta:
-    """Positional arguments, in declaration order: this runs for every running sequence of every step."""
     sequence, first_token, num_tokens, num_samples, change = decision
-    block_ids = sequence.table.block_ids
     if not sequence.is_known:
-        num_kept_blocks, appended = 0, tuple(block_ids)
-    elif change is None:
-        num_kept_blocks, appended = len(block_ids), ()
-    else:
-        num_kept_blocks, appended = change.first_index, change.block_ids
-    new_ids = tuple(sequence.output_token_ids[sequence.num_sent_tokens :])
+        change = TableChange(0, tuple(sequence.table.block_ids))
     return SequenceDataDelta(
-        sequence.sample_index, new_ids, num_kept_blocks, appended, first_token, num_tokens, num_samples
+        sample_index=sequence.sample_index,
+        appended_token_ids=tuple(sequence.output_token_ids[sequence.num_sent_tokens :]),
+        num_kept_blocks=change.first_index,
+        appended_block_ids=change.block_ids,
+        num_computed_tokens=first_token,
+        num_scheduled_tokens=num_tokens,
+        num_samples=num_samples,
     )

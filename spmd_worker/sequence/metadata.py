@@ -1,12 +1,12 @@
 """What a worker is told of a sequence group: everything once, then only what changed.
 
 A snapshot (`SequenceGroupMetadata`) introduces a group or replaces what was known of the sequences it lists (after they
-were preempted and lost their blocks). A delta (`SequenceGroupMetadataDelta`) appends. Knows nothing about the wire:
-`lockstep/codec.py` packs these records, `lockstep/mirror.py` applies them.
+were preempted and lost their blocks). A delta (`SequenceGroupMetadataDelta`) appends. Steady decoding needs neither:
+see `StepPlan.continuing`. Knows nothing about the wire: `lockstep/codec.py` packs these records, `lockstep/mirror.py`
+applies them.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kv_cache.block import BlockId
 from spmd_worker.sequence.request import Request, RequestId
@@ -28,7 +28,8 @@ class SequenceData:
     num_samples: int
 
 
-class SequenceDataDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SequenceDataDelta:
     """One scheduled sequence that the mirror knows: tokens to append, and blocks to append after the first
     `num_kept_blocks`.
 
@@ -58,7 +59,8 @@ class SequenceGroupMetadata:
         return self.request.request_id
 
 
-class SequenceGroupMetadataDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SequenceGroupMetadataDelta:
     """What changed in a known group, for the sequences of it that this step computes."""
 
     request_id: RequestId

@@ -59,15 +59,12 @@ class Sequence:
     text: str | None = None
     cumulative_logprob: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.key = SequenceKey(self.request.request_id, self.sample_index)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-
-    @property
-    def key(self) -> SequenceKey:
-        """The name of this sequence on every rank."""
-        return SequenceKey(self.request.request_id, self.sample_index)
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ Knows nothing about how a step is decided, sent or executed.
 from dataclasses import dataclass
 from typing import Final
 
+from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
 from spmd_worker.sequence.metadata import GroupUpdate
 from spmd_worker.sequence.outputs import TokenLogprobs
@@ -19,9 +20,13 @@ NO_BLOCK_OPS: Final = BlockOps()
 class StepPlan:
     """Everything the workers need for step number `step`.
 
+    `continuing` are the sequences in steady decoding: each appends the token it sampled in the last step
+    (`continuing_token_ids`, parallel), computes that one token and samples one. `continuing_blocks` are the blocks some
+    of them take for it, as (place in `continuing`, block). Whatever else is computed is in `groups`, each group at most
+    once; a sequence is in one of the two. Rows are computed and sampled in this order: `continuing`, then `groups`.
+
     `finished_sequences` ended in an earlier step and `finished_request_ids` are requests with nothing left: mirrors
-    forget them before they apply `groups`. `groups` lists each group at most once, `num_tokens` counts the tokens
-    computed.
+    forget them before they apply the rest. `num_tokens` counts the tokens computed.
     """
 
     step: int
@@ -30,11 +35,14 @@ class StepPlan:
     finished_sequences: tuple[SequenceKey, ...] = ()
     finished_request_ids: tuple[RequestId, ...] = ()
     num_tokens: int = 0
+    continuing: tuple[SequenceKey, ...] = ()
+    continuing_token_ids: tuple[int, ...] = ()
+    continuing_blocks: tuple[tuple[int, BlockId], ...] = ()
 
     @property
-    def has_work(self) -> bool:
-        """Whether the devices have anything to do: tokens to compute or blocks to move."""
-        return bool(self.groups) or not self.block_ops.is_empty
+    def has_rows(self) -> bool:
+        """Whether anything is computed, and so a result to be applied."""
+        return bool(self.groups or self.continuing)
 
 
 @dataclass(frozen=True, slots=True)

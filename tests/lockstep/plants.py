@@ -4,15 +4,19 @@ Runs in the ranks that `plant_runner.py` forks. Each plant says when it strikes.
 breaks; nothing of what the tests expect.
 """
 
+import copy
 import dataclasses
 import json
 import os
 import shutil
+import signal
+import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import plant_runner
 
@@ -33,8 +37,6 @@ _IMPORTED_FOR_THE_RANKS = (job, external_launcher)
 MODEL = plant_runner.REPOSITORY / "scripts" / "demo" / "model"
 STEP = 6
 """Where plants strike that strike during the run."""
-NUM_ROWS = 4
-MAX_TOKENS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +72,6 @@ def run(name: str, rank: int, folder: Path, arguments: list[str]) -> int:
     arguments = [*_job_arguments(num_ranks, folder), *arguments]
     exit_code = PLANTS[name](Place(rank, num_ranks, folder), arguments)
     return launch.main(arguments) if exit_code is None else exit_code
-
-
-def write_rows(folder: Path) -> None:
-    with open(folder / "rows.jsonl", "w", encoding="utf-8") as stream:
-        for index in range(NUM_ROWS):
-            row = {"prompt": f"copy {'a b c d e'[: 2 * index + 3]} =", "max_tokens": MAX_TOKENS, "ignore_eos": True}
-            stream.write(json.dumps({**row, "temperature": 0.8 if index else 0}) + "\n")
 
 
 def _job_arguments(num_ranks: int, folder: Path) -> list[str]:
@@ -153,7 +148,8 @@ def code(place: Place, arguments: list[str]) -> None:
 @plant
 def package_version(place: Place, arguments: list[str]) -> None:
     if place.is_victim:
-        engine.package_versions = lambda: {"torch": "2.0.1"}
+        right = engine.package_versions()
+        engine.package_versions = lambda: {**right, "torch": "2.0.1"}
 
 
 @plant
@@ -292,7 +288,7 @@ def dropped_message(place: Place, arguments: list[str]) -> None:
 
 @plant
 def repeated_message(place: Place, arguments: list[str]) -> None:
-    def deliver_twice(deliver: Callable[[bytes], None], payload: bytes) -> None:
+    def deliver_twice(deliver: partial[None], payload: bytes) -> None:
         deliver(payload)
         deliver(payload)
 
@@ -302,14 +298,23 @@ def repeated_message(place: Place, arguments: list[str]) -> None:
 
 @plant
 def flipped_bit(place: Place, arguments: list[str]) -> None:
-    def deliver_damaged(deliver: Callable[[bytes], None], payload: bytes) -> None:
-        damaged = bytearray(payload)
-        # The last sampled id, behind version, flags, step, checksum, length of the digest, digest, count, mode, base.
-        damaged[2 + 1 + 4 + 1 + 16 + 1 + 1 + 1 + NUM_ROWS - 1] ^= 1
-        deliver(bytes(damaged))
+    """In a sampled id."""
+    if place.rank != 0:
+        return
+    decoder = codec.Decoder()
 
+    def deliver_damaged(deliver: partial[None], payload: bytes) -> None:
+        deliver(next(filter(partial(_samples_otherwise, decoder, payload), _flipped(payload))))
+
+    # Every message before the damaged one is read here too, so that the bit can be found.
+    _plant_in_messages(place, deliver_damaged, decoder.decode)
+
+
+@plant
+def flipped_bit_of_the_frame(place: Place, arguments: list[str]) -> None:
+    """In the frame's number."""
     if place.rank == 0:
-        _plant_in_messages(place, deliver_damaged)
+        _plant_in_messages(place, lambda deliver, payload: deliver.func(*deliver.args[:2], STEP ^ 1, payload))
 
 
 # The same, with the check switched off that finds it.
@@ -337,17 +342,39 @@ def _trust_any_number() -> None:
     step_channel.TcpFollower._check_number = lambda self, number: None
 
 
-def _plant_in_messages(place: Place, tamper: Callable[[Callable[[bytes], None], bytes], None]) -> None:
-    """Rank 0 hands the message of one step to `tamper` instead of sending it to the last rank."""
+def _flipped(payload: bytes) -> Iterator[bytes]:
+    """The payload with one bit flipped: the lowest of each byte before the checksum."""
+    for place in range(len(payload) - 4):
+        yield payload[:place] + bytes([payload[place] ^ 1]) + payload[place + 1 :]
+
+
+def _samples_otherwise(decoder: codec.Decoder, payload: bytes, damaged: bytes) -> bool:
+    """Whether damaged bytes would pass for a message with other sampled ids if their checksum were right."""
+    right = copy.deepcopy(decoder).decode(payload).sampled_token_ids
+    try:
+        wrong = copy.deepcopy(decoder).decode(damaged[:-4] + struct.pack("<I", crc32(damaged[:-4]))).sampled_token_ids
+    except codec.MessageError:
+        return False
+    return wrong != right and len(wrong) == len(right) and min(wrong) >= 0 and max(wrong) < 256
+
+
+def _plant_in_messages(
+    place: Place,
+    tamper: Callable[[partial[None], bytes], None],
+    see: Callable[[bytes], object] = lambda payload: None,
+) -> None:
+    """Rank 0 hands one message to the last rank to `tamper` instead of sending it; `see` sees those before it."""
     right = step_channel.send_frame
 
     def send_frame(connection: object, kind: step_channel.FrameKind, number: int, payload: bytes = b"") -> None:
-        is_message = kind is step_channel.FrameKind.MESSAGE and number == STEP
-        if is_message and connection is channels[0]._connections[-1]:
+        is_message = kind is step_channel.FrameKind.MESSAGE and connection is channels[0]._connections[-1]
+        if is_message and number == STEP:
             place.strike()
             tamper(partial(right, connection, kind, number), payload)
-        else:
-            right(connection, kind, number, payload)
+            return
+        if is_message and number < STEP:
+            see(payload)
+        right(connection, kind, number, payload)
 
     channels: list[step_channel.TcpLeader] = []
     right_start = step_channel.TcpLeader.start
@@ -361,7 +388,8 @@ def _plant_in_messages(place: Place, tamper: Callable[[Callable[[bytes], None], 
 
 
 def _generate(place: Place, arguments: list[str], prompts: list[str], params: list[SamplingParams]) -> int:
-    """A script of the kind that people write; it leaves with the code that launch.py leaves with."""
+    """A script of the kind that people write, which leaves as launch.py does."""
+    signal.signal(signal.SIGTERM, launch._stay_for_the_reason)
     if "executor.digest_every=0" in arguments:
         llm.ExecutorConfig = partial(ExecutorConfig, digest_every=0)
     with llm.LLM(MODEL, tensor_parallel_size=place.num_ranks, num_blocks=64, device="cpu", timeout_s=20) as model:

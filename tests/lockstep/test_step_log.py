@@ -1,4 +1,4 @@
-"""The step log gives back what was written; a torn tail costs the tail, damage in the middle is named with its place."""
+"""The step log gives back what was written; a torn tail costs the tail, damage in the middle is named by its byte."""
 
 import json
 import os

@@ -1,0 +1,295 @@
+"""The job on one rank, in this process: what it reads, writes, counts and refuses. Answers are not judged."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_rows import BAD_ROWS
+from ranks import REPOSITORY
+
+from spmd_worker.batch import job as job_module
+from spmd_worker.batch.job import JobError, run_job
+from spmd_worker.config import (
+    CacheConfig,
+    ConfigError,
+    JobConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    SchedulerConfig,
+)
+from spmd_worker.parallel.environment import RankEnvironment
+
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+METRIC_KEYS = (
+    *("load_s", "generate_s", "wall_s", "rows", "error_rows", "prompt_tokens", "cached_prompt_tokens"),
+    *("computed_prompt_tokens", "output_tokens", "preemptions", "steps", "peak_memory_bytes"),
+)
+
+
+def config_of(folder: Path, **job: Any) -> RunConfig:
+    values = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), **job}
+    return RunConfig(
+        model=ModelConfig(path=str(MODEL)),
+        cache=CacheConfig(num_blocks=256),
+        sampling=SamplingConfig(max_tokens=3),
+        job=JobConfig(**values),
+        device="cpu",
+    )
+
+
+def write_rows(folder: Path, rows: list[Any]) -> None:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def run(config: RunConfig) -> None:
+    run_job(config, RankEnvironment())
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def read_metrics(folder: Path) -> dict[str, Any]:
+    metrics: dict[str, Any] = json.loads((folder / "out.jsonl.run" / "metrics.json").read_text())
+    return metrics
+
+
+def refusal(config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as refused:
+        run(config)
+    return str(refused.value)
+
+
+def test_every_row_has_its_line_and_the_metrics_count_them(tmp_path: Path):
+    write_rows(tmp_path, [{"prompt": "add 1 2 ="}, "not json", {"custom_id": "b", "prompt_token_ids": [65, 66]}])
+    run(config_of(tmp_path))
+    first, second, third = read_rows(tmp_path)
+    assert (first["custom_id"], first["index"], first["error"]) == (None, 0, None)
+    assert second["error"]["code"] == "invalid_json"
+    assert (third["custom_id"], third["usage"]["prompt_tokens"]) == ("b", 2)
+    metrics = read_metrics(tmp_path)
+    assert set(METRIC_KEYS) <= set(metrics)
+    assert (metrics["rows"], metrics["error_rows"], metrics["error_codes"]) == (3, 1, {"invalid_json": 1})
+    assert metrics["prompt_tokens"] == first["usage"]["prompt_tokens"] + 2
+    assert metrics["output_tokens"] == sum(row["usage"]["completion_tokens"] for row in (first, third))
+
+
+def test_the_ten_kinds_of_bad_rows_have_ten_codes_and_no_outputs(tmp_path: Path):
+    write_rows(tmp_path, [{"custom_id": "row-0", "prompt": "add 1 2 ="}, *(make(1) for make in BAD_ROWS)])
+    run(config_of(tmp_path))
+    good, *bad = read_rows(tmp_path)
+    assert good["error"] is None
+    assert [row["error"]["code"] for row in bad] == [
+        *("invalid_json", "missing_prompt", "conflicting_prompts", "invalid_value", "unknown_key"),
+        *("prompt_too_long", "token_out_of_vocabulary", "duplicate_custom_id", "unsupported_url", "empty_prompt"),
+    ]
+    assert not any("outputs" in row for row in bad)
+    assert all(row["error"]["message"] for row in bad)
+
+
+def test_openai_rows_get_openai_bodies(tmp_path: Path):
+    messages = [{"role": "user", "content": "add 1 2 ="}]
+    bodies = {
+        "/v1/completions": {"model": "mine", "prompt": "add 1 2 =", "n": 2, "temperature": 1.0, "logprobs": 2},
+        "/v1/chat/completions": {"messages": messages, "logprobs": True, "top_logprobs": 2},
+    }
+    write_rows(
+        tmp_path,
+        [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()],
+    )
+    run(config_of(tmp_path))
+    completion, chat = (row["response"]["body"] for row in read_rows(tmp_path))
+    assert (completion["object"], completion["model"], completion["created"]) == ("text_completion", "mine", 0)
+    assert [choice["index"] for choice in completion["choices"]] == [0, 1]
+    assert completion["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13}
+    assert len(completion["choices"][0]["logprobs"]["tokens"]) == 3
+    assert (chat["object"], chat["model"]) == ("chat.completion", "model")
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+    assert len(chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+    assert chat["usage"]["prompt_tokens"] > 7
+
+
+def test_rows_preempted_for_want_of_blocks_get_the_same_bytes(tmp_path: Path):
+    rows = [{"prompt_token_ids": [60 + index] * 30, "max_tokens": 40, "ignore_eos": True} for index in range(12)]
+    roomy, tight = tmp_path / "roomy", tmp_path / "tight"
+    for folder, num_blocks in ((roomy, 256), (tight, 16)):
+        folder.mkdir()
+        write_rows(folder, rows)
+        run(replace(config_of(folder), cache=CacheConfig(num_blocks=num_blocks)))
+    assert (read_metrics(roomy)["preemptions"], read_metrics(tight)["preemptions"] > 0) == (0, True)
+    assert (roomy / "out.jsonl").read_bytes() == (tight / "out.jsonl").read_bytes()
+
+
+def test_a_second_run_writes_the_same_bytes(tmp_path: Path):
+    write_rows(tmp_path, [{"prompt": "copy a b =", "temperature": 1.5} for _ in range(8)])
+    run(config_of(tmp_path))
+    first = (tmp_path / "out.jsonl").read_bytes()
+    run(config_of(tmp_path))
+    assert (tmp_path / "out.jsonl").read_bytes() == first
+    run(replace(config_of(tmp_path), seed=1))
+    assert (tmp_path / "out.jsonl").read_bytes() != first
+
+
+def test_max_rows_takes_the_first_and_leaves_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_rows(tmp_path, [*({"prompt": "add 1 2 ="} for _ in range(3)), "bad", "bad too"])
+    run(config_of(tmp_path, max_rows=4))
+    assert [row["index"] for row in read_rows(tmp_path)] == [0, 1, 2, 3]
+    assert "\n4 of 4 rows, " in "\n" + capsys.readouterr().err
+    run(config_of(tmp_path, max_rows=0))
+    assert read_rows(tmp_path) == []
+
+
+def test_too_many_error_rows_fail_the_job_and_its_output_is_complete_all_the_same(tmp_path: Path):
+    write_rows(tmp_path, [{"prompt": "add 1 2 ="}, "bad", "bad too", {"prompt": "add 3 4 ="}])
+    run(config_of(tmp_path, max_error_rows=2))
+    (tmp_path / "out.jsonl").unlink()
+    with pytest.raises(JobError, match=r"^2 error rows are more than job.max_error_rows=1$"):
+        run(config_of(tmp_path, max_error_rows=1))
+    assert [row["error"] is None for row in read_rows(tmp_path)] == [True, False, False, True]
+    assert read_metrics(tmp_path)["error_rows"] == 2
+
+
+def test_an_empty_input_has_an_empty_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for text in ("", "\n  \n"):
+        (tmp_path / "rows.jsonl").write_text(text)
+        run(config_of(tmp_path))
+        assert (tmp_path / "out.jsonl").read_bytes() == b""
+        assert "0 of 0 rows, 0 output tokens" in capsys.readouterr().err
+    assert read_metrics(tmp_path)["rows"] == 0
+
+
+def test_a_file_of_bad_rows_only_takes_no_step_of_the_model_and_ends(tmp_path: Path):
+    write_rows(tmp_path, ["bad"] * 2000)
+    run(config_of(tmp_path))
+    assert len(read_rows(tmp_path)) == 2000
+    assert read_metrics(tmp_path)["output_tokens"] == 0
+
+
+def test_rows_come_from_standard_input_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = b'{"prompt": "add 1 2 ="}\n{"prompt": "add 3 4 ="}'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(rows)))
+    run(config_of(tmp_path, input="-"))
+    assert [row["index"] for row in read_rows(tmp_path)] == [0, 1]
+
+
+def test_resume_never_refuses_a_run_directory_that_holds_a_run(tmp_path: Path):
+    write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
+    run(config_of(tmp_path, resume="never"))
+    assert refusal(config_of(tmp_path, resume="never")) == (
+        f"job.run_dir={tmp_path}/out.jsonl.run holds a run already and job.resume=never: "
+        f"give another job.run_dir or remove it"
+    )
+    run(config_of(tmp_path, resume="never", run_dir=str(tmp_path / "another")))
+    run(config_of(tmp_path, resume="force"))
+
+
+def test_the_run_directory_is_where_it_was_asked_for(tmp_path: Path):
+    write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
+    run(config_of(tmp_path, run_dir=str(tmp_path / "deep" / "run"), output=str(tmp_path / "answers" / "out.jsonl")))
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert found == ["answers/out.jsonl", "deep/run/metrics.json", "rows.jsonl"]
+
+
+def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def must_not_start(*_: object) -> None:
+        raise AssertionError("the engine was started")
+
+    monkeypatch.setattr(job_module, "start_engine", must_not_start)
+    write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
+    rows, out = str(tmp_path / "rows.jsonl"), str(tmp_path / "out.jsonl")
+    (tmp_path / "folder").mkdir()
+    for job, message in (
+        ({"input": None}, "job.input is not set: give a JSONL file of rows, or - for standard input"),
+        ({"output": None}, "job.output is not set: give the JSONL file to write"),
+        ({"input": "/no/such"}, "job.input=/no/such is not a file: give a JSONL file of rows, or - for standard input"),
+        ({"output": rows}, f"job.output={rows} is job.input, which it would replace: give another file to write"),
+        (
+            {"output": str(tmp_path / "folder")},
+            f"job.output={tmp_path}/folder exists and is not a regular file: give another file to write",
+        ),
+        ({"output": f"{rows}/out.jsonl"}, f"the folder of job.output={rows} exists and is not a folder: give another"),
+        (
+            {"output": "/proc/nosuch/out.jsonl"},
+            "the folder of job.output=/proc/nosuch cannot be made (No such file or directory): give another",
+        ),
+        ({"run_dir": rows}, f"job.run_dir={rows} exists and is not a folder: give another"),
+    ):
+        assert refusal(config_of(tmp_path, **job)) == message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "rows.jsonl"]
+    # The control: nothing is wrong with the rest.
+    with pytest.raises(AssertionError, match="the engine was started"):
+        run(config_of(tmp_path, output=out))
+
+
+def test_settings_that_cannot_run_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(job_module, "start_engine", lambda *_: pytest.fail("the engine was started"))
+    write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
+    config = config_of(tmp_path)
+    for changed, message in (
+        (
+            replace(config, cache=CacheConfig(num_blocks=3)),
+            "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 256: "
+            "raise cache.num_blocks to at least 16 or lower max_model_len",
+        ),
+        (
+            replace(config, sampling=SamplingConfig(temperature=-1.0)),
+            "sampling.temperature=-1.0 must be 0 (greedy) or more "
+            "(or generation_config.json, where sampling does not set it)",
+        ),
+        (
+            replace(config, sampling=SamplingConfig(min_tokens=5, max_tokens=2)),
+            "sampling.min_tokens=5 must not exceed max_tokens=2 "
+            "(or generation_config.json, where sampling does not set it)",
+        ),
+        (
+            replace(config, model=ModelConfig(path=str(MODEL), max_model_len=1024)),
+            "model.max_model_len=1024 is more than the model's 256 tokens: lower it or leave it null",
+        ),
+        (
+            replace(
+                config,
+                scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, enable_chunked_prefill=False),
+            ),
+            "scheduler.max_num_batched_tokens=64 cannot hold a prompt of model.max_model_len=256 with "
+            "scheduler.enable_chunked_prefill=false: raise it to 256 or enable chunked prefill",
+        ),
+    ):
+        assert refusal(changed) == message
+
+
+def test_an_exception_leaves_an_older_output_as_it_was_and_no_partial_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
+    (tmp_path / "out.jsonl").write_text("older\n")
+
+    def fail(*_: object) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(job_module, "format_result", fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        run(config_of(tmp_path))
+    assert (tmp_path / "out.jsonl").read_text() == "older\n"
+    assert not (tmp_path / "out.jsonl.partial").exists()
+    assert not (tmp_path / "out.jsonl.run" / "metrics.json").exists()
+
+
+def test_progress_is_shown_while_no_row_has_ended_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr(job_module.Progress, "update", lambda self, rows, tokens: shown.append((rows, tokens)))
+    write_rows(tmp_path, ["bad", *({"prompt": "add 1 2 =", "max_tokens": 5, "ignore_eos": True} for _ in range(4))])
+    run(config_of(tmp_path))
+    assert [sum(column) for column in zip(*shown, strict=True)] == [5, 20]
+    assert shown[0][0] == 1
+    assert (0, 4) in shown
+    assert max(rows for rows, _ in shown) == 4

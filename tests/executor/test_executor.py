@@ -1,0 +1,156 @@
+"""What an engine may ask of an executor of one: classes by name, calls by name, futures, health, failure."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ranks import REPOSITORY
+
+from spmd_worker.config import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.executor.executor import Executor
+from spmd_worker.executor.external_launcher import ExternalLauncherExecutor
+from spmd_worker.executor.uniproc import UniProcExecutor
+from spmd_worker.model_shape import read_model_shape
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.sequence.step import StepPlan
+
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+ALONE = RankEnvironment()
+
+
+def new_executor(tensor_parallel_size: int = 1) -> UniProcExecutor:
+    config = RunConfig(
+        model=ModelConfig(path=str(MODEL)),
+        parallel=ParallelConfig(tensor_parallel_size),
+        cache=CacheConfig(num_blocks=32),
+        device="cpu",
+    )
+    return UniProcExecutor(config, read_model_shape(MODEL), RankLayout(tensor_parallel_size), ALONE)
+
+
+@pytest.fixture
+def executor() -> Iterator[UniProcExecutor]:
+    started = new_executor()
+    started.start()
+    started.load_model()
+    started.initialize_from_config(32, 0)
+    yield started
+    started.shutdown()
+
+
+def test_backends_are_found_by_name_and_auto_follows_the_launcher():
+    launched = RankEnvironment(is_launched=True)
+    assert Executor.get_class("auto", ALONE) is UniProcExecutor
+    assert Executor.get_class("auto", launched) is ExternalLauncherExecutor
+    assert Executor.get_class("uniproc", launched) is UniProcExecutor
+    assert Executor.get_class("spmd_worker.executor.uniproc.UniProcExecutor", ALONE) is UniProcExecutor
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (
+            "ray",
+            "executor.backend=ray is not one of auto, external_launcher, uniproc, nor the qualified name of a class",
+        ),
+        ("no_such.Thing", "executor.backend: 'no_such.Thing' cannot be imported: No module named 'no_such'"),
+        (
+            "builtins.dict",
+            "executor.backend: 'builtins.dict' is not a subclass of spmd_worker.executor.executor.Executor",
+        ),
+    ],
+)
+def test_an_unknown_backend_is_an_error_that_lists_the_known(backend: str, message: str):
+    with pytest.raises(ConfigError) as refused:
+        Executor.get_class(backend, ALONE)
+    assert str(refused.value) == message
+
+
+def test_one_process_does_not_pretend_to_be_two_ranks():
+    with pytest.raises(ConfigError) as refused:
+        new_executor(tensor_parallel_size=2).start()
+    assert str(refused.value) == (
+        "executor.backend=uniproc runs one rank but the layout has 2: "
+        "start them with torchrun and executor.backend=external_launcher"
+    )
+
+
+def test_calls_go_by_name_or_as_callables_that_get_the_worker(executor: UniProcExecutor):
+    assert executor.collective_rpc("get_cache_block_size_bytes") == [4 * 2 * 4 * 16 * 4 * 16]
+    assert executor.collective_rpc(lambda worker, factor: worker.vocab_size * factor, args=(2,)) == [576]
+    assert executor.collective_rpc(lambda worker, *, plus: worker.max_model_len + plus, kwargs={"plus": 1}) == [257]
+    count = executor.collective_rpc("apply_model", args=(lambda model: sum(p.numel() for p in model.parameters()),))
+    assert count[0] > 400_000
+
+
+def test_an_unknown_method_is_an_error_that_names_it(executor: UniProcExecutor):
+    with pytest.raises(AttributeError, match=r"^rank 0: a worker has no method 'no_such_method'$"):
+        executor.collective_rpc("no_such_method")
+    assert not executor.is_failed
+
+
+def test_a_call_that_does_not_block_gives_futures_that_hold_the_answer_or_the_error(executor: UniProcExecutor):
+    (future,) = executor.collective_rpc("get_kv_cache_spec", non_block=True)
+    assert future.result(timeout=0) == executor.get_kv_cache_specs()[0]
+    (future,) = executor.collective_rpc("no_such_method", non_block=True)
+    assert isinstance(future.exception(timeout=0), AttributeError)
+
+
+def test_what_the_engine_asks_at_the_start(executor: UniProcExecutor):
+    assert executor.determine_num_available_blocks() == (32, 0)
+    assert executor.max_concurrent_batches == 1
+    assert executor.get_kv_cache_specs()[0].block_size == 16
+    executor.check_health()
+
+
+def test_a_step_without_sequences_is_a_step(executor: UniProcExecutor):
+    assert executor.execute_model(StepPlan(step=1)).step == 1
+    future = executor.execute_model(StepPlan(step=2), non_block=True)
+    assert future.result(timeout=0).step == 2
+
+
+def test_failure_callbacks_run_once_when_a_step_fails_and_the_executor_stays_failed(
+    executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch
+):
+    called: list[str] = []
+    executor.register_failure_callback(lambda: called.append("first"))
+    executor.register_failure_callback(lambda: called.append("second"))
+    executor.execute_model(StepPlan(step=1))
+    assert called == []
+
+    def break_down(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(executor.driver_worker.worker, "execute_model", break_down)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            executor.execute_model(StepPlan(step=2))
+    assert called == ["first", "second"]
+    executor.register_failure_callback(lambda: called.append("late"))
+    assert called == ["first", "second", "late"]
+    with pytest.raises(RuntimeError, match="the executor has failed: make a new one"):
+        executor.check_health()
+
+
+def test_health_is_checked_by_computing(executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch):
+    executor.check_health()
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(2))
+    with pytest.raises(RuntimeError, match=r"rank 0: cpu adds 1 and 1 to 0\.0"):
+        executor.check_health()
+
+
+def test_the_shard_can_be_read_by_people(executor: UniProcExecutor):
+    (text,) = executor.collective_rpc("get_model_inspection")
+    lines = text.splitlines()
+    assert lines[0] == "DecoderForCausalLM"
+    assert "      0-3: DecoderLayer" in lines
+    assert "          qkv_proj: ColumnParallelLinear weight [256, 128] float32" in lines
+    assert len(lines) < 20
+
+
+def test_shutdown_can_be_called_twice_and_gives_the_model_back(executor: UniProcExecutor):
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(AssertionError, match="load_model comes first"):
+        executor.collective_rpc("get_model")

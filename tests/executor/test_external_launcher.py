@@ -1,0 +1,64 @@
+"""Executors under torchrun: one worker each, its own rank in the world, half of the model, one word from all."""
+
+import ranks
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+
+SCRIPT = """
+    import os, sys
+    from spmd_worker.config import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+    from spmd_worker.executor.executor import Executor
+    from spmd_worker.lockstep.channel import ControlChannel
+    from spmd_worker.model_shape import read_model_shape
+    from spmd_worker.parallel.environment import read_rank_environment
+    from spmd_worker.parallel.layout import RankLayout
+    from spmd_worker.sequence.step import StepPlan
+    from pathlib import Path
+
+    model, environment = Path(sys.argv[1]), read_rank_environment()
+
+    def new_executor(size):
+        config = RunConfig(
+            model=ModelConfig(path=str(model)), parallel=ParallelConfig(size), cache=CacheConfig(num_blocks=32),
+            device="cpu",
+        )
+        backend = Executor.get_class("auto", environment)
+        return backend(config, read_model_shape(model), RankLayout(size), environment)
+
+    said = []
+    try:
+        new_executor(4).start()
+    except ConfigError as error:
+        said.append(str(error))
+    executor = new_executor(2)
+    executor.start()
+    executor.load_model()
+    wrapper = executor.driver_worker
+    said.append((type(executor).__name__, wrapper.rpc_rank, wrapper.global_rank == int(os.environ["RANK"])))
+    wrapper.initialize_from_config([(32, 0), (32, 0)])
+    said.append(executor.collective_rpc("get_model_inspection")[0].splitlines()[6].strip())
+    said.append(executor.get_kv_cache_specs()[0].num_kv_heads)
+    said.append(executor.execute_model(StepPlan(step=1)).step)
+    executor.check_health()
+    gathered = executor.channel.gather(f"rank {environment.rank}".encode())
+    said.append([each.decode() for each in gathered])
+    executor.shutdown()
+    executor.shutdown()
+    for line in said:
+        print(environment.rank, line, flush=True)
+    """
+
+
+def test_two_ranks_have_an_executor_of_one_each_and_half_of_the_model():
+    done = ranks.run_ranks(SCRIPT, nproc=2, timeout_s=90, arguments=[MODEL])
+    assert done.returncode == 0, done.output
+    for rank in ("0", "1"):
+        assert [line[2:] for line in done.stdout.splitlines() if line.startswith(rank)] == [
+            "parallel.tensor_parallel_size=4 x parallel.pipeline_parallel_size=1 x parallel.data_parallel_size=1 is 4 "
+            "ranks, but 2 were started: start 4 (torchrun --nproc-per-node) or set parallel.tensor_parallel_size to 2",
+            "('ExternalLauncherExecutor', 0, True)",
+            "qkv_proj: ColumnParallelLinear weight [128, 128] float32",
+            "2",
+            "1",
+            "['rank 0', 'rank 1']",
+        ], done.output

@@ -1,0 +1,234 @@
+"""Divergence: whatever is planted on one rank, the job ends at once on all, with exit code 70 and the difference named.
+
+Each plant has its negative control: with digests off, or with the one check off that finds it, it goes unnoticed or
+hangs into the timeout.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ranks
+from plant_runner import ForkedJob, ForkedRanks
+
+from spmd_worker.lockstep.codec import Decoder
+from spmd_worker.lockstep.difference import first_difference, record_of
+from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.lockstep.step_log import read_step_log
+
+PLANTS = Path(__file__).with_name("plants.py")
+MAX_SECONDS = 5.0
+LIMIT_S = 40.0
+NUM_ROWS = 4
+
+AT_START = {
+    "seed": r"different settings: config\.seed is 0 on rank 0, 1 on rank {victim};",
+    "config_key": r"config\.scheduler\.max_num_batched_tokens is 2048 on rank 0, 1024 on rank {victim};",
+    "weight_byte": r'different weights: model\.norm\.weight is "\w+" on rank 0, "\w+" on rank {victim};',
+    "tokenizer_file": r'tokenizer is "\w+" on rank 0, "\w+" on rank {victim};',
+    "model_shape": r"model\.rope\.rope_theta is 10000\.0 on rank 0, 10001\.0 on rank {victim};",
+    "code": r'code is "\w+" on rank 0, "f+" on rank {victim};',
+    "package_version": r'packages\.torch is "[^"]+" on rank 0, "2\.0\.1" on rank {victim};',
+    "configured_blocks": r"config\.cache\.num_blocks is 64 on rank 0, 63 on rank {victim};",
+    "block_count": r"different caches: num_blocks is 64 on rank 0, 63 on rank {victim};",
+    "prompt": r"different prompts: prompts\[1\]\.prompt_token_ids\[\d\] is \d+ on rank 0, \d+ on rank {victim};",
+    "number_of_prompts": r"number of prompts is 2 on rank 0, 1 on rank {victim};",
+    "sampling_parameter": r"prompts\[0\]\.sampling\.top_p is 0\.95 on rank 0, 0\.9 on rank {victim};",
+    "prompt_seed": r"prompts\[0\]\.sampling\.seed is 1 on rank 0, 2 on rank {victim};",
+}
+"""By plant: what rank 0 says. Nothing was computed yet."""
+
+IN_A_STEP = {
+    "request_taken_in": r"step 2 .*groups\[2\]\.request\.sampling\.temperature: 0\.8 on rank 0, 0\.5 on rank {victim}$",
+    "order_of_a_set": r"step 6 .*\.request_id: \d on rank 0, \d on rank \d$",
+    "clock": r"step \d+ .*: \d+ on rank 0, \d+ on rank \d$",
+    "block_choice": r"step 6 .*block_ids\[0\]: \d+ on rank 0, \d+ on rank 1$",
+    "sampled_id": r"step 7 .*rank {victim} diverged .*sampled_token_ids\[3\]: \d+ on rank 0, \d+ on rank {victim}$",
+}
+"""By plant: what rank 0 says of the step that did not run."""
+
+IN_A_MESSAGE = {
+    "dropped_message": r"step 7 .*message 6 from rank 0 never reached rank {victim}$",
+    "repeated_message": r"step 8 .*message 6 from rank 0 reached rank {victim} twice$",
+    "flipped_bit": r"step 7 .*rank {victim} cannot read rank 0's message: checksum does not match",
+    "flipped_bit_of_the_frame": r"step 7 .*message 6 from rank 0 never reached rank {victim}$",
+}
+
+HARMLESS_WITHOUT_DIGESTS = sorted({**AT_START, **IN_A_STEP}.keys() - {"number_of_prompts"})
+"""A rank with another number of prompts fails by itself, on an answer that it did not ask for."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[ForkedRanks]:
+    with ForkedRanks(2, PLANTS) as forked:
+        yield forked
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[ForkedRanks]:
+    with ForkedRanks(4, PLANTS) as forked:
+        yield forked
+
+
+@pytest.mark.parametrize("name", AT_START)
+def test_divergence_at_the_start_is_named_before_anything_is_computed(two_ranks, tmp_path, name):
+    check_start(run(two_ranks, name, tmp_path), tmp_path, AT_START[name])
+
+
+@pytest.mark.parametrize("name", IN_A_STEP)
+def test_divergence_in_a_step_ends_every_rank_with_70_and_the_first_field_named(two_ranks, tmp_path, name):
+    check_step(run(two_ranks, name, tmp_path), tmp_path, IN_A_STEP[name])
+    check_records_show_what_was_named(tmp_path, 2)
+
+
+@pytest.mark.parametrize("name", IN_A_MESSAGE)
+def test_divergence_by_a_lost_or_damaged_message_ends_every_rank_with_70(two_ranks, tmp_path, name):
+    check_step(run(two_ranks, name, tmp_path), tmp_path, IN_A_MESSAGE[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AT_START)
+def test_divergence_at_the_start_is_named_on_four_ranks(four_ranks, tmp_path, name):
+    check_start(run(four_ranks, name, tmp_path), tmp_path, AT_START[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", {**IN_A_STEP, **IN_A_MESSAGE})
+def test_divergence_in_a_step_ends_four_ranks_with_70(four_ranks, tmp_path, name):
+    check_step(run(four_ranks, name, tmp_path), tmp_path, {**IN_A_STEP, **IN_A_MESSAGE}[name])
+
+
+# Negative controls.
+
+
+def test_without_a_plant_ranks_with_different_hash_seeds_show_no_divergence(two_ranks, tmp_path):
+    job = run(two_ranks, "nothing", tmp_path)
+    assert job.exit_codes == (0, 0), job.output
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_ROWS
+
+
+@pytest.mark.parametrize("name", HARMLESS_WITHOUT_DIGESTS)
+def test_divergence_goes_unnoticed_without_digests(two_ranks, tmp_path, name):
+    job = run(two_ranks, name, tmp_path, "executor.digest_every=0")
+    assert job.exit_codes == (0, 0), job.output
+    assert not list(tmp_path.rglob("records.*"))
+
+
+def test_divergence_by_a_dropped_message_hangs_into_the_timeout_where_messages_are_not_numbered(two_ranks, tmp_path):
+    job = run(two_ranks, "dropped_message_unnumbered", tmp_path, "executor.timeout_s=4")
+    assert job.exit_codes == (1, 1), job.output
+    assert job.seconds > 3, job.output
+    assert "error: rank 0 is silent: no message in 4 s" in job.stderr[0]
+
+
+def test_divergence_by_a_repeated_message_is_left_to_the_codec_where_messages_are_not_numbered(two_ranks, tmp_path):
+    job = run(two_ranks, "repeated_message_unnumbered", tmp_path)
+    check_step(job, tmp_path, r"rank 1 cannot read rank 0's message: message of step 7 where 8 comes next")
+
+
+def test_divergence_by_a_flipped_bit_goes_unnoticed_without_the_checksum(two_ranks, tmp_path):
+    job = run(two_ranks, "flipped_bit_unchecked", tmp_path)
+    assert job.has_struck
+    assert job.exit_codes == (0, 0), job.output
+
+
+# Other shapes of the same.
+
+
+def test_divergence_between_two_comparisons_is_found_by_the_next_one(two_ranks, tmp_path):
+    job = run(two_ranks, "sampled_id", tmp_path, "executor.digest_every=4")
+    expected = r"step 8 did not run \(last agreed step 4\): rank 1 diverged from rank 0: this step is equal; an earlier"
+    check_step(job, tmp_path, expected)
+
+
+def test_divergence_under_torchrun_lets_every_rank_exit_70_by_itself(tmp_path):
+    """A rank that waits in a collective learns why only when its peer leaves, and is sent SIGTERM at that moment."""
+    check_torchrun("dropped_message", tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["seed", "prompt_seed", "sampled_id", "dropped_message"])
+def test_divergence_under_torchrun_lets_four_ranks_exit_70_by_themselves(tmp_path, name):
+    check_torchrun(name, tmp_path, 4)
+
+
+# Helpers.
+
+
+def run(forked: ForkedRanks, name: str, folder: Path, *arguments: str) -> ForkedJob:
+    write_rows(folder)
+    return forked.run(name, folder, list(arguments), LIMIT_S)
+
+
+def write_rows(folder: Path) -> None:
+    """One greedy row and three sampled ones, which all decode together."""
+    rows = [
+        f'{{"prompt": "copy {"a b c d e"[: 2 * index + 3]} =", "max_tokens": 12, "ignore_eos": true, '
+        f'"temperature": {0.8 if index else 0}}}\n'
+        for index in range(NUM_ROWS)
+    ]
+    (folder / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
+
+
+def check_start(job: ForkedJob, folder: Path, expected: str) -> None:
+    check_end(job, expected)
+    assert not (folder / "out.jsonl").exists() or not (folder / "out.jsonl").read_text()
+
+
+def check_step(job: ForkedJob, folder: Path, expected: str) -> None:
+    check_end(job, expected)
+    assert job.has_struck
+    step, last_agreed = map(
+        int, re.search(r"step (\d+) did not run \(last agreed step (\d+)\)", job.stderr[0]).groups()
+    )
+    assert last_agreed < step
+    for rank in range(len(job.exit_codes)):
+        assert records_of(folder, rank)[-1].step == step, rank
+
+
+def check_end(job: ForkedJob, expected: str) -> None:
+    """Everybody left with 70, in time; rank 0 said why, and rank 0 alone."""
+    num_ranks = len(job.exit_codes)
+    assert job.exit_codes == (70,) * num_ranks, job.output
+    assert job.seconds < MAX_SECONDS, job.output
+    assert re.search(expected.replace("{victim}", str(num_ranks - 1)), job.stderr[0], re.MULTILINE), job.output
+    assert not any("error" in text for text in job.stderr[1:]), job.output
+    assert "Traceback" not in job.output
+
+
+def check_records_show_what_was_named(folder: Path, num_ranks: int) -> None:
+    """The files tell the same story as the terminal, to whoever comes later."""
+    mine, theirs = (record_of(records_of(folder, rank)[-1]) for rank in (0, num_ranks - 1))
+    difference = first_difference(mine, theirs, 0, num_ranks - 1)
+    assert difference is not None
+    assert difference in (folder / "stderr.rank0").read_text()
+
+
+def records_of(folder: Path, rank: int) -> list[StepMessage]:
+    """A rank's last records, up to 64 of them, in order."""
+    log = read_step_log(folder / "run" / f"records.rank{rank}.log")
+    assert log.torn_tail is None
+    decoder = Decoder()
+    messages = [decoder.decode(payload) for payload in log.messages()]
+    steps = [message.step for message in messages]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    assert len(steps) == min(steps[-1], 64)
+    return messages
+
+
+def check_torchrun(name: str, folder: Path, num_ranks: int) -> None:
+    write_rows(folder)
+    source = """
+        import os, sys
+        from pathlib import Path
+        import plants
+        sys.exit(plants.run(sys.argv[1], int(os.environ["RANK"]), Path(sys.argv[2]), []))
+    """
+    path = os.pathsep.join(map(str, (PLANTS.parent, ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
+    done = ranks.run_ranks(source, num_ranks, 60.0, [name, folder], env={"PYTHONPATH": path})
+    assert done.returncode == 1, done.output
+    assert len(re.findall(r"exitcode +: 70 ", done.stderr)) == num_ranks, done.output
+    assert "exitcode  : -15" not in done.stderr, done.output
+    assert len(re.findall(r"^(error: )?(ranks were given|step \d+ did)", done.stderr, re.MULTILINE)) == 1, done.output

@@ -1,0 +1,228 @@
+"""From logits to token ids: the right distribution, a row that depends on nothing but itself, shards that agree.
+
+Shards are played by threads; the vocabulary of 211 ids does not divide, and with 8 ranks most of them own nothing.
+"""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from thread_groups import on_ranks
+
+import spmd_worker.sampling.sampler as sampler_module
+from spmd_worker.layers.embedding import VocabularyShard
+from spmd_worker.parallel.process_group import GroupHandle, single_group
+from spmd_worker.sampling.row import SampleRow
+from spmd_worker.sampling.sampler import Sampled, Sampler
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+VOCAB_SIZE = 211
+EOS = (5,)
+
+
+def row(stream: int = 1, position: int = 4, sample: int = 0, **sampling: object) -> SampleRow:
+    return SampleRow(SamplingParams(**sampling), stream, sample, position, (1, 2, 3), [7] * (position - 3))
+
+
+def whole(logits: torch.Tensor, rows: list[SampleRow], mode: str = "raw_logprobs") -> Sampled:
+    return Sampler(single_group(), 0, logits.shape[1], EOS, mode).sample(logits, rows)
+
+
+def sharded(logits: torch.Tensor, rows: list[SampleRow], size: int, mode: str = "raw_logprobs") -> list[Sampled]:
+    """What every rank of the group says, in rank order."""
+
+    def run(group: GroupHandle) -> Sampled:
+        shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
+        mine = torch.full((logits.shape[0], shard.size), -torch.inf)
+        mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
+        return Sampler(group, shard.start, VOCAB_SIZE, EOS, mode).sample(mine, rows)
+
+    return on_ranks(size, run)
+
+
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.2, "top_k": 7},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.1},
+    {"temperature": 0.0, "repetition_penalty": 1.5},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "logit_bias": {9: 3.0}},
+    {"temperature": 1.0, "min_tokens": 9},
+    {"temperature": 0.7, "logprobs": 3},
+    {"temperature": 0.0, "logprobs": 0},
+]
+
+
+def mixed(count: int = 60) -> tuple[torch.Tensor, list[SampleRow]]:
+    logits = 2 * torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    return logits, [row(stream=index, position=4 + index % 3, **KINDS[index % len(KINDS)]) for index in range(count)]
+
+
+def chi_square(ids: tuple[int, ...], probabilities: torch.Tensor) -> float:
+    """In standard deviations, by Wilson and Hilferty's cube root; ids expected fewer than 5 times are one class."""
+    counts = torch.bincount(torch.tensor(ids), minlength=len(probabilities)).double()
+    expected = probabilities.double() * len(ids)
+    rare = expected < 5
+    counts = torch.cat((counts[~rare], counts[rare].sum().unsqueeze(0)))
+    expected = torch.cat((expected[~rare], expected[rare].sum().unsqueeze(0)))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    freedom = len(counts) - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+DRAWS = 20_000
+
+
+def draws(logits: torch.Tensor, **sampling: object) -> tuple[int, ...]:
+    first = row(stream=12345, **sampling)
+    rows = [replace(first, position=index) for index in range(DRAWS)]
+    return whole(logits.expand(DRAWS, -1).contiguous(), rows).token_ids
+
+
+def test_the_draws_follow_the_softmax_of_the_tempered_logits():
+    logits = 1.5 * torch.randn(60, generator=torch.Generator().manual_seed(1))
+    ids = draws(logits, temperature=0.8)
+    assert abs(chi_square(ids, torch.softmax(logits / 0.8, -1))) < 4
+    # Negative control: the same draws are not those of a temperature that is a twentieth higher.
+    assert chi_square(ids, torch.softmax(logits / 0.84, -1)) > 4
+
+
+def test_the_draws_after_a_filter_follow_what_it_left():
+    logits = 1.5 * torch.randn(60, generator=torch.Generator().manual_seed(2))
+    ids = draws(logits, temperature=1.3, top_k=10)
+    cut = torch.where(logits >= logits.topk(10).values[-1], logits / 1.3, -torch.inf)
+    assert abs(chi_square(ids, torch.softmax(cut, -1))) < 4
+    assert chi_square(ids, torch.softmax(logits / 1.3, -1)) > 4
+
+
+def test_the_draws_of_many_streams_and_samples_follow_it_too():
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(3))
+    first = row()
+    rows = [replace(first, stream=index // 4, sample_index=index % 4) for index in range(DRAWS)]
+    ids = whole(logits.expand(DRAWS, -1).contiguous(), rows).token_ids
+    assert abs(chi_square(ids, torch.softmax(logits, -1))) < 4
+
+
+def test_greedy_takes_the_largest_and_of_equal_ones_the_smallest_id():
+    logits = torch.zeros(3, VOCAB_SIZE)
+    logits[0, 200], logits[1, [70, 130, 199]] = 1.0, 2.0
+    assert whole(logits, [row(temperature=0)] * 3).token_ids == (200, 70, 0)
+    for size in (2, 4, 8):
+        assert [each.token_ids for each in sharded(logits, [row(temperature=0)] * 3, size)] == [(200, 70, 0)] * size
+
+
+def test_a_tiny_temperature_is_greedy_and_a_small_one_nearly():
+    logits, _ = mixed(20)
+    greedy = whole(logits, [row(stream=index, temperature=0) for index in range(20)]).token_ids
+    for temperature in (1e-6, 1e-5, 2e-5, 1e-3):
+        assert whole(logits, [row(stream=i, temperature=temperature) for i in range(20)]).token_ids == greedy
+
+
+def test_a_rows_token_does_not_depend_on_its_neighbours_or_their_order():
+    logits, rows = mixed()
+    together = whole(logits, rows)
+    order = list(range(len(rows)))
+    random.Random(0).shuffle(order)
+    shuffled = whole(logits[order], [rows[index] for index in order])
+    for place, index in enumerate(order):
+        alone = whole(logits[index : index + 1], [rows[index]])
+        assert alone.token_ids[0] == shuffled.token_ids[place] == together.token_ids[index]
+        expected = together.logprobs[index]
+        assert shuffled.logprobs[place] == expected == (alone.logprobs[0] if alone.logprobs else None)
+
+
+def test_the_comparison_sees_a_draw_that_is_named_by_its_place_in_the_batch(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: randomness named by place gives other tokens in another order."""
+    uniforms = sampler_module.uniforms
+    monkeypatch.setattr(
+        sampler_module, "uniforms", lambda streams, samples, places: uniforms([*range(len(streams))], samples, places)
+    )
+    logits, rows = mixed()
+    together = whole(logits, rows).token_ids
+    reverse = whole(logits.flip(0), rows[::-1]).token_ids[::-1]
+    assert reverse != together
+
+
+def test_the_logits_given_are_not_changed():
+    logits, rows = mixed()
+    before = logits.clone()
+    whole(logits, rows)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_shards_give_the_ids_of_the_whole_on_every_rank(size: int):
+    logits, rows = mixed(240)
+    expected = whole(logits, rows)
+    for each in sharded(logits, rows, size):
+        assert each == expected
+
+
+def test_the_comparison_sees_shards_that_do_not_know_where_they_begin(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(VocabularyShard, "start", property(lambda self: 0, lambda self, value: None), raising=False)
+    logits, rows = mixed(24)
+    assert sharded(logits, rows, 2)[0].token_ids != whole(logits, rows).token_ids
+
+
+def test_greedy_and_plain_temperature_exchange_pairs_and_not_logits():
+    def run(kind: dict[str, object]) -> int:
+        def count(group) -> int:
+            shard = VocabularyShard(VOCAB_SIZE, 2, group.rank)
+            Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample(
+                torch.zeros(12, shard.size), [row(stream=index, **kind) for index in range(12)]
+            )
+            return group.num_gathered_elements
+
+        return on_ranks(2, count)[0]
+
+    exchanged = {"greedy": run({"temperature": 0.0}), "plain": run({}), "filtered": run({"top_k": 5})}
+    assert exchanged == {"greedy": 12 * 2, "plain": 12 * (2 + 1 + 1), "filtered": 12 * 128}
+
+
+def test_raw_logprobs_are_those_before_anything_was_changed():
+    logits, _ = mixed(1)
+    sampled = whole(logits, [row(temperature=0.5, top_k=2, logit_bias={8: 50.0}, logprobs=5)])
+    assert sampled.token_ids == (8,)
+    expected = torch.log_softmax(logits[0].double(), -1)
+    entries = sampled.logprobs[0]
+    assert list(entries) == [8, *(token for token in expected.topk(5).indices.tolist() if token != 8)]
+    for token, entry in entries.items():
+        assert abs(entry.logprob - float(expected[token])) < 1e-5
+        assert entry.rank == int((expected > expected[token]).sum()) + 1
+
+
+def test_processed_logprobs_are_those_that_were_drawn_from():
+    logits, _ = mixed(1)
+    rows = [row(temperature=0.5, top_k=4, repetition_penalty=1.5, logprobs=4)]
+    sampled = whole(logits, rows, "processed_logprobs")
+    values = logits[0].double().clone()
+    for token in (1, 2, 3, 7):
+        values[token] = values[token] / 1.5 if values[token] > 0 else values[token] * 1.5
+    values = torch.where(values >= values.topk(4).values[-1], values / 0.5, -torch.inf)
+    expected = torch.log_softmax(values, -1)
+    assert set(sampled.logprobs[0]) == set(expected.topk(4).indices.tolist())
+    for token, entry in sampled.logprobs[0].items():
+        assert abs(entry.logprob - float(expected[token])) < 1e-5
+
+
+def test_a_row_below_its_minimum_never_ends():
+    logits = torch.zeros(200, VOCAB_SIZE)
+    logits[:, 5] = 50.0
+    below = [row(stream=index, min_tokens=9) for index in range(200)]
+    assert 5 not in whole(logits, below).token_ids
+    reached = [replace(each, output_token_ids=[7] * 9) for each in below]
+    assert dict.fromkeys(whole(logits, reached).token_ids) == {5: None}
+
+
+def test_the_hosts_generators_are_untouched_by_sampling():
+    logits, rows = mixed()
+    before = (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
+    whole(logits, rows)
+    assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before

@@ -1,0 +1,55 @@
+"""Ranks of a group played by threads of one process: the collectives of `GroupHandle` without processes.
+
+Knows all-gather, all-reduce and broadcast. A rank that raises breaks the barrier, so no other waits for it.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+class ThreadGroup:
+    """One rank's handle; `shared` has a slot a rank."""
+
+    def __init__(self, rank: int, barrier: Barrier, shared: list[Tensor | None]) -> None:
+        self.rank, self._barrier, self._shared = rank, barrier, shared
+        self.num_gathered_elements = 0
+
+    @property
+    def size(self) -> int:
+        return len(self._shared)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.num_gathered_elements += tensor.numel()
+        self._shared[self.rank] = tensor.clone()
+        self._barrier.wait()
+        gathered = torch.stack([each for each in self._shared if each is not None])
+        self._barrier.wait()
+        return gathered
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self.all_gather(tensor).sum(dim=0))
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self.all_gather(tensor)[0])
+
+
+def on_ranks(size: int, function: Callable[[Any], Value]) -> list[Value]:
+    """Call `function` with each rank's handle, all at once; the results in rank order."""
+    barrier, shared = Barrier(size), [None] * size
+
+    def run(rank: int) -> Value:
+        try:
+            return function(ThreadGroup(rank, barrier, shared))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result(timeout=30) for future in [pool.submit(run, rank) for rank in range(size)]]

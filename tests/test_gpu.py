@@ -1,0 +1,85 @@
+"""What runs on a GPU only (scripts/gpu_check.sh), and what a machine without one must say."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+from spmd_worker import LLM, SamplingParams
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+COMPARE = str(ranks.REPOSITORY / "scripts" / "gpu_compare.py")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+
+
+def mixed_prompts(count: int) -> list[str]:
+    """Short and long ones: what the model answers does not matter, only that it is the same everywhere."""
+    return [f"copy {' '.join('abcdefghij'[: 1 + index % 10])} {index} =" for index in range(count)]
+
+
+def token_ids(device: str, prompts: list[str], **settings: int) -> list[list[int]]:
+    with LLM(MODEL, device=device, num_blocks=512, **settings) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.gpu
+def test_the_model_that_ships_says_the_same_on_the_gpu_as_on_the_cpu():
+    prompts = mixed_prompts(64)
+    expected = token_ids("cpu", prompts)
+    assert token_ids("cuda", prompts) == expected
+    # Cut into small pieces and preempted for want of blocks, as on the CPU.
+    assert token_ids("cuda", prompts, max_num_seqs=8, max_num_batched_tokens=16) == expected
+
+
+@pytest.mark.gpu
+def test_the_cache_is_sized_by_what_the_gpu_has_and_given_back(tmp_path: Path):
+    free_before, _ = torch.cuda.mem_get_info()
+    with LLM(MODEL, device="cuda", gpu_memory_utilization=0.2) as llm:
+        assert llm.llm_engine.scheduler.cache.num_blocks >= 16
+        assert llm.generate("copy a b =", GREEDY, use_tqdm=False)[0].error is None
+        free_meanwhile, _ = torch.cuda.mem_get_info()
+    free_after, _ = torch.cuda.mem_get_info()
+    assert free_meanwhile < free_after
+    # CUDA's own context stays with the process.
+    assert free_before - free_after < 2**30
+
+
+@pytest.mark.gpu
+def test_ours_is_near_transformers_on_the_gpu():
+    done = ranks.run_command([sys.executable, COMPARE, "--device", "cuda"], timeout_s=240)
+    assert done.returncode == 0, done.output
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["results"][0]["num_same_tokens"] == result["results"][0]["num_tokens"], done.output
+
+
+@pytest.mark.slow
+def test_the_comparison_itself_runs_on_a_cpu_and_ends_in_one_json_line():
+    command = [sys.executable, COMPARE, "--device", "cpu", "--prompts", "3", "--tokens", "12"]
+    done = ranks.run_command(command, timeout_s=120)
+    assert done.returncode == 0, done.output
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [(each["dtype"], each["num_tokens"]) for each in result["results"]] == [("float32", 36), ("bfloat16", 36)]
+    assert result["results"][0]["num_same_tokens"] == 36
+    assert result["results"][0]["worst_logprob_difference"] > 0
+
+
+def test_a_machine_without_a_gpu_says_so_in_one_line():
+    command = [sys.executable, COMPARE, "--only-look"]
+    done = ranks.run_command(command, timeout_s=90, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 1
+    assert done.output.count("torch finds no CUDA device here, so nothing was compared") == 1
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+
+
+def test_asking_for_a_gpu_where_there_is_none_is_one_sentence(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "add 1 2 ="}\n')
+    command = [
+        *(sys.executable, str(ranks.REPOSITORY / "launch.py"), f"model.path={MODEL}", "device=cuda"),
+        *("job.input=rows.jsonl", "job.output=out.jsonl"),
+    ]
+    done = ranks.run_command(command, timeout_s=90, env={"CUDA_VISIBLE_DEVICES": ""}, cwd=tmp_path)
+    assert done.returncode == 1, done.output
+    assert done.stderr == "error: device=cuda but torch finds no CUDA device here: use device=cpu\n"
