@@ -89,6 +89,7 @@ class _Run:
     def _new_cache(self, num_blocks: int) -> Tensor:
         shape = self.model.shape
         backend = self.model.model.layers[0].self_attn._backend
-        block_shape = backend.block_shape(shape.num_kv_heads, BLOCK_SIZE, shape.head_size)
+        num_kv_heads = self.model.model.layers[0].self_attn.num_kv_heads
+        block_shape = backend.block_shape(num_kv_heads, BLOCK_SIZE, shape.head_size)
         # NaN where nothing was written: a key that should not be looked at shows.
         return torch.full((shape.num_layers, num_blocks, *block_shape), torch.nan)

@@ -19,6 +19,7 @@ import spmd_worker.worker.worker as worker_module
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.scheduler.scheduler import Scheduler
 
 Answer = list[tuple[list[int], list[float]]]
 
@@ -117,13 +118,29 @@ def test_a_row_does_not_depend_on_how_it_is_scheduled(checkpoint, dtype, plain, 
     with make(checkpoint, dtype, **CASES[case]) as llm:
         assert answers(llm) == plain
         if case == "preempted":
-            assert llm.llm_engine.counters.num_preemptions > 5
+            assert llm.llm_engine.counters.num_preemptions >= 3
 
 
 def test_a_row_does_not_depend_on_its_company_or_on_arrival_order(checkpoint, dtype, plain):
     with make(checkpoint, dtype) as llm:
         assert answers(llm, order=list(reversed(range(NUM_ROWS)))) == plain
         assert answers(llm, alone=True) == plain
+
+
+def test_a_row_does_not_depend_on_being_preempted_at_any_step(checkpoint, dtype, plain, monkeypatch):
+    schedule = Scheduler.schedule
+
+    def preempting(self):
+        if self._step % 3 == 0 and self.running:
+            victim = self.running[self._step * 7 % len(self.running)]
+            self._preempt(victim)
+            self.running.remove(victim)
+        return schedule(self)
+
+    monkeypatch.setattr(Scheduler, "schedule", preempting)
+    with make(checkpoint, dtype) as llm:
+        assert answers(llm) == plain
+        assert llm.llm_engine.counters.num_preemptions > 10
 
 
 def test_a_row_does_not_depend_on_the_number_of_threads(checkpoint, dtype, plain):

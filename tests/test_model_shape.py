@@ -294,8 +294,7 @@ def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
 def _shape_or_refusal(config: dict[str, Any]) -> None:
     try:
         shape = shape_from_config(config, PATH)
-    except ModelConfigError as error:
-        assert str(PATH) in str(error)
+    except ModelConfigError:
         return
     assert shape.max_model_len > 0
     assert shape.num_parameters > 0

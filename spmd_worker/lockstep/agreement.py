@@ -5,9 +5,13 @@ Values are canonical JSON, so equal text means equal values. Knows nothing about
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from spmd_worker.lockstep.errors import RanksDisagreeError
+
+_MAX_VALUE_CHARACTERS: Final = 80
+_MISSING: Final = object()
+"""In place of a key that one of two mappings does not have; null is a value."""
 
 
 def canonical(value: Any) -> bytes:
@@ -26,19 +30,24 @@ def check_equal(subject: str, payloads: list[bytes]) -> None:
 
 
 def first_difference(first: Any, other: Any, rank: int, path: str = "") -> str:
-    """The first place where two JSON values differ, with both values."""
+    """The first place where two JSON values differ as texts (1, 1.0 and true are three values), with both values."""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         for key in sorted({**first, **other}):
-            if first.get(key) != other.get(key):
-                return first_difference(first.get(key), other.get(key), rank, f"{path}.{key}" if path else str(key))
+            one, two = first.get(key, _MISSING), other.get(key, _MISSING)
+            if _text(one) != _text(two):
+                return first_difference(one, two, rank, f"{path}.{key}" if path else str(key))
     if isinstance(first, list) and isinstance(other, list):
         for index, (one, two) in enumerate(zip(first, other)):
-            if one != two:
+            if _text(one) != _text(two):
                 return first_difference(one, two, rank, f"{path}[{index}]")
-        return f"{path} has {len(first)} entries on rank 0, {len(other)} on rank {rank}"
+        return f"{path or 'value'} has {len(first)} entries on rank 0, {len(other)} on rank {rank}"
     return f"{path or 'value'} is {_short(first)} on rank 0, {_short(other)} on rank {rank}"
 
 
+def _text(value: Any) -> str:
+    return "missing" if value is _MISSING else canonical(value).decode("ascii")
+
+
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=True)
-    return text if len(text) <= 80 else text[:77] + "..."
+    text = _text(value)
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}..."

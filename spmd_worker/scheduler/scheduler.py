@@ -263,7 +263,7 @@ class Scheduler:
 
     def _samples_of(self, sequence: Sequence, num_samples: int) -> list[Sequence]:
         """The sequences that the samples of one row belong to: itself, and its forks where it forks now."""
-        if num_samples == 1 or sequence.status is not SequenceStatus.RUNNING:
+        if num_samples <= 1 or sequence.status is not SequenceStatus.RUNNING:
             return [sequence] * num_samples
         group = self._groups[sequence.request.request_id]
         return [sequence, *[self._fork(group, sequence, index) for index in range(1, num_samples)]]

@@ -1,18 +1,44 @@
 """Which kernels and which attention a rank computes with.
 
-Knows what was built for which device. Says once, on rank 0, when it must take something slower or less exact.
+Knows what was built for which device. Says once a process, in the log, when it must take something slower or less
+exact.
 """
+
+import logging
+from functools import cache
 
 import torch
 
 from spmd_worker.attention.backend import AttentionBackend
+from spmd_worker.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.cpu.native import cpu_kernels
 from spmd_worker.kernels.reference import ReferenceKernels
+
+logger = logging.getLogger(__name__)
 
 
 def choose_backends(
     device: torch.device, dtype: torch.dtype, head_size: int, block_size: int
 ) -> tuple[Kernels, AttentionBackend]:
     """Native kernels on the CPU where they can be built, plain torch elsewhere."""
-    return ReferenceKernels(), SdpaBackend()
+    if device.type != "cpu":
+        return ReferenceKernels(), SdpaBackend()
+    kernels, slow_kernels = cpu_kernels(dtype)
+    attention = cpu_backend_or_reason(dtype, head_size, block_size)
+    if isinstance(attention, CpuBackend):
+        _say_once(slow_kernels)
+        return kernels, attention
+    _say_once(attention)
+    return kernels, SdpaBackend()
+
+
+@cache
+def _say_once(reason: str | None) -> None:
+    if reason is not None:
+        logger.warning(
+            "plain torch computes where native kernels would: slower, and a row's last bits may depend on how its "
+            "prompt was cut into chunks (%s)",
+            reason,
+        )

@@ -23,6 +23,7 @@ from spmd_worker.sequence.sequence import FinishReason, SequenceGroup
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 VOCAB_SIZE = 100
+MAX_STEPS = 2000
 
 HEADER = StepLogHeader(
     code="0" * 32,
@@ -130,6 +131,7 @@ def write_log(
     step = 0
     while events_by_step or run.scheduler.has_unfinished:
         step += 1
+        assert step < MAX_STEPS, "the run makes no progress"
         run.step(*events_by_step.pop(step, ()), plant=(plants or {}).get(step))
     run.close()
     return run

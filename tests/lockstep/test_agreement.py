@@ -29,7 +29,9 @@ def test_the_first_rank_that_differs_is_named_with_key_and_both_values():
     payloads = [canonical({"config": {"seed": seed, "n": 2}}) for seed in (0, 0, 7, 9)]
     with pytest.raises(RanksDisagreeError) as caught:
         check_equal("settings", payloads)
-    message = "ranks were given different settings: config.seed is 0 on rank 0, 7 on rank 2; start every rank with the same"
+    message = (
+        "ranks were given different settings: config.seed is 0 on rank 0, 7 on rank 2; start every rank with the same"
+    )
     assert str(caught.value) == message
 
 
@@ -61,7 +63,9 @@ def test_long_values_are_cut_short():
     assert len(said) < 200
 
 
-@pytest.mark.parametrize(("first", "other"), [({"a": None}, {}), ({"a": 1}, {"a": True}), ({"a": [0.0]}, {"a": [-0.0]})])
+@pytest.mark.parametrize(
+    ("first", "other"), [({"a": None}, {}), ({"a": 1}, {"a": True}), ({"a": [0.0]}, {"a": [-0.0]})]
+)
 def test_every_difference_of_bytes_is_found_by_name(first, other):
     """Python's own equality does not tell these apart, and then the message would name nothing."""
     with pytest.raises(RanksDisagreeError, match="^ranks were given different settings: a"):

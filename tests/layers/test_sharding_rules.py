@@ -1,0 +1,152 @@
+"""What every rank reads of every checkpoint tensor: together exactly the tensor, key-value heads as often as needed.
+
+Pure arithmetic on the slices that the layers name; the parameters have no storage.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.config import ConfigError
+from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.layers.embedding import VOCABULARY_ALIGNMENT, VocabularyShard
+from spmd_worker.layers.linear import kv_head_range
+from spmd_worker.model_shape import FAMILIES, ModelShape, shape_from_config
+from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.models.registry import build_model
+from spmd_worker.parallel.layout import RankLayout, check_divides
+from spmd_worker.parallel.process_group import GroupHandle
+from spmd_worker.weights.coverage import check_coverage
+from spmd_worker.weights.safetensors_header import CheckpointError
+
+
+def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelShape:
+    sizes = {
+        "vocab_size": 211,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+    return shape_from_config({"architectures": [architecture], **sizes, **keys}, "config.json")
+
+
+def new_model(shape: ModelShape, size: int, rank: int) -> DecoderForCausalLM:
+    group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
+    context = LayerContext(group, ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    return build_model(context, shape)
+
+
+def times_read(shape: ModelShape, size: int) -> dict[str, np.ndarray]:
+    """How many ranks read each element of each checkpoint tensor."""
+    counts: dict[str, np.ndarray] = {}
+    for rank in range(size):
+        for piece in new_model(shape, size, rank).weight_slices():
+            count = counts.setdefault(piece.checkpoint_name, np.zeros(piece.checkpoint_shape, dtype=np.int64))
+            count[tuple(slice(*bounds) for bounds in piece.source)] += 1
+    return counts
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are_held(architecture: str, size: int):
+    shape = new_shape(architecture)
+    num_holders = max(size // shape.num_kv_heads, 1)
+    for name, count in times_read(shape, size).items():
+        if ".k_proj." in name or ".v_proj." in name:
+            expected = num_holders
+        elif "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
+            expected = size
+        else:
+            expected = 1
+        assert (count == expected).all(), (name, expected, np.unique(count))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_every_element_of_every_parameter_is_filled_exactly_once(size: int, tied: bool):
+    shape = new_shape(tie_word_embeddings=tied)
+    for rank in range(size):
+        model = new_model(shape, size, rank)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        in_file = {piece.checkpoint_name: piece.checkpoint_shape for piece in model.weight_slices()}
+        check_coverage(model.weight_slices(), model.padding_slices(), shapes, in_file, ignorable=model.is_ignorable)
+        assert ("lm_head.weight" in in_file) == (not tied)
+
+
+def test_the_check_sees_a_slice_that_is_left_out():
+    model = new_model(new_shape(), 2, 1)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    in_file = {piece.checkpoint_name: piece.checkpoint_shape for piece in model.weight_slices()}
+    for index in range(len(model.weight_slices())):
+        slices = model.weight_slices()
+        del slices[index]
+        with pytest.raises(CheckpointError):
+            check_coverage(slices, model.padding_slices(), shapes, in_file, ignorable=model.is_ignorable)
+
+
+def test_only_derived_tensors_may_be_in_a_checkpoint_without_being_read():
+    tied, untied = new_model(new_shape(tie_word_embeddings=True), 1, 0), new_model(new_shape(), 1, 0)
+    assert tied.is_ignorable("lm_head.weight")
+    assert not untied.is_ignorable("lm_head.weight")
+    assert untied.is_ignorable("model.layers.3.self_attn.rotary_emb.inv_freq")
+    assert not untied.is_ignorable("model.layers.3.self_attn.q_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "size", "expected"),
+    [
+        (4, 1, [(0, 4)]),
+        (4, 2, [(0, 2), (2, 4)]),
+        (2, 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (1, 3, [(0, 1), (0, 1), (0, 1)]),
+    ],
+)
+def test_key_value_heads_go_to_the_ranks_whose_queries_look_at_them(
+    num_kv_heads: int, size: int, expected: list[tuple[int, int]]
+):
+    assert [kv_head_range(num_kv_heads, size, rank) for rank in range(size)] == expected
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 211, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_vocabulary_shards_are_of_equal_size_and_own_every_id_once(vocab_size: int, size: int):
+    shards = [VocabularyShard(vocab_size, size, rank) for rank in range(size)]
+    owned = [token for shard in shards for token in range(shard.start, shard.stop)]
+    assert owned == list(range(vocab_size))
+    assert len(dict.fromkeys(shard.size for shard in shards)) == 1
+    assert shards[0].size % VOCABULARY_ALIGNMENT == 0
+    # The place of an id in the gathered logits is the id itself: only the last owner may have padding behind it.
+    assert all(shard.start == min(rank * shard.size, vocab_size) for rank, shard in enumerate(shards))
+
+
+def test_nine_heads_on_two_ranks_are_refused_with_the_sizes_that_divide():
+    shape = replace(new_shape(), num_heads=9, num_kv_heads=3)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*9 attention heads.* are 1, 3 and 9"):
+        check_divides(RankLayout(2), shape)
+    for size in (1, 3, 9):
+        check_divides(RankLayout(size), shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "words"),
+    [
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, r"6 key-value heads.*1, 2, 3, 6 and 12"),
+        ({"num_heads": 12, "num_kv_heads": 4}, 6, r"4 key-value heads.*1, 2, 4 and 12"),
+        ({"num_heads": 8, "num_kv_heads": 8}, 16, r"8 attention heads.*1, 2, 4 and 8"),
+        ({"num_heads": 7, "num_kv_heads": 7}, 2, r"7 attention heads.*1 and 7"),
+        ({"num_heads": 1, "num_kv_heads": 1}, 2, r"1 attention heads.* are 1$"),
+        ({"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 5}, 8, r"feed-forward has 5.*1, 2 and 4"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_refused_with_those_that_do(changes: dict[str, int], size: int, words: str):
+    with pytest.raises(ConfigError, match=words):
+        check_divides(RankLayout(size), replace(new_shape(), **changes))

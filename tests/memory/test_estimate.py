@@ -1,0 +1,93 @@
+"""Bytes by arithmetic against the parameters of real models, for every family, number of ranks and dtype."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.memory.estimate import activation_bytes, cache_spec, rank_sizes, weights_bytes
+from spmd_worker.model_shape import FAMILIES, ModelShape, shape_from_config
+from spmd_worker.models.registry import build_model
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.parallel.process_group import GroupHandle
+
+
+def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelShape:
+    sizes = {
+        "vocab_size": 211,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+    }
+    return shape_from_config({"architectures": [architecture], **sizes, **keys}, "config.json")
+
+
+def parameter_bytes(shape: ModelShape, size: int, rank: int, dtype: str) -> int:
+    group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
+    backends = ReferenceKernels(), SdpaBackend()
+    context = LayerContext(group, *backends, getattr(torch, dtype), torch.device("meta"))
+    return sum(parameter.nbytes for parameter in build_model(context, shape).parameters())
+
+
+VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
+
+
+@pytest.mark.parametrize("keys", VARIANTS)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_weights_are_the_bytes_of_the_real_parameters_of_every_rank(architecture: str, keys: dict[str, bool]):
+    shape = new_shape(architecture, **keys)
+    for size in (1, 2, 4, 8):
+        for rank in range(size):
+            for dtype in ("float32", "bfloat16"):
+                expected = parameter_bytes(shape, size, rank, dtype)
+                assert weights_bytes(shape, RankLayout(size), rank, dtype) == expected, (size, rank, dtype)
+
+
+@pytest.mark.parametrize(
+    "change", [{"has_qk_norm": True}, {"has_mlp_bias": True}, {"num_kv_heads": 4}, {"head_size": 8}]
+)
+def test_the_comparison_sees_a_part_that_is_not_counted(change: dict[str, int]):
+    shape = new_shape()
+    other = replace(shape, **change)
+    assert weights_bytes(shape, RankLayout(2), 0, "float32") != parameter_bytes(other, 2, 0, "float32")
+
+
+@pytest.mark.parametrize("keys", VARIANTS)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_parameters_are_counted_without_the_padding_of_the_vocabulary(architecture: str, keys: dict[str, bool]):
+    shape = new_shape(architecture, vocab_size=192, **keys)
+    assert shape.num_parameters * 4 == parameter_bytes(shape, 1, 0, "float32")
+
+
+def test_the_share_of_a_rank_in_numbers():
+    shape = new_shape()
+    shares = [rank_sizes(shape, RankLayout(4), rank) for rank in range(4)]
+    assert [(each.num_heads, each.num_kv_heads, each.num_columns, each.num_vocabulary_rows) for each in shares] == [
+        (2, 1, 23, 64),
+        (2, 1, 23, 64),
+        (2, 1, 22, 64),
+        (2, 1, 22, 64),
+    ]
+
+
+def test_a_block_holds_keys_and_values_of_every_layer():
+    spec = cache_spec(new_shape(), RankLayout(2), 1, "bfloat16", 16)
+    assert spec.block_bytes == 2 * 3 * 1 * 16 * 6 * 2
+
+
+def test_activations_grow_with_tokens_and_rows_and_shrink_with_ranks():
+    shape = new_shape(num_key_value_heads=8)
+
+    def estimate(size: int, num_tokens: int, num_rows: int) -> int:
+        return activation_bytes(shape, RankLayout(size), 0, "float32", num_tokens, num_rows)
+
+    assert estimate(1, 200, 8) > estimate(1, 100, 8) > estimate(1, 100, 4)
+    assert estimate(2, 100, 4) < estimate(1, 100, 4)
+    # At least the residual stream and its norm, and the logits of the rows.
+    assert estimate(1, 100, 4) > 100 * 2 * 64 * 4 + 4 * 211 * 4

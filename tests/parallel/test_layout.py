@@ -1,0 +1,78 @@
+"""Which rank does what, and what torchrun's environment says."""
+
+import pytest
+
+from spmd_worker.config import ConfigError
+from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
+from spmd_worker.parallel.layout import RankLayout, check_world_size, shard_range
+
+
+def test_ranks_of_two_by_two_by_two():
+    layout = RankLayout(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+    assert layout.world_size == 8
+    places = [(layout.data_rank(rank), layout.pipeline_rank(rank), layout.tensor_rank(rank)) for rank in range(8)]
+    assert places == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
+    assert layout.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.pipeline_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 1, 1), (1, 3, 1), (2, 3, 2), (3, 2, 1)])
+def test_every_rank_is_in_one_group_of_each_kind_and_stands_where_it_says(sizes: tuple[int, int, int]):
+    layout = RankLayout(*sizes)
+    for groups, place in (
+        (layout.tensor_groups(), layout.tensor_rank),
+        (layout.pipeline_groups(), layout.pipeline_rank),
+    ):
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        assert all(place(rank) == index for group in groups for index, rank in enumerate(group))
+
+
+def test_another_number_of_ranks_than_the_layout_is_refused_with_both():
+    with pytest.raises(ConfigError, match=r"is 6 ranks, but 4 were started: start 6"):
+        check_world_size(RankLayout(3, 2), 4)
+    check_world_size(RankLayout(3, 2), 6)
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "expected"),
+    [
+        (10, 2, [(0, 5), (5, 10)]),
+        (10, 3, [(0, 4), (4, 7), (7, 10)]),
+        (2, 4, [(0, 1), (1, 2), (2, 2), (2, 2)]),
+        (0, 2, [(0, 0), (0, 0)]),
+    ],
+)
+def test_a_range_is_shared_out_in_nearly_equal_parts(total: int, size: int, expected: list[tuple[int, int]]):
+    assert [shard_range(total, size, rank) for rank in range(size)] == expected
+
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_what_torchrun_sets_is_read():
+    environment = read_rank_environment(TORCHRUN)
+    assert (environment.rank, environment.world_size) == (3, 4)
+    assert (environment.local_rank, environment.local_world_size) == (1, 2)
+    assert environment.is_launched
+    assert not environment.is_leader
+
+
+def test_a_process_that_nobody_launched_is_alone():
+    assert read_rank_environment({}) == RankEnvironment()
+    assert read_rank_environment({"LOCAL_RANK": "1"}) == RankEnvironment()
+    assert RankEnvironment().is_leader
+
+
+def test_half_an_environment_is_refused_with_what_is_missing():
+    half = {key: value for key, value in TORCHRUN.items() if not key.startswith("MASTER")}
+    with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT is not"):
+        read_rank_environment(half)
+    with pytest.raises(ConfigError, match="RANK='x' must be a whole number"):
+        read_rank_environment({**TORCHRUN, "RANK": "x"})
