@@ -32,6 +32,7 @@ from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.step_channel import FollowerChannel, LeaderChannel
 from spmd_worker.memory.plan import check_cache_setting, resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config, read_model_shape
+from spmd_worker.observability.step_times import StepTimes
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
 from spmd_worker.parallel.groups import world_environment
 from spmd_worker.parallel.layout import RankLayout, check_divides
@@ -71,6 +72,7 @@ class LLMEngine:
         self.config, self.shape, self.tokenizer, self.executor = config, shape, tokenizer, executor
         self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
         self.is_closed = False
+        self.times = StepTimes()
         self.default_sampling = default_sampling(config.sampling, _generation_config(config))
         self.max_model_len = resolve_max_model_len(config, shape)
         self._events: list[Event] = []
@@ -199,15 +201,20 @@ class LLMEngine:
             raise explained from error
 
     def _run_step(self) -> list[SequenceGroup]:
+        self.times.begin()
         plan = self.scheduler.schedule()
         events, self._events = tuple(self._events), []
+        self.times.end("schedule")
         agreed = self.lockstep.agree(plan, self._sampled_token_ids, events)
+        self.times.end("lockstep")
         result = self.executor.execute_model(agreed.plan)
         assert isinstance(result, StepResult), type(result)
+        self.times.end("execute")
         self._sampled_token_ids = result.token_ids
         ended = self.scheduler.apply(result) if agreed.plan.has_rows else []
         for event in agreed.events:
             ended += self._take_in(event)
+        self.times.end("apply")
         return ended
 
     def _take_in(self, event: Event) -> list[SequenceGroup]:

@@ -27,7 +27,7 @@ def code_fingerprint() -> str:
     digest = blake2b(digest_size=16)
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*")):
-            if path.suffix in (".py", ".cpp"):
+            if path.suffix in (".py", ".cpp", ".h"):
                 digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
                 digest.update(blake2b(path.read_bytes()).digest())
     return digest.hexdigest()

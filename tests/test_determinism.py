@@ -140,7 +140,7 @@ def test_a_row_does_not_depend_on_being_preempted_at_any_step(checkpoint, dtype,
     monkeypatch.setattr(Scheduler, "schedule", preempting)
     with make(checkpoint, dtype) as llm:
         assert answers(llm) == plain
-        assert llm.llm_engine.counters.num_preemptions > 10
+        assert llm.llm_engine.counters.num_preemptions >= 5
 
 
 def test_a_row_does_not_depend_on_the_number_of_threads(checkpoint, dtype, plain):

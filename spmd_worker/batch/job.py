@@ -204,6 +204,10 @@ def _metrics(engine: LLMEngine, counts: _Counts) -> dict[str, Any]:
         "recomputed_tokens": counters.num_recomputed_tokens,
         "preemptions": counters.num_preemptions,
         "steps": counters.num_steps,
+        "schedule_s": engine.times.schedule_s,
+        "lockstep_s": engine.times.lockstep_s,
+        "execute_s": engine.times.execute_s,
+        "apply_s": engine.times.apply_s,
     }
 
 

@@ -144,8 +144,19 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("time in all", _duration(metrics, "wall_s")),
         ("peak memory", _memory(metrics)),
         ("steps", _count(metrics, "steps")),
+        ("lockstep", _lockstep(metrics)),
         ("preemptions", _count(metrics, "preemptions")),
     ]
+
+
+def _lockstep(metrics: Mapping[str, Any]) -> str | None:
+    """What agreeing cost: digest, messages, and waiting for the other ranks."""
+    seconds, num_steps = metrics.get("lockstep_s"), metrics.get("steps")
+    if seconds is None or not num_steps:
+        return None
+    in_all = sum(metrics.get(f"{phase}_s") or 0.0 for phase in ("schedule", "lockstep", "execute", "apply"))
+    share = f", {seconds / in_all:.1%} of the step" if in_all else ""
+    return f"{seconds / num_steps * 1000:.2f} ms a step{share}"
 
 
 def _count(metrics: Mapping[str, Any], key: str) -> str | None:

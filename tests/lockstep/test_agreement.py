@@ -40,7 +40,7 @@ def test_the_first_rank_that_differs_is_named_with_key_and_both_values():
     [
         ({"a": 1}, {"a": 2}, "a is 1 on rank 0, 2 on rank 3"),
         ({"a": {"b": [1, {"c": "x"}]}}, {"a": {"b": [1, {"c": "y"}]}}, 'a.b[1].c is "x" on rank 0, "y" on rank 3'),
-        ({"a": 1}, {"a": 1, "b": 2}, "b is null on rank 0, 2 on rank 3"),
+        ({"a": 1}, {"a": 1, "b": 2}, "b is missing on rank 0, 2 on rank 3"),
         ({"a": [1, 2]}, {"a": [1]}, "a has 2 entries on rank 0, 1 on rank 3"),
         ({"a": [1, 2]}, {"a": [2]}, "a[0] is 1 on rank 0, 2 on rank 3"),
         ({"a": {}}, {"a": []}, "a is {} on rank 0, [] on rank 3"),
@@ -68,5 +68,5 @@ def test_long_values_are_cut_short():
 )
 def test_every_difference_of_bytes_is_found_by_name(first, other):
     """Python's own equality does not tell these apart, and then the message would name nothing."""
-    with pytest.raises(RanksDisagreeError, match="^ranks were given different settings: a"):
+    with pytest.raises(RanksDisagreeError, match="different settings: a"):
         check_equal("settings", [canonical(first), canonical(other)])

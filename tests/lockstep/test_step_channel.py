@@ -1,0 +1,435 @@
+"""The star of connections around rank 0: what crosses it, who is named when somebody is silent, gone or out of turn."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from thread_control import thread_controls
+
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.lockstep import step_channel
+from spmd_worker.lockstep.errors import LostMessageError, RankFailedError, ReplicaDivergedError
+from spmd_worker.lockstep.frames import (
+    MAX_FRAME_BYTES,
+    FrameError,
+    FrameKind,
+    PeerGoneError,
+    receive_frame,
+    send_frame,
+)
+from spmd_worker.lockstep.lockstep import Lockstep
+from spmd_worker.lockstep.step_channel import Abort, AbortedError, GlooStepChannel, TcpFollower, TcpLeader
+from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.stop import StopChecker
+from spmd_worker.sequence.events import Close
+
+LONG_S = 30.0
+"""A timeout that a test must not reach."""
+
+
+@contextmanager
+def star(num_followers: int, timeout_s: float = LONG_S) -> Iterator[tuple[TcpLeader, list[TcpFollower]]]:
+    """Rank 0's end and the followers', connected."""
+    pairs = [socket.socketpair() for _ in range(num_followers)]
+    leader = TcpLeader([ours for ours, _ in pairs], timeout_s)
+    size = num_followers + 1
+    followers = [TcpFollower(theirs, rank, size, timeout_s) for rank, (_, theirs) in enumerate(pairs, start=1)]
+    leader.start()
+    try:
+        yield leader, followers
+    finally:
+        for channel in (leader, *followers):
+            channel.close()
+
+
+def seconds_until(raising: type[BaseException], call, *arguments) -> tuple[float, str]:
+    """How long `call` takes to raise, and what it says."""
+    started_s = time.monotonic()
+    with pytest.raises(raising) as caught:
+        call(*arguments)
+    return time.monotonic() - started_s, str(caught.value)
+
+
+# What crosses.
+
+
+def test_answers_come_in_rank_order_whatever_order_they_arrive_in():
+    with star(3) as (leader, followers):
+        for follower in reversed(followers):
+            follower.answer(5, f"from {follower.rank}".encode())
+        assert leader.collect(5) == [b"from 1", b"from 2", b"from 3"]
+
+
+def test_every_follower_receives_every_message_in_order():
+    with star(2) as (leader, followers):
+        for payload in (b"one", b"", b"three" * 1000):
+            leader.send(payload)
+        for follower in followers:
+            assert [follower.receive() for _ in range(3)] == [b"one", b"", b"three" * 1000]
+
+
+def test_a_message_larger_than_the_sockets_buffers_arrives_whole():
+    payload = bytes(range(256)) * 20_000
+    with star(1) as (leader, [follower]), ThreadPoolExecutor() as pool:
+        received = pool.submit(follower.receive)
+        leader.send(payload)
+        assert received.result(LONG_S) == payload
+
+
+def test_records_are_exchanged_when_rank_0_asks_and_the_verdict_reaches_everybody():
+    with star(2) as (leader, followers), ThreadPoolExecutor() as pool:
+        for follower in followers:
+            follower.offer_record(f"record of {follower.rank}".encode())
+        received = [pool.submit(follower.receive) for follower in followers]
+        assert leader.exchange_records(b"record of 0") == [b"record of 0", b"record of 1", b"record of 2"]
+        leader.verdict("block_ids differ")
+        for future in received:
+            with pytest.raises(AbortedError) as caught:
+                future.result(LONG_S)
+            assert caught.value.abort == Abort("block_ids differ", is_divergence=True)
+
+
+# Silent and gone.
+
+
+def test_silent_ranks_are_named_at_the_timeout():
+    with star(3, timeout_s=0.3) as (leader, followers):
+        followers[1].answer(4, b"")
+        seconds, said = seconds_until(RankFailedError, leader.collect, 4)
+    assert said == "ranks 1, 3 are silent: no answer to step 4 in 0.3 s"
+    assert 0.25 < seconds < 2
+
+
+def test_one_silent_rank_is_named_alone():
+    with star(2, timeout_s=0.2) as (leader, followers):
+        followers[0].answer(4, b"")
+        _, said = seconds_until(RankFailedError, leader.collect, 4)
+    assert said == "rank 2 is silent: no answer to step 4 in 0.2 s"
+
+
+def test_a_rank_that_stops_in_the_middle_of_a_frame_is_silent_too():
+    with star(1, timeout_s=0.2) as (leader, [follower]):
+        follower._connection.sendall(b"\3\4")
+        _, said = seconds_until(RankFailedError, leader.collect, 4)
+    assert said == "rank 1 is silent: no answer to step 4 in 0.2 s"
+
+
+def test_a_dead_rank_is_noticed_at_once_even_while_another_is_silent():
+    with star(3) as (leader, followers):
+        followers[2].close()
+        seconds, said = seconds_until(RankFailedError, leader.collect, 9)
+    assert said == "rank 3 is gone: no answer to step 9 (the connection was closed)"
+    assert seconds < 1
+
+
+def test_sending_to_a_dead_rank_says_so():
+    with star(2) as (leader, followers):
+        followers[1].close()
+        _, said = seconds_until(RankFailedError, leader.send, b"message")
+    assert said.startswith("rank 2 is gone")
+
+
+def test_a_follower_notices_a_dead_rank_0_at_once():
+    with star(1) as (leader, [follower]):
+        leader.close()
+        seconds, said = seconds_until(RankFailedError, follower.receive)
+    assert said == "rank 0 is gone (the connection was closed)"
+    assert seconds < 1
+
+
+def test_a_silent_rank_0_is_named_at_the_timeout_though_its_heart_beats():
+    with star(1, timeout_s=1.2) as (_, [follower]):
+        seconds, said = seconds_until(RankFailedError, follower.receive)
+    assert said == "rank 0 is silent: no message in 1.2 s"
+    assert 1.1 < seconds < 3
+
+
+# Lost, repeated, out of turn.
+
+
+def test_the_heartbeat_finds_a_lost_message_long_before_the_timeout():
+    with star(1) as (leader, [follower]):
+        leader.send(b"first")
+        assert follower.receive() == b"first"
+        leader._num_sent += 1
+        seconds, said = seconds_until(LostMessageError, follower.receive)
+    assert said == "message 1 from rank 0 never reached rank 1"
+    assert seconds < 1.5
+
+
+def test_without_heartbeats_a_lost_message_costs_the_whole_timeout(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(step_channel, "_HEARTBEAT_S", LONG_S)
+    with star(1, timeout_s=1.6) as (leader, [follower]):
+        leader._num_sent += 1
+        seconds, said = seconds_until(RankFailedError, follower.receive)
+    assert said == "rank 0 is silent: no message in 1.6 s"
+    assert seconds > 1.5
+
+
+def test_a_message_after_a_lost_one_is_refused():
+    with star(1) as (leader, [follower]):
+        send_frame(leader._connections[0], FrameKind.MESSAGE, 1, b"second")
+        _, said = seconds_until(LostMessageError, follower.receive)
+    assert said == "message 0 from rank 0 never reached rank 1"
+
+
+def test_a_repeated_message_is_refused():
+    with star(1) as (leader, [follower]):
+        for _ in range(2):
+            send_frame(leader._connections[0], FrameKind.MESSAGE, 0, b"first")
+        assert follower.receive() == b"first"
+        _, said = seconds_until(LostMessageError, follower.receive)
+    assert said == "message 0 from rank 0 reached rank 1 twice"
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_an_answer_to_another_step_is_refused(step: int):
+    with star(2) as (leader, followers):
+        followers[1].answer(step, b"")
+        _, said = seconds_until(LostMessageError, leader.collect, 7)
+    assert said == f"rank 2 and rank 0 are not at the same step: ANSWER {step} where ANSWER 7 comes next"
+
+
+def test_a_second_answer_to_the_same_step_is_refused():
+    with star(2) as (leader, followers):
+        followers[0].answer(7, b"")
+        followers[0].answer(7, b"")
+        _, said = seconds_until(LostMessageError, leader.collect, 7)
+    assert said.startswith("rank 1 and rank 0 are not at the same step")
+
+
+def test_bytes_that_are_no_frame_are_a_damaged_message_on_either_end():
+    with star(1) as (leader, [follower]):
+        leader._connections[0].sendall(b"\xff" * 13)
+        assert seconds_until(LostMessageError, follower.receive)[1].startswith("rank 1 cannot read what rank 0 sent")
+        follower._connection.sendall(b"\xff" * 13)
+        assert seconds_until(LostMessageError, leader.collect, 1)[1].startswith("rank 0 cannot read what rank 1 sent")
+
+
+# Last words.
+
+
+def test_a_ranks_last_words_are_heard_after_it_left():
+    with star(2) as (leader, followers):
+        followers[0].answer(3, b"")
+        followers[1].abort(Abort("rank 2 raised MemoryError at step 3", is_divergence=False))
+        followers[1].close()
+        with pytest.raises(AbortedError) as caught:
+            leader.collect(3)
+    assert caught.value.abort == Abort("rank 2 raised MemoryError at step 3", is_divergence=False)
+
+
+def test_last_words_are_found_behind_what_was_not_read_yet():
+    """Rank 0 waits in a collective: the answer to the next step lies unread before what the rank says."""
+    with star(2) as (leader, followers):
+        followers[1].answer(4, b"digest")
+        followers[1].abort(Abort("the reason", is_divergence=True))
+        assert leader.last_words() == Abort("the reason", is_divergence=True)
+        # Passed on before it is returned.
+        assert followers[0].last_words() == Abort("the reason", is_divergence=True)
+
+
+def test_a_rank_that_leaves_without_a_word_is_waited_for_a_moment_only(monkeypatch):
+    monkeypatch.setattr(step_channel, "_LAST_WORDS_S", 0.3)
+    with star(2) as (leader, followers):
+        followers[0].close()
+        started_s = time.monotonic()
+        assert leader.last_words() is None
+        assert followers[1].last_words() is None
+        assert time.monotonic() - started_s < 2
+
+
+def test_aborting_never_raises_whoever_is_gone():
+    with star(2) as (leader, followers):
+        followers[0].close()
+        leader.abort(Abort("a reason", is_divergence=False))
+        assert seconds_until(AbortedError, followers[1].receive)[1] == "a reason"
+        leader.close()
+        followers[1].abort(Abort("another", is_divergence=False))
+        followers[0].abort(Abort("another", is_divergence=False))
+
+
+# Through the lockstep.
+
+
+def new_scheduler() -> Scheduler:
+    return Scheduler(SchedulerLimits(4, 64), CacheManager(8, 4), StopChecker((0,), 32, None))
+
+
+def outcome(lockstep: Lockstep, sampled: tuple[int, ...] = (), num_steps: int = 1) -> BaseException | int:
+    """What an engine would raise after some steps; else their number."""
+    scheduler = new_scheduler()
+    for _ in range(num_steps):
+        try:
+            lockstep.agree(scheduler.schedule(), sampled, ())
+        except Exception as error:
+            return lockstep.explain(error)
+    return num_steps
+
+
+def test_three_ranks_agree_step_after_step_and_events_come_from_rank_0():
+    with star(2) as (leader, followers), ThreadPoolExecutor() as pool:
+        replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
+        plans = [new_scheduler().schedule() for _ in replicas]
+        events = [(Close(),), (), ()]
+        futures = [pool.submit(replica.agree, plans[rank], (), events[rank]) for rank, replica in enumerate(replicas)]
+        assert [future.result(LONG_S).events for future in futures] == [(Close(),)] * 3
+        assert len({replica.chain_head for replica in replicas}) == 1
+
+
+def test_an_abort_passes_through_rank_0_to_the_other_followers():
+    with star(3) as (leader, followers), ThreadPoolExecutor() as pool:
+        replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
+        futures = [pool.submit(outcome, replicas[rank], (), 2) for rank in (0, 1, 3)]
+        assert outcome(replicas[2]) == 1
+        replicas[2].explain(ValueError("boom"))
+        outcomes = [future.result(LONG_S) for future in futures]
+    assert [type(each) for each in outcomes] == [RankFailedError] * 3
+    assert [str(each) for each in outcomes] == ["rank 2 raised ValueError at step 1: boom"] * 3
+
+
+def test_a_broken_collective_is_explained_by_what_the_peer_said():
+    with star(2) as (leader, followers):
+        replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
+        followers[0].abort(Abort("rank 1 raised KeyError at step 3: 'x'", is_divergence=False))
+        followers[0].close()
+        # Rank 0 first: what followers say reaches the others through it.
+        for replica in (replicas[0], replicas[2]):
+            explained = replica.explain(RuntimeError("gloo: connection closed by peer"))
+            assert str(explained) == "rank 1 raised KeyError at step 3: 'x'"
+
+
+def test_digests_that_differ_raise_the_same_on_every_rank():
+    with star(2) as (leader, followers), ThreadPoolExecutor() as pool:
+        replicas = [Lockstep(channel, digest_every=1) for channel in (leader, *followers)]
+        sampled = [(5,), (5,), (6,)]
+        outcomes = [
+            future.result(LONG_S) for future in [pool.submit(outcome, *each) for each in zip(replicas, sampled)]
+        ]
+    assert [type(each) for each in outcomes] == [ReplicaDivergedError] * 3
+    (said,) = {str(each) for each in outcomes}
+    assert said == (
+        "step 1 did not run (last agreed step 0): rank 2 diverged from rank 0: "
+        "sampled_token_ids[0]: 5 on rank 0, 6 on rank 2"
+    )
+
+
+def test_digests_that_differ_are_not_even_sent_with_digests_off():
+    """Negative control."""
+    with star(1) as (leader, [follower]), ThreadPoolExecutor() as pool:
+        replicas = [Lockstep(leader, digest_every=0), Lockstep(follower, digest_every=0)]
+        futures = [pool.submit(outcome, replica, (rank,)) for rank, replica in enumerate(replicas)]
+        assert [future.result(LONG_S) for future in futures] == [1, 1]
+
+
+# Over gloo, here over threads.
+
+
+def test_the_channel_over_a_control_group_agrees_and_diverges_alike():
+    controls = thread_controls(3)
+    with ThreadPoolExecutor() as pool:
+        replicas = [Lockstep(GlooStepChannel(control), digest_every=1) for control in controls]
+        futures = [pool.submit(outcome, replica, (), 3) for replica in replicas]
+        assert [future.result(LONG_S) for future in futures] == [3, 3, 3]
+        replicas = [Lockstep(GlooStepChannel(control), digest_every=1) for control in controls]
+        futures = [pool.submit(outcome, replica, (rank // 2,)) for rank, replica in enumerate(replicas)]
+        said = {str(future.result(LONG_S)) for future in futures}
+    assert said == {
+        "step 1 did not run (last agreed step 0): rank 2 diverged from rank 0: "
+        "sampled_token_ids[0]: 0 on rank 0, 1 on rank 2"
+    }
+
+
+# Leaving.
+
+
+def test_closing_leaves_no_thread_and_no_socket():
+    before = threading.active_count()
+    with star(2) as (leader, followers):
+        assert threading.active_count() == before + 1
+        leader.close()
+        assert threading.active_count() == before
+        assert all(connection.fileno() < 0 for connection in leader._connections)
+        followers[0].close()
+        assert followers[0]._connection.fileno() < 0
+        # Again, by the context manager: closing is idempotent.
+
+
+def test_a_leader_that_never_started_can_be_closed():
+    ours, theirs = socket.socketpair()
+    TcpLeader([ours], LONG_S).close()
+    theirs.close()
+
+
+# Frames.
+
+HEAD = struct.Struct("<BQI")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(0.2)
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("kind", [0, 9, 255])
+def test_an_unknown_kind_of_frame_is_refused(pair, kind: int):
+    pair[0].sendall(HEAD.pack(kind, 0, 0))
+    with pytest.raises(FrameError, match=f"kind {kind}"):
+        receive_frame(pair[1])
+
+
+@pytest.mark.parametrize(
+    ("length", "most"), [(MAX_FRAME_BYTES + 1, MAX_FRAME_BYTES), (2**32 - 1, MAX_FRAME_BYTES), (17, 16)]
+)
+def test_a_length_above_the_bound_is_refused_before_any_of_it_is_read(pair, length: int, most: int):
+    pair[0].sendall(HEAD.pack(FrameKind.MESSAGE, 0, length))
+    with pytest.raises(FrameError, match=f"length {length}"):
+        receive_frame(pair[1], most)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 12, 13, 15])
+def test_a_frame_cut_short_is_a_peer_that_is_gone(pair, num_bytes: int):
+    pair[0].sendall((HEAD.pack(FrameKind.ANSWER, 3, 3) + b"abc")[:num_bytes])
+    pair[0].close()
+    with pytest.raises(PeerGoneError):
+        receive_frame(pair[1])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 12, 15])
+def test_a_frame_that_does_not_end_is_a_timeout(pair, num_bytes: int):
+    pair[0].sendall((HEAD.pack(FrameKind.ANSWER, 3, 3) + b"abc")[:num_bytes])
+    with pytest.raises(TimeoutError):
+        receive_frame(pair[1])
+
+
+@given(st.sampled_from(FrameKind), st.integers(0, 2**64 - 1), st.binary(max_size=200))
+def test_frames_arrive_as_they_were_sent(kind, number, payload):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_frame(ours, kind, number, payload)
+        assert receive_frame(theirs) == (kind, number, payload)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_frame_or_an_error_of_ours(data):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(data)
+        ours.close()
+        try:
+            while True:
+                receive_frame(theirs)
+        except (FrameError, PeerGoneError):
+            pass
