@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ModelConfigError) as error:
         return _fail(str(error), environment)
     except KeyboardInterrupt:
-        return _fail("interrupted: there is no output", environment)
+        # Every rank gets the signal, so none has to wait for rank 0.
+        return _fail("interrupted: there is no output", environment) if environment.is_leader else 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,7 +97,11 @@ def _act(command: argparse.Namespace, environment: RankEnvironment) -> int:
 
 def _say(text: Callable[[], str], environment: RankEnvironment) -> int:
     if environment.is_leader:
-        print(text())
+        try:
+            print(text(), flush=True)
+        except BrokenPipeError:
+            # The reader has seen enough, as in `launch.py --help | head`.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -134,8 +139,7 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     parallel = config.parallel
     layout = RankLayout(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
     check_divides(layout, shape)
-    print(describe_plan(make_plan(config, shape, layout)))
-    return 0
+    return _say(lambda: describe_plan(make_plan(config, shape, layout)), environment)
 
 
 def _run(config: RunConfig, environment: RankEnvironment) -> int:

@@ -33,9 +33,9 @@ from spmd_worker.batch.replay import (
 from spmd_worker.lockstep.step_log import StepLog, StepLogError, StepLogHeader, read_step_log
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.events import Abort, Admit
-from spmd_worker.sequence.metadata import GroupUpdate, SequenceData, SequenceDataDelta
+from spmd_worker.sequence.metadata import SequenceData, SequenceDataDelta
 from spmd_worker.sequence.request import Request
-from spmd_worker.sequence.sequence import Sequence, SequenceStatus
+from spmd_worker.sequence.sequence import Sequence, SequenceKey, SequenceStatus
 from spmd_worker.tokenizer import Tokenizer
 from spmd_worker.version import code_fingerprint
 
@@ -157,7 +157,7 @@ def what_was_equal(replay: Replay) -> str:
 
 def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
     cache = scheduler.cache
-    print(f"\nafter step {step.plan.step}: {step.plan.num_tokens} tokens computed for {len(step.plan.groups)} groups")
+    print(f"\nafter step {step.plan.step}: {step.plan.num_tokens} tokens computed for {num_rows(step)} sequences")
     if step.sampled_token_ids is None:
         print("  its sampled ids are not in the log, which ends here: this is the state before they are taken in")
     print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free")
@@ -170,6 +170,10 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
     heads = ("request", "sample", "prompt", "output", "computed", "num_blocks", "blocks")
     print_table([running_line(sequence) for sequence in scheduler.running], heads)
     print()
+
+
+def num_rows(step: ReplayedStep) -> int:
+    return len(step.plan.continuing) + sum(len(group.sequences) for group in step.plan.groups)
 
 
 def waiting_line(sequence: Sequence) -> tuple[object, ...]:
@@ -258,9 +262,7 @@ class RowHistory:
 
     def print_step(self, step: ReplayedStep, scheduler: Scheduler) -> None:
         self._print_lost(step.plan.step, scheduler)
-        for group in step.plan.groups:
-            if group.request_id == self._request.request_id:
-                self._print_scheduled(step, group)
+        self._print_scheduled(step)
         self._print_finished(step)
         self._print_events(step, scheduler)
         own = [each for each in scheduler.running if each.request.request_id == self._request.request_id]
@@ -278,22 +280,36 @@ class RowHistory:
                 num_tokens, num_blocks = self._held[sample_index]
                 self._say(step, sample_index, f"preempted: loses {num_blocks} blocks, {num_tokens} computed tokens")
 
-    def _print_scheduled(self, step: ReplayedStep, group: GroupUpdate) -> None:
+    def _print_scheduled(self, step: ReplayedStep) -> None:
         sampled = sampled_by_sequence(step)
-        for data in group.sequences:
-            token_ids = sampled.get((group.request_id, data.sample_index), ())
-            if len(token_ids) == 1 and is_plain_decoding(data):
-                self._hold_back(step.plan.step, data, token_ids[0])
-            else:
-                self._say(step.plan.step, data.sample_index, describe(data, token_ids))
+        blocks = dict(step.plan.continuing_blocks)
+        for place, key in enumerate(step.plan.continuing):
+            if key.request_id == self._request.request_id:
+                self._print_continuing(step, place, sampled.get(key, ()), blocks.get(place))
+        for group in step.plan.groups:
+            if group.request_id == self._request.request_id:
+                for data in group.sequences:
+                    token_ids = sampled.get(SequenceKey(group.request_id, data.sample_index), ())
+                    self._say(step.plan.step, data.sample_index, describe(data, token_ids))
 
-    def _hold_back(self, step: int, data: SequenceData | SequenceDataDelta, token_id: int) -> None:
-        decoding = self._decoding.get(data.sample_index)
+    def _print_continuing(
+        self, step: ReplayedStep, place: int, token_ids: tuple[int, ...], block_id: int | None
+    ) -> None:
+        _, sample_index, position = step.places[place]
+        if block_id is None and token_ids:
+            self._hold_back(step.plan.step, sample_index, position - 1, token_ids[0])
+            return
+        text = f"computes position {position - 1}"
+        text += f", takes block {block_id}" if block_id is not None else ""
+        self._say(step.plan.step, sample_index, text + (f", samples {listed(token_ids)}" if token_ids else ""))
+
+    def _hold_back(self, step: int, sample_index: int, position: int, token_id: int) -> None:
+        decoding = self._decoding.get(sample_index)
         if decoding is not None and decoding.next_step == step:
             decoding.token_ids.append(token_id)
             return
-        self._print_decoding(data.sample_index)
-        self._decoding[data.sample_index] = Decoding(step, data.num_computed_tokens, [token_id])
+        self._print_decoding(sample_index)
+        self._decoding[sample_index] = Decoding(step, position, [token_id])
 
     def _print_finished(self, step: ReplayedStep) -> None:
         ended = [group for group in step.ended if group.request.request_id == self._request.request_id]
@@ -326,18 +342,17 @@ class RowHistory:
             print_event(steps, sample_index, decoding.text())
 
 
-def is_plain_decoding(data: SequenceData | SequenceDataDelta) -> bool:
-    return isinstance(data, SequenceDataDelta) and data.num_scheduled_tokens == 1 and not data.appended_block_ids
-
-
-def sampled_by_sequence(step: ReplayedStep) -> dict[tuple[int, int], tuple[int, ...]]:
+def sampled_by_sequence(step: ReplayedStep) -> dict[SequenceKey, tuple[int, ...]]:
     """What each scheduled sequence sampled; several ids where it forked."""
-    sampled: dict[tuple[int, int], tuple[int, ...]] = {}
-    start = 0
+    token_ids = step.sampled_token_ids or ()
+    sampled: dict[SequenceKey, tuple[int, ...]] = {
+        key: (token_id,) for key, token_id in zip(step.plan.continuing, token_ids)
+    }
+    start = len(step.plan.continuing)
     for group in step.plan.groups:
         for data in group.sequences:
             end = start + data.num_samples
-            sampled[group.request_id, data.sample_index] = (step.sampled_token_ids or ())[start:end]
+            sampled[SequenceKey(group.request_id, data.sample_index)] = token_ids[start:end]
             start = end
     return sampled
 

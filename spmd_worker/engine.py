@@ -72,6 +72,7 @@ class LLMEngine:
         self.config, self.shape, self.tokenizer, self.executor = config, shape, tokenizer, executor
         self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
         self.is_closed = False
+        self._is_mid_step = False
         self.times = StepTimes()
         self.default_sampling = default_sampling(config.sampling, _generation_config(config))
         self.max_model_len = resolve_max_model_len(config, shape)
@@ -147,6 +148,17 @@ class LLMEngine:
         """Whether `step` has anything to do here."""
         return bool(self._prompts)
 
+    def check_idle(self) -> None:
+        """Raise RuntimeError unless new prompts would have the engine to themselves: open, whole, nothing waiting."""
+        if self.is_closed:
+            raise RuntimeError("this LLM was closed: make a new one")
+        self._check_whole()
+        if self.has_unfinished_requests():
+            raise RuntimeError(
+                f"{self.num_unfinished} requests of llm_engine.add_request are not answered yet: call llm_engine.step "
+                f"until they are"
+            )
+
     def step(self) -> list[RequestOutput]:
         """One step. Returns the requests that ended in it, in plan order."""
         return [self._output(group) for group in self._step()]
@@ -166,6 +178,7 @@ class LLMEngine:
         """Give back memory and groups. Idempotent; every rank calls it."""
         self.is_closed = True
         self.lockstep.close()
+        self.channel.close()
         self.executor.shutdown()
 
     def agree_on(self, subject: str, value: Any) -> None:
@@ -192,13 +205,22 @@ class LLMEngine:
 
     def _step(self) -> list[SequenceGroup]:
         """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
+        self._check_whole()
+        self._is_mid_step = True
         try:
-            return self._run_step()
+            ended = self._run_step()
         except Exception as error:  # told to the other ranks, which may be waiting for this one, then raised again
             explained = self.lockstep.explain(error)
             if explained is error:
                 raise
             raise explained from error
+        self._is_mid_step = False
+        return ended
+
+    def _check_whole(self) -> None:
+        """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good."""
+        if self._is_mid_step:
+            raise RuntimeError("an earlier step failed halfway: close this LLM and make a new one")
 
     def _run_step(self) -> list[SequenceGroup]:
         self.times.begin()

@@ -140,8 +140,7 @@ class LLM:
 
     def _run(self, encoded: list["_Encoded"], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.llm_engine
-        if engine.is_closed:
-            raise RuntimeError("this LLM was closed: make a new one")
+        engine.check_idle()
         engine.agree_on_prompts([(each.token_ids, sampling) for each, sampling in zip(encoded, params, strict=True)])
         outputs: list[RequestOutput | None] = [None] * len(encoded)
         places: dict[RequestId, int] = {}
@@ -154,7 +153,7 @@ class LLM:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
                 )
-        with tqdm(total=len(places), desc="prompts", disable=not (use_tqdm and engine.is_leader)) as bar:
+        with _Bar(total=len(places), desc="prompts", disable=not (use_tqdm and engine.is_leader)) as bar:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     index = places[RequestId(int(output.request_id))]
@@ -197,7 +196,16 @@ class LLM:
             raise ValueError(
                 f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt"
             )
+        for index, each in enumerate(given):
+            if not isinstance(each, SamplingParams):
+                raise TypeError(f"sampling_params[{index}] is a {type(each).__name__}: give SamplingParams")
         return list(given)
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
+    """Without tqdm's thread, which would go on in the caller's process."""
+
+    monitor_interval = 0
 
 
 class _Encoded:

@@ -63,6 +63,7 @@ class CpuBackend:
         self._dtype, self._head_size, self._block_size = dtype, head_size, block_size
         self._write = library.function("write", dtype_name(dtype))
         self._attend = library.function("attend", dtype_name(dtype))
+        self._may_use_unit = library.has_matrix_unit
         # All layers of a step come with the same metadata: it is converted and checked at the first.
         self._checked: _CheckedMetadata | None = None
 
@@ -98,7 +99,7 @@ class CpuBackend:
             *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
             *(*rows, num_heads),
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
-            *(scale, window, output.data_ptr(), torch.get_num_threads()),
+            *(scale, window, output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
         )
         return output
 

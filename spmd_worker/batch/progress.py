@@ -57,7 +57,7 @@ class Progress:
         now_s = self._clock()
         if self._is_terminal:
             self._show_bar(rows, now_s)
-        elif self._last_shown_s is None or now_s - self._last_shown_s >= self._interval_s:
+        elif self._is_due(now_s):
             self._show_line(now_s)
 
     def close(self) -> None:
@@ -71,6 +71,12 @@ class Progress:
         elif self._bar is not None:
             self._bar.refresh()
             self._bar.close()
+
+    def _is_due(self, now_s: float) -> bool:
+        if self._last_shown_s is None and (self._num_rows or self._num_output_tokens):
+            return True
+        last_s = self._start_s if self._last_shown_s is None else self._last_shown_s
+        return now_s - last_s >= self._interval_s
 
     def _show_bar(self, rows: int, now_s: float) -> None:
         if self._bar is None:

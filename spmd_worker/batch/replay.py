@@ -1,4 +1,4 @@
-"""Runs a step log again: scheduler and cache on one process, without weights, against every plan and digest of the run.
+"""Runs a step log again: scheduler, cache and mirror on one process, without weights, against every plan and digest.
 
 A replica is a pure function of (state, events, sampled ids), and the log holds events and sampled ids, so replaying
 gives the same plans or shows where they part. Knows the order in which the engine calls its parts. Knows nothing about
@@ -9,18 +9,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from typing import NamedTuple
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.lockstep.codec import Decoder
 from spmd_worker.lockstep.difference import Record, first_difference
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.message import MessageError, StepMessage
+from spmd_worker.lockstep.mirror import Mirror, MirrorError
 from spmd_worker.lockstep.step_log import StepLog, StepLogHeader, header_to_json
 from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Admit, Close, Event
 from spmd_worker.sequence.request import Request, RequestId, random_stream
-from spmd_worker.sequence.sequence import Sequence, SequenceGroup
+from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceKey
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -38,22 +40,7 @@ class ReplayDivergedError(ReplayError):
     """The replay decided something else than the run. The message names step, field and both values."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayedStep:
-    """One step as the replay has left it: `plan` is the same in run and replay, `ended` are the groups it ended.
-
-    `sampled_token_ids` is None at the end of a log that was cut short: the message that carries them is missing, so
-    neither they nor `events` were taken in.
-    """
-
-    plan: StepPlan
-    events: tuple[Event, ...]
-    sampled_token_ids: tuple[int, ...] | None
-    ended: tuple[SequenceGroup, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SampledPlace:
+class SampledPlace(NamedTuple):
     """Where a sampled id goes: `position` counts from 0 over prompt and output."""
 
     request_id: RequestId
@@ -64,12 +51,28 @@ class SampledPlace:
         return f"request {self.request_id}, sample {self.sample_index}, position {self.position}"
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """One step as the replay has left it: `plan` is the same in run and replay, `ended` are the groups it ended.
+
+    `places` says where each sampled id goes. `sampled_token_ids` is None at the end of a log that was cut short: the
+    message that carries them is missing, so neither they nor `events` were taken in.
+    """
+
+    plan: StepPlan
+    events: tuple[Event, ...]
+    places: tuple[SampledPlace, ...]
+    sampled_token_ids: tuple[int, ...] | None
+    ended: tuple[SequenceGroup, ...]
+
+
 class Replay:
-    """One run, replayed. Read `steps` to its end; between two steps `scheduler` is what it was in the run."""
+    """One run, replayed. Read `steps` to its end; between two steps `scheduler` and `mirror` are as they were in it."""
 
     def __init__(self, header: StepLogHeader, tokenizer: Tokenizer | None) -> None:
         """`tokenizer` finds stop strings; None where no request has any."""
         self.scheduler = _new_scheduler(header, tokenizer)
+        self.mirror = Mirror(header.num_blocks, header.block_size)
         self.num_steps = 0
         self.num_equal_digests = 0
         self.num_requests = 0
@@ -80,13 +83,15 @@ class Replay:
     def steps(self, payloads: Iterable[bytes]) -> Iterator[ReplayedStep]:
         """Each step once what came of it is known. Raises ReplayDivergedError at the first that differs."""
         last: StepMessage | None = None
+        places: tuple[SampledPlace, ...] = ()
         for message in read_messages(payloads):
             if last is not None:
-                yield self._finish(last, message.sampled_token_ids)
+                yield self._finish(last, places, message.sampled_token_ids)
             self._plan(message, () if last is None else last.events)
+            places = self._mirror(message.plan)
             last = message
         if last is not None:
-            yield self._finish(last, None if count_samples(last.plan) else ())
+            yield self._finish(last, places, None if places else ())
 
     def _plan(self, message: StepMessage, last_events: tuple[Event, ...]) -> None:
         """Plan the message's step and compare plan and digest."""
@@ -114,22 +119,41 @@ class Replay:
             )
         self.num_equal_digests += 1
 
-    def _finish(self, message: StepMessage, sampled_token_ids: tuple[int, ...] | None) -> ReplayedStep:
-        """Take in what was sampled, then the events."""
-        plan, ended = message.plan, []
-        if sampled_token_ids is None:
-            return ReplayedStep(plan, message.events, None, ())
-        if len(sampled_token_ids) != count_samples(plan):
-            raise ReplayDivergedError(
-                f"step {plan.step} samples {count_samples(plan)} ids and the log has {len(sampled_token_ids)} of it"
+    def _mirror(self, plan: StepPlan) -> tuple[SampledPlace, ...]:
+        """Where the ids that the step samples go, in their order; the first of forking samples is the parent."""
+        try:
+            rows = self.mirror.apply(plan)
+        except MirrorError as error:
+            raise ReplayError(f"the plan is the scheduler's and the workers would refuse it: {error}") from None
+        return tuple(
+            SampledPlace(
+                row.sequence.request.request_id,
+                row.sequence.sample_index + fork,
+                row.sequence.num_computed_tokens + row.num_scheduled_tokens,
             )
-        if plan.groups:
+            for row in rows
+            for fork in range(row.num_samples)
+        )
+
+    def _finish(
+        self, message: StepMessage, places: tuple[SampledPlace, ...], sampled_token_ids: tuple[int, ...] | None
+    ) -> ReplayedStep:
+        """Take in what was sampled, then the events."""
+        plan = message.plan
+        ended: list[SequenceGroup] = []
+        if sampled_token_ids is None:
+            return ReplayedStep(plan, message.events, places, None, ())
+        if len(sampled_token_ids) != len(places):
+            raise ReplayDivergedError(
+                f"step {plan.step} samples {len(places)} ids and the log has {len(sampled_token_ids)} of it"
+            )
+        if plan.has_rows:
             ended += self.scheduler.apply(StepResult(plan.step, sampled_token_ids))
         for event in message.events:
             self._look_at(event)
             aborted = self.scheduler.handle(event)
             ended += [aborted] if aborted is not None else []
-        return ReplayedStep(plan, message.events, sampled_token_ids, tuple(ended))
+        return ReplayedStep(plan, message.events, places, sampled_token_ids, tuple(ended))
 
     def _look_at(self, event: Event) -> None:
         self.is_closed = self.is_closed or isinstance(event, Close)
@@ -153,18 +177,16 @@ def read_messages(payloads: Iterable[bytes]) -> Iterator[StepMessage]:
             raise ReplayError(f"message {number} of the log: {error}") from None
 
 
-def count_samples(plan: StepPlan) -> int:
-    """How many ids the step samples."""
-    return sum(data.num_samples for group in plan.groups for data in group.sequences)
-
-
-def sampled_places(plan: StepPlan) -> list[SampledPlace]:
-    """Where each id that the step samples goes, in the order of the ids. The first of forking samples is the parent."""
+def sampled_keys(plan: StepPlan) -> list[SequenceKey]:
+    """Whose ids the step samples, in the order of the ids; the first of forking samples is the parent."""
     return [
-        SampledPlace(group.request_id, data.sample_index + fork, data.num_computed_tokens + data.num_scheduled_tokens)
-        for group in plan.groups
-        for data in group.sequences
-        for fork in range(data.num_samples)
+        *plan.continuing,
+        *(
+            SequenceKey(group.request_id, data.sample_index + fork)
+            for group in plan.groups
+            for data in group.sequences
+            for fork in range(data.num_samples)
+        ),
     ]
 
 
@@ -230,10 +252,11 @@ def _message_difference(
 ) -> str | None:
     if last is not None and mine.sampled_token_ids != theirs.sampled_token_ids:
         # The message carries what the step before sampled: name that.
-        sampled = zip(sampled_places(last.plan), mine.sampled_token_ids, theirs.sampled_token_ids)
-        for place, one, two in sampled:
+        sampled = zip(sampled_keys(last.plan), mine.sampled_token_ids, theirs.sampled_token_ids)
+        for key, one, two in sampled:
             if one != two:
-                return f"step {last.step} sampled for {place}: {one} in {names[0]}, {two} in {names[1]}"
+                who = f"request {key.request_id}, sample {key.sample_index}"
+                return f"step {last.step} sampled for {who}: {one} in {names[0]}, {two} in {names[1]}"
     records = [Record(each.plan, each.events, each.sampled_token_ids) for each in (mine, theirs)]
     difference = first_difference(records[0], records[1], 0, 1) if mine != theirs else None
     if difference is not None:

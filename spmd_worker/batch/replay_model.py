@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmd_worker.batch.replay import ReplayedStep, SampledPlace, sampled_places
+from spmd_worker.batch.replay import ReplayedStep, SampledPlace
 from spmd_worker.config import CacheConfig, ExecutorConfig, ModelConfig, RunConfig, SchedulerConfig
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.lockstep.step_log import StepLogHeader
@@ -90,7 +90,7 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
 def _compare(step: ReplayedStep, logged: tuple[int, ...], recomputed: tuple[int, ...]) -> RecomputedStep:
     mismatches = tuple(
         Mismatch(step.plan.step, place, old, new)
-        for place, old, new in zip(sampled_places(step.plan), logged, recomputed, strict=True)
+        for place, old, new in zip(step.places, logged, recomputed, strict=True)
         if old != new
     )
     return RecomputedStep(step.plan.step, len(logged), mismatches)

@@ -4,6 +4,7 @@ Over the CPU (gloo) control group, whose timeout bounds every wait. Only lengths
 nothing is unpickled. Knows nothing about what the bytes mean.
 """
 
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -67,6 +68,12 @@ class ControlChannel:
     def minimum(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """The least of each number over the ranks."""
         return tuple(self._group.all_reduce_min(torch.tensor(numbers, dtype=torch.int64)).tolist())
+
+    def close(self) -> None:
+        """Let go of the group, after which nothing can be sent. Whoever destroys it ends its threads and sockets only
+        when nobody holds it any more.
+        """
+        self._group = replace(self._group, group=None)
 
 
 def _as_tensor(payload: bytes) -> Tensor:

@@ -52,11 +52,14 @@ _MAX_DIGEST_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The message before."""
+    """The message before. What it sampled is numbered when it is known how many ids that were (`sampling_keys`)."""
 
-    step: int
     checksum: bytes
-    keys: Keys
+    plan: StepPlan
+
+    @property
+    def next_step(self) -> int:
+        return self.plan.step + 1
 
 
 class Encoder:
@@ -67,12 +70,12 @@ class Encoder:
 
     def encode(self, message: StepMessage) -> bytes:
         """The bytes of the run's next message. Raises MessageError, and stays as it was, for values without a place."""
-        base = self._base if self._base is not None and self._base.step + 1 == message.step else None
+        base = self._base if self._base is not None and self._base.next_step == message.step else None
         writer = ByteWriter()
         _write_head(writer, message, base)
-        _write_plan(writer, message, () if base is None else base.keys)
+        _write_plan(writer, message, _last_keys(base, message.sampled_token_ids))
         checksum = _CHECKSUM.pack(crc32(writer.data))
-        self._base = _Base(message.step, checksum, sampling_keys(message.plan))
+        self._base = _Base(checksum, message.plan)
         return bytes(writer.data + checksum)
 
 
@@ -91,10 +94,10 @@ class Decoder:
             raise MessageError(f"a digest of {len(digest)} bytes")
         sampled_token_ids = reader.counted()
         events = tuple(read_event(reader) for _ in range(reader.count()))
-        plan = _read_plan(reader, step, sampled_token_ids, () if base is None else base.keys)
+        plan = _read_plan(reader, step, sampled_token_ids, _last_keys(base, sampled_token_ids))
         if reader.num_left:
             raise MessageError(f"{reader.num_left} bytes left over")
-        self._base = _Base(step, data[-_CHECKSUM.size :], sampling_keys(plan))
+        self._base = _Base(data[-_CHECKSUM.size :], plan)
         return StepMessage(step, events, plan, sampled_token_ids, digest)
 
     def _read_head(self, reader: ByteReader) -> tuple[int, _Base | None]:
@@ -109,8 +112,8 @@ class Decoder:
         checksum = reader.take(_CHECKSUM.size)
         if self._base is None:
             raise MessageError(f"message of step {step} goes on from step {step - 1}, which was not read")
-        if step != self._base.step + 1:
-            raise MessageError(f"message of step {step} where {self._base.step + 1} comes next")
+        if step != self._base.next_step:
+            raise MessageError(f"message of step {step} where {self._base.next_step} comes next")
         if checksum != self._base.checksum:
             raise MessageError(f"message of step {step} goes on from another message of step {step - 1}")
         return step, self._base
@@ -124,6 +127,11 @@ def encode_message(message: StepMessage) -> bytes:
 def decode_message(data: bytes) -> StepMessage:
     """The message that was encoded alone. Raises MessageError for any other bytes."""
     return Decoder().decode(data)
+
+
+def _last_keys(base: _Base | None, sampled_token_ids: tuple[int, ...]) -> Keys:
+    """Whose the sampled ids are that a message carries, as far as the message before tells."""
+    return () if base is None else sampling_keys(base.plan, len(sampled_token_ids))
 
 
 def _checked_end(data: bytes) -> int:

@@ -6,16 +6,16 @@ already.
 
     byte            bit 0: a selection of the last step's samples; bit 1: the appended ids are what those sampled
     dropped         counted places, if bit 0; else the keys as pairs
-    dense           appended ids, unless bit 1
+    dense           counted appended ids, unless bit 1
     pairs           (place, block) of the blocks taken
 """
 
-from typing import Final
+from itertools import pairwise
+from typing import Final, TypeVar
 
 from kv_cache.block import BlockId
 from spmd_worker.lockstep.message import MessageError
 from spmd_worker.lockstep.packing import ByteReader, ByteWriter
-from spmd_worker.sequence.metadata import SequenceGroupMetadata
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
@@ -24,30 +24,27 @@ _IS_SELECTION: Final = 1
 _ARE_SAMPLED: Final = 2
 
 Keys = tuple[SequenceKey, ...]
+_Value = TypeVar("_Value")
 
 
-def sampling_keys(plan: StepPlan) -> Keys:
-    """Which sequence each id sampled by this plan belongs to, in the order of the ids; forks get numbers after their
-    own.
+def sampling_keys(plan: StepPlan, num_sampled: int) -> Keys:
+    """Which sequence each of the `num_sampled` ids belongs to that this plan sampled, in the order of the ids; forks
+    get numbers after their own.
+
+    Empty where the plan asks for another number of ids. So a plan that claims any number of samples in a few bytes
+    costs nothing: there are as many keys as ids that somebody has written down.
     """
-    if not plan.groups:
+    rows = [(group.request_id, data) for group in plan.groups for data in group.sequences]
+    if len(plan.continuing) + sum([data.num_samples for _, data in rows]) != num_sampled:
+        return ()
+    if not rows:
         return plan.continuing
-    return (
-        *plan.continuing,
-        *[
-            SequenceKey(group.request_id, data.sample_index + offset)
-            for group in plan.groups
-            for data in group.sequences
-            for offset in range(min(data.num_samples, _most_samples(group)))
-        ],
-    )
-
-
-def _most_samples(group: object) -> int:
-    """A snapshot says how many samples its request has; a delta of a known request cannot, and forks at most 1,024
-    ways.
-    """
-    return group.request.sampling.n if isinstance(group, SequenceGroupMetadata) else 1024
+    first_samples = [
+        SequenceKey(request_id, data.sample_index + offset)
+        for request_id, data in rows
+        for offset in range(data.num_samples)
+    ]
+    return (*plan.continuing, *first_samples)
 
 
 def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sampled_token_ids: tuple[int, ...]) -> None:
@@ -55,7 +52,7 @@ def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sample
     dropped = _dropped_places(plan.continuing, last_keys)
     are_sampled = False
     if dropped is not None:
-        are_sampled = plan.continuing_token_ids == _select(sampled_token_ids, dropped, len(last_keys))
+        are_sampled = plan.continuing_token_ids == _without(sampled_token_ids[: len(last_keys)], dropped)
     writer.byte((dropped is not None) * _IS_SELECTION + are_sampled * _ARE_SAMPLED)
     if dropped is None:
         write_pairs(writer, plan.continuing)
@@ -75,15 +72,12 @@ def read_continuing(
         raise MessageError(f"unknown flags {flags:#x} of continuing sequences")
     dropped: list[int] = []
     if flags & _IS_SELECTION:
-        dropped = list(reader.counted())
-        is_ascending = dropped == sorted(dict.fromkeys(dropped))
-        if not is_ascending or (dropped and not 0 <= dropped[0] <= dropped[-1] < len(last_keys)):
-            raise MessageError(f"dropped places {dropped[:10]} of {len(last_keys)}")
-        keys = _select(last_keys, dropped, len(last_keys))
+        dropped = _read_dropped(reader, len(last_keys))
+        keys = _without(last_keys, dropped)
     else:
         keys = tuple([SequenceKey(RequestId(first), second) for first, second in read_pairs(reader)])
     if flags & _ARE_SAMPLED:
-        token_ids = _select(sampled_token_ids, dropped, len(last_keys))
+        token_ids = _without(sampled_token_ids[: len(last_keys)], dropped)
     else:
         token_ids = reader.counted()
     return keys, token_ids, tuple([(place, BlockId(block)) for place, block in read_pairs(reader)])
@@ -92,9 +86,8 @@ def read_continuing(
 def write_pairs(writer: ByteWriter, pairs: tuple[tuple[int, int], ...]) -> None:
     """A count and two columns."""
     writer.unsigned(len(pairs))
-    if pairs:
-        writer.dense([first for first, _ in pairs])
-        writer.column([second for _, second in pairs])
+    writer.dense([first for first, _ in pairs])
+    writer.column([second for _, second in pairs])
 
 
 def read_pairs(reader: ByteReader) -> list[tuple[int, int]]:
@@ -109,12 +102,20 @@ def _dropped_places(keys: Keys, last_keys: Keys) -> list[int] | None:
         return []
     kept = dict.fromkeys(keys)
     dropped = [place for place, key in enumerate(last_keys) if key not in kept]
-    return dropped if keys == _select(last_keys, dropped, len(last_keys)) else None
+    return dropped if keys == _without(last_keys, dropped) else None
 
 
-def _select(values: tuple, dropped: list[int], count: int) -> tuple:  # type: ignore[type-arg]  # of keys, or of ids
-    """The first `count` values without those at the dropped places."""
+def _read_dropped(reader: ByteReader, num_places: int) -> list[int]:
+    dropped = list(reader.counted())
+    is_ascending = all(before < after for before, after in pairwise(dropped))
+    if not is_ascending or (dropped and not 0 <= dropped[0] <= dropped[-1] < num_places):
+        raise MessageError(f"dropped places {dropped[:10]} of {num_places}")
+    return dropped
+
+
+def _without(values: tuple[_Value, ...], dropped: list[int]) -> tuple[_Value, ...]:
+    """The values at all other places."""
     if not dropped:
-        return values[:count]
+        return values
     gone = dict.fromkeys(dropped)
-    return tuple([value for place, value in enumerate(values[:count]) if place not in gone])
+    return tuple([value for place, value in enumerate(values) if place not in gone])

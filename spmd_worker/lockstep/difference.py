@@ -41,6 +41,8 @@ def first_difference(mine: Record, theirs: Record, my_rank: int, their_rank: int
         _walk("step", mine.plan.step, theirs.plan.step)
         or _walk("events", mine.events, theirs.events)
         or _walk("sampled_token_ids", mine.sampled_token_ids, theirs.sampled_token_ids)
+        # Before `num_tokens`, which counts them.
+        or _walk("continuing", mine.plan.continuing, theirs.plan.continuing)
         or _walk("", mine.plan, theirs.plan)
     )
     return None if difference is None else _in_words(difference, my_rank, their_rank)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final
 
 from spmd_worker.lockstep.message import MessageError
-from spmd_worker.lockstep.packing import ByteReader, ByteWriter, Ragged
+from spmd_worker.lockstep.packing import ByteReader, ByteWriter
 from spmd_worker.lockstep.record_packing import read_snapshot, write_snapshot
 from spmd_worker.sequence.metadata import (
     GroupUpdate,
@@ -30,9 +30,7 @@ _SNAPSHOT: Final = 1
 def write_groups(writer: ByteWriter, groups: Sequence[GroupUpdate]) -> None:
     """Raises MessageError for values without a place."""
     writer.counted(tuple([_SNAPSHOT if isinstance(group, SequenceGroupMetadata) else _DELTA for group in groups]))
-    deltas = [group for group in groups if isinstance(group, SequenceGroupMetadataDelta)]
-    if deltas:
-        _write_deltas(writer, deltas)
+    _write_deltas(writer, [group for group in groups if isinstance(group, SequenceGroupMetadataDelta)])
     for group in groups:
         if isinstance(group, SequenceGroupMetadata):
             write_snapshot(writer, group)
@@ -49,50 +47,39 @@ def read_groups(reader: ByteReader) -> tuple[GroupUpdate, ...]:
 
 
 def _write_deltas(writer: ByteWriter, groups: list[SequenceGroupMetadataDelta]) -> None:
+    """Request ids and sample indices are dense, so that a reader can hold the numbers of groups and rows to the bytes.
+
+    Nothing at all is written of no groups, and nothing after the numbers of sequences of no rows.
+    """
     rows = [data for group in groups for data in group.sequences]
     writer.dense([group.request_id for group in groups])
     writer.column([len(group.sequences) for group in groups])
-    if rows:
-        writer.dense([data.sample_index for data in rows])
-        writer.column([data.num_kept_blocks for data in rows])
-        writer.column([data.num_computed_tokens for data in rows])
-        _write_rest(writer, rows)
+    writer.dense([data.sample_index for data in rows])
+    writer.column([data.num_kept_blocks for data in rows])
+    writer.column([data.num_computed_tokens for data in rows])
+    writer.column([data.num_scheduled_tokens for data in rows])
+    writer.column(_checked_samples([data.num_samples for data in rows]))
+    writer.ragged([data.appended_token_ids for data in rows])
+    writer.ragged([data.appended_block_ids for data in rows])
 
 
 def _read_deltas(reader: ByteReader, num_groups: int) -> list[SequenceGroupMetadataDelta]:
-    if num_groups == 0:
-        return []
     request_ids = reader.dense(num_groups)
     lengths = reader.column(num_groups)
     num_rows = sum(lengths)
-    if min(lengths) < 0 or num_rows > reader.num_left:
+    if min(lengths, default=0) < 0 or num_rows > reader.num_left:
         raise MessageError(f"{num_rows} rows announced with {reader.num_left} bytes left")
-    if num_rows == 0:
-        return [SequenceGroupMetadataDelta(RequestId(request_id), ()) for request_id in request_ids]
     sample_indices = reader.dense(num_rows)
-    kept, computed = reader.column(num_rows), reader.column(num_rows)
-    scheduled, samples, tokens, blocks = _read_rest(reader, num_rows)
+    kept, computed, scheduled = [reader.column(num_rows) for _ in range(3)]
+    samples = _checked_samples(reader.column(num_rows))
+    tokens, blocks = reader.ragged(num_rows), reader.ragged(num_rows)
     columns = (sample_indices, tokens, kept, blocks, computed, scheduled, samples)
     rows = iter([SequenceDataDelta(*row) for row in zip(*columns, strict=True)])
     groups = [tuple(islice(rows, length)) for length in lengths]
     return [SequenceGroupMetadataDelta(RequestId(number), group) for number, group in zip(request_ids, groups)]
 
 
-def _write_rest(writer: ByteWriter, rows: Sequence[SequenceDataDelta]) -> None:
-    """What every delta row says anew."""
-    writer.column([data.num_scheduled_tokens for data in rows])
-    num_samples = [data.num_samples for data in rows]
-    if min(num_samples) < 0:
+def _checked_samples(num_samples: list[int]) -> list[int]:
+    if min(num_samples, default=0) < 0:
         raise MessageError(f"a number of samples is {min(num_samples)}")
-    writer.column(num_samples)
-    writer.ragged([data.appended_token_ids for data in rows], [()] * len(rows))
-    writer.ragged([data.appended_block_ids for data in rows], [()] * len(rows))
-
-
-def _read_rest(reader: ByteReader, num_rows: int) -> tuple[list[int], list[int], Ragged, Ragged]:
-    """Chunks, samples, appended tokens, appended blocks."""
-    num_scheduled_tokens = reader.column(num_rows)
-    num_samples = reader.column(num_rows)
-    if num_samples and min(num_samples) < 0:
-        raise MessageError(f"a number of samples is {min(num_samples)}")
-    return num_scheduled_tokens, num_samples, reader.ragged([()] * num_rows), reader.ragged([()] * num_rows)
+    return num_samples

@@ -6,14 +6,12 @@ by a bound its caller knows. Knows nothing of messages.
 A column of n integers (n is known to both sides) is nothing at all when n is 0, else a mode byte and then:
 
 * `_CONSTANT`: one signed integer, n times;
-* `_SPARSE`: a signed integer for most places, a count k, the gaps between the k other places, and the values there;
 * 1, 2, 3, 4 bytes each: a signed integer (0 or the least value), then what each value exceeds it by;
 * 8 bytes each: the values themselves.
 """
 
 import struct
-from collections import Counter
-from itertools import accumulate, chain
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
@@ -25,11 +23,8 @@ _MAX_VARINT_BITS: Final = 65
 """Zig-zag of a number from -2**64 to 2**64 - 1: random seeds are signed or unsigned 64-bit numbers."""
 
 _CONSTANT: Final = 16
-_SPARSE: Final = 17
 _MAX_BASE: Final = 2**62
 """Beyond this a column is written with 8 bytes a value, so that the least value plus an offset stays in 64 bits."""
-
-_MIN_SPARSE: Final = 8
 
 _DOUBLE: Final = struct.Struct("<d")
 _UNSIGNED_64: Final = struct.Struct("<Q")
@@ -39,9 +34,6 @@ _DTYPES: Final[dict[int, np.dtype[Any]]] = {
     4: np.dtype("<u4"),
     8: np.dtype("<i8"),
 }
-
-Ragged = list[tuple[int, ...]]
-"""One tuple per row; most of them are what the reader expects."""
 
 
 class ByteWriter:
@@ -92,13 +84,11 @@ class ByteWriter:
             raise MessageError(f"text is not UTF-8: {error}") from error
 
     def column(self, values: list[int]) -> None:
-        """Integers whose number the reader knows already: constant, sparse or dense, whichever is smallest."""
-        if not values:
-            return
-        if values.count(values[0]) == len(values):
+        """Integers whose number the reader knows already, and has held to the bytes: constant or dense."""
+        if values and values.count(values[0]) == len(values):
             self.byte(_CONSTANT)
             self.signed(_checked(values[0]))
-        elif not self._try_sparse(values):
+        else:
             self.dense(values)
 
     def dense(self, values: list[int] | tuple[int, ...]) -> None:
@@ -125,31 +115,10 @@ class ByteWriter:
         self.unsigned(len(values))
         self.dense(values)
 
-    def ragged(self, rows: Ragged, expected: Ragged) -> None:
-        """Those rows that are not as expected: how many, the gaps between them, their lengths, all their values."""
-        if rows == expected:
-            self.byte(0)
-            return
-        others = [index for index, (row, guess) in enumerate(zip(rows, expected)) if row != guess]
-        self.unsigned(len(others))
-        self.column(_gaps(others))
-        self.column([len(rows[index]) for index in others])
-        self.dense(list(chain.from_iterable([rows[index] for index in others])))
-
-    def _try_sparse(self, values: list[int]) -> bool:
-        """Write the column as one value with exceptions if at most an eighth of it differs."""
-        if len(values) < _MIN_SPARSE:
-            return False
-        common, num_common = Counter(values).most_common(1)[0]
-        if (len(values) - num_common) * 8 > len(values):
-            return False
-        others = [index for index, value in enumerate(values) if value != common]
-        self.byte(_SPARSE)
-        self.signed(_checked(common))
-        self.unsigned(len(others))
-        self.dense(_gaps(others))
-        self.dense([values[index] for index in others])
-        return True
+    def ragged(self, rows: list[tuple[int, ...]]) -> None:
+        """Rows whose number the reader knows already: their lengths, all their values."""
+        self.column([len(row) for row in rows])
+        self.dense(list(chain.from_iterable(rows)))
 
 
 class ByteReader:
@@ -242,8 +211,6 @@ class ByteReader:
         mode = self.byte()
         if mode == _CONSTANT:
             return [self.integer_64()] * num_values
-        if mode == _SPARSE:
-            return self._sparse(num_values)
         return self._dense(mode, num_values)
 
     def dense(self, num_values: int) -> list[int]:
@@ -254,24 +221,14 @@ class ByteReader:
         """A count and a dense column."""
         return tuple(self.dense(self.count()))
 
-    def ragged(self, expected: Ragged) -> Ragged:
-        """The expected rows, with those replaced that the bytes name."""
-        num_others = self.unsigned()
-        if num_others == 0:
-            return expected
-        if num_others > len(expected):
-            raise MessageError(f"{num_others} of {len(expected)} rows differ")
-        indices = _places(self.column(num_others), len(expected))
-        lengths = self.column(num_others)
-        if min(lengths) < 0 or sum(lengths) > self.num_left:
-            raise MessageError(f"{sum(lengths)} values announced with {self.num_left} bytes left")
-        values = self.dense(sum(lengths))
-        rows = list(expected)
-        start = 0
-        for index, length in zip(indices, lengths):
-            rows[index] = tuple(values[start : start + length])
-            start += length
-        return rows
+    def ragged(self, num_rows: int) -> list[tuple[int, ...]]:
+        """Rows, each with its length. The caller has bounded `num_rows`."""
+        lengths = self.column(num_rows)
+        num_values = sum(lengths)
+        if min(lengths, default=0) < 0 or num_values > self.num_left:
+            raise MessageError(f"{num_values} values announced with {self.num_left} bytes left")
+        values = iter(self.dense(num_values))
+        return [tuple(islice(values, length)) for length in lengths]
 
     def _dense(self, width: int, num_values: int) -> list[int]:
         if width == 8:
@@ -283,16 +240,6 @@ class ByteReader:
             raise MessageError(f"column of {width} bytes a value with a least value of {base}")
         raw = np.frombuffer(self.take(width * num_values), dtype=np.uint8)
         return _as_list(_widened(raw, width) + base)
-
-    def _sparse(self, num_values: int) -> list[int]:
-        values = [self.integer_64()] * num_values
-        num_others = self.count()
-        if num_others > num_values:
-            raise MessageError(f"{num_others} exceptions in a column of {num_values}")
-        indices = _places(self.dense(num_others), num_values)
-        for index, value in zip(indices, self.dense(num_others)):
-            values[index] = value
-        return values
 
 
 def _checked(value: int) -> int:
@@ -320,15 +267,3 @@ def _widened(raw: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.int64]:
 def _as_list(values: npt.NDArray[np.int64]) -> list[int]:
     numbers: list[int] = values.tolist()
     return numbers
-
-
-def _gaps(indices: list[int]) -> list[int]:
-    """How far each of some ascending indices lies behind the one before it; at least 1."""
-    return [after - before for before, after in zip([-1, *indices], indices)]
-
-
-def _places(gaps: list[int], num_places: int) -> list[int]:
-    """The indices with these gaps. Raises MessageError unless they ascend and lie below `num_places`."""
-    if gaps and (min(gaps) < 1 or sum(gaps) > num_places):
-        raise MessageError(f"places outside a column of {num_places}")
-    return [place - 1 for place in accumulate(gaps)]

@@ -248,7 +248,7 @@ class TcpFollower:
                 assert self._record is not None, "rank 0 asks for a record before any step"
                 self._send(FrameKind.RECORD, 0, self._record)
             elif frame.kind is FrameKind.VERDICT:
-                raise AbortedError(Abort(frame.payload.decode(), is_divergence=True))
+                raise AbortedError(Abort(frame.payload.decode("utf-8", "replace"), is_divergence=True))
             elif frame.kind is FrameKind.ABORT:
                 raise AbortedError(Abort.unpack(frame.payload))
             else:
@@ -367,25 +367,25 @@ def _spoken(ranks: list[int]) -> str:
 
 def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
     """Best effort: whoever is gone needs no explanation, and nobody must wait here for one who does not read."""
-    connection.settimeout(0.2)
     try:
+        connection.settimeout(0.2)
         send_frame(connection, FrameKind.ABORT, number, abort.pack())
-    except (PeerGoneError, TimeoutError):
+    except OSError:
         return
 
 
 def _look_for_abort(connection: socket.socket, rank: int) -> Abort | None:
     """Read on until a peer's last words; None when there are none now."""
-    connection.settimeout(0.05)
     while True:
         try:
+            connection.settimeout(0.05)
             frame = receive_frame(connection)
         except TimeoutError:
             return None
-        except (PeerGoneError, FrameError):
+        except (OSError, FrameError):
             time.sleep(0.02)
             return None
         if frame.kind in (FrameKind.ABORT, FrameKind.VERDICT):
             logger.debug("rank %d said why it leaves", rank)
             is_verdict = frame.kind is FrameKind.VERDICT
-            return Abort(frame.payload.decode(), True) if is_verdict else Abort.unpack(frame.payload)
+            return Abort(frame.payload.decode("utf-8", "replace"), True) if is_verdict else Abort.unpack(frame.payload)

@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from spmd_worker.parallel.environment import RankEnvironment
 from spmd_worker.parallel.layout import RankLayout
@@ -62,11 +64,23 @@ def join_groups(
 
 
 def _join_world(device: torch.device, timeout: timedelta) -> None:
+    """The launcher's store outlives every world, and torch gives each the same keys: a second world in a process, ours
+    or the caller's, would find the addresses of the first. So each of ours has keys of its own.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    number = store.add(f"spmd_worker/rank {rank}", 1)
+    where = {
+        "store": PrefixStore(f"spmd_worker/world {number}", store),
+        "rank": rank,
+        "world_size": world_size,
+        "timeout": timeout,
+    }
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **where)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", **where)
 
 
 def _join_one(groups: list[list[int]], rank: int, backend: str, timeout: timedelta) -> GroupHandle:

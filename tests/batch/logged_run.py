@@ -90,7 +90,7 @@ class LoggedRun:
         self.plans.append(plan)
         self._last_events = events
         self._sampled = self._sample(plan)
-        if plan.groups:
+        if plan.has_rows:
             self.ended += self.scheduler.apply(StepResult(plan.step, self._sampled))
         for event in events:
             aborted = self.scheduler.handle(event)
@@ -102,14 +102,16 @@ class LoggedRun:
         self.log.close()
 
     def _sample(self, plan: StepPlan) -> tuple[int, ...]:
-        streams = {each.request_id: each for each in plan.groups}
-        sampled = []
-        for group in streams.values():
-            for data in group.sequences:
-                position = data.num_computed_tokens + data.num_scheduled_tokens
-                for fork in range(data.num_samples):
-                    sampled.append(fake_token_id(group.request_id, data.sample_index + fork, position))
-        return tuple(sampled)
+        rows = [(key, 1) for key in plan.continuing]
+        for group in plan.groups:
+            rows += [((group.request_id, data.sample_index), data.num_samples) for data in group.sequences]
+        # The scheduler has counted what the step computes: the next position is the sampled token's.
+        positions = {sequence.key: sequence.num_computed_tokens for sequence in self.scheduler.running}
+        return tuple(
+            fake_token_id(request_id, sample_index + fork, positions[request_id, sample_index])
+            for (request_id, sample_index), num_samples in rows
+            for fork in range(num_samples)
+        )
 
 
 def fake_token_id(request_id: int, sample_index: int, position: int) -> int:

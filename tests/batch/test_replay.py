@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged_run import HEADER, LoggedRun, is_aborted, request, standard_events, write_log
 
+from kv_cache.block import BlockId
 from spmd_worker.batch.replay import (
     Replay,
     ReplayDivergedError,
@@ -20,13 +21,13 @@ from spmd_worker.batch.replay import (
     first_log_difference,
     header_differences,
     read_messages,
-    sampled_places,
+    sampled_keys,
 )
 from spmd_worker.lockstep.codec import Decoder, Encoder
 from spmd_worker.lockstep.message import StepMessage
 from spmd_worker.lockstep.step_log import StepLogWriter, read_step_log
 from spmd_worker.sequence.events import Abort, Admit
-from spmd_worker.sequence.metadata import SequenceData, SequenceDataDelta, SequenceGroupMetadataDelta
+from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadataDelta
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.step import StepPlan
 
@@ -148,27 +149,15 @@ def test_a_log_cut_at_any_message_replays_up_to_there(tmp_path: Path):
 
 def plant_other_block(plan: StepPlan) -> StepPlan:
     """The first row that takes a block takes another one."""
-    groups = list(plan.groups)
-    for index, group in enumerate(groups):
-        data = group.sequences[0]
-        if isinstance(data, SequenceDataDelta) and data.appended_block_ids:
-            other = ((data.appended_block_ids[0] + 1) % HEADER.num_blocks, *data.appended_block_ids[1:])
-            groups[index] = replace(group, sequences=(replace(data, appended_block_ids=other), *group.sequences[1:]))
-            return replace(plan, groups=tuple(groups))
-    raise AssertionError("no row takes a block in this step")
+    (place, block_id), *others = plan.continuing_blocks
+    return replace(plan, continuing_blocks=((place, BlockId((block_id + 1) % HEADER.num_blocks)), *others))
 
 
 def test_another_plan_is_named_by_step_field_and_both_values(tmp_path: Path):
     clean = write_log(tmp_path / "clean")
-    step = next(
-        plan.step
-        for plan in clean.plans[10:]
-        if any(
-            isinstance(data, SequenceDataDelta) and data.appended_block_ids for g in plan.groups for data in g.sequences
-        )
-    )
+    step = next(plan.step for plan in clean.plans[10:] if plan.continuing_blocks)
     write_log(tmp_path / "log", plants={step: plant_other_block})
-    words = rf"step {step}: groups\[\d+\].*appended_block_ids\[0\]: \d+ in the log, \d+ in the replay"
+    words = rf"^step {step}: continuing_blocks\[0\]\[1\]: \d+ in the log, \d+ in the replay$"
     with pytest.raises(ReplayDivergedError, match=words):
         replay_all(tmp_path / "log")
 
@@ -198,7 +187,7 @@ def test_a_dropped_event_a_changed_id_and_a_wrong_digest_are_found(tmp_path: Pat
 
     with pytest.raises(ReplayDivergedError, match="step 10: "):
         replay_all(rewrite(tmp_path / "log", tmp_path / "a", drop_abort))
-    with pytest.raises(ReplayDivergedError, match=r"step 7: .*appended_token_ids"):
+    with pytest.raises(ReplayDivergedError, match=r"step 7: (continuing|appended)_token_ids"):
         replay_all(rewrite(tmp_path / "log", tmp_path / "b", change_id))
     with pytest.raises(ReplayDivergedError, match="step 7: the plans are equal and the digests are not: 0000"):
         replay_all(rewrite(tmp_path / "log", tmp_path / "c", change_digest))
@@ -258,8 +247,8 @@ def test_sampled_places_name_request_sample_and_position_in_the_order_of_the_ids
     log = read_step_log(tmp_path / "log")
     found: dict[tuple[int, int], dict[int, int]] = {}
     for step in Replay(log.header, None).steps(log.messages()):
-        places = sampled_places(step.plan)
-        for place, token_id in zip(places, step.sampled_token_ids or (), strict=True):
+        assert [place[:2] for place in step.places] == sampled_keys(step.plan)
+        for place, token_id in zip(step.places, step.sampled_token_ids or (), strict=True):
             found.setdefault((place.request_id, place.sample_index), {})[place.position] = token_id
     for group in run.ended:
         for sequence in group.sequences:
@@ -309,7 +298,7 @@ def test_the_first_difference_of_two_logs_is_an_event_an_id_or_a_plan(tmp_path: 
     other_id = rewrite(tmp_path / "a", tmp_path / "id", change_id)
     found = difference_of(tmp_path / "a", other_id)
     assert found is not None
-    assert re.fullmatch(r"step 6 sampled for request \d, sample 0, position \d+: \d+ in A, 98 in B", found)
+    assert re.fullmatch(r"step 6 sampled for request \d, sample 0: \d+ in A, 98 in B", found)
 
     write_log(tmp_path / "event", standard_events() | {9: [Abort(RequestId(4))]})
     assert difference_of(tmp_path / "a", tmp_path / "event") == "step 9: events[0].request_id: 5 in A, 4 in B"
@@ -366,7 +355,7 @@ def test_the_script_says_where_run_and_replay_part(tmp_path: Path, run_script):
 def test_the_script_uses_what_is_before_a_torn_tail(tmp_path: Path, run_script):
     write_log(tmp_path / "log")
     path = tmp_path / "torn"
-    path.write_bytes((tmp_path / "log").read_bytes()[:-500])
+    path.write_bytes((tmp_path / "log").read_bytes()[:-1])
     code, output, _ = run_script(path)
     assert code == 0
     assert output.startswith(f"warning: {path}: the last ")

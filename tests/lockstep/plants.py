@@ -25,7 +25,7 @@ from spmd_worker import engine, llm
 from spmd_worker.batch import job
 from spmd_worker.config import ExecutorConfig
 from spmd_worker.executor import external_launcher
-from spmd_worker.lockstep import codec, step_channel
+from spmd_worker.lockstep import codec, connect, step_channel
 from spmd_worker.lockstep.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.scheduler.scheduler import Scheduler
@@ -275,6 +275,26 @@ def sampled_id(place: Place, arguments: list[str]) -> None:
         return result
 
     ModelRunner.sample = sample
+
+
+# Over gloo.
+
+
+@plant
+def refused_connection(place: Place, arguments: list[str]) -> None:
+    connect._CONNECT_S = 0.5
+    if place.is_victim:
+        connect.socket.create_connection = _refuse
+
+
+@plant
+def refused_connection_and_sampled_id(place: Place, arguments: list[str]) -> None:
+    refused_connection(place, arguments)
+    sampled_id(place, arguments)
+
+
+def _refuse(*arguments: object, **options: object) -> None:
+    raise ConnectionRefusedError(111, "Connection refused")
 
 
 # Messages.

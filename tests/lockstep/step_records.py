@@ -1,7 +1,10 @@
-"""Hypothesis strategies for every record of a step, and a model of a run whose steps follow one another."""
+"""Hypothesis strategies for every record of a step, every small change of a record, and a model of a run's steps."""
 
+import dataclasses
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -61,14 +64,18 @@ snapshots = st.builds(SequenceGroupMetadata, requests, st.lists(sequence_data, m
 deltas = st.builds(SequenceGroupMetadataDelta, few | words, st.lists(sequence_deltas, max_size=3).map(tuple))
 pairs = st.lists(st.tuples(small, words), max_size=3).map(tuple)
 block_ops = st.builds(BlockOps, pairs, pairs, pairs)
+keys = st.builds(SequenceKey, words | few, few | words)
 plans = st.builds(
     StepPlan,
     step=words,
     groups=st.lists(deltas | snapshots, max_size=5).map(tuple),
     block_ops=block_ops,
-    finished_sequences=st.lists(st.builds(SequenceKey, words, few), max_size=3).map(tuple),
+    finished_sequences=st.lists(keys, max_size=3).map(tuple),
     finished_request_ids=token_ids,
     num_tokens=counts,
+    continuing=st.lists(keys, max_size=5).map(tuple),
+    continuing_token_ids=token_ids,
+    continuing_blocks=st.lists(st.tuples(small | words, words), max_size=3).map(tuple),
 )
 messages = st.builds(
     lambda plan, events, sampled, digest: StepMessage(plan.step, events, plan, sampled, digest),
@@ -79,103 +86,159 @@ messages = st.builds(
 )
 
 
-@dataclass
-class _Live:
-    request_id: int
-    sample_index: int
-    num_computed_tokens: int
-    num_blocks: int
-    num_samples: int = 1
+def every_change(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each small change of a record, by the path of what changes: leaves, and the lengths and order of lists.
+
+    It walks whatever fields a record has, so a new one is changed without being named here.
+    """
+    if isinstance(value, StepMessage):
+        yield from _changes_of_message(value)
+    elif dataclasses.is_dataclass(value):
+        for spec in dataclasses.fields(value):
+            for inner, changed in every_change(getattr(value, spec.name), f"{path}.{spec.name}"):
+                yield from _replaced(value, inner, **{spec.name: changed})
+    elif isinstance(value, tuple):
+        yield from _changes_of_tuple(value, path)
+    else:
+        yield path, _other(value)
+
+
+def _changes_of_message(message: StepMessage) -> Iterator[tuple[str, StepMessage]]:
+    for inner, plan in every_change(message.plan, "plan"):
+        yield inner, dataclasses.replace(message, plan=plan, step=plan.step)
+    for name in ("events", "sampled_token_ids"):
+        for inner, changed in every_change(getattr(message, name), name):
+            yield inner, dataclasses.replace(message, **{name: changed})
+
+
+def _changes_of_tuple(value: tuple, path: str) -> Iterator[tuple[str, tuple]]:
+    make = type(value)._make if hasattr(value, "_fields") else tuple
+    for place, entry in enumerate(value):
+        for inner, changed in every_change(entry, f"{path}[{place}]"):
+            yield inner, make((*value[:place], changed, *value[place + 1 :]))
+    if make is not tuple or not value or path.endswith("]"):
+        # A tuple in a list is a pair, and stays one.
+        return
+    yield f"{path} cut", value[:-1]
+    yield f"{path} longer", (*value, value[-1])
+    if value[0] != value[-1]:
+        yield f"{path} reversed", value[::-1]
+
+
+def _replaced(record: Any, path: str, **changes: Any) -> Iterator[tuple[str, Any]]:
+    """Nothing where the record refuses the change or makes the same of it."""
+    try:
+        changed = dataclasses.replace(record, **changes)
+    except ValueError:
+        return
+    if changed != record:
+        yield path, changed
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if value is None:
+        return 20
+    if isinstance(value, str):
+        return value + "x"
+    return value / 2 + 0.25 if isinstance(value, float) else value - 1 if value > 2**62 else value + 1
+
+
+def sampled_by(plan: StepPlan) -> list[SequenceKey]:
+    """Whose the ids are that a plan samples, in order."""
+    found = list(plan.continuing)
+    for group in plan.groups:
+        for data in group.sequences:
+            found += [SequenceKey(group.request_id, data.sample_index + fork) for fork in range(data.num_samples)]
+    return found
 
 
 @dataclass
 class RunModel:
     """Plans that mostly go on from one another, as a scheduler's do, with everything else thrown in now and then.
 
-    Token values are arbitrary: it exercises the codec, which never looks at whether a plan makes sense.
+    What sampled goes on; forks are first listed as deltas; prompts are computed in chunks. Token values are arbitrary:
+    it exercises the codec, which never looks at whether a plan makes sense.
     """
 
     chance: random.Random
     regularity: float = 0.9
-    step: int = 0
     next_request_id: int = 0
-    groups: list[list[_Live]] = field(default_factory=list)
-    num_sampled: int = 0
+    last: StepPlan = field(default_factory=lambda: StepPlan(0))
 
     def next_message(self) -> StepMessage:
         """The next step's message: sampled ids in the order of the last plan's rows."""
-        sampled = [self.chance.randrange(150_000) for _ in range(self.num_sampled)]
-        chosen, ended = self._choose(self._with_last_sampled(sampled))
-        updates = [self._update(rows) for rows in chosen]
-        self.groups = [[row for row, _ in rows] for rows in chosen]
-        for _ in range(self.chance.randrange(3)):
-            updates.insert(*self._arrival())
-        self.num_sampled = sum(row.num_samples for rows in self.groups for row in rows)
-        self.step += 1
+        last_keys = sampled_by(self.last)
+        sampled = {key: self.chance.randrange(150_000) for key in last_keys}
+        known = dict.fromkeys([*self.last.continuing, *_listed(self.last)])
+        ended = [key for key in last_keys if self._is_odd()]
+        steady = [key for key in last_keys if key in known and key not in ended]
+        forks = [key for key in last_keys if key not in known and key not in ended]
+        deltas = [self._fork(key, sampled[key]) for key in forks] + self._chunks()
+        if self._is_odd():
+            steady, deltas = self._disturbed(steady, deltas)
+        arrivals = [self._arrival() for _ in range(self.chance.randrange(3))]
         plan = StepPlan(
-            step=self.step,
-            groups=tuple(updates),
-            finished_sequences=tuple(SequenceKey(request_id, 0) for request_id in ended),
-            finished_request_ids=tuple(ended),
-            num_tokens=len(updates),
+            step=self.last.step + 1,
+            groups=(*deltas, *arrivals),
+            finished_sequences=tuple(ended),
+            finished_request_ids=tuple(key.request_id for key in ended),
+            num_tokens=len(steady) + len(deltas),
+            continuing=tuple(steady),
+            continuing_token_ids=tuple(9 if self._is_odd() else sampled.get(key, 8) for key in steady),
+            continuing_blocks=tuple(
+                (place, self.chance.randrange(2**17)) for place in range(len(steady)) if self.chance.random() < 0.1
+            ),
         )
-        return StepMessage(self.step, (), plan, tuple(sampled), bytes(16))
+        self.last = plan
+        return StepMessage(plan.step, (), plan, tuple(sampled.values()), bytes(16))
 
     def _is_odd(self) -> bool:
         return self.chance.random() > self.regularity
 
-    def _with_last_sampled(self, sampled: list[int]) -> list[list[tuple[_Live, tuple[int, ...]]]]:
-        start, result = 0, []
-        for rows in self.groups:
-            paired = []
-            for row in rows:
-                paired.append((row, tuple(sampled[start : start + row.num_samples])))
-                start += row.num_samples
-            result.append(paired)
-        return result
-
-    def _choose(self, groups):
-        """Some groups end, some lose a row, some are left out; now and then the order changes."""
-        ended = [rows[0][0].request_id for rows in groups if self._is_odd()]
-        kept = [rows for rows in groups if rows[0][0].request_id not in ended]
-        kept = [rows[1:] if len(rows) > 1 and self._is_odd() else rows for rows in kept]
-        kept = [rows[:1] + rows[2:] if len(rows) > 2 and self._is_odd() else rows for rows in kept]
-        if self._is_odd():
-            self.chance.shuffle(kept)
-        return kept, ended
-
-    def _update(self, rows):
-        changed = []
-        for row, sampled in rows:
-            tokens = (7,) * self.chance.randrange(3) if self._is_odd() else sampled
-            num_kept = self.chance.randrange(row.num_blocks + 1) if self._is_odd() else row.num_blocks
-            blocks = (
-                tuple(self.chance.randrange(9999) for _ in range(self.chance.randrange(2))) if self._is_odd() else ()
-            )
-            num_scheduled = self.chance.randrange(1, 500) if self._is_odd() else 1
-            row.num_samples = self.chance.randrange(3) if self._is_odd() else 1
-            changed.append(
-                SequenceDataDelta(
-                    row.sample_index, tokens, num_kept, blocks, row.num_computed_tokens, num_scheduled, row.num_samples
-                )
-            )
-            row.num_computed_tokens += num_scheduled
-            row.num_blocks = num_kept + len(blocks)
-        if self._is_odd() and self._is_odd():
-            return self._whole(rows)
-        return SequenceGroupMetadataDelta(rows[0][0].request_id, tuple(changed))
-
-    def _whole(self, rows):
-        data = tuple(
-            SequenceData(row.sample_index, (3,), (1,) * row.num_blocks, row.num_computed_tokens - 1, 1, row.num_samples)
-            for row, _ in rows
+    def _fork(self, key: SequenceKey, token_id: int) -> SequenceGroupMetadataDelta:
+        return SequenceGroupMetadataDelta(
+            key.request_id, (SequenceDataDelta(key.sample_index, (token_id,), 0, (4, 5, 6), 40, 1, 1),)
         )
-        return SequenceGroupMetadata(Request(rows[0][0].request_id, (1, 2), SamplingParams(), 5), data)
 
-    def _arrival(self):
-        """A new group somewhere in the plan."""
-        rows = [_Live(self.next_request_id, index, 5, 2) for index in range(self.chance.choice([1, 1, 1, 2, 3]))]
+    def _chunks(self) -> list[SequenceGroupMetadataDelta]:
+        """Prompts that the last plan left unfinished go on, and mostly end."""
+        return [
+            SequenceGroupMetadataDelta(
+                group.request_id,
+                tuple(
+                    SequenceDataDelta(
+                        data.sample_index, (), 2, (self.chance.randrange(9999),), 32, 8, int(not self._is_odd())
+                    )
+                    for data in group.sequences
+                ),
+            )
+            for group in self.last.groups
+            if all(data.num_samples == 0 for data in group.sequences)
+        ]
+
+    def _disturbed(self, steady: list, deltas: list) -> tuple[list, list]:
+        """Another order; a stranger; one that copies a block, and so is a delta."""
+        kind = self.chance.randrange(3)
+        if kind == 0:
+            self.chance.shuffle(steady)
+        elif kind == 1:
+            steady.insert(self.chance.randrange(len(steady) + 1), SequenceKey(10**6, self.chance.randrange(3)))
+        elif steady:
+            key = steady.pop(self.chance.randrange(len(steady)))
+            data = SequenceDataDelta(key.sample_index, (7,), 1, (self.chance.randrange(9999),), 33, 1, 1)
+            deltas.insert(0, SequenceGroupMetadataDelta(key.request_id, (data,)))
+        return steady, deltas
+
+    def _arrival(self) -> SequenceGroupMetadata:
+        """A new request, computed in one piece or not, whose n samples fork at once."""
         self.next_request_id += 1
-        place = self.chance.randrange(len(self.groups) + 1)
-        self.groups.insert(place, rows)
-        return place, self._whole([(row, ()) for row in rows])
+        n = self.chance.choice([1, 1, 1, 2, 3])
+        num_samples = self.chance.choice([0, n, n])
+        request = Request(self.next_request_id, (1,) * 40, SamplingParams(n=n), self.chance.getrandbits(64))
+        return SequenceGroupMetadata(request, (SequenceData(0, (), (1, 2, 3), 0, 40, num_samples),))
+
+
+def _listed(plan: StepPlan) -> list[SequenceKey]:
+    return [SequenceKey(group.request_id, data.sample_index) for group in plan.groups for data in group.sequences]

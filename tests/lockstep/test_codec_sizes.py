@@ -4,17 +4,13 @@ import random
 
 import pytest
 
-from spmd_worker.lockstep.codec import Encoder, encode_message
+from spmd_worker.lockstep.codec import Decoder, Encoder, encode_message
 from spmd_worker.lockstep.message import StepMessage
 from spmd_worker.sequence.events import Admit
-from spmd_worker.sequence.metadata import (
-    SequenceData,
-    SequenceDataDelta,
-    SequenceGroupMetadata,
-    SequenceGroupMetadataDelta,
-)
+from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
 
 DIGEST = bytes(range(32))
@@ -34,65 +30,90 @@ def first_message(num_sequences: int, num_prompt_tokens: int) -> StepMessage:
     return StepMessage(1, (), StepPlan(1, groups, num_tokens=num_sequences * num_prompt_tokens), (), DIGEST)
 
 
-def decode_message_of_step(step: int, num_sequences: int, num_prompt_tokens: int, max_token_id: int) -> StepMessage:
-    """Step 2 and on: each sequence appends the id it sampled; a new block every 16 steps, for all in the same step."""
+def decoding_message(
+    step: int, num_sequences: int, num_prompt_tokens: int, max_token_id: int, left_out: tuple[int, ...] = ()
+) -> StepMessage:
+    """Step 2 and on: each appends the id it sampled; a new block every 16 steps, for all in the same step.
+
+    Those left out sampled in the last step and have ended.
+    """
     chance = random.Random(step)
-    sampled = tuple(chance.randrange(max_token_id) for _ in range(num_sequences))
+    # The least and the greatest id are among them, so that all steps need the same number of bytes an id.
+    sampled = (max_token_id - 1, 0, *[chance.randrange(max_token_id) for _ in range(num_sequences)])[:num_sequences]
     num_computed = num_prompt_tokens + step - 2
-    num_blocks = -(-num_computed // BLOCK_SIZE)
-    new_blocks = -(-(num_computed + 1) // BLOCK_SIZE) - num_blocks
-    groups = tuple(
-        SequenceGroupMetadataDelta(
-            number * 1_000_003,
-            (
-                SequenceDataDelta(
-                    0,
-                    (token,),
-                    num_blocks,
-                    tuple(chance.randrange(2**17) for _ in range(new_blocks)),
-                    num_computed,
-                    1,
-                    1,
-                ),
-            ),
-        )
-        for number, token in enumerate(sampled)
+    places = [place for place in range(num_sequences) if place not in left_out]
+    blocks = [(number, chance.randrange(2**17)) for number in range(len(places)) if num_computed % BLOCK_SIZE == 0]
+    plan = StepPlan(
+        step,
+        num_tokens=len(places),
+        continuing=tuple(SequenceKey(place * 1_000_003, 0) for place in places),
+        continuing_token_ids=tuple(sampled[place] for place in places),
+        continuing_blocks=tuple(blocks),
+        finished_sequences=tuple(SequenceKey(place * 1_000_003, 0) for place in left_out),
+        finished_request_ids=tuple(place * 1_000_003 for place in left_out),
     )
-    return StepMessage(step, (), StepPlan(step, groups, num_tokens=num_sequences), sampled, DIGEST)
+    return StepMessage(step, (), plan, sampled, DIGEST)
 
 
 def run_sizes(num_sequences: int, max_token_id: int, num_steps: int = 32) -> list[int]:
-    encoder = Encoder()
-    encoder.encode(first_message(num_sequences, 100))
-    return [
-        len(encoder.encode(decode_message_of_step(step, num_sequences, 100, max_token_id)))
-        for step in range(2, 2 + num_steps)
-    ]
+    encoder, decoder = Encoder(), Decoder()
+    decoder.decode(encoder.encode(first_message(num_sequences, 100)))
+    sizes = []
+    for step in range(2, 2 + num_steps):
+        message = decoding_message(step, num_sequences, 100, max_token_id)
+        data = encoder.encode(message)
+        assert decoder.decode(data) == message
+        sizes.append(len(data))
+    return sizes
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16, 256, 1024])
-@pytest.mark.parametrize("max_token_id", [50_000, 150_000, 2**31])
+@pytest.mark.parametrize("max_token_id", [50_000, 152_000, 2**31])
 def test_a_steady_step_costs_at_most_6_bytes_a_sequence_and_64(num_sequences, max_token_id):
     sizes = run_sizes(num_sequences, max_token_id)
     with_blocks = {step for step in range(32) if (100 + step) % BLOCK_SIZE == 0}
     for step, size in enumerate(sizes):
-        if step not in with_blocks:
+        if step in with_blocks:
+            # The one step in 16 in which all take a block: its place, its number.
+            assert size <= 9 * num_sequences + 80
+        else:
             assert size <= 6 * num_sequences + 64
-    # The step in which all take a block at once carries one block id more each; the others pay for it.
+    # The steps between pay for it.
     assert sum(sizes) <= 32 * (6 * num_sequences + 64)
 
 
-def test_exact_sizes_of_a_steady_step():
-    """3 bytes an id of a vocabulary of 150,000, 2 of one of 50,000, and 63 to 66 around them: 32 are the digest."""
-    assert run_sizes(256, 150_000, num_steps=3) == [834, 834, 834]
-    assert run_sizes(16, 50_000, num_steps=3) == [95, 95, 95]
-    # The one step in 16 in which all 256 take a block: 3 bytes more each, and 7.
-    assert run_sizes(256, 150_000, num_steps=13)[-1] == 834 + 3 * 256 + 7
+@pytest.mark.parametrize(
+    ("num_sequences", "max_token_id", "num_bytes_of_ids", "steady", "with_blocks"),
+    [
+        (16, 152_000, 48, 106, 174),
+        (256, 152_000, 768, 828, 1857),
+        (1024, 152_000, 3072, 3132, 8257),
+        (1024, 2**31, 4096, 4156, 9281),
+    ],
+)
+def test_exact_sizes_of_a_steady_step(num_sequences, max_token_id, num_bytes_of_ids, steady, with_blocks):
+    """3 bytes an id of a vocabulary of 152,000, and 60 around them, 32 of which are the digest."""
+    sizes = run_sizes(num_sequences, max_token_id, num_steps=13)
+    assert sizes == [steady] * 12 + [with_blocks]
+    assert steady - num_bytes_of_ids <= 64
+
+
+def test_who_ends_costs_a_place_and_two_numbers():
+    encoder = Encoder()
+    encoder.encode(first_message(256, 100))
+    whole = len(encoder.encode(decoding_message(2, 256, 100, 152_000)))
+    ended = len(encoder.encode(decoding_message(3, 256, 100, 152_000, left_out=(3, 200))))
+    assert ended <= whole + 40
 
 
 def test_without_the_message_before_a_step_costs_more():
-    """Negative control: it is the coding against the last listing that meets the budget."""
-    assert len(encode_message(decode_message_of_step(2, 256, 100, 150_000))) > 6 * 256 + 64
+    """Negative control: it is the coding against what the last step sampled that meets the budget."""
+    message = decoding_message(2, 256, 100, 152_000)
+    assert len(encode_message(message)) > 6 * 256 + 64
+    encoder = Encoder()
+    first = first_message(256, 100)
+    encoder.encode(first)
+    assert len(encoder.encode(message)) < 4 * 256 + 64
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 100, 10_000])
@@ -120,4 +141,6 @@ def test_default_sampling_parameters_cost_one_byte():
 
 
 def test_a_step_without_work_is_short():
-    assert len(encode_message(StepMessage(1, (), StepPlan(1), (), bytes(16)))) == 33
+    # Version, flags, step, digest, 3 numbers of nothing at all (ids, events, groups), 5 of finished and moved, tokens,
+    # nothing that goes on, checksum.
+    assert len(encode_message(StepMessage(1, (), StepPlan(1), (), bytes(16)))) == 3 + 17 + 3 + 5 + 1 + 3 + 4

@@ -143,6 +143,18 @@ def test_divergence_between_two_comparisons_is_found_by_the_next_one(two_ranks, 
     check_step(job, tmp_path, expected)
 
 
+def test_the_job_runs_over_gloo_where_a_rank_cannot_connect(two_ranks, tmp_path):
+    job = run(two_ranks, "refused_connection", tmp_path)
+    assert job.exit_codes == (0, 0), job.output
+    assert "step messages go over gloo, which is slower: rank 1 cannot reach 127.0.0.1:" in job.stderr[0]
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == NUM_ROWS
+
+
+def test_divergence_over_gloo_is_named_alike(two_ranks, tmp_path):
+    check_step(run(two_ranks, "refused_connection_and_sampled_id", tmp_path), tmp_path, IN_A_STEP["sampled_id"])
+    check_records_show_what_was_named(tmp_path, 2)
+
+
 def test_divergence_under_torchrun_lets_every_rank_exit_70_by_itself(tmp_path):
     """A rank that waits in a collective learns why only when its peer leaves, and is sent SIGTERM at that moment."""
     check_torchrun("dropped_message", tmp_path, 2)

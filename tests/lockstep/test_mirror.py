@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from kv_cache.block_ops import BlockOps
-from spmd_worker.lockstep.mirror import Mirror, MirrorError
+from spmd_worker.lockstep.mirror import Mirror, MirroredSequence, MirrorError
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -69,10 +69,15 @@ def mirror() -> Mirror:
 def frozen(mirror: Mirror):
     """Everything in the mirror, as values."""
     groups = [
-        (request_id, group.request, [(key, dataclasses.astuple(each)) for key, each in group.sequences.items()])
+        (request_id, group.request, [(index, values_of(each)) for index, each in group.sequences.items()])
         for request_id, group in mirror._groups.items()
     ]
     return copy.deepcopy((mirror._step, groups))
+
+
+def values_of(sequence: MirroredSequence):
+    # `steady` holds the sequence itself.
+    return [getattr(sequence, spec.name) for spec in dataclasses.fields(sequence) if spec.name != "steady"]
 
 
 def test_a_snapshot_is_held_and_returned_in_plan_order():
@@ -174,7 +179,7 @@ REFUSALS = {
     "a skipped step": (plan(9, delta(1, NEXT_OF_1)), "step 9: field step is 9, the mirror expects 8"),
     "a wrong number of tokens": (
         plan(8, delta(1, NEXT_OF_1), num_tokens=4),
-        "step 8: field num_tokens is 4, its groups compute 1",
+        "step 8: field num_tokens is 4, its rows compute 1",
     ),
     "an unknown group": (
         plan(8, delta(5, NEXT_OF_1)),

@@ -10,7 +10,8 @@
 //                  https://arxiv.org/abs/1805.02867), rounded to bfloat16 if the cache is
 //   values         one dimension a lane; products are added over the keys the row sees in ascending order, from zero;
 //                  the tile's sum is then added to what came before
-// How many rows share a load of keys or values (the templates' kRows) changes no row's order of operations.
+// How many rows share a load of keys or values (the templates' kRows) changes no row's order of operations. Where the
+// processor has a matrix unit, all bfloat16 rows go through it, alone or together: see `run_rows_by_unit`.
 //
 // A key that a row may not see is left out by selection: its score is replaced, its value never multiplied, because what
 // lies there may be NaN.
@@ -24,6 +25,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "matrix_unit.h"
 #include "vector.h"
 
 #if defined(_OPENMP)
@@ -37,6 +39,7 @@ constexpr int kGroup = 16;          // keys whose place in the cache is found to
 constexpr int kGroups = kTile / kGroup;
 constexpr int kItemRows = 64;       // query rows of one work item
 constexpr int kMaxRows = 4;         // query rows that share a load
+constexpr int kUnitRows = 16;       // query rows that the matrix unit takes together
 constexpr int kMaxHeadSize = 256;
 constexpr int kVectors = kLanes == 8 ? 2 : 4;  // vectors side by side: with 4 rows as many sums as registers allow
 constexpr int kMaxSpans = kGroups + 2;
@@ -329,10 +332,11 @@ float probabilities_of(const float* scores, float scale, Range visible, Softmax&
   const float so_far = tile_largest > softmax.largest ? tile_largest : softmax.largest;
   // Where every score is -inf the difference from the largest would be NaN; against 0 they count for nothing.
   const float reference = so_far == -kInfinity ? 0.0f : so_far;
-  const float decay = exp2(broadcast(softmax.largest - reference))[0];
+  // 2^0 is 1 exactly, so the short cut changes no bit.
+  const float decay = softmax.largest == so_far ? 1.0f : exp2_of_falling(broadcast(softmax.largest - reference))[0];
   Floats sum = Floats{};
   for (int v = 0; v < kCount; ++v) {
-    const Floats probability = exp2(scaled[v] - broadcast(reference));
+    const Floats probability = exp2_of_falling(scaled[v] - broadcast(reference));
     sum += probability;
     Type::keep(probability, to + v * kLanes / Type::kPair);
   }
@@ -361,12 +365,13 @@ struct Attention {
   struct Scratch {
     alignas(64) Left queries[kItemRows * kMaxHeadSize / Type::kPair];
     alignas(64) float outputs[kItemRows * kMaxHeadSize];
-    alignas(64) float scores[kMaxRows * kTile];
-    alignas(64) Left probabilities[kMaxRows * kTile / Type::kPair];
-    alignas(64) float sums[kMaxRows * kMaxHeadSize];
+    alignas(64) float scores[kUnitRows * kTile];
+    alignas(64) Left probabilities[kUnitRows * kTile / Type::kPair];
+    alignas(64) float sums[kUnitRows * kMaxHeadSize];
     alignas(64) Element edges[2][kMaxHeadSize * Type::kPair];
     Softmax softmax[kItemRows];
     TileCopy<Element> copy;
+    alignas(64) Element visible_values[kTile * kMaxHeadSize];
   };
 
   Cache<Element> cache;
@@ -378,6 +383,7 @@ struct Attention {
   int num_heads;
   float scale;  // of scores, to base 2
   int64_t window;
+  bool has_unit;
 
   int group_size() const { return num_heads / cache.num_kv_heads; }
   int64_t num_tokens(int sequence) const { return query_starts[sequence + 1] - query_starts[sequence]; }
@@ -412,7 +418,8 @@ struct Attention {
     return tile_of_blocks<Type>(cache, table, item.kv_head, start, keys.first, keys.last);
   }
 
-  void run(const Item& item, const Item* next_item) const {
+  // `unit_rows` is how many rows this thread's matrix unit is set up for.
+  void run(const Item& item, const Item* next_item, int& unit_rows) const {
     Scratch scratch;
     stage(item, scratch);
     const bool is_copied = cache.block_size < kGroup;
@@ -427,7 +434,7 @@ struct Attention {
         const Keys next_keys = keys_of(*next_item);
         next = locate(*next_item, next_keys.first / kTile, next_keys, scratch);
       }
-      run_tile(item, number, tile, next, scratch);
+      run_tile(item, number, tile, next, unit_rows, scratch);
     }
     write(item, scratch);
   }
@@ -444,7 +451,13 @@ struct Attention {
   }
 
   void run_tile(
-      const Item& item, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, Scratch& scratch) const {
+      const Item& item, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, int& unit_rows,
+      Scratch& scratch) const {
+#if defined(SPMD_MATRIX_UNIT)
+    if constexpr (Type::kPair == 2)
+      if (has_unit) return run_tile_by_unit(item, number, tile, next, unit_rows, scratch);
+#endif
+    (void)unit_rows;
     for (int64_t row = item.first_row; row < item.end_row; row += kMaxRows) {
       const bool is_first = row == item.first_row;
       switch (std::min<int64_t>(kMaxRows, item.end_row - row)) {
@@ -555,6 +568,188 @@ struct Attention {
     return {copy, copy, 1};
   }
 
+#if defined(SPMD_MATRIX_UNIT)
+  // ---- the same by the matrix unit: 16 rows at a time, or as many as there are ----
+  //
+  // Tiles 0 to 3 hold sums, 4 and 5 a step of rows (16 pairs and 8), 6 and 7 a step of the cache (16 pairs and 8).
+  // Values are taken in steps of 8 pairs, the 16 keys that lie together in any block.
+
+  void run_tile_by_unit(
+      const Item& item, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, int& unit_rows,
+      Scratch& scratch) const {
+    for (int64_t row = item.first_row; row < item.end_row; row += kUnitRows) {
+      const int num_rows = int(std::min<int64_t>(kUnitRows, item.end_row - row));
+      if (unit_rows != num_rows) set_up_unit(num_rows);
+      unit_rows = num_rows;
+      run_rows_by_unit(item, row, num_rows, number, tile, row == item.first_row ? &next : nullptr, scratch);
+    }
+  }
+
+  static void set_up_unit(int num_rows) {
+    matrix_unit::Shapes shapes;
+    for (int sum = 0; sum < 4; ++sum) shapes.set(sum, num_rows, 16);
+    shapes.set(4, num_rows, 16);
+    shapes.set(5, num_rows, 8);
+    shapes.set(6, 16, 16);
+    shapes.set(7, 8, 16);
+    matrix_unit::use(shapes);
+  }
+
+  void run_rows_by_unit(
+      const Item& item, int64_t row, int num_rows, int64_t number, const Tile<Element>& tile, const Tile<Element>* next,
+      Scratch& scratch) const {
+    Range visible[kUnitRows];
+    Range some = {kTile, 0}, all = {0, kTile};  // what at least one row sees, what every row sees that sees anything
+    for (int r = 0; r < num_rows; ++r) {
+      visible[r] = visible_to(item, row + r, number);
+      if (visible[r].is_empty()) continue;
+      some = {std::min(some.first, visible[r].first), std::max(some.end, visible[r].end)};
+      all = {std::max(all.first, visible[r].first), std::min(all.end, visible[r].end)};
+    }
+    if (some.is_empty()) return;
+    const int64_t place = row - item.first_row;
+    score_rows_by_unit(scratch.queries + place * cache.head_size / Type::kPair, tile, next, scratch.scores);
+    float decays[kUnitRows];
+    for (int r = 0; r < num_rows; ++r)
+      if (!visible[r].is_empty())
+        decays[r] = probabilities_of<Type>(
+            scratch.scores + r * kTile, scale, visible[r], scratch.softmax[place + r],
+            scratch.probabilities + r * kTile / Type::kPair);
+    float* outputs = scratch.outputs + place * cache.head_size;
+    if (is_finite_outside(all, some, tile)) {
+      add_values_by_unit(some, tile, next, scratch);
+      for (int r = 0; r < num_rows; ++r)
+        if (!visible[r].is_empty()) take_sums(r, decays[r], scratch, outputs);
+      return;
+    }
+    for (int r = 0; r < num_rows; ++r) {
+      if (visible[r].is_empty()) continue;
+      add_values_by_unit(some, only_visible(visible[r], tile, scratch), nullptr, scratch);
+      take_sums(r, decays[r], scratch, outputs);
+    }
+  }
+
+  void score_rows_by_unit(
+      const Left* rows, const Tile<Element>& tile, const Tile<Element>* next, float* scores) const {
+    const int num_steps = cache.head_size / Type::kPair;
+    const int64_t row_bytes = int64_t(num_steps) * 4, key_bytes = tile.key_stride * sizeof(Element);
+    matrix_unit::zero<0>(), matrix_unit::zero<1>(), matrix_unit::zero<2>(), matrix_unit::zero<3>();
+    int step = 0;
+    for (; step + 16 <= num_steps; step += 16) {
+      const int64_t here = step * tile.key_stride;
+      matrix_unit::load<4>(rows + step, row_bytes);
+      matrix_unit::load<6>(tile.keys[0] + here, key_bytes), matrix_unit::multiply<0, 4, 6>();
+      if (next != nullptr) fetch(next->keys[0] + step * next->key_stride, next->key_stride, 16);
+      matrix_unit::load<6>(tile.keys[1] + here, key_bytes), matrix_unit::multiply<1, 4, 6>();
+      if (next != nullptr) fetch(next->keys[1] + step * next->key_stride, next->key_stride, 16);
+      matrix_unit::load<6>(tile.keys[2] + here, key_bytes), matrix_unit::multiply<2, 4, 6>();
+      if (next != nullptr) fetch(next->keys[2] + step * next->key_stride, next->key_stride, 16);
+      matrix_unit::load<6>(tile.keys[3] + here, key_bytes), matrix_unit::multiply<3, 4, 6>();
+      if (next != nullptr) fetch(next->keys[3] + step * next->key_stride, next->key_stride, 16);
+    }
+    if (step < num_steps) {
+      const int64_t here = step * tile.key_stride;
+      matrix_unit::load<5>(rows + step, row_bytes);
+      matrix_unit::load<7>(tile.keys[0] + here, key_bytes), matrix_unit::multiply<0, 5, 7>();
+      matrix_unit::load<7>(tile.keys[1] + here, key_bytes), matrix_unit::multiply<1, 5, 7>();
+      matrix_unit::load<7>(tile.keys[2] + here, key_bytes), matrix_unit::multiply<2, 5, 7>();
+      matrix_unit::load<7>(tile.keys[3] + here, key_bytes), matrix_unit::multiply<3, 5, 7>();
+    }
+    matrix_unit::store<0>(scores, kTile * 4);
+    matrix_unit::store<1>(scores + 16, kTile * 4);
+    matrix_unit::store<2>(scores + 32, kTile * 4);
+    matrix_unit::store<3>(scores + 48, kTile * 4);
+  }
+
+  SPMD_INLINE void fetch(const Element* rows, int64_t stride, int num_rows) {
+    for (int row = 0; row < num_rows; ++row) __builtin_prefetch(rows + row * stride);
+  }
+
+  // Probabilities times values -> `sums`. Keys that a row does not see have probability 0, so their values must be finite.
+  void add_values_by_unit(
+      Range keys, const Tile<Element>& tile, const Tile<Element>* next, Scratch& scratch) const {
+    const int first = keys.first / kGroup, end = (keys.end + kGroup - 1) / kGroup;
+    int column = 0;
+    for (; column + 64 <= cache.head_size; column += 64) add_columns_by_unit<4>(column, first, end, tile, next, scratch);
+    const int num_left = (cache.head_size - column) / 16;
+    if (num_left == 3) add_columns_by_unit<3>(column, first, end, tile, next, scratch);
+    if (num_left == 2) add_columns_by_unit<2>(column, first, end, tile, next, scratch);
+    if (num_left == 1) add_columns_by_unit<1>(column, first, end, tile, next, scratch);
+  }
+
+  template <int kWidth>
+  void add_columns_by_unit(
+      int column, int first_group, int end_group, const Tile<Element>& tile, const Tile<Element>* next,
+      Scratch& scratch) const {
+    const int64_t size = cache.head_size, stride = size * Type::kPair, bytes = stride * sizeof(Element);
+    matrix_unit::zero<0>(), matrix_unit::zero<1>(), matrix_unit::zero<2>(), matrix_unit::zero<3>();
+    for (int group = first_group; group < end_group; ++group) {
+      const Element* values = tile.values[group] + column * Type::kPair;
+      const Element* ahead = next == nullptr ? nullptr : next->values[group] + column * Type::kPair;
+      matrix_unit::load<5>(scratch.probabilities + group * kGroup / Type::kPair, kTile / Type::kPair * 4);
+      matrix_unit::load<7>(values, bytes), matrix_unit::multiply<0, 5, 7>();
+      if (ahead != nullptr) fetch(ahead, stride, 8);
+      if constexpr (kWidth > 1) {
+        matrix_unit::load<7>(values + 32, bytes), matrix_unit::multiply<1, 5, 7>();
+        if (ahead != nullptr) fetch(ahead + 32, stride, 8);
+      }
+      if constexpr (kWidth > 2) {
+        matrix_unit::load<7>(values + 64, bytes), matrix_unit::multiply<2, 5, 7>();
+        if (ahead != nullptr) fetch(ahead + 64, stride, 8);
+      }
+      if constexpr (kWidth > 3) {
+        matrix_unit::load<7>(values + 96, bytes), matrix_unit::multiply<3, 5, 7>();
+        if (ahead != nullptr) fetch(ahead + 96, stride, 8);
+      }
+    }
+    float* sums = scratch.sums + column;
+    matrix_unit::store<0>(sums, size * 4);
+    if constexpr (kWidth > 1) matrix_unit::store<1>(sums + 16, size * 4);
+    if constexpr (kWidth > 2) matrix_unit::store<2>(sums + 32, size * 4);
+    if constexpr (kWidth > 3) matrix_unit::store<3>(sums + 48, size * 4);
+  }
+
+  // Adding 0 makes -0 into 0, so that keys of probability 0 leave no trace, not even in a sign.
+  void take_sums(int r, float decay, const Scratch& scratch, float* outputs) const {
+    const int64_t size = cache.head_size;
+    for (int64_t place = r * size; place < (r + 1) * size; place += kLanes) {
+      const Floats sum = load<Floats>(scratch.sums + place) + Floats{};
+      store(outputs + place, fused(load<Floats>(outputs + place), broadcast(decay), sum));
+    }
+  }
+
+  // Whether the values of keys that only some rows see are numbers, so that multiplying them with 0 gives 0.
+  bool is_finite_outside(Range all, Range some, const Tile<Element>& tile) const {
+    bool is_finite = true;
+    for (int group = some.first / kGroup; group * kGroup < some.end; ++group) {
+      if (group * kGroup >= all.first && (group + 1) * kGroup <= all.end) continue;
+      Words largest = Words{};
+      for (int64_t place = 0; place < kGroup * cache.head_size; place += 2 * kLanes) {
+        const Words pairs = load<Words>(tile.values[group] + place) & 0x7fff7fffu;
+        const Words first = pairs << 16, second = pairs & 0xffff0000u;
+        largest = largest > first ? largest : first;
+        largest = largest > second ? largest : second;
+      }
+      for (int lane = 0; lane < kLanes; ++lane) is_finite &= largest[lane] < 0x7f800000u;
+    }
+    return is_finite;
+  }
+
+  // A copy of the tile's values in which those of keys outside the range are zero.
+  Tile<Element> only_visible(Range visible, const Tile<Element>& tile, Scratch& scratch) const {
+    const int size = cache.head_size;
+    Tile<Element> copy = tile;
+    for (int key = 0; key < kTile; ++key)
+      for (int dimension = 0; dimension < size; ++dimension) {
+        const int in_group = (key % kGroup / 2 * size + dimension) * 2 + key % 2;
+        scratch.visible_values[key / kGroup * kGroup * size + in_group] =
+            key >= visible.first && key < visible.end ? tile.values[key / kGroup][in_group] : Element(0);
+      }
+    for (int group = 0; group < kGroups; ++group) copy.values[group] = scratch.visible_values + group * kGroup * size;
+    return copy;
+  }
+#endif
+
   void write(const Item& item, const Scratch& scratch) const {
     const int64_t size = cache.head_size;
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
@@ -584,9 +779,16 @@ struct Attention {
     num_threads = int(std::min<int64_t>(num_threads, count));
     // An item fetches the beginning of the next one, so a thread takes a few in a row.
     const int64_t chunk = std::clamp<int64_t>(count / (std::max(num_threads, 1) * 8), 1, 8);
-#pragma omp parallel for schedule(dynamic, chunk) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t index = 0; index < count; ++index)
-      run(all[index], index + 1 < count ? &all[index + 1] : nullptr);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+      int unit_rows = 0;
+#pragma omp for schedule(dynamic, chunk)
+      for (int64_t index = 0; index < count; ++index)
+        run(all[index], index + 1 < count ? &all[index + 1] : nullptr, unit_rows);
+#if defined(SPMD_MATRIX_UNIT)
+      if (unit_rows > 0) matrix_unit::release();
+#endif
+    }
   }
 };
 
@@ -641,17 +843,21 @@ void write_all(
       Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
       int64_t query_head_stride, int64_t num_heads, const int64_t* query_starts, const int64_t* context_lengths,       \
-      int64_t num_sequences, float scale, int64_t window, Type::Element* output, int64_t num_threads) {                \
+      int64_t num_sequences, float scale, int64_t window, Type::Element* output, int64_t may_use_unit,                 \
+      int64_t num_threads) {                                                                                           \
     const float scale_to_base_2 = scale * 1.44269504088896340736f;                                                     \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size)},               \
         queries, query_token_stride, query_head_stride, output, query_starts, context_lengths, int(num_heads),         \
-        scale_to_base_2, window};                                                                                      \
+        scale_to_base_2, window, may_use_unit != 0 && matrix_unit::is_granted()};                                                                                      \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 
 SPMD_ATTENTION(float32, Float32)
 SPMD_ATTENTION(bfloat16, Bfloat16)
+
+// Whether bfloat16 products go through the processor's matrix unit.
+extern "C" int64_t spmd_has_matrix_unit() { return matrix_unit::is_granted(); }
 
 // The instruction set the library was compiled for, in words.
 extern "C" const char* spmd_instruction_set() {

@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
         *(*_STRIDED, _INTEGER),
         *(_POINTER, _POINTER, _INTEGER),
         *(_FLOAT, _INTEGER),
-        *(_POINTER, _INTEGER),
+        *(_POINTER, _INTEGER, _INTEGER),
     ),
     "rms_norm": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER, _INTEGER),
     "add_rms_norm": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _FLOAT)
@@ -38,10 +38,14 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The functions of one loaded library."""
+    """The functions of one loaded library.
+
+    `has_matrix_unit`: bfloat16 products may go through the processor's matrix unit.
+    """
 
     library: ctypes.CDLL
     instruction_set: str
+    has_matrix_unit: bool
 
     def function(self, name: str, dtype_name: str) -> "ctypes._NamedFuncPointer":
         """`dtype_name` is float32 or bfloat16."""
@@ -68,7 +72,8 @@ def load(built: Built) -> NativeLibrary | str:
         if built.is_private:
             _remove(built.path.parent)
     library.spmd_instruction_set.restype = ctypes.c_char_p
-    return NativeLibrary(library, library.spmd_instruction_set().decode())
+    library.spmd_has_matrix_unit.restype = _INTEGER
+    return NativeLibrary(library, library.spmd_instruction_set().decode(), bool(library.spmd_has_matrix_unit()))
 
 
 def _remove(folder: Path) -> None:

@@ -1,0 +1,112 @@
+"""A scheduler with made-up samples: what each step computes, as tuples, told by a mirror that accepts every plan.
+
+Knows plans only through the mirror, so that how a plan spells a step does not matter. Needs no torch.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.lockstep.mirror import Mirror
+from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.stop import DecoderFactory, StopChecker
+from spmd_worker.sequence.events import Abort, Admit
+from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sequence import SequenceGroup, SequenceKey
+from spmd_worker.sequence.step import StepPlan, StepResult
+
+EOS = 0
+PLAIN_TOKEN = 9
+
+Values = Callable[[SequenceKey, int], int]
+"""The token sampled for a sequence at a position."""
+
+
+class Row(NamedTuple):
+    """One sequence of a step: `num_tokens` from `first` on, then `num_samples` are sampled."""
+
+    request: int
+    sample: int
+    first: int
+    num_tokens: int
+    num_samples: int
+
+
+class Run:
+    """Admit, abort and step; `ended` collects the groups that ended, by request."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 100,
+        block_size: int = 4,
+        watermark: int = 0,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 100,
+        chunked: bool = True,
+        max_model_len: int = 64,
+        new_decoder: DecoderFactory | None = None,
+    ) -> None:
+        self.cache = CacheManager(num_blocks, block_size, watermark_blocks=watermark)
+        self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked)
+        self.scheduler = Scheduler(self.limits, self.cache, StopChecker((EOS,), max_model_len, new_decoder))
+        self.mirror = Mirror(num_blocks, block_size)
+        self.ended: dict[int, SequenceGroup] = {}
+        self.last_plan = StepPlan(0)
+        self._num_requests = 0
+
+    def admit(self, num_prompt_tokens: int, **sampling: object) -> int:
+        request_id = RequestId(self._num_requests)
+        self._num_requests += 1
+        params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling})
+        self.scheduler.handle(Admit(Request(request_id, (1,) * num_prompt_tokens, params, stream=request_id)))
+        return request_id
+
+    def abort(self, request_id: int) -> SequenceGroup | None:
+        group = self.scheduler.handle(Abort(RequestId(request_id)))
+        if group is not None:
+            self.ended[request_id] = group
+        self.scheduler.check_integrity()
+        return group
+
+    def step(self, values: Values | int = PLAIN_TOKEN) -> list[Row]:
+        """One step, checked; what it computed, in service order (plans list steady decoding first)."""
+        plan = self.last_plan = self.scheduler.schedule()
+        scheduled = self.mirror.apply(plan)
+        self.scheduler.check_integrity()
+        rows, token_ids = [], []
+        for each in scheduled:
+            sequence = each.sequence
+            key = SequenceKey(sequence.request.request_id, sequence.sample_index)
+            rows.append(Row(*key, sequence.num_computed_tokens, each.num_scheduled_tokens, each.num_samples))
+            for offset in range(each.num_samples):
+                named = SequenceKey(key.request_id, key.sample_index + offset)
+                token_ids.append(values if isinstance(values, int) else values(named, sequence.num_tokens))
+        assert sum(row.num_tokens for row in rows) == plan.num_tokens <= self.limits.max_num_batched_tokens
+        if rows:
+            for group in self.scheduler.apply(StepResult(plan.step, tuple(token_ids))):
+                self.ended[group.request.request_id] = group
+            self.scheduler.check_integrity()
+        return sorted(rows)
+
+    def steps(self, count: int) -> list[list[Row]]:
+        return [self.step() for _ in range(count)]
+
+    def finish(self, values: Values | int = PLAIN_TOKEN, limit: int = 10_000) -> int:
+        """Step until nothing is left; every step must compute something. Returns how many steps it took."""
+        for count in range(limit):
+            if not self.scheduler.has_unfinished:
+                return count
+            assert self.step(values), f"step {self.last_plan.step} computes nothing though requests wait"
+        raise AssertionError(f"requests are left after {limit} steps")
+
+    def tokens(self, request_id: int) -> list[list[int]]:
+        """Output tokens of each sample of a request that ended."""
+        return [sequence.output_token_ids for sequence in self.ended[request_id].sequences]
+
+    def waiting(self) -> list[tuple[int, int]]:
+        return [tuple(sequence.key) for sequence in self.scheduler.waiting]
+
+    def running(self) -> list[tuple[int, int]]:
+        return [tuple(sequence.key) for sequence in self.scheduler.running]

@@ -1,0 +1,424 @@
+"""An LLM inside somebody else's script: what the caller made still works and is as it was, whatever the engine did.
+
+pytest starts this file under torchrun, once for all its tests; the ranks run the checks one after the other and write
+down what failed, and each test reads its own.
+"""
+
+import faulthandler
+import gc
+import itertools
+import json
+import locale
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.config import ConfigError
+from spmd_worker.lockstep.errors import RankFailedError, RanksDisagreeError
+from spmd_worker.model_shape import ModelConfigError
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+PROMPTS = ["copy a b c =", "reverse d e f g =", "sort 21 87 57 ="]
+LIMIT_S = 90.0
+SETTLE_S = 3.0
+
+Check = Callable[[], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+# In pytest.
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_checks("gloo", tmp_path_factory.mktemp("manners"))
+
+
+def run_checks(backend: str, folder: Path) -> dict[str, list[str]]:
+    """By check: what each rank has to say against it."""
+    done = ranks.run_torchrun([__file__, backend, folder], 2, LIMIT_S)
+    assert done.returncode == 0, done.output
+    reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return {name: [report[name] for report in reports if report[name]] for name in reports[0]}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", CHECKS)
+
+
+def test_manners_in_the_callers_world(failures: dict[str, list[str]], name: str):
+    assert not failures[name], "\n".join(failures[name])
+
+
+LEAKS: dict[str, Callable[[], object]] = {
+    "a socket": socket.socket,
+    "a thread": lambda: threading.Thread(target=time.sleep, args=(2,), daemon=True).start(),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS.keys())
+def test_what_is_left_behind_is_noticed(monkeypatch: pytest.MonkeyPatch, leak: Callable[[], object]):
+    """Negative control."""
+    monkeypatch.setattr(sys.modules[__name__], "SETTLE_S", 0.1)
+    kept: list[object] = []
+    with pytest.raises(AssertionError), nothing_is_left():
+        kept.append(leak())
+
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "environment": lambda: os.environ.update(LEFT_BY_A_TEST="1"),
+    "signals": lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
+    "logging": lambda: logging.getLogger("spmd_worker").setLevel(logging.DEBUG),
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "warnings": lambda: warnings.simplefilter("ignore"),
+}
+
+
+@pytest.mark.parametrize("setting", CHANGES)
+def test_a_setting_that_changes_is_noticed(setting: str):
+    """Negative control."""
+    before, dtype, level = process_settings(), torch.get_default_dtype(), logging.getLogger("spmd_worker").level
+    handler = signal.getsignal(signal.SIGUSR2)
+    try:
+        with warnings.catch_warnings():
+            CHANGES[setting]()
+            assert [text.split(":")[0] for text in differences(before)] == [setting]
+    finally:
+        torch.set_default_dtype(dtype)
+        signal.signal(signal.SIGUSR2, handler)
+        logging.getLogger("spmd_worker").setLevel(level)
+        os.environ.pop("LEFT_BY_A_TEST", None)
+
+
+@pytest.mark.gpu
+def test_manners_in_a_callers_world_of_gloo_and_nccl(tmp_path: Path):
+    """A build of torch without NCCL refuses the string."""
+    failures = run_checks("cpu:gloo,cuda:nccl", tmp_path)
+    assert not any(failures.values()), "\n".join(itertools.chain.from_iterable(failures.values()))
+
+
+# On the ranks: the checks, in this order.
+
+
+@check
+def without_a_world_of_the_callers_the_engine_makes_one_and_takes_it_away() -> None:
+    assert not dist.is_initialized()
+    with nothing_is_left(is_exact=False), new_llm() as llm:
+        assert dist.is_initialized()
+        assert generate(llm) == EXPECTED
+    assert not dist.is_initialized()
+
+
+@check
+def a_second_engine_without_a_world_of_the_callers_works_after_the_first() -> None:
+    for _ in range(3):
+        with nothing_is_left(), new_llm() as llm:
+            assert generate(llm) == EXPECTED
+        assert not dist.is_initialized()
+
+
+@check
+def the_callers_groups_work_beside_the_engine_and_after_it() -> None:
+    make_the_callers_world()
+    with new_llm() as llm:
+        check_the_callers_groups()
+        assert generate(llm) == EXPECTED
+        check_the_callers_groups()
+    check_the_callers_groups()
+
+
+@check
+def everything_the_engine_made_is_gone_after_close() -> None:
+    with nothing_is_left(), new_llm() as llm:
+        assert len(distributed_c10d._world.pg_map) > NUM_CALLERS_GROUPS
+        generate(llm)
+
+
+@check
+def a_second_engine_after_close_gives_the_same_tokens() -> None:
+    for _ in range(2):
+        with nothing_is_left(), new_llm() as llm:
+            assert generate(llm) == EXPECTED
+            assert generate(llm) == EXPECTED
+
+
+@check
+def two_engines_at_once_do_not_disturb_each_other() -> None:
+    with nothing_is_left(), new_llm() as one, new_llm() as other:
+        assert generate(one) == generate(other) == generate(one) == EXPECTED
+
+
+@check
+def closing_in_the_middle_of_the_work_and_closing_twice_are_fine() -> None:
+    with nothing_is_left():
+        llm = new_llm()
+        llm.llm_engine.add_request((5, 6, 7), SamplingParams(max_tokens=50, ignore_eos=True))
+        llm.llm_engine.step()
+        llm.close()
+        llm.close()
+
+
+@check
+def random_states_of_torch_numpy_and_python_are_as_they_were() -> None:
+    torch.manual_seed(11)
+    numpy.random.seed(12)
+    random.seed(13)
+    before = random_states()
+    with new_llm() as llm:
+        generate(llm)
+        assert random_states() == before
+    assert random_states() == before
+
+
+@check
+def the_callers_random_states_do_not_change_what_is_sampled() -> None:
+    torch.manual_seed(int(os.environ["RANK"]))
+    random.seed(int(os.environ["RANK"]))
+    with new_llm() as llm:
+        assert generate(llm) == EXPECTED
+
+
+@check
+def settings_of_the_process_are_as_they_were() -> None:
+    before = process_settings()
+    with new_llm() as llm:
+        assert differences(before) == []
+        generate(llm)
+        assert differences(before) == []
+    assert differences(before) == []
+
+
+@check
+def signals_that_the_caller_handles_stay_the_callers() -> None:
+    heard: list[int] = []
+    right = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    with new_llm() as llm:
+        generate(llm)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, right)
+    assert heard == [signal.SIGUSR1] * 2
+
+
+@check
+def a_default_dtype_and_gradients_of_the_callers_stay_and_change_no_token() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.enable_grad(), new_llm() as llm:
+            assert generate(llm) == EXPECTED
+            assert torch.is_grad_enabled()
+            assert not torch.is_inference_mode_enabled()
+            assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@check
+def the_callers_tensors_train_on_while_the_engine_lives() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with new_llm() as llm:
+        loss = (weight * 2).sum()
+        generate(llm)
+        loss.backward()
+        dist.all_reduce(weight.grad)
+    assert weight.grad.tolist() == [4.0] * 3
+
+
+@check
+def prompts_that_differ_are_an_error_after_which_the_engine_goes_on() -> None:
+    with nothing_is_left(), new_llm() as llm:
+        with pytest.raises(RanksDisagreeError, match=r"prompts\[0\]\.prompt_token_ids"):
+            llm.generate([f"copy {os.environ['RANK']} ="], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert generate(llm) == EXPECTED
+
+
+@check
+def a_folder_without_a_model_leaves_the_callers_groups_working() -> None:
+    with nothing_is_left(), tempfile.TemporaryDirectory() as folder, pytest.raises((ConfigError, ModelConfigError)):
+        new_llm(model=folder)
+    check_the_callers_groups()
+
+
+@check
+def a_damaged_checkpoint_on_one_rank_fails_on_both_and_leaves_the_callers_groups_working() -> None:
+    with nothing_is_left(), tempfile.TemporaryDirectory() as folder:
+        model = Path(shutil.copytree(MODEL, Path(folder) / "model"))
+        if os.environ["RANK"] == "1":
+            weights = model / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        with pytest.raises(RankFailedError, match=r"^rank 1 failed while "):
+            new_llm(model=model)
+    check_the_callers_groups()
+
+
+@check
+def ranks_that_were_given_different_seeds_fail_and_leave_the_callers_groups_working() -> None:
+    with nothing_is_left(), pytest.raises(RanksDisagreeError, match=r"config\.seed is 0 on rank 0, 1 on rank 1"):
+        new_llm(seed=int(os.environ["RANK"]))
+    check_the_callers_groups()
+
+
+@check
+def a_layout_of_fewer_ranks_than_the_world_has_is_a_clear_error_and_leaves_the_callers_groups_working() -> None:
+    with nothing_is_left(), pytest.raises(ConfigError, match="is 1 ranks, but 2 were started"):
+        new_llm(tensor_parallel_size=1)
+    check_the_callers_groups()
+
+
+@check
+def an_engine_starts_after_all_these_failures() -> None:
+    with nothing_is_left(), new_llm() as llm:
+        assert generate(llm) == EXPECTED
+
+
+@check
+def a_world_that_no_launcher_described_is_asked_of_torch() -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    taken = {name: os.environ.pop(name) for name in names}
+    try:
+        with nothing_is_left(), new_llm() as llm:
+            assert generate(llm) == EXPECTED
+    finally:
+        os.environ.update(taken)
+
+
+# What the checks use.
+
+EXPECTED: list[list[int]] = []
+"""The tokens of the first engine that ran."""
+
+CALLERS_GROUPS: list[dist.ProcessGroup] = []
+NUM_CALLERS_GROUPS = 2
+
+
+def new_llm(**options: object) -> LLM:
+    given = {"model": MODEL, "tensor_parallel_size": 2, "num_blocks": 64, "device": "cpu", "timeout_s": 15.0}
+    return LLM(**{**given, **options})
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, logprobs=1)
+    tokens = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    assert all(len(each) == 6 for each in tokens)
+    if not EXPECTED:
+        EXPECTED.extend(tokens)
+    return tokens
+
+
+def make_the_callers_world() -> None:
+    dist.init_process_group(sys.argv[1])
+    CALLERS_GROUPS[:] = [dist.group.WORLD, dist.new_group([0, 1], backend="gloo")]
+    check_the_callers_groups()
+
+
+def check_the_callers_groups() -> None:
+    assert dist.is_initialized()
+    for group in CALLERS_GROUPS:
+        values = torch.tensor([1.0, float(dist.get_rank())])
+        dist.all_reduce(values, group=group)
+        assert values.tolist() == [2.0, 1.0]
+    dist.barrier(group=CALLERS_GROUPS[1])
+
+
+@contextmanager
+def nothing_is_left(is_exact: bool = True) -> Iterator[None]:
+    """Groups, threads and open files are as many afterwards as before. What a library keeps from its first use on
+    (`is_exact` false) is allowed once.
+    """
+    before = held()
+    yield
+    deadline_s = time.monotonic() + SETTLE_S
+    # Threads of native code end a moment after they were told to.
+    while held() != before and time.monotonic() < deadline_s:
+        gc.collect()
+        time.sleep(0.02)
+    assert not is_exact or held() == before, (before, held())
+    assert held()["groups"] == before["groups"]
+
+
+def held() -> dict[str, object]:
+    files = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    targets = sorted(os.readlink(each).split("[")[0] for each in files if os.path.lexists(each))
+    tasks = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    return {
+        "groups": len(distributed_c10d._world.pg_map),
+        "python threads": sorted(thread.name for thread in threading.enumerate()),
+        "threads": sorted(tasks),
+        "files": targets,
+    }
+
+
+def random_states() -> list[object]:
+    kind, keys, *rest = numpy.random.get_state()
+    return [torch.get_rng_state().tolist(), kind, keys.tolist(), rest, random.getstate()]
+
+
+def process_settings() -> dict[str, object]:
+    root, ours = logging.getLogger(), logging.getLogger("spmd_worker")
+    return {
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "logging": (root.level, list(root.handlers), ours.level, list(ours.handlers), ours.propagate),
+        "logging of others": (logging.getLogger("torch").level, logging.root.manager.disable),
+        "warnings": list(warnings.filters),
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook, faulthandler.is_enabled()),
+        "path": list(sys.path),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "processors": os.sched_getaffinity(0),
+        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "determinism": (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()),
+        "backends": (torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark),
+        "cuda": (torch.cuda.is_initialized(), torch.cuda.current_device() if torch.cuda.is_initialized() else None),
+    }
+
+
+def differences(before: dict[str, object]) -> list[str]:
+    return [f"{name}: {before[name]} became {now}" for name, now in process_settings().items() if before[name] != now]
+
+
+def main(folder: Path) -> None:
+    report = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            report[name] = ""
+        except Exception:
+            report[name] = f"rank {os.environ['RANK']}: {traceback.format_exc()}"
+            print(name, report[name], file=sys.stderr, flush=True)
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[2]))

@@ -1,0 +1,193 @@
+"""Under torchrun: every rank gets the same ids and log-probabilities, which are those of one rank alone.
+
+The matrix of SURFACE.md, "External launcher", rows 1 to 5 and 7, for tensor-parallel sizes 2 and 4. Row 1 has more in
+`test_embedding_manners.py`. Row 5 needs replicas, which are not built yet: until then more ranks than the layout has
+are an error that says so. pytest starts this file under torchrun; the ranks write down what they saw.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from kv_cache.cache_sizing import MemoryMeasurement
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.config import ConfigError
+from spmd_worker.worker import worker
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+PROMPTS = ["copy a m v s j l =", "reverse h x a f w =", "sort 21 87 57 15 =", "copy q ="]
+PARAMS = {
+    "of the row": SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=16, logprobs=2, ignore_eos=True),
+    "of the job": SamplingParams(temperature=0.8, top_p=0.95, max_tokens=16, logprobs=2, ignore_eos=True),
+    "greedy": SamplingParams(temperature=0.0, max_tokens=16, logprobs=2, ignore_eos=True),
+}
+"""By where the seed is from."""
+BUDGETS = (0.9, 0.5, 0.7, 0.6)
+"""By rank: `gpu_memory_utilization`."""
+MEMORY_BYTES = 16 << 20
+"""What each rank is told its machine has, so that budgets and not need decide on the number of blocks."""
+LOGPROB_TOLERANCE = 1e-4
+LIMIT_S = 90.0
+
+Report = dict[str, Any]
+
+
+# In pytest.
+
+WORLDS = [pytest.param(2, id="tp2"), pytest.param(4, id="tp4", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    """What each rank saw. The ranks have exited 0 in time and no process is left: row 7."""
+    folder = tmp_path_factory.mktemp("launcher")
+    done = ranks.run_torchrun([__file__, folder], request.param, LIMIT_S)
+    assert done.returncode == 0, done.output
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Report]:
+    """What one rank sees, in this process."""
+    with LLM(MODEL, dtype="float32", device="cpu", num_blocks=64, seed=0) as llm:
+        yield {"outputs": outputs_of(llm), "parameters": parameters_of(llm)}
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_texts_ids_and_logprobs_are_equal_on_all_ranks_to_the_last_bit(reports: list[Report], params: str):
+    for report in reports[1:]:
+        assert report["outputs"][params] == reports[0]["outputs"][params]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_a_second_generate_gives_the_same_again(reports: list[Report], params: str):
+    for report in reports:
+        assert report["outputs again"][params] == report["outputs"][params]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_ids_are_those_of_one_rank_and_logprobs_nearly(reports: list[Report], alone: Report, params: str):
+    for mine, theirs in zip(reports[0]["outputs"][params], alone["outputs"][params], strict=True):
+        assert (mine["prompt"], mine["text"], mine["ids"]) == (theirs["prompt"], theirs["text"], theirs["ids"])
+        for ours, other in zip(mine["logprobs"], theirs["logprobs"], strict=True):
+            assert ours.keys() == other.keys()
+            for token, value in ours.items():
+                assert float.fromhex(value) == pytest.approx(float.fromhex(other[token]), abs=LOGPROB_TOLERANCE)
+
+
+def test_sampling_is_sampling_and_the_comparison_compares_something(reports: list[Report]):
+    """Negative control: other seeds and greedy decoding give other tokens."""
+    ids = {name: [row["ids"] for row in rows] for name, rows in reports[0]["outputs"].items()}
+    assert ids["of the row"] != ids["of the job"] != ids["greedy"] != ids["of the row"]
+    assert all(len(row) == 16 for rows in ids.values() for row in rows)
+    assert all(len(entry) >= 2 for rows in reports[0]["outputs"].values() for row in rows for entry in row["logprobs"])
+
+
+def test_ranks_with_different_memory_budgets_end_with_the_smallest_number_of_blocks(reports: list[Report]):
+    measured = [report["own blocks"] for report in reports]
+    assert len({tuple(each) for each in measured}) == len(measured), measured
+    smallest = [min(device for device, _ in measured), min(host for _, host in measured)]
+    for report in reports:
+        assert report["agreed blocks"] == smallest
+        assert report["scheduler's blocks"] == smallest[0]
+
+
+def test_parameters_of_the_local_shard_are_in_reach_of_the_calling_process(reports: list[Report], alone: Report):
+    size = len(reports)
+    whole = alone["parameters"]
+    for report in reports:
+        assert report["parameters"].keys() == whole.keys()
+        cut = [name for name, shape in report["parameters"].items() if shape != whole[name]]
+        assert cut
+        for name in cut:
+            sizes = list(zip(whole[name], report["parameters"][name], strict=True))
+            ((full, part),) = [each for each in sizes if each[0] != each[1]]
+            # The vocabulary is padded before it is cut.
+            assert part == full / size or (name == "model.embed_tokens.weight" and full / size <= part < full), name
+
+
+def test_a_world_of_the_callers_is_used_and_gives_the_same(reports: list[Report]):
+    for report in reports:
+        assert report["outputs in the caller's world"] == report["outputs"]["of the row"]
+        assert report["caller's sum"] == sum(range(len(reports)))
+
+
+def test_more_ranks_than_the_layout_has_are_a_clear_error(reports: list[Report]):
+    size = len(reports)
+    for report in reports:
+        assert report["error for too many ranks"].startswith(
+            "parallel.tensor_parallel_size=1 x parallel.pipeline_parallel_size=1 x parallel.data_parallel_size=1 is "
+            f"1 ranks, but {size} were started: start 1 (torchrun --nproc-per-node) or set "
+        )
+
+
+# On the ranks.
+
+
+def main(folder: Path) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    worker.measure_host = lambda weights, activations, local_world_size: MemoryMeasurement(MEMORY_BYTES, weights, 0, 0)
+    report: Report = {}
+    with new_llm(size, gpu_memory_utilization=BUDGETS[rank]) as llm:
+        report["outputs"] = outputs_of(llm)
+        report["outputs again"] = outputs_of(llm)
+        report["parameters"] = parameters_of(llm)
+        report["own blocks"], report["agreed blocks"] = blocks_of(llm)
+        report["scheduler's blocks"] = llm.llm_engine.scheduler.cache.num_blocks
+    try:
+        new_llm(1, num_blocks=64)
+    except ConfigError as error:
+        report["error for too many ranks"] = str(error)
+    dist.init_process_group("gloo")
+    with new_llm(size, num_blocks=64) as llm:
+        report["outputs in the caller's world"] = rows_of(llm, PARAMS["of the row"])
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    report["caller's sum"] = total.item()
+    dist.destroy_process_group()
+    (folder / f"rank{rank}.json").write_text(json.dumps(report))
+
+
+def new_llm(size: int, **options: object) -> LLM:
+    fixed = {"dtype": "float32", "device": "cpu", "seed": 0, "timeout_s": 30.0}
+    return LLM(MODEL, tensor_parallel_size=size, **fixed, **options)
+
+
+def outputs_of(llm: LLM) -> dict[str, list[Report]]:
+    return {name: rows_of(llm, params) for name, params in PARAMS.items()}
+
+
+def rows_of(llm: LLM, params: SamplingParams) -> list[Report]:
+    rows = []
+    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+        (completion,) = output.outputs
+        logprobs = [{str(token): entry.logprob.hex() for token, entry in each.items()} for each in completion.logprobs]
+        rows.append(
+            {"prompt": output.prompt, "text": completion.text, "ids": completion.token_ids, "logprobs": logprobs}
+        )
+    return rows
+
+
+def parameters_of(llm: LLM) -> dict[str, list[int]]:
+    (shapes,) = llm.apply_model(lambda model: {name: list(each.shape) for name, each in model.named_parameters()})
+    return shapes
+
+
+def blocks_of(llm: LLM) -> tuple[list[int], list[int]]:
+    """Device and host blocks: what this rank had room for, and what it has."""
+    (local,) = llm.collective_rpc(lambda local: local)
+    cache = local._cache_engine
+    room = [local.sizing.num_device_blocks, local.sizing.num_host_blocks]
+    return room, [cache.num_device_blocks, cache.num_host_blocks]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

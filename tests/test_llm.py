@@ -1,0 +1,432 @@
+"""`LLM` in one process: what goes in, what comes out, and what is left behind. Ranks are in tests/parallel."""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference_models import (
+    EOS_TOKEN_ID,
+    CheckpointSpec,
+    LlamaConfig,
+    checkpoint_folder,
+    mixed_prompts,
+    random_prompt,
+    reference_logits,
+    reference_model,
+    write_checkpoint,
+)
+from tokenizer_folders import CHATML, write_byte_level
+
+from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.config import ConfigError
+from spmd_worker.model_shape import ModelConfigError
+from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.sequence.outputs import TokenLogprobs
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+PROMPTS = mixed_prompts(8, 40, seed=5)
+NAME = "llama3"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(checkpoint_folder(NAME), num_blocks=300) as made:
+        yield made
+        scheduler = made.llm_engine.scheduler
+        scheduler.check_integrity()
+        assert scheduler.cache.num_used_blocks == 0
+        assert not made.llm_engine.has_unfinished_requests()
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a byte-level tokenizer and a chat template."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("text"), CheckpointSpec(LlamaConfig, {"vocab_size": 320}))
+    return write_byte_level(folder, chat_template=CHATML)
+
+
+@pytest.fixture(scope="module")
+def text_llm(text_folder: Path) -> Iterator[LLM]:
+    with LLM(text_folder, num_blocks=300) as made:
+        yield made
+
+
+def run(llm: LLM, prompts: object, sampling: object = GREEDY) -> list[RequestOutput]:
+    return llm.generate(prompts, sampling, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+# What goes in.
+
+
+def test_token_ids_come_alone_in_lists_and_in_mappings(llm: LLM):
+    expected = tokens(run(llm, [PROMPTS[0]]))
+    for form in (PROMPTS[0], tuple(PROMPTS[0]), {"prompt_token_ids": PROMPTS[0]}, [{"prompt_token_ids": PROMPTS[0]}]):
+        assert tokens(run(llm, form)) == expected
+    assert run(llm, []) == []
+
+
+def test_text_comes_alone_in_lists_and_in_mappings(text_llm: LLM):
+    (expected,) = run(text_llm, "hello world")
+    assert expected.prompt == "hello world"
+    assert expected.prompt_token_ids == text_llm.get_tokenizer().encode("hello world")
+    for form in (["hello world"], {"prompt": "hello world"}, [{"prompt": "hello world"}]):
+        assert run(text_llm, form) == [expected]
+
+
+def test_outputs_come_in_the_order_of_prompts_with_their_own_parameters(llm: LLM):
+    lengths = [9, 2, 5, 1, 12, 3, 7, 4]
+    outputs = run(llm, PROMPTS, [replace(GREEDY, max_tokens=length) for length in lengths])
+    assert [output.request_id for output in outputs] == [str(index) for index in range(8)]
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_parameters_that_do_not_match_the_prompts_are_refused_before_anything_runs(llm: LLM):
+    with pytest.raises(ValueError, match="3 sampling params for 8 prompts"):
+        run(llm, PROMPTS, [GREEDY] * 3)
+    with pytest.raises(TypeError, match=r"sampling_params\[1\] is a dict"):
+        run(llm, PROMPTS[:2], [GREEDY, {"temperature": 0}])
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert len(run(llm, PROMPTS)) == 8
+
+
+def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answered(llm: LLM):
+    bad = [
+        random_prompt(512, 0),
+        [],
+        [5, 211],
+        [5, -1],
+        {"text": "hello"},
+        "hello",
+        {"prompt_token_ids": ["a"]},
+        None,
+    ]
+    given = [prompt for pair in zip(PROMPTS, bad, strict=True) for prompt in pair]
+    outputs = run(llm, given)
+    words = [
+        "has 512 tokens but model.max_model_len is 512",
+        "has no tokens",
+        "211 is outside the vocabulary of 211",
+        "-1 is outside the vocabulary",
+        "this one has ['text']",
+        "no tokenizer.json",
+        "whole numbers",
+        "whole numbers",
+    ]
+    for output, expected in zip(outputs[1::2], words, strict=True):
+        assert expected in (output.error or ""), output
+        assert output.finished
+        assert output.outputs == []
+    assert tokens(outputs[::2]) == tokens(run(llm, PROMPTS))
+    assert all(output.error is None for output in outputs[::2])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (replace(GREEDY, n=300), "n=300 is more than scheduler.max_num_seqs=256"),
+        (replace(GREEDY, stop=("x",)), "stop strings need a tokenizer.json"),
+        (replace(GREEDY, logit_bias={211: 1.0}), "logit_bias: token id 211"),
+        (replace(GREEDY, stop_token_ids=(500,)), "stop_token_ids: token id 500"),
+    ],
+)
+def test_parameters_that_this_model_cannot_follow_are_that_rows_error(llm: LLM, sampling: SamplingParams, words: str):
+    outputs = run(llm, PROMPTS[:2], [sampling, GREEDY])
+    assert words in (outputs[0].error or "")
+    assert outputs[1].error is None
+
+
+def test_the_longest_prompt_that_fits_is_answered_with_one_token(llm: LLM):
+    (output,) = run(llm, random_prompt(511, 0))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "length")
+
+
+def test_rows_without_parameters_follow_the_models_generation_config(llm: LLM, tmp_path: Path):
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)
+    assert tokens(llm.generate(PROMPTS, use_tqdm=False)) == tokens(run(llm, PROMPTS, SamplingParams(temperature=0)))
+    folder = tmp_path / "advised"
+    shutil.copytree(checkpoint_folder(NAME), folder)
+    advice = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(advice))
+    with LLM(folder, num_blocks=300) as advised:
+        expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, max_tokens=5)
+        assert advised.get_default_sampling_params() == expected
+
+
+# What comes out.
+
+
+def test_the_text_is_the_tokens_decoded(text_llm: LLM):
+    tokenizer = text_llm.get_tokenizer()
+    for output in run(text_llm, ["hello world", "the cache", "naïve café 你好"]):
+        (completion,) = output.outputs
+        text = tokenizer.decode([*output.prompt_token_ids, *completion.token_ids])
+        assert text == output.prompt + completion.text
+    (silent,) = run(text_llm, "hello world", replace(GREEDY, detokenize=False))
+    assert silent.outputs[0].text == ""
+    assert len(silent.outputs[0].token_ids) == 12
+
+
+def test_a_stop_string_that_spans_tokens_ends_a_row(text_llm: LLM):
+    (whole,) = run(text_llm, "hello world", replace(GREEDY, max_tokens=30))
+    text = whole.outputs[0].text
+    pieces = [text_llm.get_tokenizer().decode([token]) for token in whole.outputs[0].token_ids]
+    # The end of one token and the beginning of the next, at a place where this text is found first.
+    place = next(
+        index for index in range(5, 25) if pieces[index].isascii() and pieces[index + 1].isascii() and pieces[index]
+    )
+    stop_string = pieces[place][-1] + pieces[place + 1][:1]
+    expected = text[: text.index(stop_string)]
+    for include in (False, True):
+        sampling = replace(GREEDY, max_tokens=30, stop=(stop_string,), include_stop_str_in_output=include)
+        (stopped,) = run(text_llm, "hello world", sampling)
+        (completion,) = stopped.outputs
+        assert completion.text == expected + stop_string * include
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop_string)
+        assert len(completion.token_ids) < 30
+
+
+def test_a_chat_is_its_rendered_template(text_llm: LLM):
+    messages = [{"role": "user", "content": "hello"}]
+    (output,) = text_llm.chat(messages, GREEDY, use_tqdm=False)
+    assert output.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    rendered = text_llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
+    assert output.prompt_token_ids == rendered
+    both = text_llm.chat([messages, [{"role": "user", "content": "world"}]], GREEDY, use_tqdm=False)
+    assert tokens(both[:1]) == tokens([output])
+    (open_end,) = text_llm.chat(messages, GREEDY, add_generation_prompt=False, use_tqdm=False)
+    assert open_end.prompt == "<|im_start|>user\nhello<|im_end|>\n"
+
+
+def test_a_model_without_template_or_tokenizer_says_so_for_each_chat(llm: LLM):
+    (output,) = llm.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)
+    assert "no tokenizer.json" in (output.error or "")
+
+
+def log_softmax_after(prompt: list[int]) -> torch.Tensor:
+    return torch.log_softmax(reference_logits(reference_model(NAME), prompt).double(), -1)
+
+
+def check_entries(entries: list[TokenLogprobs], chosen: list[int], expected: torch.Tensor, count: int) -> None:
+    """`expected` [tokens, V] predicts `chosen`, and each entry has the token and the `count` likeliest."""
+    assert len(entries) == len(chosen)
+    for entry, token, row in zip(entries, chosen, expected, strict=True):
+        assert list(entry) == list(dict.fromkeys([token, *row.topk(count).indices.tolist()]))
+        for each, value in entry.items():
+            assert value.logprob == pytest.approx(float(row[each]), abs=1e-4)
+            assert value.rank == int((row > row[each]).sum()) + 1
+
+
+@pytest.mark.parametrize("num_batched_tokens", [2048, 16])
+def test_logprobs_and_prompt_logprobs_are_transformers_log_softmax(num_batched_tokens: int):
+    sampling = replace(SAMPLED, logprobs=3, prompt_logprobs=2, seed=1)
+    settings = {"max_num_batched_tokens": num_batched_tokens, "max_num_seqs": 8}
+    with LLM(checkpoint_folder(NAME), num_blocks=300, **settings) as llm:
+        outputs = run(llm, PROMPTS, sampling)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        (completion,) = output.outputs
+        expected = log_softmax_after([*prompt, *completion.token_ids])
+        assert output.prompt_logprobs[0] is None
+        check_entries(output.prompt_logprobs[1:], prompt[1:], expected[: len(prompt) - 1], 2)
+        check_entries(completion.logprobs, completion.token_ids, expected[len(prompt) - 1 : -1], 3)
+        chosen = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+def test_the_comparison_sees_logprobs_of_the_place_before():
+    prompt = PROMPTS[0]
+    expected = log_softmax_after(prompt)
+    with LLM(checkpoint_folder(NAME), num_blocks=300) as llm:
+        (output,) = run(llm, prompt, replace(GREEDY, prompt_logprobs=0))
+    with pytest.raises(AssertionError):
+        check_entries(output.prompt_logprobs[1:], prompt[1:], expected[1:], 0)
+
+
+def test_rows_that_do_not_ask_get_no_logprobs(llm: LLM):
+    (output,) = run(llm, PROMPTS[0])
+    assert output.prompt_logprobs is None
+    assert output.outputs[0].logprobs is None
+    assert output.outputs[0].cumulative_logprob is None
+
+
+# Randomness.
+
+
+def test_four_samples_differ_and_do_not_depend_on_company(llm: LLM):
+    params = [replace(SAMPLED, n=4, seed=100 + index) for index in range(8)]
+    together = tokens(run(llm, PROMPTS, params))
+    assert all(len(dict.fromkeys(map(tuple, row))) == 4 for row in together)
+    reverse = tokens(run(llm, PROMPTS[::-1], params[::-1]))[::-1]
+    alone = [tokens(run(llm, prompt, each))[0] for prompt, each in zip(PROMPTS, params, strict=True)]
+    assert together == reverse == alone
+    # Sample 0 is what a single sample would have been.
+    assert tokens(run(llm, PROMPTS, [replace(each, n=1) for each in params])) == [row[:1] for row in together]
+
+
+def test_four_samples_are_the_same_when_they_are_preempted(llm: LLM):
+    params = [replace(SAMPLED, n=4, seed=100 + index) for index in range(8)]
+    expected = tokens(run(llm, PROMPTS, params))
+    with LLM(checkpoint_folder(NAME), num_blocks=8, max_model_len=60, block_size=8) as small:
+        assert tokens(run(small, PROMPTS, params)) == expected
+        assert small.llm_engine.counters.num_preemptions > 0
+
+
+def test_four_greedy_samples_are_one_answer_four_times(llm: LLM):
+    (single,), (row,) = tokens(run(llm, PROMPTS[0])), tokens(run(llm, PROMPTS[0], replace(GREEDY, n=4)))
+    assert row == single * 4
+
+
+def test_a_rows_randomness_is_named_by_its_seed_or_by_the_jobs_and_its_place(llm: LLM):
+    prompts = [PROMPTS[0]] * 4
+    by_place = tokens(run(llm, prompts, SAMPLED))
+    assert len(dict.fromkeys(tuple(row[0]) for row in by_place)) == 4
+    assert tokens(run(llm, prompts, SAMPLED)) == by_place, "a second call names its rows alike"
+    seeded = tokens(run(llm, prompts, replace(SAMPLED, seed=3)))
+    assert seeded == [seeded[0]] * 4
+    with LLM(checkpoint_folder(NAME), num_blocks=300, seed=1) as other:
+        assert tokens(run(other, prompts, SAMPLED)) != by_place
+        assert tokens(run(other, prompts, replace(SAMPLED, seed=3))) == seeded
+
+
+def test_the_hosts_generators_are_bit_identical_before_and_after():
+    def states() -> tuple[object, ...]:
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    before = states()
+    with LLM(checkpoint_folder(NAME), num_blocks=300) as llm:
+        run(llm, PROMPTS, replace(SAMPLED, n=2, top_p=0.9))
+    with LLM(checkpoint_folder(NAME), load_format="dummy", num_blocks=300) as llm:
+        run(llm, PROMPTS, SAMPLED)
+    assert states() == before
+
+
+def test_penalties_bias_and_minimum_length_reach_the_sampler(llm: LLM):
+    (plain,) = tokens(run(llm, PROMPTS[0], replace(GREEDY, max_tokens=40)))
+    (penalised,) = tokens(run(llm, PROMPTS[0], replace(GREEDY, max_tokens=40, frequency_penalty=2.0)))
+    assert len(set(penalised[0])) > len(set(plain[0]))
+    assert tokens(run(llm, PROMPTS[0], replace(GREEDY, logit_bias={77: 100.0}))) == [[[77] * 12]]
+    forced = replace(GREEDY, ignore_eos=False, logit_bias={EOS_TOKEN_ID: 100.0})
+    (ended,) = run(llm, PROMPTS[0], forced)
+    assert (ended.outputs[0].token_ids, ended.outputs[0].finish_reason) == ([EOS_TOKEN_ID], "stop")
+    (later,) = run(llm, PROMPTS[0], replace(forced, min_tokens=4))
+    assert later.outputs[0].token_ids[4:] == [EOS_TOKEN_ID]
+    assert EOS_TOKEN_ID not in later.outputs[0].token_ids[:4]
+
+
+# What is left behind.
+
+
+def test_every_block_is_free_after_answers_errors_and_aborts(llm: LLM):
+    engine = llm.llm_engine
+    run(llm, [*PROMPTS, []], replace(SAMPLED, n=3))
+    first = engine.add_request(tuple(PROMPTS[0]), replace(GREEDY, max_tokens=100))
+    second = engine.add_request(tuple(PROMPTS[1]), GREEDY)
+    assert engine.step() == []
+    assert engine.step() == []
+    assert engine.scheduler.cache.num_used_blocks > 0
+    engine.abort_request(first)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert outputs[str(first)].outputs[0].finish_reason == "abort"
+    assert outputs[str(first)].outputs[0].token_ids == tokens(run(llm, PROMPTS[0]))[0][0][:2]
+    assert tokens([outputs[str(second)]]) == tokens(run(llm, PROMPTS[1]))
+    assert engine.scheduler.cache.num_used_blocks == 0
+    engine.scheduler.check_integrity()
+
+
+def test_closing_twice_is_once_and_a_closed_engine_says_so():
+    llm = LLM(checkpoint_folder(NAME), num_blocks=300)
+    expected = tokens(run(llm, PROMPTS))
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        run(llm, PROMPTS)
+    with LLM(checkpoint_folder(NAME), num_blocks=300) as second:
+        assert tokens(run(second, PROMPTS)) == expected
+
+
+def test_two_engines_live_side_by_side(llm: LLM):
+    expected = tokens(run(llm, PROMPTS))
+    with LLM(checkpoint_folder("qwen2"), num_blocks=300) as other:
+        different = tokens(run(other, PROMPTS))
+        assert different != expected
+        assert tokens(run(llm, PROMPTS)) == expected
+        assert tokens(run(other, PROMPTS)) == different
+
+
+def test_an_engine_whose_step_failed_says_so_instead_of_answering_wrongly(monkeypatch: pytest.MonkeyPatch):
+    """A Ctrl-C in a notebook once left half a step behind, and the next call answered with a KeyError."""
+    llm = LLM(checkpoint_folder(NAME), num_blocks=300)
+
+    def interrupt(self: ModelRunner) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "sample", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, PROMPTS)
+    with pytest.raises(RuntimeError, match="make a new one"):
+        run(llm, PROMPTS)
+    llm.close()
+
+
+def test_requests_that_are_under_way_are_not_mixed_with_those_of_generate(llm: LLM):
+    llm.llm_engine.add_request(tuple(PROMPTS[0]), GREEDY)
+    with pytest.raises(RuntimeError, match=r"1 requests of .* are not answered yet"):
+        run(llm, PROMPTS)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    assert len(run(llm, PROMPTS)) == 8
+
+
+def test_workers_can_be_called_by_name_and_by_function(llm: LLM):
+    assert llm.collective_rpc("get_cache_block_size_bytes") == [2 * 3 * 2 * 16 * 16 * 4]
+    assert llm.collective_rpc(lambda worker, factor: worker.vocab_size * factor, args=(2,)) == [422]
+    (num_parameters,) = llm.apply_model(lambda model: model.shape.num_parameters)
+    assert num_parameters == sum(parameter.numel() for parameter in reference_model(NAME).parameters())
+    with pytest.raises(AttributeError, match="no method 'nothing'"):
+        llm.collective_rpc("nothing")
+
+
+# What is refused.
+
+
+def test_models_and_settings_that_cannot_run_are_refused_before_weights_are_read(tmp_path: Path):
+    with pytest.raises(ModelConfigError, match="is not a folder"):
+        LLM(tmp_path / "missing")
+    folder = checkpoint_folder(NAME)
+    with pytest.raises(ConfigError, match=r"num_blocks=4 holds 64 tokens but model.max_model_len is 512.*at least 32"):
+        LLM(folder, num_blocks=4)
+    with pytest.raises(ConfigError, match="max_model_len=513 is more than the model's 512"):
+        LLM(folder, max_model_len=513)
+    with pytest.raises(ConfigError, match="float16 is not supported on the CPU"):
+        LLM(folder, dtype="float16", device="cpu")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 .*4 attention heads.* 1, 2 and 4"):
+        LLM(folder, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"runs one rank but the layout has 2: start them with torchrun"):
+        LLM(folder, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"llama_nine_heads|1, 3 and 9"):
+        LLM(checkpoint_folder("llama_nine_heads"), tensor_parallel_size=2)
+
+
+def test_the_cache_is_sized_from_memory_unless_it_is_set():
+    with LLM(checkpoint_folder(NAME), max_num_seqs=4) as llm:
+        # As much as four sequences of 512 tokens can use, which is far less than this machine has.
+        assert llm.llm_engine.scheduler.cache.num_blocks == 4 * 512 // 16
+        assert len(run(llm, PROMPTS)) == 8

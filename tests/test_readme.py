@@ -1,0 +1,67 @@
+"""The README says what is: every key with its default, every folder, rows that parse."""
+
+import dataclasses
+import json
+import re
+
+from ranks import REPOSITORY
+
+from spmd_worker.batch.row import Row
+from spmd_worker.batch.row_parser import parse_row
+from spmd_worker.config import RunConfig
+from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+TABLE = {
+    match[1]: match[2]
+    for match in re.finditer(r"(?m)^\| `([a-z_.*]+)` \| (\S+) \|", README.split("## Configuration")[1])
+}
+
+
+def as_typed(value: object) -> str:
+    if value is None:
+        return "null"
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+def test_every_key_stands_in_the_table_with_its_default():
+    expected = {}
+    for name, value in dataclasses.asdict(RunConfig()).items():
+        if name == "sampling":
+            expected["sampling.*"] = "null"
+        elif isinstance(value, dict):
+            expected |= {f"{name}.{key}": as_typed(default) for key, default in value.items()}
+        else:
+            expected[name] = as_typed(value)
+    assert expected == TABLE
+
+
+def test_every_sampling_key_is_named():
+    rows, configuration = README.split("## Rows")[1], README.split("## Configuration")[1]
+    assert [key for key in SAMPLING_KEYS if not re.search(rf"[` \n]{key}[` \n]", rows)] == []
+    keys = [spec.name for spec in dataclasses.fields(RunConfig().sampling)]
+    assert [key for key in keys if not re.search(rf"[` ]{key}[` ]", configuration)] == []
+
+
+def test_every_folder_has_its_line_in_the_tree():
+    tree = README.split("## Layout")[1]
+    folders = [path.parent.name for path in (REPOSITORY / "spmd_worker").glob("*/__init__.py")]
+    assert len(folders) > 10
+    assert [folder for folder in folders if f"\n  {folder}/ " not in tree] == []
+    named = re.findall(r"(?m)^  ([a-z_]+)/ ", tree)
+    assert sorted(named) == sorted(folders)
+
+
+def test_the_rows_it_shows_parse():
+    rows = [line for line in README.splitlines() if line.startswith('{"') and "outputs" not in line]
+    assert len(rows) == 5
+    parsed = [parse_row(index, line.encode(), SamplingParams()) for index, line in enumerate(rows)]
+    assert [row for row in parsed if not isinstance(row, Row)] == []
+    shown = json.loads(next(line for line in README.splitlines() if '"outputs"' in line))
+    assert list(shown) == ["custom_id", "index", "outputs", "usage", "error"]
+
+
+def test_the_files_it_names_exist():
+    named = set(re.findall(r"(?:scripts|docs)/[a-z_]+\.(?:sh|py|md)", README))
+    assert len(named) >= 5
+    assert [path for path in sorted(named) if not (REPOSITORY / path).is_file()] == []
