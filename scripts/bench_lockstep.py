@@ -10,10 +10,10 @@ lockstep channel and mirror; sampled ids are made up. Medians, in microseconds:
     encode    writing the message (rank 0)          apply    taking the sampled ids into the scheduler
     exchange  answers up and message down, alone    step     all of it together, rank after rank in lockstep
 
-`exchange` is a round in which the ranks do nothing else; `step` is measured in steps that measure nothing else, with its
-10th and 90th percentile beside it: on a machine that computes something else too, ranks wait for a core in the middle
-of a step, and the 10th percentile is nearer to what agreeing costs. The last line is one JSON object. Knows the calls
-of a step and nothing of models.
+`exchange` is a round in which the ranks do nothing else; `step` is measured in steps that measure nothing else, with
+its 10th and 90th percentile beside it: where something else computes too, ranks wait for a core in the middle of a
+step, and the 10th percentile is nearer to what agreeing costs. The last line is one JSON object. Knows the calls of a
+step and nothing of models.
 """
 
 import argparse

@@ -10,6 +10,7 @@ too far off, and where the device is missing.
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -17,8 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 
@@ -48,6 +47,9 @@ class Comparison:
 
 def make_checkpoint(folder: Path) -> None:
     """A Llama of two million parameters, whose logits are spread enough for a likeliest token to be one."""
+    # Imported here and below, so that a machine without a GPU hears of it at once.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -85,6 +87,8 @@ def run_ours(
 @torch.inference_mode()
 def compare(folder: Path, prompts: list[list[int]], num_tokens: int, dtype: str, device: str) -> Comparison:
     """Transformers sees each prompt with our tokens after it, and says at each of them what it thinks comes next."""
+    from transformers import LlamaForCausalLM
+
     outputs, elapsed_s = run_ours(folder, prompts, num_tokens, dtype, device)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
     num_same, leads, differences = 0, [0.0], [0.0]
@@ -132,7 +136,7 @@ def main() -> int:
     print(f"{name}, torch {torch.__version__}")
     if arguments.only_look:
         return 0
-    disable_progress_bar()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with tempfile.TemporaryDirectory(prefix="gpu-compare-") as folder:
         make_checkpoint(Path(folder))
         prompts = make_prompts(arguments.prompts)

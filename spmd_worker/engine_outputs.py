@@ -4,7 +4,7 @@ Knows sequences and the tokenizer. Knows nothing about scheduling.
 """
 
 from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from spmd_worker.sequence.sequence import Sequence, SequenceGroup
+from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -45,7 +45,13 @@ def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
     if sequence.text is not None:
         return sequence.text
     decoder = IncrementalDecoder(tokenizer, sequence.request.prompt_token_ids, sampling.skip_special_tokens)
-    return decoder.finish(sequence.output_token_ids)
+    has_hidden_end = _ends_by_id(sequence) and not sampling.include_stop_str_in_output
+    return decoder.finish(sequence.output_token_ids[:-1] if has_hidden_end else sequence.output_token_ids)
+
+
+def _ends_by_id(sequence: Sequence) -> bool:
+    """Whether the last token is what ended the sequence: what it spells is treated as a stop string is."""
+    return sequence.finish_reason is FinishReason.STOP and not isinstance(sequence.stop_reason, str)
 
 
 def _spelled(logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None) -> TokenLogprobs | None:

@@ -198,6 +198,20 @@ def test_a_stop_string_that_spans_tokens_ends_a_row(text_llm: LLM):
         assert len(completion.token_ids) < 30
 
 
+def test_a_token_that_ends_a_row_is_in_its_ids_and_in_its_text_only_if_asked_for(text_llm: LLM):
+    tokenizer = text_llm.get_tokenizer()
+    (whole,) = run(text_llm, "hello world")
+    ids = whole.outputs[0].token_ids
+    place = next(index for index, token in enumerate(ids) if token not in ids[:index] and index > 3)
+    for stop in ((), ("never found",)):
+        for include in (False, True):
+            sampling = replace(GREEDY, stop=stop, stop_token_ids=(ids[place],), include_stop_str_in_output=include)
+            (completion,) = run(text_llm, "hello world", sampling)[0].outputs
+            assert (completion.token_ids, completion.stop_reason) == (ids[: place + 1], ids[place])
+            expected = tokenizer.decode([*whole.prompt_token_ids, *ids[: place + include]])
+            assert whole.prompt + completion.text == expected
+
+
 def test_a_chat_is_its_rendered_template(text_llm: LLM):
     messages = [{"role": "user", "content": "hello"}]
     (output,) = text_llm.chat(messages, GREEDY, use_tqdm=False)

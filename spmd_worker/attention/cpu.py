@@ -1,8 +1,8 @@
 """Attention over a paged cache on the CPU, compiled, straight from the block tables.
 
-One query row's result depends, bit for bit, on its query and on the keys and values it may see: not on the rows computed
-with it, the chunk, the batch, the block size, the placement of blocks or the number of threads. The arithmetic and the
-packing of a block are described in kernels/cpu/attention.cpp.
+One query row's result depends, bit for bit, on its query and on the keys and values it may see: not on the rows
+computed with it, the chunk, the batch, the block size, the placement of blocks or the number of threads. The arithmetic
+and the packing of a block are described in kernels/cpu/attention.cpp.
 
 T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
 """

@@ -35,7 +35,8 @@ def open_step_channel(
     is_leader = control.rank == 0
     channel = _lead(control, master_address, timeout_s) if is_leader else _join(control, timeout_s)
     problems = [text.decode() for text in control.gather(channel.encode() if isinstance(channel, str) else b"")]
-    problem = next((text for text in problems if text), None)
+    # Rank 0 sees only that somebody did not come; that rank knows why, and comes later in the list.
+    problem = next((text for text in reversed(problems) if text), None)
     if problem is None:
         assert not isinstance(channel, str), channel
         if isinstance(channel, TcpLeader):

@@ -6,10 +6,15 @@ Knows nothing about temperature, filters or ranks.
 K: rows; V: vocabulary.
 """
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from spmd_worker.sampling.row import SampleRow
+
+_LARGEST: Final = 1e30
+"""Logits are kept this small: beyond float32 is infinity, and infinity less infinity is no number to sample by."""
 
 
 def process_logits(logits: Tensor, rows: list[SampleRow], eos_token_ids: tuple[int, ...]) -> None:
@@ -39,8 +44,9 @@ def _penalise(values: Tensor, row: SampleRow) -> None:
     if sampling.repetition_penalty != 1.0:
         seen = torch.unique(_index([*row.prompt_token_ids, *row.output_token_ids], values))
         chosen = values[seen]
-        penalty = sampling.repetition_penalty
-        values[seen] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+        penalty = min(max(sampling.repetition_penalty, 1 / _LARGEST), _LARGEST)
+        penalised = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp(-_LARGEST, _LARGEST)
+        values[seen] = torch.where(chosen == -torch.inf, chosen, penalised)
     if row.output_token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
         seen, counts = torch.unique(_index(row.output_token_ids, values), return_counts=True)
         values[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(values.dtype)

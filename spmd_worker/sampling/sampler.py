@@ -10,7 +10,7 @@ R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks o
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sequence.outputs import TokenLogprobs
 
 Value = TypeVar("Value")
+
+_MOST_TEMPERATURE: Final = 1e30
+"""Hotter is as hot: all tokens that are left are equally likely. Float32 has no larger powers to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,9 @@ class Sampler:
         process_logits(logits, rows, self._eos_token_ids)
         for values, row in zip(logits, rows, strict=True):
             if not row.sampling.is_greedy and row.sampling.has_filters:
-                values /= row.sampling.temperature
-                filter_logits(values, row.sampling)
-                # Undone so that `_choose` treats all rows alike; minus infinity stays what it is.
-                values *= row.sampling.temperature
+                tempered = (values - values.max()) / min(row.sampling.temperature, _MOST_TEMPERATURE)
+                filter_logits(tempered, row.sampling)
+                values.masked_fill_(tempered == -torch.inf, -torch.inf)
         if wants and reported is None:
             reported = log_softmax(logits[wants] / _temperatures([rows[index] for index in wants], logits.device))
         alone = GroupHandle(ranks=(0,), rank=0, group=None)
@@ -100,7 +102,9 @@ class Sampler:
         pairs = torch.stack((values.double(), (indices + first).double()), dim=-1)
         best_values, best_ids = _best(group.all_gather(pairs))
         chosen: list[int] = best_ids.long().tolist()
-        drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
+        # A row all of whose tokens are forbidden, or whose model overflowed, has no distribution to draw from.
+        is_drawable = best_values.isfinite().tolist()
+        drawn = [index for index, row in enumerate(rows) if is_drawable[index] and not row.sampling.is_greedy]
         if drawn:
             drawn_rows = [rows[index] for index in drawn]
             ids = _draw(_rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
@@ -138,7 +142,7 @@ def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHa
 
 def _temperatures(rows: list[SampleRow], device: torch.device) -> Tensor:
     """Float32 [K, 1]; 1 for greedy rows."""
-    values = [1.0 if row.sampling.is_greedy else row.sampling.temperature for row in rows]
+    values = [1.0 if row.sampling.is_greedy else min(row.sampling.temperature, _MOST_TEMPERATURE) for row in rows]
     return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
 

@@ -11,11 +11,11 @@ of the token budget goes to the waiting, first come, first served.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.scheduler.budget import StepBudget
+from spmd_worker.scheduler.integrity import check_integrity
 from spmd_worker.scheduler.policy import WaitingQueue, choose_victim, service_order
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.scheduler.updates import Decision, Decisions, group_updates, last_token_ids
@@ -28,6 +28,7 @@ from spmd_worker.sequence.sequence import (
     SequenceGroup,
     SequenceKey,
     SequenceStatus,
+    fork_of,
     new_group,
 )
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -114,7 +115,9 @@ class Scheduler:
         """Append what was sampled, fork, finish. Returns the groups that ended, in plan order."""
         ended: list[SequenceGroup] = []
         token_ids, logprobs = result.token_ids, result.logprobs
-        self._take_prompt_logprobs(result)
+        for request_id, first, entries in result.prompt_logprobs:
+            if request_id in self._groups:
+                self._groups[request_id].place_prompt_logprobs(first, entries)
         decisions = self._in_flight.popleft()
         # Rows are sampled in plan order: those in steady decoding, one token each, then the others.
         for index, sequence in enumerate(decisions.continuing):
@@ -133,18 +136,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, states and blocks agree: for tests and SPMD_WORKER_CHECK."""
-        self.cache.check_integrity(sequence.table for sequence in self._all_sequences())
-        running = [sequence for sequence in self._all_sequences() if sequence.status is SequenceStatus.RUNNING]
-        assert sorted(running, key=service_order) == self.running, "running sequences are out of order"
-        for sequence in self.waiting:
-            assert not sequence.table.block_ids, f"{sequence.key} waits and holds blocks"
-            assert sequence.num_computed_tokens == 0, f"{sequence.key} waits with computed tokens"
-        for sequence in running:
-            assert sequence.num_computed_tokens <= sequence.num_tokens, sequence.key
-        assert len(running) <= self._limits.max_num_seqs, len(running)
-
-    def _all_sequences(self) -> Iterable[Sequence]:
-        return (sequence for group in self._groups.values() for sequence in group.sequences)
+        check_integrity(self._groups, self.running, self.waiting, self.cache, self._limits.max_num_seqs)
 
     # Deciding: counts only.
 
@@ -170,18 +162,15 @@ class Scheduler:
             is_steady = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
             # A block that is written to is shared by forks alone: without forks, one that has begun needs no asking.
             if is_steady and sequence.num_computed_tokens % block_size and sequence.request.sampling.n == 1:
-                self._continue(sequence, budget, decisions)
+                sequence.num_computed_tokens += 1
+                budget.num_tokens -= 1
+                decisions.continuing.append(sequence)
             elif num_tokens:
                 num_tokens = min(num_tokens, budget.num_tokens)
                 end = self._make_room(sequence, num_tokens, index, end)
                 if sequence.status is SequenceStatus.RUNNING:
                     self._go_on(sequence, num_tokens, budget, decisions, is_steady=is_steady)
         self.running = [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING]
-
-    def _continue(self, sequence: Sequence, budget: StepBudget, decisions: Decisions) -> None:
-        sequence.num_computed_tokens += 1
-        budget.num_tokens -= 1
-        decisions.continuing.append(sequence)
 
     def _go_on(
         self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions, *, is_steady: bool
@@ -207,7 +196,8 @@ class Scheduler:
         return end
 
     def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
-        budget.num_sequences -= self._num_forks()
+        # Those that have not forked yet will be more than themselves.
+        budget.num_sequences -= sum(self._width(sequence) - 1 for sequence in self.running)
         while self.waiting and budget.num_tokens:
             sequence = self.waiting.first()
             num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
@@ -236,10 +226,6 @@ class Scheduler:
         if num_samples == 1 or self._groups[sequence.request.request_id].is_forked:
             return 1
         return num_samples
-
-    def _num_forks(self) -> int:
-        """Sequences that the unforked among the running will become, beyond themselves."""
-        return sum(self._width(sequence) - 1 for sequence in self.running)
 
     def _take(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
         first = sequence.num_computed_tokens
@@ -283,13 +269,7 @@ class Scheduler:
 
     def _fork(self, group: SequenceGroup, parent: Sequence, sample_index: int) -> Sequence:
         assert not parent.output_token_ids, "sequences fork when their first tokens are sampled"
-        fork = Sequence(
-            request=parent.request,
-            sample_index=sample_index,
-            num_computed_tokens=parent.num_computed_tokens,
-            table=self.cache.fork(parent.table),
-            status=SequenceStatus.RUNNING,
-        )
+        fork = fork_of(parent, sample_index, self.cache.fork(parent.table))
         group.sequences.append(fork)
         position = self.running.index(parent) + sample_index
         self.running.insert(position, fork)
@@ -325,10 +305,3 @@ class Scheduler:
                 self._finish(sequence)
         self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
         return self._end(group)
-
-    def _take_prompt_logprobs(self, result: StepResult) -> None:
-        for request_id, first, logprobs in result.prompt_logprobs:
-            group = self._groups.get(request_id)
-            if group is not None:
-                # A recomputed prompt reports the same positions again, so entries are placed, not appended.
-                group.prompt_logprobs[first : first + len(logprobs)] = logprobs

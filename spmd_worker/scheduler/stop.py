@@ -40,18 +40,22 @@ class StopChecker:
         """Look at the last token. Call once for each token, in order."""
         sampling, outputs = sequence.request.sampling, sequence.output_token_ids
         num_outputs, token_id = len(outputs), outputs[-1]
-        if sampling.stop and self._check_text(sequence):
-            found = True
-        elif num_outputs >= sampling.min_tokens and token_id in self._eos_token_ids and not sampling.ignore_eos:
-            found = _finish(sequence, FinishReason.STOP, None)
-        elif num_outputs >= sampling.min_tokens and token_id in sampling.stop_token_ids:
-            found = _finish(sequence, FinishReason.STOP, token_id)
-        elif num_outputs == sampling.max_tokens or sequence.num_prompt_tokens + num_outputs >= self._max_model_len:
-            found = _finish(sequence, FinishReason.LENGTH, None)
-        else:
-            return False
+        found = False
+        if num_outputs >= sampling.min_tokens:
+            if token_id in self._eos_token_ids and not sampling.ignore_eos:
+                found = _finish(sequence, FinishReason.STOP, None)
+            elif token_id in sampling.stop_token_ids:
+                found = _finish(sequence, FinishReason.STOP, token_id)
+        # As with a stop string, what a token spells that ends the sequence is no part of its text unless asked for.
+        if sampling.stop and (not found or sampling.include_stop_str_in_output):
+            found = self._check_text(sequence) or found
+        if not found:
+            is_at_end = sequence.num_prompt_tokens + num_outputs >= self._max_model_len
+            if not is_at_end and num_outputs != sampling.max_tokens:
+                return False
+            _finish(sequence, FinishReason.LENGTH, None)
         self.forget(sequence)
-        return found
+        return True
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the decoder of a sequence that ended or was aborted; its held-back text joins its text."""

@@ -96,7 +96,22 @@ class SequenceGroup:
         """Whether every sequence has ended."""
         return self.is_forked and all(sequence.status is SequenceStatus.FINISHED for sequence in self.sequences)
 
+    def place_prompt_logprobs(self, first: int, entries: tuple[TokenLogprobs | None, ...]) -> None:
+        """Entries of positions from `first` on. A recomputed prompt reports positions again, so they are placed."""
+        self.prompt_logprobs[first : first + len(entries)] = entries
+
 
 def new_group(request: Request) -> SequenceGroup:
     """The group of a request that was just admitted: one sequence, nothing computed."""
     return SequenceGroup(request=request, sequences=[Sequence(request=request, sample_index=0)])
+
+
+def fork_of(parent: Sequence, sample_index: int, table: BlockTable) -> Sequence:
+    """Another sample of the same prompt, computed as far as `parent`, over `table`, which shares its blocks."""
+    return Sequence(
+        request=parent.request,
+        sample_index=sample_index,
+        num_computed_tokens=parent.num_computed_tokens,
+        table=table,
+        status=SequenceStatus.RUNNING,
+    )

@@ -66,6 +66,7 @@ TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
     "spmd_worker.lockstep.lockstep",
     "spmd_worker.lockstep.step_channel",
     "spmd_worker.batch.job",
+    "spmd_worker.batch.replay_model",
     "spmd_worker.batch.run_records",
 )
 TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
@@ -76,6 +77,7 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.memory.estimate",
     "spmd_worker.memory.host",
     "spmd_worker.memory.plan",
+    "spmd_worker.memory.plan_text",
 )
 
 TORCH_NAMES = ("torch", "safetensors.torch")

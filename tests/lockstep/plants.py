@@ -218,12 +218,12 @@ def order_of_a_set(place: Place, arguments: list[str]) -> None:
     """Every rank serves its sequences in the order of a set of their names."""
     right = Scheduler._decide_running
 
-    def decide(self: Scheduler, budget: object) -> list[object]:
+    def decide(self: Scheduler, *arguments: object) -> None:
         if self._step == STEP:
             place.strike()
             names = {f"row-{sequence.key}": sequence for sequence in self.running}
             self.running = [names[name] for name in set(names)]
-        return right(self, budget)
+        right(self, *arguments)
 
     Scheduler._decide_running = decide
 
@@ -233,12 +233,12 @@ def clock(place: Place, arguments: list[str]) -> None:
     """Every rank serves first who was served least lately, by its own clock."""
     right = Scheduler._decide_running
 
-    def decide(self: Scheduler, budget: object) -> list[object]:
+    def decide(self: Scheduler, *arguments: object) -> None:
         if self._step >= STEP and self.running:
             place.strike()
             first = time.perf_counter_ns() // 1000 % len(self.running)
             self.running = self.running[first:] + self.running[:first]
-        return right(self, budget)
+        right(self, *arguments)
 
     Scheduler._decide_running = decide
 
@@ -250,7 +250,7 @@ def block_choice(place: Place, arguments: list[str]) -> None:
         return
     right = Scheduler._decide
 
-    def decide(self: Scheduler) -> list[object]:
+    def decide(self: Scheduler) -> object:
         if self._step == STEP:
             place.strike()
             pool = self.cache._pool

@@ -44,7 +44,7 @@ IN_A_STEP = {
     "request_taken_in": r"step 2 .*groups\[2\]\.request\.sampling\.temperature: 0\.8 on rank 0, 0\.5 on rank {victim}$",
     "order_of_a_set": r"step 6 .*\.request_id: \d on rank 0, \d on rank \d$",
     "clock": r"step \d+ .*: \d+ on rank 0, \d+ on rank \d$",
-    "block_choice": r"step 6 .*block_ids\[0\]: \d+ on rank 0, \d+ on rank 1$",
+    "block_choice": r"step 6 .*blocks\[0\]\.?\S*: \d+ on rank 0, \d+ on rank 1$",
     "sampled_id": r"step 7 .*rank {victim} diverged .*sampled_token_ids\[3\]: \d+ on rank 0, \d+ on rank {victim}$",
 }
 """By plant: what rank 0 says of the step that did not run."""

@@ -83,7 +83,7 @@ class History:
         """Every sequence with blocks that was scheduled once is in the mirror, whole; nothing that ended is left."""
         held = self.mirror.state()
         scheduler = self.schedulers[1]
-        alive = {sequence.key: sequence for sequence in scheduler._all_sequences()}
+        alive = {each.key: each for group in scheduler._groups.values() for each in group.sequences}
         for each in scheduled:
             mirrored = each.sequence
             sequence = alive[(mirrored.request.request_id, mirrored.sample_index)]

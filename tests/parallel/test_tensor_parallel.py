@@ -117,6 +117,8 @@ def check_size(names: list[str], size: int, tmp_path: Path) -> None:
         assert answer["used"] == 0
         assert not answer["groups"], "closing leaves no group behind"
         check_same(answer["outputs"], one_rank(name))
+        refused = [index for index, output in enumerate(answer["outputs"]) if output["error"]]
+        assert refused == [len(PROMPTS) - 2, len(PROMPTS) - 1], "the over-long prompt and the unknown token alone"
 
 
 def test_two_ranks_give_one_ranks_answers(tmp_path: Path):

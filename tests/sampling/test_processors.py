@@ -84,6 +84,17 @@ def test_no_bias_brings_a_forbidden_end_back():
     assert values[3] == -INF
 
 
+@pytest.mark.parametrize("penalty", [1e-320, 1e-38, 1e38, 1e300])
+def test_no_penalty_leaves_the_numbers_that_can_be_sampled_by(penalty: float):
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    logits[0, 1] = 0.0
+    values = processed([row([1, 2, 3, 5], [3], repetition_penalty=penalty, min_tokens=5)], logits)[0]
+    assert torch.nonzero(values == -INF).squeeze(1).tolist() == list(EOS)
+    assert values[[token for token in range(VOCAB_SIZE) if token not in EOS]].isfinite().all()
+    assert values[1] == 0.0
+    assert torch.equal(values[8:], logits[0, 8:])
+
+
 @pytest.mark.parametrize(
     "changed", [{"repetition_penalty": 1.71}, {"presence_penalty": 0.01}, {"logit_bias": {4: 0.1}}]
 )

@@ -221,6 +221,49 @@ def test_a_row_below_its_minimum_never_ends():
     assert dict.fromkeys(whole(logits, reached).token_ids) == {5: None}
 
 
+HOSTILE = [
+    {"repetition_penalty": 1e-40},
+    {"repetition_penalty": 1e-320, "top_p": 0.5},
+    {"repetition_penalty": 1e300},
+    {"repetition_penalty": 1e300, "temperature": 0.0},
+    {"min_tokens": 9, "stop_token_ids": list(range(VOCAB_SIZE))},
+    {"min_tokens": 9, "stop_token_ids": list(range(VOCAB_SIZE)), "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+    {"temperature": 1e300},
+    {"temperature": 1e300, "top_k": 5, "top_p": 0.5},
+    {"temperature": 1.1e-5, "top_p": 0.1, "min_p": 1.0},
+    {"logit_bias": {8: -100.0}, "repetition_penalty": 1e30, "frequency_penalty": 2.0},
+]
+
+
+@pytest.mark.parametrize("logprobs", [None, 3])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_no_parameters_lead_outside_the_vocabulary(mode: str, logprobs: int | None):
+    """Each of these rows once sampled the id after the last, which ended the job for all others."""
+    logits, _ = mixed(len(HOSTILE))
+    logits[:, 9] = 0.0
+    rows = [row(stream=index, logprobs=logprobs, **kind) for index, kind in enumerate(HOSTILE)]
+    sampled = whole(logits, rows, mode)
+    assert all(0 <= token < VOCAB_SIZE for token in sampled.token_ids)
+    for size in (2, 8):
+        assert [each.token_ids for each in sharded(logits, rows, size, mode)] == [sampled.token_ids] * size
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_logits_of_a_model_that_overflowed_lead_nowhere_else_either(value: float):
+    logits, rows = mixed(len(KINDS))
+    logits[:, 50:] = value
+    neighbours, _ = mixed(len(KINDS))
+    token_ids = whole(torch.cat((logits, neighbours)), rows + rows).token_ids
+    assert all(0 <= token < VOCAB_SIZE for token in token_ids)
+    assert token_ids[len(KINDS) :] == whole(neighbours, rows).token_ids, "the rows beside it are as they were"
+    assert sharded(logits, rows, 2)[0].token_ids == sharded(logits, rows, 2)[1].token_ids
+
+
+def test_a_row_is_uniform_where_it_is_as_hot_as_can_be():
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(3))
+    assert abs(chi_square(draws(logits, temperature=1e300), torch.full((40,), 1 / 40))) < 4
+
+
 def test_the_hosts_generators_are_untouched_by_sampling():
     logits, rows = mixed()
     before = (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())

@@ -117,9 +117,16 @@ def test_what_was_held_back_joins_the_text_at_the_end():
     assert ending([1, HELD_BACK], stop="never", max_tokens=2).text == "a?"
 
 
-def test_a_stop_string_goes_before_an_id_that_ends_the_sequence_with_the_same_token():
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
+def test_the_text_of_a_token_that_ends_a_sequence_is_treated_as_a_stop_strings(include: bool, text: str):
+    """It was part of the text whatever was asked for; vLLM leaves it out."""
+    sequence = ending([1, 2], stop="never", stop_token_ids=[2], include_stop_str_in_output=include)
+    assert (sequence.text, sequence.stop_reason) == (text, 2)
+
+
+def test_an_id_that_ends_a_sequence_goes_before_a_stop_string_in_the_same_token():
     sequence = ending([1, 4], stop="X", stop_token_ids=[4])
-    assert (sequence.text, sequence.stop_reason) == ("a", "X")
+    assert (sequence.text, sequence.stop_reason) == ("a", 4)
 
 
 def test_sequences_without_stop_strings_are_not_decoded():

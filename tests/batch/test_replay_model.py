@@ -1,0 +1,87 @@
+"""The tokens of a run, recomputed from its step log on one rank: equal for its weights, named where they are others."""
+
+import json
+import re
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from spmd_worker.batch.job import run_job
+from spmd_worker.config import CacheConfig, JobConfig, ModelConfig, RunConfig, SamplingConfig
+from spmd_worker.lockstep.step_log import StepLogWriter, read_step_log
+from spmd_worker.parallel.environment import RankEnvironment
+
+REPOSITORY = Path(__file__).parents[2]
+DEMO = REPOSITORY / "scripts" / "demo"
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small job's log: sampled and greedy rows, one that forks, so little cache that some are preempted."""
+    folder = tmp_path_factory.mktemp("job")
+    rows = [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text().splitlines()[:10]]
+    rows = [{**row, "temperature": number % 2, "max_tokens": 24} for number, row in enumerate(rows)]
+    rows[3]["n"] = 2
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = JobConfig(
+        input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"), run_dir=str(folder), step_log=True
+    )
+    config = RunConfig(
+        model=ModelConfig(path=str(DEMO / "model")),
+        cache=CacheConfig(num_blocks=16),
+        sampling=SamplingConfig(),
+        job=job,
+        device="cpu",
+    )
+    run_job(config, RankEnvironment())
+    assert json.loads((folder / "metrics.json").read_text())["preemptions"] > 0
+    return folder / "steps.log"
+
+
+@pytest.fixture
+def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    main = import_module("replay").main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def with_header(source: Path, target: Path, **changes: object) -> Path:
+    """The same messages under another header."""
+    log = read_step_log(source)
+    with StepLogWriter(target, replace(log.header, **changes)) as writer:
+        for payload in log.messages():
+            writer.write(payload)
+    return target
+
+
+def test_every_token_of_a_run_is_computed_again(log: Path, run_script):
+    code, output, _ = run_script(log, "--with-model")
+    assert code == 0
+    assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+
+
+def test_other_weights_give_other_tokens_and_each_is_named_with_its_place(log: Path, tmp_path: Path, run_script):
+    other = with_header(log, tmp_path / "dummy", load_format="dummy")
+    code, output, _ = run_script(other, "--with-model")
+    assert code == 1
+    line = r"\n  step 2, request \d+, sample 0, position \d+: \d+ in the log, \d+ recomputed\n"
+    assert re.search(line, output)
+    assert re.search(r"\n  and \d+ more\n", output)
+    num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
+    assert num_equal < num_all
+
+
+def test_a_model_that_has_moved_is_named_with_model(log: Path, tmp_path: Path, run_script):
+    moved = with_header(log, tmp_path / "moved", model_path=str(tmp_path / "gone"))
+    code, _, errors = run_script(moved, "--with-model")
+    assert code == 2
+    assert f"model.path={tmp_path / 'gone'} is not a folder" in errors
+    assert run_script(moved, "--with-model", "--model", DEMO / "model")[0] == 0
