@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -158,7 +159,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
 
     configure_logging(environment.rank, environment.world_size)
     if environment.world_size > 1:
-        signal.signal(signal.SIGTERM, _stay_for_the_reason)
+        _outlive_the_signal_to_end()
     try:
         run_job(config, environment)
     except (ReplicaDivergedError, RanksDisagreeError) as error:
@@ -188,12 +189,26 @@ def _fail(message: str, environment: RankEnvironment, code: int = 1, *, is_own: 
     return code
 
 
-def _stay_for_the_reason(*_: object) -> None:
-    """The launcher's SIGTERM, when another rank has left: stay to learn why, and exit with the code that says so."""
+def _outlive_the_signal_to_end() -> None:
+    """When a rank has left, the launcher sends the others SIGTERM: stay a while to learn why and to exit with the code
+    that says so.
+
+    A thread counts the time, because this one may wait in a collective, where Python's own handlers do not run.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Thread(target=_end_after_sigterm, args=(reader,), name="spmd-end", daemon=True).start()
+
+
+def _end_after_sigterm(signal_numbers: int) -> NoReturn:
+    """Read the numbers of signals as they come."""
+    while os.read(signal_numbers, 1) != bytes([signal.SIGTERM]):
+        continue
     _IS_ENDING.set()
-    timer = threading.Timer(_PATIENCE_S, os._exit, (128 + signal.SIGTERM,))
-    timer.daemon = True
-    timer.start()
+    time.sleep(_PATIENCE_S)
+    os._exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ spmd_worker/batch/replay.py finds.
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -30,17 +29,15 @@ from spmd_worker.batch.replay import (
     header_differences,
     read_messages,
 )
+from spmd_worker.batch.replay_history import RowHistory, shorten
 from spmd_worker.lockstep.step_log import StepLog, StepLogError, StepLogHeader, read_step_log
 from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.sequence.events import Abort, Admit
-from spmd_worker.sequence.metadata import SequenceData, SequenceDataDelta
-from spmd_worker.sequence.request import Request
-from spmd_worker.sequence.sequence import Sequence, SequenceKey, SequenceStatus
+from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 from spmd_worker.tokenizer import Tokenizer
 from spmd_worker.version import code_fingerprint
 
 EXIT_EQUAL, EXIT_DIFFERENT, EXIT_CANNOT_TELL = 0, 1, 2
-MAX_ITEMS_SHOWN = 12
+MAX_WAITING_SHOWN = 12
 MAX_MISMATCHES_SHOWN = 10
 
 
@@ -162,7 +159,7 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
         print("  its sampled ids are not in the log, which ends here: this is the state before they are taken in")
     print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free")
     print(f"  waiting: {len(scheduler.waiting)}")
-    waiting = list(islice(scheduler.waiting, MAX_ITEMS_SHOWN))
+    waiting = list(islice(scheduler.waiting, MAX_WAITING_SHOWN))
     print_table([waiting_line(sequence) for sequence in waiting], ("request", "sample", "tokens", "why"))
     if len(waiting) < len(scheduler.waiting):
         print(f"    and {len(scheduler.waiting) - len(waiting)} more")
@@ -198,15 +195,6 @@ def print_table(rows: list[tuple[object, ...]], heads: tuple[str, ...]) -> None:
         print("    " + "  ".join([*(text.rjust(width) for text, width in zip(row, widths)), row[-1]]))
 
 
-def shorten(items: Iterable[object]) -> str:
-    """A list in square brackets, its middle left out where it is long."""
-    texts = [str(item) for item in items]
-    if len(texts) > MAX_ITEMS_SHOWN:
-        half = MAX_ITEMS_SHOWN // 2
-        texts = [*texts[:half], "...", *texts[-half:]]
-    return f"[{', '.join(texts)}]"
-
-
 # One request's history.
 
 
@@ -218,172 +206,14 @@ def with_history(log: StepLog, key: str, replay: Replay, steps: Iterator[Replaye
             f"--row {key}: no such request. Give its custom_id, or index:N for row N of the input if it has none; or "
             f"its number, which counts the rows that ran from 0: a row with a seed of its own is found only by that"
         )
-    history = RowHistory(request)
-    history.print_request()
-    for step in steps:
-        history.print_step(step, replay.scheduler)
-        yield step
-    history.print_rest()
     print()
-
-
-@dataclass(slots=True)
-class Decoding:
-    """Steps in a row in which a sequence computed one position each and took no block: one line of a history."""
-
-    first_step: int
-    first_position: int
-    token_ids: list[int]
-
-    @property
-    def next_step(self) -> int:
-        return self.first_step + len(self.token_ids)
-
-    def text(self) -> str:
-        last_position = self.first_position + len(self.token_ids) - 1
-        return f"computes {positions(self.first_position, last_position)}, samples {listed(self.token_ids)}"
-
-
-class RowHistory:
-    """What happened to one request, a line an event."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._running: dict[int, Sequence] = {}
-        self._held: dict[int, tuple[int, int]] = {}
-        self._told_endings: list[int] = []
-        self._decoding: dict[int, Decoding] = {}
-
-    def print_request(self) -> None:
-        request, sampling = self._request, self._request.sampling
-        prompt = shorten(request.prompt_token_ids)
-        print(f"\nrequest {request.request_id}: {len(request.prompt_token_ids)} prompt tokens {prompt}")
-        print(f"  n={sampling.n} max_tokens={sampling.max_tokens} temperature={sampling.temperature:g}")
-
-    def print_step(self, step: ReplayedStep, scheduler: Scheduler) -> None:
-        self._print_lost(step.plan.step, scheduler)
-        self._print_scheduled(step)
-        self._print_finished(step)
-        self._print_events(step, scheduler)
-        own = [each for each in scheduler.running if each.request.request_id == self._request.request_id]
-        self._running = {sequence.sample_index: sequence for sequence in own}
-        self._held = {each.sample_index: (each.num_computed_tokens, each.table.num_blocks) for each in own}
-
-    def print_rest(self) -> None:
-        """What was held back to be said in one line."""
-        for sample_index in list(self._decoding):
-            self._print_decoding(sample_index)
-
-    def _print_lost(self, step: int, scheduler: Scheduler) -> None:
-        for sample_index, sequence in self._running.items():
-            if sequence.status is SequenceStatus.PREEMPTED:
-                num_tokens, num_blocks = self._held[sample_index]
-                self._say(step, sample_index, f"preempted: loses {num_blocks} blocks, {num_tokens} computed tokens")
-
-    def _print_scheduled(self, step: ReplayedStep) -> None:
-        sampled = sampled_by_sequence(step)
-        blocks = dict(step.plan.continuing_blocks)
-        for place, key in enumerate(step.plan.continuing):
-            if key.request_id == self._request.request_id:
-                self._print_continuing(step, place, sampled.get(key, ()), blocks.get(place))
-        for group in step.plan.groups:
-            if group.request_id == self._request.request_id:
-                for data in group.sequences:
-                    token_ids = sampled.get(SequenceKey(group.request_id, data.sample_index), ())
-                    self._say(step.plan.step, data.sample_index, describe(data, token_ids))
-
-    def _print_continuing(
-        self, step: ReplayedStep, place: int, token_ids: tuple[int, ...], block_id: int | None
-    ) -> None:
-        _, sample_index, position = step.places[place]
-        if block_id is None and token_ids:
-            self._hold_back(step.plan.step, sample_index, position - 1, token_ids[0])
-            return
-        text = f"computes position {position - 1}"
-        text += f", takes block {block_id}" if block_id is not None else ""
-        self._say(step.plan.step, sample_index, text + (f", samples {listed(token_ids)}" if token_ids else ""))
-
-    def _hold_back(self, step: int, sample_index: int, position: int, token_id: int) -> None:
-        decoding = self._decoding.get(sample_index)
-        if decoding is not None and decoding.next_step == step:
-            decoding.token_ids.append(token_id)
-            return
-        self._print_decoding(sample_index)
-        self._decoding[sample_index] = Decoding(step, position, [token_id])
-
-    def _print_finished(self, step: ReplayedStep) -> None:
-        ended = [group for group in step.ended if group.request.request_id == self._request.request_id]
-        of_ended = {sequence.sample_index: sequence for group in ended for sequence in group.sequences}
-        for sample_index, sequence in (self._running | of_ended).items():
-            if sequence.status is SequenceStatus.FINISHED and sample_index not in self._told_endings:
-                self._told_endings.append(sample_index)
-                self._say(step.plan.step, sample_index, ending_of(sequence))
-        for group in ended:
-            num_tokens = sum(len(sequence.output_token_ids) for sequence in group.sequences)
-            text = f"answered: {num_tokens} output tokens, {group.num_preemptions} preemptions"
-            self._say(step.plan.step, None, text)
-
-    def _print_events(self, step: ReplayedStep, scheduler: Scheduler) -> None:
-        for event in step.events:
-            if isinstance(event, Admit) and event.request.request_id == self._request.request_id:
-                self._say(step.plan.step, None, f"admitted after this step, {len(scheduler.waiting)} wait")
-            elif isinstance(event, Abort) and event.request_id == self._request.request_id:
-                self._say(step.plan.step, None, "abort asked for after this step")
-
-    def _say(self, step: int, sample_index: int | None, text: str) -> None:
-        self.print_rest()
-        print_event(str(step), sample_index, text)
-
-    def _print_decoding(self, sample_index: int) -> None:
-        decoding = self._decoding.pop(sample_index, None)
-        if decoding is not None:
-            last_step = decoding.next_step - 1
-            steps = f"{decoding.first_step}-{last_step}" if last_step > decoding.first_step else str(last_step)
-            print_event(steps, sample_index, decoding.text())
-
-
-def sampled_by_sequence(step: ReplayedStep) -> dict[SequenceKey, tuple[int, ...]]:
-    """What each scheduled sequence sampled; several ids where it forked."""
-    token_ids = step.sampled_token_ids or ()
-    sampled: dict[SequenceKey, tuple[int, ...]] = {
-        key: (token_id,) for key, token_id in zip(step.plan.continuing, token_ids)
-    }
-    start = len(step.plan.continuing)
-    for group in step.plan.groups:
-        for data in group.sequences:
-            end = start + data.num_samples
-            sampled[SequenceKey(group.request_id, data.sample_index)] = token_ids[start:end]
-            start = end
-    return sampled
-
-
-def describe(data: SequenceData | SequenceDataDelta, token_ids: tuple[int, ...]) -> str:
-    text = f"computes {positions(data.num_computed_tokens, data.num_computed_tokens + data.num_scheduled_tokens - 1)}"
-    if isinstance(data, SequenceData):
-        text += f", told whole with blocks {shorten(data.block_ids)}"
-    elif data.appended_block_ids:
-        text += f", keeps {data.num_kept_blocks} blocks and takes {shorten(data.appended_block_ids)}"
-    return text + (f", samples {listed(token_ids)}" if token_ids else "")
-
-
-def positions(first: int, last: int) -> str:
-    return f"position {first}" if first == last else f"positions {first} to {last}"
-
-
-def listed(items: Iterable[object]) -> str:
-    return ", ".join(map(str, items))
-
-
-def ending_of(sequence: Sequence) -> str:
-    assert sequence.finish_reason is not None, sequence.key
-    reason = sequence.finish_reason.value
-    stop = f" at {sequence.stop_reason!r}" if sequence.stop_reason is not None else ""
-    return f"ends: {reason}{stop}, {len(sequence.output_token_ids)} tokens {shorten(sequence.output_token_ids)}"
-
-
-def print_event(steps: str, sample_index: int | None, text: str) -> None:
-    who = "" if sample_index is None else f"sample {sample_index}"
-    print(f"  step {steps:>9}  {who:<9} {text}")
+    history = RowHistory(request, print)
+    history.tell_request()
+    for step in steps:
+        history.tell_step(step, replay.scheduler)
+        yield step
+    history.tell_rest()
+    print()
 
 
 # Recomputing.

@@ -56,8 +56,8 @@ def usage(output: RequestOutput) -> dict[str, int]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
-    return max(logprob, _LOWEST_LOGPROB)
+    """A log-probability that JSON can hold; what is no number comes last, as minus infinity does."""
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
 def _body(

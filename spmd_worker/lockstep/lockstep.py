@@ -9,6 +9,7 @@ means equal ever since. Knows plans and events. Knows nothing about what they le
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NoReturn, cast
 
 from spmd_worker.lockstep.codec import Decoder, Encoder, decode_message, encode_message
@@ -104,20 +105,22 @@ class Lockstep:
             self._channel.close()
 
     def _lead(self, own: StepMessage, events: tuple[Event, ...]) -> StepMessage:
+        message = StepMessage(own.step, events, own.plan, own.sampled_token_ids, own.digest)
+        if self._leader is None and self.on_message is None:
+            return message
+        # Packed before the answers are waited for, and sent only after they agree.
+        payload = self._encoder.encode(message)
         if self._leader is not None and self._is_compared(own.step):
             self._compare(own, self._leader)
-        message = StepMessage(own.step, events, own.plan, own.sampled_token_ids, own.digest)
-        if self._leader is not None or self.on_message is not None:
-            payload = self._encoder.encode(message)
-            if self.on_message is not None:
-                self.on_message(payload)
-            if self._leader is not None:
-                self._leader.send(payload)
+        if self.on_message is not None:
+            self.on_message(payload)
+        if self._leader is not None:
+            self._leader.send(payload)
         return message
 
     def _follow(self, own: StepMessage, channel: FollowerChannel) -> StepMessage:
         if self._is_compared(own.step):
-            channel.offer_record(encode_message(own))
+            channel.offer_record(partial(encode_message, own))
             channel.answer(own.step, own.digest)
         payload = channel.receive()
         try:

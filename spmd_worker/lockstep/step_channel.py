@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 from spmd_worker.lockstep.channel import ControlChannel
@@ -91,8 +92,8 @@ class FollowerChannel(StepChannel, Protocol):
     def receive(self) -> bytes:
         """The step's message."""
 
-    def offer_record(self, record: bytes) -> None:
-        """What to send if rank 0 asks for this rank's record of the step."""
+    def offer_record(self, record: Callable[[], bytes]) -> None:
+        """What makes this rank's record of the step: asked only when rank 0 asks for it, which is hardly ever."""
 
 
 class TcpLeader:
@@ -223,7 +224,7 @@ class TcpFollower:
         self.rank, self.size = rank, size
         self._connection, self._timeout_s = connection, timeout_s
         self._num_received = 0
-        self._record: bytes | None = None
+        self._record: Callable[[], bytes] | None = None
 
     def answer(self, step: int, payload: bytes) -> None:
         """Raises RankFailedError when rank 0 is gone."""
@@ -246,7 +247,7 @@ class TcpFollower:
                 return frame.payload
             elif frame.kind is FrameKind.RECORD_WANTED:
                 assert self._record is not None, "rank 0 asks for a record before any step"
-                self._send(FrameKind.RECORD, 0, self._record)
+                self._send(FrameKind.RECORD, 0, self._record())
             elif frame.kind is FrameKind.VERDICT:
                 raise AbortedError(Abort(frame.payload.decode("utf-8", "replace"), is_divergence=True))
             elif frame.kind is FrameKind.ABORT:
@@ -254,7 +255,7 @@ class TcpFollower:
             else:
                 raise LostMessageError(f"rank {self.rank} received {frame.kind.name} where a message comes next")
 
-    def offer_record(self, record: bytes) -> None:
+    def offer_record(self, record: Callable[[], bytes]) -> None:
         """See `FollowerChannel.offer_record`."""
         self._record = record
 
@@ -308,7 +309,7 @@ class GlooStepChannel:
     def __init__(self, control: ControlChannel) -> None:
         self.rank, self.size = control.rank, control.size
         self._control = control
-        self._record = b""
+        self._record: Callable[[], bytes] = bytes
 
     def collect(self, step: int) -> list[bytes]:
         """See `LeaderChannel.collect`."""
@@ -327,13 +328,13 @@ class GlooStepChannel:
         received = self._control.broadcast(None)
         kind, payload = FrameKind(received[0]), received[1:]
         if kind is FrameKind.RECORD_WANTED:
-            self._control.gather(self._record)
+            self._control.gather(self._record())
             return self.receive()
         if kind is FrameKind.VERDICT:
             raise AbortedError(Abort(payload.decode(), is_divergence=True))
         return payload
 
-    def offer_record(self, record: bytes) -> None:
+    def offer_record(self, record: Callable[[], bytes]) -> None:
         """See `FollowerChannel.offer_record`."""
         self._record = record
 

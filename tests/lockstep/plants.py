@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
 import struct
 import sys
 import time
@@ -409,7 +408,7 @@ def _plant_in_messages(
 
 def _generate(place: Place, arguments: list[str], prompts: list[str], params: list[SamplingParams]) -> int:
     """A script of the kind that people write, which leaves as launch.py does."""
-    signal.signal(signal.SIGTERM, launch._stay_for_the_reason)
+    launch._outlive_the_signal_to_end()
     if "executor.digest_every=0" in arguments:
         llm.ExecutorConfig = partial(ExecutorConfig, digest_every=0)
     with llm.LLM(MODEL, tensor_parallel_size=place.num_ranks, num_blocks=64, device="cpu", timeout_s=20) as model:

@@ -166,6 +166,28 @@ def test_divergence_under_torchrun_lets_four_ranks_exit_70_by_themselves(tmp_pat
     check_torchrun(name, tmp_path, 4)
 
 
+def test_a_rank_that_hangs_in_a_collective_ends_soon_after_the_launcher_wants_it_to():
+    """No handler of Python's runs while native code waits; without a reason to report it leaves with the signal's."""
+    source = """
+        import os, sys, time
+        import torch, torch.distributed as dist
+        import launch
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo")
+        hanging = dist.new_group([0, 2])
+        launch._outlive_the_signal_to_end()
+        if rank == 1:
+            time.sleep(1)
+            os._exit(3)
+        if rank == 0:
+            dist.all_reduce(torch.ones(1), group=hanging)
+        time.sleep(60)
+    """
+    done = ranks.run_ranks(source, 3, 60.0)
+    assert done.wall_s < 25, done.output
+    assert sorted(re.findall(r"exitcode +: (\S+) ", done.stderr)) == ["143", "143", "3"], done.output
+
+
 # Helpers.
 
 

@@ -86,7 +86,7 @@ def test_a_message_larger_than_the_sockets_buffers_arrives_whole():
 def test_records_are_exchanged_when_rank_0_asks_and_the_verdict_reaches_everybody():
     with star(2) as (leader, followers), ThreadPoolExecutor() as pool:
         for follower in followers:
-            follower.offer_record(f"record of {follower.rank}".encode())
+            follower.offer_record(f"record of {follower.rank}".encode)
         received = [pool.submit(follower.receive) for follower in followers]
         assert leader.exchange_records(b"record of 0") == [b"record of 0", b"record of 1", b"record of 2"]
         leader.verdict("block_ids differ")
