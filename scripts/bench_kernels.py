@@ -125,7 +125,9 @@ def _prefill_table(seconds: float) -> list[dict[str, object]]:
     cases = itertools.product(DTYPES, (64, 128), ((1, 2048), (4, 512), (16, 128)))
     for dtype_name, head_size, (num_prompts, length) in cases:
         num_operations = 4 * NUM_HEADS * head_size * num_prompts * length * (length + 1) / 2
-        ours, fastest, write = _prefill(_ours(dtype_name, head_size), dtype_name, head_size, num_prompts, length, seconds)
+        ours, fastest, write = _prefill(
+            _ours(dtype_name, head_size), dtype_name, head_size, num_prompts, length, seconds
+        )
         sdpa, _, _ = _prefill(SdpaBackend(), dtype_name, head_size, num_prompts, length, seconds / 2)
         rates = [num_operations / milliseconds / 1e6 for milliseconds in (ours, fastest, sdpa)]
         print(

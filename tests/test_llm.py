@@ -342,6 +342,49 @@ def test_penalties_bias_and_minimum_length_reach_the_sampler(llm: LLM):
     assert EOS_TOKEN_ID not in later.outputs[0].token_ids[:4]
 
 
+CHOICES = {
+    "n": [1, 1, 1, 2, 5],
+    "temperature": [0, 0, 1e-6, 1.1e-5, 0.5, 1, 2, 1e30, 1e300],
+    "top_p": [1, 1, 1e-9, 0.5, 0.999999],
+    "top_k": [0, -1, 1, 2, 320, 10**9],
+    "min_p": [0, 0, 1e-9, 0.1, 1],
+    "seed": [None, None, 0, -5, 2**63],
+    "max_tokens": [None, 5, 17, 40],
+    "min_tokens": [0, 0, 1, 3],
+    "stop": [(), (), (" ",), ("a", "b"), ("\n",)],
+    "stop_token_ids": [(), (), (5,), tuple(range(320))],
+    "include_stop_str_in_output": [True, False],
+    "ignore_eos": [True, False],
+    "logprobs": [None, None, 0, 5, 64],
+    "prompt_logprobs": [None, None, 0, 64],
+    "presence_penalty": [0, 0, 2, -2],
+    "frequency_penalty": [0, 0, 2, -2],
+    "repetition_penalty": [1, 1, 1.3, 1e-300, 1e300],
+    "logit_bias": [{}, {}, {3: 100.0}, dict.fromkeys(range(320), -100.0)],
+}
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_no_row_whatever_it_asks_ends_the_engine_or_goes_unanswered(text_folder: Path, mode: str):
+    chance = random.Random(mode)
+    params = [SamplingParams(**{key: chance.choice(given) for key, given in CHOICES.items()}) for _ in range(60)]
+    prompts = [random_prompt(chance.randint(1, 63), index, 320) for index in range(60)]
+    settings = {"num_blocks": 9, "block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 6}
+    with LLM(text_folder, max_model_len=64, logprobs_mode=mode, **settings) as llm:
+        outputs = run(llm, prompts, params)
+        assert llm.llm_engine.counters.num_preemptions > 0
+        assert llm.llm_engine.scheduler.cache.num_used_blocks == 0
+    for prompt, asked, output in zip(prompts, params, outputs, strict=True):
+        assert output.error is None
+        assert len(output.outputs) == asked.n
+        assert len(output.prompt_logprobs or prompt) == len(prompt)
+        for completion in output.outputs:
+            assert all(0 <= token < 320 for token in completion.token_ids)
+            assert 1 <= len(completion.token_ids) <= min(asked.max_tokens or 64, 64 - len(prompt))
+            assert completion.finish_reason in ("stop", "length")
+            assert len(completion.logprobs or completion.token_ids) == len(completion.token_ids)
+
+
 # What is left behind.
 
 

@@ -61,8 +61,8 @@ class CpuBackend:
         if reason is not None:
             raise ValueError(reason)
         self._dtype, self._head_size, self._block_size = dtype, head_size, block_size
-        self._write = library.function("write", dtype_name(dtype))
-        self._attend = library.function("attend", dtype_name(dtype))
+        self._write = library.functions[f"write_{dtype_name(dtype)}"]
+        self._attend = library.functions[f"attend_{dtype_name(dtype)}"]
         self._may_use_unit = library.has_matrix_unit
         # All layers of a step come with the same metadata: it is converted and checked at the first.
         self._checked: _CheckedMetadata | None = None
@@ -107,8 +107,10 @@ class CpuBackend:
         return layer_cache.shape[1] // (2 * self._block_size * self._head_size)
 
     def _cache_arguments(self, layer_cache: Tensor) -> tuple[int, ...]:
-        assert layer_cache.dtype == self._dtype and layer_cache.device.type == "cpu", layer_cache.dtype
-        assert layer_cache.ndim == 2 and layer_cache.stride(1) == 1, (layer_cache.shape, layer_cache.stride())
+        assert layer_cache.dtype == self._dtype, (layer_cache.dtype, self._dtype)
+        assert layer_cache.device.type == "cpu", layer_cache.device
+        assert layer_cache.ndim == 2, layer_cache.shape
+        assert layer_cache.stride(1) == 1, layer_cache.stride()
         num_kv_heads = self._num_kv_heads(layer_cache)
         assert layer_cache.shape[1:] == self.block_shape(num_kv_heads, self._block_size, self._head_size), (
             layer_cache.shape
@@ -119,7 +121,8 @@ class CpuBackend:
     def _row_arguments(self, rows: Tensor, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """Address and strides of [T, heads, D]."""
         assert rows.shape == shape, (rows.shape, shape)
-        assert rows.dtype == self._dtype and rows.device.type == "cpu", (rows.dtype, rows.device)
+        assert rows.dtype == self._dtype, (rows.dtype, self._dtype)
+        assert rows.device.type == "cpu", rows.device
         assert rows.stride(2) == 1, rows.stride()
         return rows.data_ptr(), rows.stride(0), rows.stride(1)
 
@@ -138,7 +141,8 @@ def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: in
     tables, num_tokens = metadata.block_tables, int(starts[-1])
     assert len(starts) == len(lengths) + 1 == len(tables) + 1, (len(starts), len(lengths), len(tables))
     counts = starts.diff()
-    assert starts[0] == 0 and bool((counts >= 0).all()), metadata.query_starts
+    assert starts[0] == 0, metadata.query_starts
+    assert bool((counts >= 0).all()), metadata.query_starts
     assert bool((lengths >= counts).all()), (metadata.query_starts, metadata.context_lengths)
     longest = max(metadata.context_lengths, default=0)
     assert longest <= tables.shape[1] * block_size, (longest, tables.shape, block_size)
@@ -159,7 +163,8 @@ def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: in
 
 
 def _check_indices(name: str, indices: Tensor, end: int) -> None:
-    assert indices.dtype == torch.int64 and indices.device.type == "cpu", (name, indices.dtype, indices.device)
+    assert indices.dtype == torch.int64, (name, indices.dtype)
+    assert indices.device.type == "cpu", (name, indices.device)
     if indices.numel() > 0:
         lowest, highest = (int(bound) for bound in indices.aminmax())
-        assert lowest >= 0 and highest < end, f"{name}: {lowest} to {highest} of {end}"
+        assert 0 <= lowest <= highest < end, f"{name}: {lowest} to {highest} of {end}"

@@ -180,10 +180,20 @@ def _compile(
         if reason is not None:
             return reason
         unfinished.chmod(0o700)
+        _sync(unfinished)
         os.replace(unfinished, library)
         return Built(library, is_private)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """To disk before it gets its name, so that a crash of the machine leaves no empty library behind."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _run_compiler(compiler: Sequence[str], sources: Sequence[Path], architecture: str, output: Path) -> str | None:

@@ -7,8 +7,8 @@ Loads what `build` made, once a process. Knows signatures; the checks of shapes 
 import ctypes
 import functools
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from spmd_worker.kernels.cpu.build import Built, build
 
@@ -16,6 +16,8 @@ _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 _CACHE = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER)  # elements, block stride, heads, head size, block size
 _STRIDED = (_POINTER, _INTEGER, _INTEGER)  # elements, stride of tokens, stride of heads
+
+_DTYPES = ("float32", "bfloat16")
 
 # One function for each dtype, `spmd_<name>_float32` and `spmd_<name>_bfloat16`; the sources say what arguments mean.
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -29,30 +31,29 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
         *(_POINTER, _INTEGER, _INTEGER),
     ),
     "rms_norm": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER, _INTEGER),
-    "add_rms_norm": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _FLOAT)
-    + (_POINTER, _POINTER, _INTEGER),
+    "add_rms_norm": (
+        *(_POINTER, _INTEGER, _POINTER, _INTEGER),
+        *(_INTEGER, _INTEGER, _POINTER, _FLOAT),
+        *(_POINTER, _POINTER, _INTEGER),
+    ),
     "rotate": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER),
     "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
 }
+_PRODUCT = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER)
+
+Function = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The functions of one loaded library.
+    """What one loaded library offers, each function by name and dtype: `attend_float32`.
 
     `has_matrix_unit`: bfloat16 products may go through the processor's matrix unit.
     """
 
-    library: ctypes.CDLL
     instruction_set: str
     has_matrix_unit: bool
-
-    def function(self, name: str, dtype_name: str) -> "ctypes._NamedFuncPointer":
-        """`dtype_name` is float32 or bfloat16."""
-        function = getattr(self.library, f"spmd_{name}_{dtype_name}")
-        function.argtypes = _SIGNATURES[name]
-        function.restype = None
-        return function
+    functions: Mapping[str, Function]
 
 
 @functools.cache
@@ -70,11 +71,22 @@ def load(built: Built) -> NativeLibrary | str:
         return f"the compiled kernels do not load: {error}"
     finally:
         if built.is_private:
-            _remove(built.path.parent)
+            shutil.rmtree(built.path.parent, ignore_errors=True)
     library.spmd_instruction_set.restype = ctypes.c_char_p
     library.spmd_has_matrix_unit.restype = _INTEGER
-    return NativeLibrary(library, library.spmd_instruction_set().decode(), bool(library.spmd_has_matrix_unit()))
+    return NativeLibrary(
+        instruction_set=library.spmd_instruction_set().decode(),
+        has_matrix_unit=bool(library.spmd_has_matrix_unit()),
+        functions=_functions(library),
+    )
 
 
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _functions(library: ctypes.CDLL) -> dict[str, Function]:
+    signatures = {f"{name}_{dtype}": types for name, types in _SIGNATURES.items() for dtype in _DTYPES}
+    signatures["product_bfloat16"] = _PRODUCT
+    functions: dict[str, Function] = {}
+    for name, types in signatures.items():
+        function = getattr(library, f"spmd_{name}")
+        function.argtypes, function.restype = types, None
+        functions[name] = function
+    return functions

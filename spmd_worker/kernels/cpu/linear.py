@@ -1,8 +1,8 @@
 """Matrix products on the CPU: oneDNN with weights packed once.
 
 1.1 to 1.6 times as fast as plain bfloat16 products, 2 to 4 times as fast as plain float32 ones. And a row's result does
-not depend on the rows beside it, which plain products do not promise. oneDNN does not promise it either: it is so where
-it was tried, given two rows at least and no AMX, and `rows_are_invariant` looks whether it is so here.
+not depend on the rows beside it, which plain products do not give. oneDNN does not promise it: it was seen to be so
+with two rows or more and without AMX (the matrix unit, for bfloat16); `rows_are_invariant` looks whether it is so here.
 
 T: tokens. Knows products and oneDNN; knows nothing about layers or ranks.
 """
@@ -38,8 +38,13 @@ class PackedKernels(ReferenceKernels):
 
     def pack(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack`. Opaque, and takes as much memory as the weight, which can then be let go."""
-        if weight.device.type != "cpu" or weight.dtype not in PACKED_DTYPES or not can_pack(weight.dtype):
+        if weight.device.type != "cpu" or weight.dtype not in PACKED_DTYPES:
             return weight
+        if weight.dtype == torch.bfloat16:
+            keep_onednn_from_amx()
+        if not can_pack(weight.dtype):
+            return weight
+        warn_unless_invariant(weight.dtype)
         return _pack(weight.detach())
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -54,11 +59,13 @@ class PackedKernels(ReferenceKernels):
 
 
 def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _NUM_ROWS_HINT)
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _NUM_ROWS_HINT)
+    return packed
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
+    return product
 
 
 @functools.cache
@@ -72,16 +79,16 @@ def can_pack(dtype: torch.dtype) -> bool:
     return torch.allclose(result.float(), F.linear(x.float(), weight.float(), bias.float()), rtol=2e-2, atol=2e-2)
 
 
-def settle_onednn() -> None:
-    """Keep oneDNN from AMX, whose products depend on the batch. To be called before the process's first product.
+@functools.cache
+def keep_onednn_from_amx() -> None:
+    """Where there is AMX, tell oneDNN not to use it: its products with it depend on the batch.
 
-    oneDNN reads the variable once, at its first use, which is here; after that the environment is as it was. A user's
-    own setting stands.
+    oneDNN reads the variable once, at its first use, which should be here; after that the environment is as it was.
+    Whoever set it before knows better. What else multiplies bfloat16 in this process loses AMX too.
     """
-    if not _has_amx() or _ISA_VARIABLE in os.environ:
-        return
-    with _variable(_ISA_VARIABLE, _ISA_WITHOUT_AMX):
-        can_pack(torch.float32)
+    if _has_amx() and _ISA_VARIABLE not in os.environ:
+        with _variable(_ISA_VARIABLE, _ISA_WITHOUT_AMX):
+            can_pack(torch.bfloat16)
 
 
 def _has_amx() -> bool:
@@ -100,10 +107,10 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 @functools.cache
 def rows_are_invariant(dtype: torch.dtype) -> bool:
-    """Whether rows of a few packed products are the same, bit for bit, in batches of several sizes. Takes some 20 ms."""
+    """Whether rows of a few packed products are the same, bit for bit, in batches of several sizes."""
     kernels = PackedKernels()
     for num_inputs, num_outputs in _SHAPES_TO_TRY:
-        weight = kernels.pack(_numbers(num_outputs, num_inputs, dtype))
+        weight = _pack(_numbers(num_outputs, num_inputs, dtype))
         x = _numbers(_MOST_ROWS, num_inputs, dtype)
         whole = kernels.linear(x, weight, None)
         for num_rows in (1, *_ROWS_TO_TRY):

@@ -44,6 +44,12 @@ SPMD_INLINE void load(const void* rows, int64_t stride_bytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride_bytes), "i"(kTo) : "memory");
 }
 
+// As `load`, for rows that will not be needed again soon.
+template <int kTo>
+SPMD_INLINE void load_passing(const void* rows, int64_t stride_bytes) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride_bytes), "i"(kTo) : "memory");
+}
+
 template <int kFrom>
 SPMD_INLINE void store(void* rows, int64_t stride_bytes) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(rows), "r"(stride_bytes), "i"(kFrom) : "memory");

@@ -1,0 +1,135 @@
+"""Sequences of random keys and values, the steps that put them into a paged cache, and the formula in double precision.
+
+A `Sequence` has a length, its merged projection and a block table; `run` computes it in chunks, `together` computes the
+last chunks of several in one batch. Unwritten places of the cache hold NaN throughout.
+"""
+
+import math
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from spmd_worker.attention.backend import AttentionBackend
+from spmd_worker.attention.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads of the rank and how the cache is cut."""
+
+    dtype: torch.dtype = torch.float32
+    num_kv_heads: int = 2
+    group_size: int = 4
+    head_size: int = 64
+    block_size: int = 16
+    window: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group_size
+
+    @property
+    def scale(self) -> float:
+        return self.head_size**-0.5
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """`merged` [length, heads + 2 kv heads, head size]: a qkv projection, whose parts are strided views."""
+
+    merged: Tensor
+    sizes: Sizes = field(default_factory=Sizes)
+
+    @property
+    def length(self) -> int:
+        return len(self.merged)
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values."""
+        sizes = [self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.num_kv_heads]
+        query, key, value = self.merged.split(sizes, dim=1)
+        return query, key, value
+
+
+def sequence(length: int, sizes: Sizes, seed: int = 0) -> Sequence:
+    """Normal numbers, the same for the same arguments whatever the block size."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads = sizes.num_heads + 2 * sizes.num_kv_heads
+    return Sequence(torch.randn(length, num_heads, sizes.head_size, generator=generator).to(sizes.dtype), sizes)
+
+
+def formula(one: Sequence) -> Tensor:
+    """float64 [length, heads, head size], written down as it is in the paper."""
+    query, key, value = (part.double() for part in one.parts)
+    key, value = (part.repeat_interleave(one.sizes.group_size, dim=1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * one.sizes.scale
+    positions = torch.arange(one.length)
+    is_visible = positions <= positions.unsqueeze(1)
+    if one.sizes.window:
+        is_visible &= positions > positions.unsqueeze(1) - one.sizes.window
+    weights = scores.masked_fill(~is_visible, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def error(result: Tensor, expected: Tensor) -> float:
+    """Largest difference, as a share of the largest value."""
+    return float((result.double() - expected).abs().max() / expected.abs().max())
+
+
+def run(backend: AttentionBackend, one: Sequence, chunk: int, order_seed: int = 0) -> Tensor:
+    """The sequence alone, `chunk` tokens a step, in blocks whose places `order_seed` chooses."""
+    cache, (table,) = _cache(backend, [one], order_seed)
+    outputs = [
+        _step(backend, cache, [one], [table], [(start, min(one.length, start + chunk))])
+        for start in range(0, one.length, chunk)
+    ]
+    return torch.cat(outputs)
+
+
+def together(backend: AttentionBackend, sequences: list[Sequence], last_chunks: list[int]) -> list[Tensor]:
+    """Each sequence but for its last tokens one after another, then the last tokens of all in one batch."""
+    cache, tables = _cache(backend, sequences, order_seed=1)
+    starts = [one.length - chunk for one, chunk in zip(sequences, last_chunks, strict=True)]
+    for one, table, start in zip(sequences, tables, starts, strict=True):
+        if start:
+            _step(backend, cache, [one], [table], [(0, start)])
+    ranges = [(start, one.length) for one, start in zip(sequences, starts, strict=True)]
+    return list(_step(backend, cache, sequences, tables, ranges).split(last_chunks))
+
+
+def _cache(backend: AttentionBackend, sequences: list[Sequence], order_seed: int) -> tuple[Tensor, list[Tensor]]:
+    sizes = sequences[0].sizes
+    counts = [-(-one.length // sizes.block_size) for one in sequences]
+    generator = torch.Generator().manual_seed(order_seed)
+    num_blocks = sum(counts) + 3
+    shape = backend.block_shape(sizes.num_kv_heads, sizes.block_size, sizes.head_size)
+    cache = torch.full((num_blocks, *shape), math.nan, dtype=sizes.dtype)
+    return cache, list(torch.randperm(num_blocks, generator=generator)[: sum(counts)].split(counts))
+
+
+def _step(
+    backend: AttentionBackend,
+    cache: Tensor,
+    sequences: list[Sequence],
+    tables: list[Tensor],
+    ranges: list[tuple[int, int]],
+) -> Tensor:
+    block_size = sequences[0].sizes.block_size
+    positions = [torch.arange(start, end) for start, end in ranges]
+    padded = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    metadata = AttentionMetadata(
+        query_starts=(0, *accumulate(end - start for start, end in ranges)),
+        context_lengths=tuple(end for _, end in ranges),
+        block_tables=padded,
+        token_blocks=torch.cat([table[at // block_size] for table, at in zip(tables, positions, strict=True)]),
+        token_offsets=torch.cat(positions) % block_size,
+    )
+    merged = torch.cat([one.merged[start:end] for one, (start, end) in zip(sequences, ranges, strict=True)])
+    query, key, value = Sequence(merged, sequences[0].sizes).parts
+    backend.write(key, value, cache, metadata)
+    return backend.attend(query, cache, metadata, sequences[0].sizes.scale, sequences[0].sizes.window)

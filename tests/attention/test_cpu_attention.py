@@ -1,0 +1,226 @@
+"""Compiled attention: close to the formula, and the same bits for a row however it is computed.
+
+The bits are compared for every instruction set that this machine runs: each is one arithmetic, kept by itself.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from native_libraries import INSTRUCTION_SETS, library_for
+from paged_steps import Sizes, error, formula, run, sequence, together
+
+from spmd_worker.attention.cpu import CpuBackend, cpu_backend_or_reason
+from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.attention.sdpa import SdpaBackend
+
+
+WHOLE = 10_000
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+GROUPS = [(2, 1), (1, 2), (3, 3), (2, 4), (1, 7), (2, 8), (1, 20)]
+HEAD_SIZES = [16, 32, 48, 64, 80, 96, 112, 128, 256]
+ODD_PLACES = [1, 7, 50, 64, 100]
+
+each_dtype = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+each_library = pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+
+
+def backend_for(instruction_set: str, sizes: Sizes) -> CpuBackend:
+    return CpuBackend(library_for(instruction_set), sizes.dtype, sizes.head_size, sizes.block_size)
+
+
+def is_close(result, expected, dtype) -> bool:
+    return error(result, expected) < (2e-6 if dtype == FLOAT32 else 4e-3)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_every_head_size_agrees_with_the_formula(instruction_set, dtype, head_size):
+    sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=3, head_size=head_size)
+    one = sequence(203, sizes)
+    assert is_close(run(backend_for(instruction_set, sizes), one, WHOLE), formula(one), dtype)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize(("num_kv_heads", "group_size"), GROUPS)
+@pytest.mark.parametrize("window", [0, 1, 50, 64, 150])
+def test_every_group_and_window_agrees_with_the_formula(instruction_set, dtype, num_kv_heads, group_size, window):
+    sizes = Sizes(dtype, num_kv_heads, group_size, head_size=32, window=window)
+    one = sequence(203, sizes)
+    backend = backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    assert is_close(whole, formula(one), dtype)
+    assert torch.equal(run(backend, one, 1), whole)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("group_size", [1, 3, 4, 7])
+@pytest.mark.parametrize("window", [0, 50])
+def test_chunks_of_any_length_give_the_bits_of_the_whole_prompt(instruction_set, dtype, group_size, window):
+    sizes = Sizes(dtype=dtype, group_size=group_size, window=window)
+    one = sequence(331, sizes)
+    backend = backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    for chunk in ODD_PLACES:
+        assert torch.equal(run(backend, one, chunk), whole), chunk
+
+
+def test_the_chunk_test_can_fail():
+    """Negative control: torch's own attention does not keep the promise."""
+    one = sequence(331, Sizes())
+    whole = run(SdpaBackend(), one, WHOLE)
+    assert is_close(whole, formula(one), FLOAT32)
+    assert not all(torch.equal(run(SdpaBackend(), one, chunk), whole) for chunk in ODD_PLACES)
+
+
+@each_library
+@each_dtype
+def test_a_row_has_the_same_bits_alone_and_among_others(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, group_size=3)
+    lengths, last_chunks = [1, 64, 65, 130, 331, 17, 200], [1, 64, 1, 66, 1, 3, 200]
+    sequences = [sequence(length, sizes, seed) for seed, length in enumerate(lengths)]
+    backend = backend_for(instruction_set, sizes)
+    batched = together(backend, sequences, last_chunks)
+    for one, last_chunk, result in zip(sequences, last_chunks, batched, strict=True):
+        assert torch.equal(result, run(backend, one, WHOLE)[-last_chunk:])
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("window", [0, 40])
+def test_block_size_and_placement_change_no_bit(instruction_set, dtype, window):
+    whole = None
+    for block_size in (16, 2, 4, 8, 32, 64, 128, 256):
+        sizes = Sizes(dtype=dtype, block_size=block_size, window=window)
+        backend, one = backend_for(instruction_set, sizes), sequence(203, sizes)
+        results = [run(backend, one, chunk, order_seed) for chunk, order_seed in ((WHOLE, 0), (50, 1), (1, 2))]
+        whole = results[0] if whole is None else whole
+        assert all(torch.equal(result, whole) for result in results), block_size
+
+
+@each_library
+@each_dtype
+def test_threads_change_no_bit(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype)
+    one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            results.append(run(backend, one, 100))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@each_library
+@each_dtype
+def test_a_rank_with_some_of_the_heads_has_their_bits(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, num_kv_heads=4, group_size=3)
+    one = sequence(203, sizes)
+    whole = run(backend_for(instruction_set, sizes), one, WHOLE)
+    for head in range(4):
+        query, key, value = one.parts
+        mine = torch.cat((query[:, 3 * head : 3 * head + 3], key[:, head : head + 1], value[:, head : head + 1]), dim=1)
+        shard = replace(one, merged=mine, sizes=replace(sizes, num_kv_heads=1))
+        result = run(backend_for(instruction_set, shard.sizes), shard, 64)
+        assert torch.equal(result, whole[:, 3 * head : 3 * head + 3])
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("last", [70, 77, 95])
+@pytest.mark.parametrize("trouble", [math.nan, math.inf, -math.inf])
+def test_a_token_that_overflowed_leaves_the_rows_before_it_alone(instruction_set, dtype, last, trouble):
+    """Its key and value are in the tile that earlier rows of the same chunk read, with probability zero."""
+    sizes = Sizes(dtype=dtype, group_size=3)
+    healthy = sequence(130, sizes)
+    broken = replace(healthy, merged=healthy.merged.clone())
+    broken.merged[last, sizes.num_heads :] = trouble
+    backend = backend_for(instruction_set, sizes)
+    expected, result = run(backend, healthy, WHOLE), run(backend, broken, WHOLE)
+    assert torch.equal(result[:last], expected[:last])
+    assert not result[last:].isfinite().any()
+
+
+@each_library
+@each_dtype
+def test_tokens_before_a_window_leave_the_rows_after_it_alone(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, window=20)
+    healthy = sequence(130, sizes)
+    broken = replace(healthy, merged=healthy.merged.clone())
+    broken.merged[67, sizes.num_heads :] = math.nan
+    backend = backend_for(instruction_set, sizes)
+    expected, result = run(backend, healthy, WHOLE), run(backend, broken, WHOLE)
+    assert torch.equal(result[:67], expected[:67])
+    assert result[67:87].isnan().all()
+    assert torch.equal(result[87:], expected[87:])
+
+
+@each_library
+@each_dtype
+def test_large_scores_neither_overflow_nor_lose_the_largest(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype)
+    one = sequence(203, sizes)
+    one.merged[:, : sizes.num_heads] *= 100
+    result = run(backend_for(instruction_set, sizes), one, WHOLE)
+    # Weights are near 0 or 1, so what counts is how well the scores themselves are known.
+    assert error(result, formula(one)) < (1e-4 if dtype == FLOAT32 else 1e-2)
+
+
+def test_bfloat16_blocks_are_packed_in_pairs_and_float32_blocks_one_by_one():
+    """The packing that DESIGN.md gives; what swaps and copies blocks does not know it."""
+    for dtype, pair in ((BFLOAT16, 2), (FLOAT32, 1)):
+        sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=1, head_size=16, block_size=4)
+        backend = backend_for(INSTRUCTION_SETS[0], sizes)
+        shape = backend.block_shape(2, 4, 16)
+        assert shape == (2 * 2 * 4 * 16,)
+        cache = torch.zeros(3, *shape, dtype=dtype)
+        key = torch.arange(4 * 2 * 16).view(4, 2, 16).to(dtype)
+        value = -key
+        metadata = AttentionMetadata((0, 4), (4,), torch.tensor([[2]]), torch.full((4,), 2), torch.arange(4))
+        backend.write(key, value, cache, metadata)
+        assert not cache[:2].any()
+        heads = cache[2].view(2, 2, -1)
+        keys, values = heads[:, 0].view(2, 16 // pair, 4, pair), heads[:, 1].view(2, 4 // pair, 16, pair)
+        assert torch.equal(keys.permute(2, 0, 1, 3).flatten(2), key)
+        assert torch.equal(values.permute(1, 3, 0, 2).flatten(0, 1), value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("block_tables", torch.tensor([[0, 9]]), "block_tables: 0 to 9 of 4"),
+        ("block_tables", torch.tensor([[0, -1]]), "block_tables: -1 to 0 of 4"),
+        ("token_blocks", torch.tensor([4]), "token_blocks: 4 to 4 of 4"),
+        ("token_offsets", torch.tensor([16]), "token_offsets: 16 to 16 of 16"),
+        ("context_lengths", (33,), "33"),
+        ("context_lengths", (0,), "0"),
+    ],
+)
+def test_metadata_that_would_read_or_write_out_of_bounds_is_refused(field, value, words):
+    sizes = Sizes()
+    backend = backend_for(INSTRUCTION_SETS[0], sizes)
+    cache = torch.zeros(4, *backend.block_shape(2, 16, 64))
+    good = AttentionMetadata((0, 1), (20,), torch.tensor([[0, 1]]), torch.tensor([1]), torch.tensor([3]))
+    query = torch.zeros(1, 8, 64)
+    assert backend.attend(query, cache, good, 1.0, 0).shape == (1, 8, 64)
+    with pytest.raises(AssertionError, match=words):
+        backend.attend(query, cache, replace(good, **{field: value}), 1.0, 0)
+
+
+def test_what_is_not_supported_is_said_in_words():
+    assert "float16" in str(cpu_backend_or_reason(torch.float16, 64, 16))
+    assert "not 72" in str(cpu_backend_or_reason(FLOAT32, 72, 16))
+    assert "not 512" in str(cpu_backend_or_reason(FLOAT32, 512, 16))
+    assert "not of 24" in str(cpu_backend_or_reason(FLOAT32, 64, 24))
+    assert "not of 1" in str(cpu_backend_or_reason(FLOAT32, 64, 1))
+    assert isinstance(cpu_backend_or_reason(BFLOAT16, 80, 2), CpuBackend)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        CpuBackend(library_for(INSTRUCTION_SETS[0]), FLOAT32, 72, 16)
