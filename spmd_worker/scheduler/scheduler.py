@@ -175,7 +175,7 @@ class Scheduler:
     def _go_on(
         self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions, *, is_steady: bool
     ) -> None:
-        """There is room: take it. Steady decoding that appends a block stays steady; one that copies a block does not."""
+        """There is room: take it. Steady decoding that appends a block stays steady; a copied block is told of."""
         num_blocks = sequence.table.num_blocks
         decision = self._take(sequence, num_tokens, budget)
         if is_steady and decision.change.first_index == num_blocks:
@@ -215,8 +215,8 @@ class Scheduler:
             return False
         if self._width(sequence) > budget.num_sequences:
             return False
-        # Room for all of it, not for the first chunk alone: else half-computed prompts fill the cache and fight for it.
-        # The watermark leaves running sequences some blocks to grow into.
+        # Room for all of it, not for the first chunk alone: else half-computed prompts fill the cache and fight over
+        # it. The watermark leaves running sequences some blocks to grow into.
         whole = sequence.num_tokens
         return self.cache.can_extend(sequence.table, 0, whole, keep_watermark=not is_alone)
 

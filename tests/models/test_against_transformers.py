@@ -4,6 +4,7 @@ Float32, 1e-4 of the largest logit: prompts of several lengths in one batch, who
 part of a model is also broken on purpose, which the same comparison must see.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,6 +54,19 @@ def test_logits_of_a_mixed_batch_are_transformers(name: str):
 def test_logits_computed_in_chunks_are_transformers(name: str, chunk: int):
     logits = prompt_logits(load_model(checkpoint_folder(name)), PROMPTS, chunk)
     assert worst_error(name, logits) < TOLERANCE
+
+
+def test_the_checkpoints_are_written_as_their_names_say():
+    """Else older keys and sharded files would be compared by name only."""
+    assert (checkpoint_folder("llama_sharded") / "model.safetensors.index.json").exists()
+    assert (checkpoint_folder("llama2") / "model.safetensors").exists()
+    for name in CHECKPOINTS:
+        config = json.loads((checkpoint_folder(name) / "config.json").read_text())
+        is_older = "_older_" in name and "window" not in name
+        assert ("rope_theta" in config) == is_older, name
+        assert ("rope_parameters" in config) != is_older, name
+    for name, key in (("linear_older_keys", "type"), ("yarn_older_keys", "type"), ("llama3_older_keys", "rope_type")):
+        assert key in json.loads((checkpoint_folder(name) / "config.json").read_text())["rope_scaling"]
 
 
 Break = Callable[[ModelShape], ModelShape]

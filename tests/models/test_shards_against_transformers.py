@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from our_model import prompt_logits
-from reference_models import checkpoint_folder, random_prompt, reference_logits, reference_model, relative_error
+from reference_models import (
+    CheckpointSpec,
+    LlamaConfig,
+    checkpoint_folder,
+    open_reference,
+    random_prompt,
+    reference_logits,
+    reference_model,
+    relative_error,
+    write_checkpoint,
+)
 from thread_groups import on_ranks
 from torch import Tensor
 
@@ -39,7 +49,7 @@ CASES = [
 ]
 
 
-def sharded_logits(folder: Path, size: int) -> list[list[Tensor]]:
+def sharded_logits(folder: Path, size: int, prompts: list[list[int]]) -> list[list[Tensor]]:
     """Every rank's logits of its own token ids, without padding, for each prompt."""
     shape = read_model_shape(folder)
 
@@ -48,13 +58,13 @@ def sharded_logits(folder: Path, size: int) -> list[list[Tensor]]:
         model = build_model(context, shape)
         with Checkpoint.open(folder) as checkpoint:
             load_weights(model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable)
-        return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
+        return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, prompts)]
 
     return on_ranks(size, run)
 
 
 def worst_error(name: str, size: int) -> float:
-    by_rank = sharded_logits(checkpoint_folder(name), size)
+    by_rank = sharded_logits(checkpoint_folder(name), size, PROMPTS)
     whole = [torch.cat(shards, dim=1) for shards in zip(*by_rank, strict=True)]
     expected = [reference_logits(reference_model(name), prompt) for prompt in PROMPTS]
     return max(map(relative_error, whole, expected))
@@ -63,6 +73,15 @@ def worst_error(name: str, size: int) -> float:
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_logits_of_shards_are_transformers(name: str, size: int):
     assert worst_error(name, size) < 1e-4
+
+
+def test_a_rank_that_owns_no_token_id_takes_part(tmp_path: Path):
+    """50 ids fit the padded shard of the first rank, so the second has none."""
+    folder = write_checkpoint(tmp_path, CheckpointSpec(LlamaConfig, {"vocab_size": 50, "tie_word_embeddings": True}))
+    prompt = random_prompt(30, 0, vocab_size=50)
+    (first,), (second,) = sharded_logits(folder, 2, [prompt])
+    assert second.shape == (30, 0)
+    assert relative_error(first, reference_logits(open_reference(folder), prompt)) < 1e-4
 
 
 def test_the_comparison_sees_key_value_heads_that_go_to_the_wrong_ranks(monkeypatch: pytest.MonkeyPatch):
