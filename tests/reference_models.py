@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizer_folders import CHATML, write_byte_level
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -173,6 +174,12 @@ def write_checkpoint(folder: Path, spec: CheckpointSpec, seed: int = 0) -> Path:
     if spec.rewrite is not None:
         edit_config(folder, spec.rewrite)
     return folder
+
+
+def write_text_checkpoint(folder: Path) -> Path:
+    """A Llama of 320 ids with a byte-level tokenizer and a chat template."""
+    write_checkpoint(folder, CheckpointSpec(LlamaConfig, {"vocab_size": 320}))
+    return write_byte_level(folder, chat_template=CHATML)
 
 
 def edit_config(folder: Path, rewrite: Rewrite) -> None:

@@ -1,33 +1,24 @@
 """`LLM` in one process: what goes in, what comes out, and what is left behind. Ranks are in tests/parallel."""
 
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from reference_models import (
-    EOS_TOKEN_ID,
-    CheckpointSpec,
-    LlamaConfig,
     checkpoint_folder,
     mixed_prompts,
     random_prompt,
-    reference_logits,
     reference_model,
-    write_checkpoint,
+    write_text_checkpoint,
 )
-from tokenizer_folders import CHATML, write_byte_level
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.config import ConfigError
 from spmd_worker.model_shape import ModelConfigError
 from spmd_worker.runner.model_runner import ModelRunner
-from spmd_worker.sequence.outputs import TokenLogprobs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
@@ -48,8 +39,7 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a byte-level tokenizer and a chat template."""
-    folder = write_checkpoint(tmp_path_factory.mktemp("text"), CheckpointSpec(LlamaConfig, {"vocab_size": 320}))
-    return write_byte_level(folder, chat_template=CHATML)
+    return write_text_checkpoint(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -227,162 +217,6 @@ def test_a_chat_is_its_rendered_template(text_llm: LLM):
 def test_a_model_without_template_or_tokenizer_says_so_for_each_chat(llm: LLM):
     (output,) = llm.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)
     assert "no tokenizer.json" in (output.error or "")
-
-
-def log_softmax_after(prompt: list[int]) -> torch.Tensor:
-    return torch.log_softmax(reference_logits(reference_model(NAME), prompt).double(), -1)
-
-
-def check_entries(entries: list[TokenLogprobs], chosen: list[int], expected: torch.Tensor, count: int) -> None:
-    """`expected` [tokens, V] predicts `chosen`, and each entry has the token and the `count` likeliest."""
-    assert len(entries) == len(chosen)
-    for entry, token, row in zip(entries, chosen, expected, strict=True):
-        assert list(entry) == list(dict.fromkeys([token, *row.topk(count).indices.tolist()]))
-        for each, value in entry.items():
-            assert value.logprob == pytest.approx(float(row[each]), abs=1e-4)
-            assert value.rank == int((row > row[each]).sum()) + 1
-
-
-@pytest.mark.parametrize("num_batched_tokens", [2048, 16])
-def test_logprobs_and_prompt_logprobs_are_transformers_log_softmax(num_batched_tokens: int):
-    sampling = replace(SAMPLED, logprobs=3, prompt_logprobs=2, seed=1)
-    settings = {"max_num_batched_tokens": num_batched_tokens, "max_num_seqs": 8}
-    with LLM(checkpoint_folder(NAME), num_blocks=300, **settings) as llm:
-        outputs = run(llm, PROMPTS, sampling)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        (completion,) = output.outputs
-        expected = log_softmax_after([*prompt, *completion.token_ids])
-        assert output.prompt_logprobs[0] is None
-        check_entries(output.prompt_logprobs[1:], prompt[1:], expected[: len(prompt) - 1], 2)
-        check_entries(completion.logprobs, completion.token_ids, expected[len(prompt) - 1 : -1], 3)
-        chosen = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
-        assert completion.cumulative_logprob == pytest.approx(sum(chosen))
-
-
-def test_the_comparison_sees_logprobs_of_the_place_before():
-    prompt = PROMPTS[0]
-    expected = log_softmax_after(prompt)
-    with LLM(checkpoint_folder(NAME), num_blocks=300) as llm:
-        (output,) = run(llm, prompt, replace(GREEDY, prompt_logprobs=0))
-    with pytest.raises(AssertionError):
-        check_entries(output.prompt_logprobs[1:], prompt[1:], expected[1:], 0)
-
-
-def test_rows_that_do_not_ask_get_no_logprobs(llm: LLM):
-    (output,) = run(llm, PROMPTS[0])
-    assert output.prompt_logprobs is None
-    assert output.outputs[0].logprobs is None
-    assert output.outputs[0].cumulative_logprob is None
-
-
-# Randomness.
-
-
-def test_four_samples_differ_and_do_not_depend_on_company(llm: LLM):
-    params = [replace(SAMPLED, n=4, seed=100 + index) for index in range(8)]
-    together = tokens(run(llm, PROMPTS, params))
-    assert all(len(dict.fromkeys(map(tuple, row))) == 4 for row in together)
-    reverse = tokens(run(llm, PROMPTS[::-1], params[::-1]))[::-1]
-    alone = [tokens(run(llm, prompt, each))[0] for prompt, each in zip(PROMPTS, params, strict=True)]
-    assert together == reverse == alone
-    # Sample 0 is what a single sample would have been.
-    assert tokens(run(llm, PROMPTS, [replace(each, n=1) for each in params])) == [row[:1] for row in together]
-
-
-def test_four_samples_are_the_same_when_they_are_preempted(llm: LLM):
-    params = [replace(SAMPLED, n=4, seed=100 + index) for index in range(8)]
-    expected = tokens(run(llm, PROMPTS, params))
-    with LLM(checkpoint_folder(NAME), num_blocks=8, max_model_len=60, block_size=8) as small:
-        assert tokens(run(small, PROMPTS, params)) == expected
-        assert small.llm_engine.counters.num_preemptions > 0
-
-
-def test_four_greedy_samples_are_one_answer_four_times(llm: LLM):
-    (single,), (row,) = tokens(run(llm, PROMPTS[0])), tokens(run(llm, PROMPTS[0], replace(GREEDY, n=4)))
-    assert row == single * 4
-
-
-def test_a_rows_randomness_is_named_by_its_seed_or_by_the_jobs_and_its_place(llm: LLM):
-    prompts = [PROMPTS[0]] * 4
-    by_place = tokens(run(llm, prompts, SAMPLED))
-    assert len(dict.fromkeys(tuple(row[0]) for row in by_place)) == 4
-    assert tokens(run(llm, prompts, SAMPLED)) == by_place, "a second call names its rows alike"
-    seeded = tokens(run(llm, prompts, replace(SAMPLED, seed=3)))
-    assert seeded == [seeded[0]] * 4
-    with LLM(checkpoint_folder(NAME), num_blocks=300, seed=1) as other:
-        assert tokens(run(other, prompts, SAMPLED)) != by_place
-        assert tokens(run(other, prompts, replace(SAMPLED, seed=3))) == seeded
-
-
-def test_the_hosts_generators_are_bit_identical_before_and_after():
-    def states() -> tuple[object, ...]:
-        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
-
-    random.seed(5)
-    np.random.seed(5)
-    torch.manual_seed(5)
-    before = states()
-    with LLM(checkpoint_folder(NAME), num_blocks=300) as llm:
-        run(llm, PROMPTS, replace(SAMPLED, n=2, top_p=0.9))
-    with LLM(checkpoint_folder(NAME), load_format="dummy", num_blocks=300) as llm:
-        run(llm, PROMPTS, SAMPLED)
-    assert states() == before
-
-
-def test_penalties_bias_and_minimum_length_reach_the_sampler(llm: LLM):
-    (plain,) = tokens(run(llm, PROMPTS[0], replace(GREEDY, max_tokens=40)))
-    (penalised,) = tokens(run(llm, PROMPTS[0], replace(GREEDY, max_tokens=40, frequency_penalty=2.0)))
-    assert len(set(penalised[0])) > len(set(plain[0]))
-    assert tokens(run(llm, PROMPTS[0], replace(GREEDY, logit_bias={77: 100.0}))) == [[[77] * 12]]
-    forced = replace(GREEDY, ignore_eos=False, logit_bias={EOS_TOKEN_ID: 100.0})
-    (ended,) = run(llm, PROMPTS[0], forced)
-    assert (ended.outputs[0].token_ids, ended.outputs[0].finish_reason) == ([EOS_TOKEN_ID], "stop")
-    (later,) = run(llm, PROMPTS[0], replace(forced, min_tokens=4))
-    assert later.outputs[0].token_ids[4:] == [EOS_TOKEN_ID]
-    assert EOS_TOKEN_ID not in later.outputs[0].token_ids[:4]
-
-
-CHOICES = {
-    "n": [1, 1, 1, 2, 5],
-    "temperature": [0, 0, 1e-6, 1.1e-5, 0.5, 1, 2, 1e30, 1e300],
-    "top_p": [1, 1, 1e-9, 0.5, 0.999999],
-    "top_k": [0, -1, 1, 2, 320, 10**9],
-    "min_p": [0, 0, 1e-9, 0.1, 1],
-    "seed": [None, None, 0, -5, 2**63],
-    "max_tokens": [None, 5, 17, 40],
-    "min_tokens": [0, 0, 1, 3],
-    "stop": [(), (), (" ",), ("a", "b"), ("\n",)],
-    "stop_token_ids": [(), (), (5,), tuple(range(320))],
-    "include_stop_str_in_output": [True, False],
-    "ignore_eos": [True, False],
-    "logprobs": [None, None, 0, 5, 64],
-    "prompt_logprobs": [None, None, 0, 64],
-    "presence_penalty": [0, 0, 2, -2],
-    "frequency_penalty": [0, 0, 2, -2],
-    "repetition_penalty": [1, 1, 1.3, 1e-300, 1e300],
-    "logit_bias": [{}, {}, {3: 100.0}, dict.fromkeys(range(320), -100.0)],
-}
-
-
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_no_row_whatever_it_asks_ends_the_engine_or_goes_unanswered(text_folder: Path, mode: str):
-    chance = random.Random(mode)
-    params = [SamplingParams(**{key: chance.choice(given) for key, given in CHOICES.items()}) for _ in range(60)]
-    prompts = [random_prompt(chance.randint(1, 63), index, 320) for index in range(60)]
-    settings = {"num_blocks": 9, "block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 6}
-    with LLM(text_folder, max_model_len=64, logprobs_mode=mode, **settings) as llm:
-        outputs = run(llm, prompts, params)
-        assert llm.llm_engine.counters.num_preemptions > 0
-        assert llm.llm_engine.scheduler.cache.num_used_blocks == 0
-    for prompt, asked, output in zip(prompts, params, outputs, strict=True):
-        assert output.error is None
-        assert len(output.outputs) == asked.n
-        assert len(output.prompt_logprobs or prompt) == len(prompt)
-        for completion in output.outputs:
-            assert all(0 <= token < 320 for token in completion.token_ids)
-            assert 1 <= len(completion.token_ids) <= min(asked.max_tokens or 64, 64 - len(prompt))
-            assert completion.finish_reason in ("stop", "length")
-            assert len(completion.logprobs or completion.token_ids) == len(completion.token_ids)
 
 
 # What is left behind.

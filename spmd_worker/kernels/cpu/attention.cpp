@@ -15,18 +15,12 @@
 //
 // A key that a row may not see is left out by selection: its score is replaced, its value never multiplied, because what
 // lies there may be NaN.
-//
-// A block of the cache holds, for each key-value head, its keys and then its values:
-//   bfloat16  keys [head size / 2][position][2], values [position / 2][head size][2]
-//   float32   keys [head size][position],        values [position][head size]
-// which is in both cases `kPair` numbers side by side that one step of a product takes together.
 
 #include <algorithm>
-#include <type_traits>
 #include <vector>
 
 #include "matrix_unit.h"
-#include "vector.h"
+#include "steps.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -34,275 +28,10 @@
 
 namespace {
 
-constexpr int kTile = 64;           // keys
-constexpr int kGroup = 16;          // keys whose place in the cache is found together; blocks of 16 and up hold them whole
-constexpr int kGroups = kTile / kGroup;
 constexpr int kItemRows = 64;       // query rows of one work item
 constexpr int kMaxRows = 4;         // query rows that share a load
 constexpr int kUnitRows = 16;       // query rows that the matrix unit takes together
-constexpr int kMaxHeadSize = 256;
-constexpr int kVectors = kLanes == 8 ? 2 : 4;  // vectors side by side: with 4 rows as many sums as registers allow
 constexpr int kMaxSpans = kGroups + 2;
-
-// ---- how one step of a product is taken, by the cache's type ------------------------------------------------------
-
-struct Float32 {
-  using Element = float;
-  using Left = float;  // what one step takes of a query or of the probabilities
-  using Right = Floats;  // what one step takes of the cache, a vector of it
-  static constexpr int kPair = 1;
-  SPMD_INLINE Right load_right(const Element* from) { return load<Floats>(from); }
-  SPMD_INLINE Floats step(Floats sum, Right right, Left left) { return fused(broadcast(left), right, sum); }
-  SPMD_INLINE void stage(const Element* row, int size, Left* to) { std::memcpy(to, row, size * sizeof(float)); }
-  SPMD_INLINE void keep(Floats probabilities, Left* to) { store(to, probabilities); }
-};
-
-#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
-struct Bfloat16 {
-  using Element = uint16_t;
-  using Left = uint32_t;
-  using Right = __m512bh;
-  static constexpr int kPair = 2;
-  SPMD_INLINE Right load_right(const Element* from) { return (__m512bh)_mm512_loadu_si512(from); }
-  SPMD_INLINE Floats step(Floats sum, Right right, Left left) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, right, (__m512bh)_mm512_set1_epi32(int(left)));
-  }
-  SPMD_INLINE void stage(const Element* row, int size, Left* to) { std::memcpy(to, row, size * sizeof(uint16_t)); }
-  SPMD_INLINE void keep(Floats probabilities, Left* to) {
-    const __m256bh narrow = _mm512_cvtneps_pbh((__m512)probabilities);
-    std::memcpy(to, &narrow, sizeof narrow);
-  }
-};
-#else
-struct Bfloat16 {
-  struct Pair {
-    float first, second;
-  };
-  struct Pairs {
-    Floats first, second;
-  };
-  using Element = uint16_t;
-  using Left = Pair;
-  using Right = Pairs;
-  static constexpr int kPair = 2;
-  SPMD_INLINE Right load_right(const Element* from) {
-    const Words pairs = load<Words>(from);
-    return {first_of_pairs(pairs), second_of_pairs(pairs)};
-  }
-  // The product of two bfloat16 is exact in float.
-  SPMD_INLINE Floats step(Floats sum, Right right, Left left) {
-    return fused(broadcast(left.second), right.second, fused(broadcast(left.first), right.first, sum));
-  }
-  SPMD_INLINE void stage(const Element* row, int size, Left* to) {
-    for (int pair = 0; pair < size / 2; ++pair) to[pair] = {widened(row[2 * pair]), widened(row[2 * pair + 1])};
-  }
-  SPMD_INLINE void keep(Floats probabilities, Left* to) { store(to, rounded(probabilities)); }
-};
-#endif
-
-SPMD_INLINE float to_float(float value) { return value; }
-SPMD_INLINE float to_float(uint16_t value) { return widened(value); }
-
-// ---- where keys and values are ------------------------------------------------------------------------------------
-
-template <class Element>
-struct Cache {
-  Element* elements;
-  int64_t block_stride;  // elements
-  const int64_t* tables;
-  int64_t table_stride;
-  int num_kv_heads, head_size, block_size;
-
-  int64_t head_elements() const { return int64_t(block_size) * head_size; }
-  Element* keys(int64_t block, int head) const {
-    return elements + block * block_stride + 2 * head * head_elements();
-  }
-  Element* values(int64_t block, int head) const { return keys(block, head) + head_elements(); }
-};
-
-// The keys a row sees within one tile.
-struct Range {
-  int first, end;
-  bool is_empty() const { return first >= end; }
-  bool operator==(const Range& other) const { return first == other.first && end == other.end; }
-};
-
-// One tile of one head: where its four groups of 16 keys begin.
-template <class Element>
-struct Tile {
-  const Element* keys[kGroups];
-  const Element* values[kGroups];
-  int64_t key_stride;  // elements from one step over the head's dimensions to the next
-};
-
-// Rows of values that follow each other in memory, and what to fetch meanwhile.
-template <class Element>
-struct Span {
-  const Element* rows;
-  const Element* ahead;
-  int count;
-};
-
-// A tile of blocks smaller than a group, copied together.
-template <class Element>
-struct TileCopy {
-  alignas(64) Element keys[kTile * kMaxHeadSize];
-  alignas(64) Element values[kTile * kMaxHeadSize];
-};
-
-template <class Type>
-Tile<typename Type::Element> small_block_tile(
-    const Cache<typename Type::Element>& cache, const int64_t* table, int head, int64_t start, int64_t first_key,
-    int64_t last_key, TileCopy<typename Type::Element>& copy) {
-  using Element = typename Type::Element;
-  constexpr int kPair = Type::kPair;
-  const int size = cache.block_size, head_size = cache.head_size;
-  for (int place = 0; place < kTile; place += size) {
-    if (start + place + size <= first_key || start + place > last_key) continue;
-    const int64_t block = table[(start + place) / size];
-    const Element* keys = cache.keys(block, head);
-    for (int step = 0; step < head_size / kPair; ++step)
-      std::memcpy(copy.keys + (step * kTile + place) * kPair, keys + step * size * kPair, size * kPair * sizeof(Element));
-    std::memcpy(copy.values + place * head_size, cache.values(block, head), cache.head_elements() * sizeof(Element));
-  }
-  Tile<Element> tile;
-  tile.key_stride = kTile * kPair;
-  for (int group = 0; group < kGroups; ++group) {
-    tile.keys[group] = copy.keys + group * kGroup * kPair;
-    tile.values[group] = copy.values + group * kGroup * head_size;
-  }
-  return tile;
-}
-
-// `first_key` and `last_key` bound what any row of the item sees. A group outside them may have no block: the nearest
-// one inside stands in for it, its scores are masked and its values not read.
-template <class Type>
-Tile<typename Type::Element> tile_of_blocks(
-    const Cache<typename Type::Element>& cache, const int64_t* table, int head, int64_t start, int64_t first_key,
-    int64_t last_key) {
-  Tile<typename Type::Element> tile;
-  const int size = cache.block_size;
-  tile.key_stride = int64_t(size) * Type::kPair;
-  for (int group = 0; group < kGroups; ++group) {
-    const int64_t wanted = (start + group * kGroup) / kGroup;
-    const int64_t key = std::clamp(wanted, first_key / kGroup, last_key / kGroup) * kGroup;
-    const int64_t block = table[key / size];
-    const int offset = int(key % size);
-    tile.keys[group] = cache.keys(block, head) + offset * Type::kPair;
-    tile.values[group] = cache.values(block, head) + int64_t(offset) * cache.head_size;
-  }
-  return tile;
-}
-
-// ---- the two products ---------------------------------------------------------------------------------------------
-
-// Scores of kRows queries with the 64 keys of a tile.
-template <class Type, int kRows, bool kFetches>
-void score_rows(
-    const typename Type::Left* queries, int query_stride, const Tile<typename Type::Element>& tile,
-    const Tile<typename Type::Element>& next, int num_steps, float* scores) {
-  using Element = typename Type::Element;
-  constexpr int kColumns = kVectors * kLanes;
-  for (int column = 0; column < kTile; column += kColumns) {
-    Floats sums[kRows][kVectors] = {};
-    const Element* keys[kVectors];
-    const Element* ahead[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      const int key = column + v * kLanes;
-      keys[v] = tile.keys[key / kGroup] + key % kGroup * Type::kPair;
-      ahead[v] = next.keys[key / kGroup] + key % kGroup * Type::kPair;
-    }
-    for (int step = 0; step < num_steps; ++step) {
-      typename Type::Right right[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        right[v] = Type::load_right(keys[v] + step * tile.key_stride);
-        if (kFetches && v * kLanes % kGroup == 0) __builtin_prefetch(ahead[v] + step * next.key_stride);
-      }
-#pragma GCC unroll 4
-      for (int row = 0; row < kRows; ++row) {
-        const typename Type::Left left = queries[row * query_stride + step];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sums[row][v] = Type::step(sums[row][v], right[v], left);
-      }
-    }
-#pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) store(scores + row * kTile + column + v * kLanes, sums[row][v]);
-  }
-}
-
-// What becomes of a sum over values: it starts from zero or from `sums`; it ends in `sums`, or in the output.
-struct Ends {
-  bool is_fresh, is_last;
-};
-
-// kVectors vectors of head dimensions of kRows rows, over the spans' keys.
-template <class Type, int kRows, int kWidth, bool kFetches>
-void add_values(
-    const typename Type::Left* probabilities, const Span<typename Type::Element>* spans, int num_spans, int head_size,
-    int column, Ends ends, const float* decays, float* sums, float* output) {
-  using Element = typename Type::Element;
-  const int64_t stride = int64_t(head_size) * Type::kPair;
-  Floats totals[kRows][kWidth];
-#pragma GCC unroll 4
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int v = 0; v < kWidth; ++v)
-      totals[row][v] = ends.is_fresh ? Floats{} : load<Floats>(sums + row * head_size + column + v * kLanes);
-  for (int span = 0; span < num_spans; ++span) {
-    const Element* rows = spans[span].rows + column * Type::kPair;
-    const Element* ahead = spans[span].ahead + column * Type::kPair;
-    for (int step = 0; step < spans[span].count; ++step) {
-      typename Type::Right right[kWidth];
-#pragma GCC unroll 4
-      for (int v = 0; v < kWidth; ++v) {
-        right[v] = Type::load_right(rows + step * stride + v * kLanes * Type::kPair);
-        if (kFetches && v * kLanes % kGroup == 0) __builtin_prefetch(ahead + step * stride + v * kLanes * Type::kPair);
-      }
-#pragma GCC unroll 4
-      for (int row = 0; row < kRows; ++row) {
-        const typename Type::Left left = probabilities[row * (kTile / Type::kPair) + step];
-#pragma GCC unroll 4
-        for (int v = 0; v < kWidth; ++v) totals[row][v] = Type::step(totals[row][v], right[v], left);
-      }
-    }
-    probabilities += spans[span].count;
-  }
-#pragma GCC unroll 4
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int v = 0; v < kWidth; ++v) {
-      const int place = row * head_size + column + v * kLanes;
-      if (ends.is_last)
-        store(output + place, fused(load<Floats>(output + place), broadcast(decays[row]), totals[row][v]));
-      else
-        store(sums + place, totals[row][v]);
-    }
-}
-
-template <class Type, int kRows, bool kFetches>
-void add_values_of_head(
-    const typename Type::Left* probabilities, const Span<typename Type::Element>* spans, int num_spans, int head_size,
-    Ends ends, const float* decays, float* sums, float* output) {
-  int column = 0;
-  for (; column + kVectors * kLanes <= head_size; column += kVectors * kLanes)
-    add_values<Type, kRows, kVectors, kFetches>(
-        probabilities, spans, num_spans, head_size, column, ends, decays, sums, output);
-  // Head sizes are multiples of 16, so only vectors of 16 leave a rest.
-  if constexpr (kVectors * kLanes > 16) {
-    const auto add_rest = [&](auto width) {
-      add_values<Type, kRows, decltype(width)::value, kFetches>(
-          probabilities, spans, num_spans, head_size, column, ends, decays, sums, output);
-    };
-    const int num_left = (head_size - column) / kLanes;
-    if (num_left == 3) add_rest(std::integral_constant<int, 3>{});
-    if (num_left == 2) add_rest(std::integral_constant<int, 2>{});
-    if (num_left == 1) add_rest(std::integral_constant<int, 1>{});
-  }
-}
 
 // ---- softmax ------------------------------------------------------------------------------------------------------
 
@@ -323,7 +52,8 @@ float probabilities_of(const float* scores, float scale, Range visible, Softmax&
     const Ints numbers = lane_numbers();
     for (int v = 0; v < kCount; ++v) {
       const Ints key = numbers + v * kLanes;
-      scaled[v] = (key >= visible.first) & (key < visible.end) ? scaled[v] : broadcast(-kInfinity);
+      const auto is_visible = (key >= visible.first) & (key < visible.end);
+      scaled[v] = is_visible ? scaled[v] : broadcast(-kInfinity);
     }
   }
   Floats largest = scaled[0];
@@ -791,39 +521,6 @@ struct Attention {
     }
   }
 };
-
-// ---- writing this step's keys and values --------------------------------------------------------------------------
-
-// One token's keys and values of one head -> its place in its block.
-template <class Type>
-SPMD_INLINE void write_one(
-    const Cache<typename Type::Element>& cache, const typename Type::Element* key, const typename Type::Element* value,
-    int64_t block, int head, int offset) {
-  constexpr int kPair = Type::kPair;
-  typename Type::Element* keys = cache.keys(block, head) + offset * kPair;
-  typename Type::Element* values = cache.values(block, head) + int64_t(offset - offset % kPair) * cache.head_size;
-  const int64_t stride = int64_t(cache.block_size) * kPair;
-  for (int step = 0; step < cache.head_size / kPair; ++step)
-    std::memcpy(keys + step * stride, key + step * kPair, kPair * sizeof *keys);
-  for (int dimension = 0; dimension < cache.head_size; ++dimension)
-    values[dimension * kPair + offset % kPair] = value[dimension];
-}
-
-template <class Type>
-void write_all(
-    const Cache<typename Type::Element>& cache, const typename Type::Element* key, int64_t key_token_stride,
-    int64_t key_head_stride, const typename Type::Element* value, int64_t value_token_stride, int64_t value_head_stride,
-    const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int num_threads) {
-  const int64_t num_heads = cache.num_kv_heads;
-  // Below this many numbers a second thread costs more than it brings.
-  const bool is_small = num_tokens * num_heads * cache.head_size < 16384;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && !is_small)
-  for (int64_t head = 0; head < num_heads; ++head)
-    for (int64_t token = 0; token < num_tokens; ++token)
-      write_one<Type>(
-          cache, key + token * key_token_stride + head * key_head_stride,
-          value + token * value_token_stride + head * value_head_stride, blocks[token], int(head), int(offsets[token]));
-}
 
 }  // namespace
 

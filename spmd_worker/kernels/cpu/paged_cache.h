@@ -1,0 +1,142 @@
+// A cache of keys and values in blocks: how a block is packed, where a tile of it lies, how a token is written.
+//
+// A block holds, for each key-value head, its keys and then its values:
+//   bfloat16  keys [head size / 2][position][2], values [position / 2][head size][2]
+//   float32   keys [head size][position],        values [position][head size]
+// which is in both cases `kPair` numbers side by side that one step of a product takes together. Knows nothing of
+// arithmetic: `Type` is one of those in steps.h.
+#pragma once
+
+#include <algorithm>
+
+#include "vector.h"
+
+namespace {
+
+constexpr int kTile = 64;           // keys
+constexpr int kGroup = 16;          // keys whose place in the cache is found together; blocks of 16 and up hold them whole
+constexpr int kGroups = kTile / kGroup;
+constexpr int kMaxHeadSize = 256;
+
+template <class Element>
+struct Cache {
+  Element* elements;
+  int64_t block_stride;  // elements
+  const int64_t* tables;
+  int64_t table_stride;
+  int num_kv_heads, head_size, block_size;
+
+  int64_t head_elements() const { return int64_t(block_size) * head_size; }
+  Element* keys(int64_t block, int head) const {
+    return elements + block * block_stride + 2 * head * head_elements();
+  }
+  Element* values(int64_t block, int head) const { return keys(block, head) + head_elements(); }
+};
+
+// The keys a row sees within one tile.
+struct Range {
+  int first, end;
+  bool is_empty() const { return first >= end; }
+  bool operator==(const Range& other) const { return first == other.first && end == other.end; }
+};
+
+// One tile of one head: where its four groups of 16 keys begin.
+template <class Element>
+struct Tile {
+  const Element* keys[kGroups];
+  const Element* values[kGroups];
+  int64_t key_stride;  // elements from one step over the head's dimensions to the next
+};
+
+// Rows of values that follow each other in memory, and what to fetch meanwhile.
+template <class Element>
+struct Span {
+  const Element* rows;
+  const Element* ahead;
+  int count;
+};
+
+// A tile of blocks smaller than a group, copied together.
+template <class Element>
+struct TileCopy {
+  alignas(64) Element keys[kTile * kMaxHeadSize];
+  alignas(64) Element values[kTile * kMaxHeadSize];
+};
+
+template <class Type>
+Tile<typename Type::Element> small_block_tile(
+    const Cache<typename Type::Element>& cache, const int64_t* table, int head, int64_t start, int64_t first_key,
+    int64_t last_key, TileCopy<typename Type::Element>& copy) {
+  using Element = typename Type::Element;
+  constexpr int kPair = Type::kPair;
+  const int size = cache.block_size, head_size = cache.head_size;
+  for (int place = 0; place < kTile; place += size) {
+    if (start + place + size <= first_key || start + place > last_key) continue;
+    const int64_t block = table[(start + place) / size];
+    const Element* keys = cache.keys(block, head);
+    for (int step = 0; step < head_size / kPair; ++step)
+      std::memcpy(copy.keys + (step * kTile + place) * kPair, keys + step * size * kPair, size * kPair * sizeof(Element));
+    std::memcpy(copy.values + place * head_size, cache.values(block, head), cache.head_elements() * sizeof(Element));
+  }
+  Tile<Element> tile;
+  tile.key_stride = kTile * kPair;
+  for (int group = 0; group < kGroups; ++group) {
+    tile.keys[group] = copy.keys + group * kGroup * kPair;
+    tile.values[group] = copy.values + group * kGroup * head_size;
+  }
+  return tile;
+}
+
+// `first_key` and `last_key` bound what any row of the item sees. A group outside them may have no block: the nearest
+// one inside stands in for it, its scores are masked and its values not read.
+template <class Type>
+Tile<typename Type::Element> tile_of_blocks(
+    const Cache<typename Type::Element>& cache, const int64_t* table, int head, int64_t start, int64_t first_key,
+    int64_t last_key) {
+  Tile<typename Type::Element> tile;
+  const int size = cache.block_size;
+  tile.key_stride = int64_t(size) * Type::kPair;
+  for (int group = 0; group < kGroups; ++group) {
+    const int64_t wanted = (start + group * kGroup) / kGroup;
+    const int64_t key = std::clamp(wanted, first_key / kGroup, last_key / kGroup) * kGroup;
+    const int64_t block = table[key / size];
+    const int offset = int(key % size);
+    tile.keys[group] = cache.keys(block, head) + offset * Type::kPair;
+    tile.values[group] = cache.values(block, head) + int64_t(offset) * cache.head_size;
+  }
+  return tile;
+}
+
+// One token's keys and values of one head -> its place in its block.
+template <class Type>
+SPMD_INLINE void write_one(
+    const Cache<typename Type::Element>& cache, const typename Type::Element* key, const typename Type::Element* value,
+    int64_t block, int head, int offset) {
+  constexpr int kPair = Type::kPair;
+  typename Type::Element* keys = cache.keys(block, head) + offset * kPair;
+  typename Type::Element* values = cache.values(block, head) + int64_t(offset - offset % kPair) * cache.head_size;
+  const int64_t stride = int64_t(cache.block_size) * kPair;
+  for (int step = 0; step < cache.head_size / kPair; ++step)
+    std::memcpy(keys + step * stride, key + step * kPair, kPair * sizeof *keys);
+  for (int dimension = 0; dimension < cache.head_size; ++dimension)
+    values[dimension * kPair + offset % kPair] = value[dimension];
+}
+
+// All tokens of a step; key and value are [tokens, heads, head size] with strides of their own.
+template <class Type>
+void write_all(
+    const Cache<typename Type::Element>& cache, const typename Type::Element* key, int64_t key_token_stride,
+    int64_t key_head_stride, const typename Type::Element* value, int64_t value_token_stride, int64_t value_head_stride,
+    const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int num_threads) {
+  const int64_t num_heads = cache.num_kv_heads;
+  // Below this many numbers a second thread costs more than it brings.
+  const bool is_small = num_tokens * num_heads * cache.head_size < 16384;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && !is_small)
+  for (int64_t head = 0; head < num_heads; ++head)
+    for (int64_t token = 0; token < num_tokens; ++token)
+      write_one<Type>(
+          cache, key + token * key_token_stride + head * key_head_stride,
+          value + token * value_token_stride + head * value_head_stride, blocks[token], int(head), int(offsets[token]));
+}
+
+}  // namespace
