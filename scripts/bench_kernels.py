@@ -22,6 +22,7 @@ from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.cpu.native import cpu_kernels
 
 NUM_SEQUENCES, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 64, 32, 8, 16
@@ -162,13 +163,13 @@ def _prefill(
     return median, fastest, write
 
 
-def _product_table(kernels: object, seconds: float) -> list[dict[str, object]]:
+def _product_table(kernels: Kernels, seconds: float) -> list[dict[str, object]]:
     print("products 1536 x 1536, ms   rows   packed   plain   plain/packed")
     table = []
     for dtype_name, num_rows in itertools.product(DTYPES, (1, 16, 64, 512)):
         weight = torch.randn(1536, 1536).to(DTYPES[dtype_name])
-        x, packed = torch.randn(num_rows, 1536).to(weight.dtype), kernels.pack(weight)  # type: ignore[attr-defined]
-        ours, _ = _time(lambda: kernels.linear(x, packed, None), seconds / 4)  # type: ignore[attr-defined]  # noqa: B023
+        x, packed = torch.randn(num_rows, 1536).to(weight.dtype), kernels.pack(weight)
+        ours, _ = _time(lambda: kernels.linear(x, packed, None), seconds / 4)  # noqa: B023
         plain, _ = _time(lambda: F.linear(x, weight), seconds / 4)  # noqa: B023
         print(f"{dtype_name:22} {num_rows:8} {ours:8.3f} {plain:7.3f} {plain / ours:14.2f}")
         table.append({"dtype": dtype_name, "rows": num_rows, "packed_ms": ours, "plain_ms": plain})

@@ -21,7 +21,8 @@ from spmd_worker.config import (
     RunConfig,
     SchedulerConfig,
 )
-from spmd_worker.engine import LLMEngine, start_engine
+from spmd_worker.engine import LLMEngine
+from spmd_worker.engine_start import start_engine
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams

@@ -7,6 +7,8 @@ import dataclasses
 import platform
 from pathlib import Path
 
+import pytest
+
 from spmd_worker.kernels.cpu.library import NativeLibrary, native_library
 
 NATIVE = "native"
@@ -22,6 +24,10 @@ def _portable() -> tuple[str, ...]:
 
 
 INSTRUCTION_SETS = (NATIVE, WITHOUT_UNIT, *_portable())
+each_library = pytest.mark.parametrize(
+    "instruction_set",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "x86-64-v2" else name for name in INSTRUCTION_SETS],
+)
 
 
 def library_for(instruction_set: str) -> NativeLibrary:

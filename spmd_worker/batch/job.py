@@ -20,7 +20,8 @@ from spmd_worker.batch.row_reader import RowReader
 from spmd_worker.batch.row_writer import OrderedWriter, format_error, format_result
 from spmd_worker.batch.run_records import open_step_log, write_last_records
 from spmd_worker.config import JobConfig, RunConfig
-from spmd_worker.engine import LLMEngine, read_run, start_engine
+from spmd_worker.engine import LLMEngine
+from spmd_worker.engine_start import read_run, start_engine
 from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.memory import host
 from spmd_worker.model_shape import read_generation_config

@@ -34,6 +34,11 @@ def choose_backends(
     return kernels, SdpaBackend()
 
 
+def arithmetic_of(attention: AttentionBackend) -> str:
+    """In which order numbers are added, in words: ranks that differ in it compute different bits."""
+    return attention.arithmetic if isinstance(attention, CpuBackend) else "torch"
+
+
 @cache
 def _say_once(reason: str | None) -> None:
     if reason is not None:

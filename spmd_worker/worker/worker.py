@@ -33,7 +33,7 @@ from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.dummy import fill_dummy
 from spmd_worker.weights.loader import load_weights
-from spmd_worker.worker.backends import choose_backends
+from spmd_worker.worker.backends import arithmetic_of, choose_backends
 from spmd_worker.worker.device import choose_device
 from spmd_worker.worker.inspection import describe_model
 from spmd_worker.worker.worker_base import WorkerBase
@@ -142,6 +142,11 @@ class Worker(WorkerBase):
         assert grammar_output is None, grammar_output
         assert self._runner is not None, "execute_model comes first"
         return self._runner.sample()
+
+    def get_arithmetic(self) -> str:
+        """The order in which this rank's kernels add, in words: the same on every rank, or their bits differ."""
+        assert self._attention is not None, "load_model comes first"
+        return arithmetic_of(self._attention)
 
     def check_health(self) -> None:
         """Raise RuntimeError unless the device computes."""

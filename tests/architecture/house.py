@@ -54,7 +54,7 @@ ROOMS = (
     Room(("spmd_worker.runner",), may_import_torch=True),
     Room(("spmd_worker.worker",), may_import_torch=True),
     Room(("spmd_worker.executor",), may_import_torch=True),
-    Room(("spmd_worker.engine", "spmd_worker.engine_outputs"), may_import_torch=True),
+    Room(("spmd_worker.engine", "spmd_worker.engine_outputs", "spmd_worker.engine_start"), may_import_torch=True),
     Room(("spmd_worker.llm",), may_import_torch=True),
     Room(("spmd_worker.batch",)),
 )

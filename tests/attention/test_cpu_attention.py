@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_libraries import INSTRUCTION_SETS, library_for
+from native_libraries import NATIVE, each_library, library_for
 from paged_steps import Sizes, error, formula, run, sequence, together
 
 from spmd_worker.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.attention.sdpa import SdpaBackend
-
 
 WHOLE = 10_000
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -23,7 +22,6 @@ HEAD_SIZES = [16, 32, 48, 64, 80, 96, 112, 128, 256]
 ODD_PLACES = [1, 7, 50, 64, 100]
 
 each_dtype = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-each_library = pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 
 
 def backend_for(instruction_set: str, sizes: Sizes) -> CpuBackend:
@@ -178,7 +176,7 @@ def test_bfloat16_blocks_are_packed_in_pairs_and_float32_blocks_one_by_one():
     """The packing that DESIGN.md gives; what swaps and copies blocks does not know it."""
     for dtype, pair in ((BFLOAT16, 2), (FLOAT32, 1)):
         sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=1, head_size=16, block_size=4)
-        backend = backend_for(INSTRUCTION_SETS[0], sizes)
+        backend = backend_for(NATIVE, sizes)
         shape = backend.block_shape(2, 4, 16)
         assert shape == (2 * 2 * 4 * 16,)
         cache = torch.zeros(3, *shape, dtype=dtype)
@@ -206,7 +204,7 @@ def test_bfloat16_blocks_are_packed_in_pairs_and_float32_blocks_one_by_one():
 )
 def test_metadata_that_would_read_or_write_out_of_bounds_is_refused(field, value, words):
     sizes = Sizes()
-    backend = backend_for(INSTRUCTION_SETS[0], sizes)
+    backend = backend_for(NATIVE, sizes)
     cache = torch.zeros(4, *backend.block_shape(2, 16, 64))
     good = AttentionMetadata((0, 1), (20,), torch.tensor([[0, 1]]), torch.tensor([1]), torch.tensor([3]))
     query = torch.zeros(1, 8, 64)
@@ -223,4 +221,4 @@ def test_what_is_not_supported_is_said_in_words():
     assert "not of 1" in str(cpu_backend_or_reason(FLOAT32, 64, 1))
     assert isinstance(cpu_backend_or_reason(BFLOAT16, 80, 2), CpuBackend)
     with pytest.raises(ValueError, match="multiples of 16"):
-        CpuBackend(library_for(INSTRUCTION_SETS[0]), FLOAT32, 72, 16)
+        CpuBackend(library_for(NATIVE), FLOAT32, 72, 16)

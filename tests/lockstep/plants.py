@@ -20,7 +20,7 @@ from zlib import crc32
 import plant_runner
 
 import launch
-from spmd_worker import engine, llm
+from spmd_worker import engine_start, llm
 from spmd_worker.batch import job
 from spmd_worker.config import ExecutorConfig
 from spmd_worker.executor import external_launcher
@@ -141,14 +141,14 @@ def model_shape(place: Place, arguments: list[str]) -> None:
 @plant
 def code(place: Place, arguments: list[str]) -> None:
     if place.is_victim:
-        engine.code_fingerprint = lambda: "f" * 32
+        engine_start.code_fingerprint = lambda: "f" * 32
 
 
 @plant
 def package_version(place: Place, arguments: list[str]) -> None:
     if place.is_victim:
-        right = engine.package_versions()
-        engine.package_versions = lambda: {**right, "torch": "2.0.1"}
+        right = engine_start.package_versions()
+        engine_start.package_versions = lambda: {**right, "torch": "2.0.1"}
 
 
 @plant
@@ -161,8 +161,8 @@ def configured_blocks(place: Place, arguments: list[str]) -> None:
 def block_count(place: Place, arguments: list[str]) -> None:
     """A rank that builds its scheduler for fewer blocks than were agreed on."""
     if place.is_victim:
-        right = engine.new_scheduler
-        engine.new_scheduler = lambda config, shape, tokenizer, num: right(config, shape, tokenizer, num - 1)
+        right = engine_start.new_scheduler
+        engine_start.new_scheduler = lambda config, shape, tokenizer, num: right(config, shape, tokenizer, num - 1)
 
 
 # Found before the first step in a script that calls `generate`.

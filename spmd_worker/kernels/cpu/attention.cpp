@@ -14,7 +14,7 @@
 // processor has a matrix unit, all bfloat16 rows go through it, alone or together: see `run_rows_by_unit`.
 //
 // A key that a row may not see is left out by selection: its score is replaced, its value never multiplied, because what
-// lies there may be NaN.
+// lies there may be NaN. How a block is packed is in paged_cache.h.
 
 #include <algorithm>
 #include <vector>

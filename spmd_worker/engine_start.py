@@ -1,0 +1,186 @@
+"""Starting an engine: every rank builds its replica, and what must be the same everywhere is compared first.
+
+Configuration, code and model first, then files and memory phase by phase, each agreed on by all ranks, so that one
+rank's failure is every rank's error and nobody is waited for in vain. Knows how the parts are made. Knows nothing about
+steps.
+"""
+
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors
+import tokenizers
+import torch
+
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.config import ConfigError, RunConfig
+from spmd_worker.engine import LLMEngine
+from spmd_worker.executor.executor import Executor
+from spmd_worker.lockstep.agreement import canonical, check_equal
+from spmd_worker.lockstep.channel import ControlChannel
+from spmd_worker.lockstep.connect import open_step_channel
+from spmd_worker.lockstep.errors import RankFailedError
+from spmd_worker.lockstep.lockstep import Lockstep
+from spmd_worker.lockstep.step_channel import FollowerChannel, LeaderChannel
+from spmd_worker.memory.plan import check_cache_setting, resolve_max_model_len
+from spmd_worker.model_shape import ModelShape, read_model_shape
+from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
+from spmd_worker.parallel.groups import world_environment
+from spmd_worker.parallel.layout import RankLayout, check_divides
+from spmd_worker.parallel.process_group import single_group
+from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.stop import StopChecker
+from spmd_worker.sequence.sequence import Sequence
+from spmd_worker.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.version import code_fingerprint
+from spmd_worker.weights.identity import file_identities, tensor_digests
+
+_WATERMARK_SHARE = 0.01
+"""Free blocks that admission leaves to running sequences, as a share of the cache."""
+
+
+def start_engine(config: RunConfig, environment: RankEnvironment | None = None) -> LLMEngine:
+    """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
+
+    Raises ConfigError or ModelConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the
+    same on every rank, once the groups exist.
+    """
+    environment = world_environment(environment or read_rank_environment())
+    shape, layout = read_run(config)
+    executor = Executor.get_class(config.executor.backend, environment)(config, shape, layout, environment)
+    executor.start()
+    channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
+    try:
+        tokenizer, num_blocks = _load(config, shape, executor, channel)
+        scheduler = new_scheduler(config, shape, tokenizer, num_blocks)
+        if config.executor.digest_every:
+            _agree_on_computing(channel, executor, scheduler)
+        # The channel last: it starts a thread.
+        lockstep = Lockstep(_open_channel(config, channel, environment), config.executor.digest_every)
+    except BaseException:
+        executor.shutdown()
+        raise
+    return LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler)
+
+
+def _agree_on_computing(channel: ControlChannel, executor: Executor, scheduler: Scheduler) -> None:
+    """Blocks and the order of arithmetic: what is only known once the kernels are built and the memory is measured."""
+    cache = {"num_blocks": scheduler.cache.num_blocks, "block_size": scheduler.cache.block_size}
+    check_equal("caches", channel.gather(canonical(cache)))
+    arithmetic = executor.collective_rpc("get_arithmetic")[0]
+    check_equal("kernels", channel.gather(canonical({"arithmetic": arithmetic})))
+
+
+def _load(
+    config: RunConfig, shape: ModelShape, executor: Executor, channel: ControlChannel
+) -> tuple[Tokenizer | None, int]:
+    """Everything that reads files or takes memory, agreed on step by step; returns the number of device blocks."""
+    folder = Path(config.model.path or "")
+    tokenizer = _together(channel, "reading the tokenizer", partial(Tokenizer.open_if_present, folder))
+    if config.executor.digest_every:
+        _agree_on_start(channel, config, shape, tokenizer)
+    _together(channel, "loading the model", executor.load_model)
+    counts = _together(channel, "sizing the cache", executor.determine_num_available_blocks)
+    num_device, num_host = channel.minimum(counts)
+    _together(channel, "allocating the cache", partial(executor.initialize_from_config, num_device, num_host))
+    return tokenizer, num_device
+
+
+def _open_channel(
+    config: RunConfig, channel: ControlChannel, environment: RankEnvironment
+) -> LeaderChannel | FollowerChannel | None:
+    if channel.size == 1:
+        return None
+    is_one_node = environment.local_world_size == environment.world_size
+    return open_step_channel(channel, None if is_one_node else environment.master_address, config.executor.timeout_s)
+
+
+def read_run(config: RunConfig) -> tuple[ModelShape, RankLayout]:
+    """The model's shape and the layout of ranks, checked against each other. Raises ConfigError or ModelConfigError."""
+    if config.model.path is None:
+        raise ConfigError("model.path is not set: give a Hugging Face model folder, such as scripts/demo/model")
+    shape = read_model_shape(Path(config.model.path))
+    parallel = config.parallel
+    layout = RankLayout(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
+    check_divides(layout, shape)
+    resolve_max_model_len(config, shape)
+    check_cache_setting(config, shape)
+    return shape, layout
+
+
+def new_scheduler(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None, num_blocks: int) -> Scheduler:
+    """This rank's replica of the scheduler, empty."""
+    limits = SchedulerLimits(
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_num_batched_tokens,
+        config.scheduler.enable_chunked_prefill,
+    )
+    watermark = max(1, int(num_blocks * _WATERMARK_SHARE))
+    cache = CacheManager(num_blocks, config.cache.block_size, watermark_blocks=watermark)
+    new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
+    return Scheduler(limits, cache, StopChecker(shape.eos_token_ids, resolve_max_model_len(config, shape), new_decoder))
+
+
+def _new_decoder(tokenizer: Tokenizer, sequence: Sequence) -> IncrementalDecoder:
+    request = sequence.request
+    return IncrementalDecoder(tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
+
+
+def package_versions() -> dict[str, str]:
+    """What computes beside this code, and could compute otherwise in another version."""
+    versions = {module.__name__: str(module.__version__) for module in (numpy, safetensors, tokenizers, torch)}
+    return {"python": platform.python_version(), **versions}
+
+
+def _agree_on_start(channel: ControlChannel, config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None) -> None:
+    """Configuration, code and model must be the same on every rank; where output goes is rank 0's business."""
+    settings = asdict(config)
+    del settings["job"]
+    # The memory budget may differ: the number of blocks is agreed on by its minimum.
+    del settings["cache"]["gpu_memory_utilization"]
+    settings["model"]["path"] = None
+    value = {
+        "config": settings,
+        "code": code_fingerprint(),
+        "packages": package_versions(),
+        "model": asdict(shape),
+        "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
+    }
+    check_equal("settings", channel.gather(canonical(value)))
+    if config.model.load_format != "dummy":
+        _agree_on_weights(channel, Path(config.model.path or ""))
+
+
+def _agree_on_weights(channel: ControlChannel, folder: Path) -> None:
+    """Ranks that read the same files have the same weights; copies are compared by content, tensor by tensor."""
+    identities = channel.gather(
+        canonical(_together(channel, "reading the checkpoint", partial(file_identities, folder)))
+    )
+    if len(dict.fromkeys(identities)) == 1:
+        return
+    # One rank of those that share files reads them for all.
+    is_first = identities.index(identities[channel.rank]) == channel.rank
+    digests = _together(channel, "reading the checkpoint", partial(tensor_digests, folder) if is_first else dict)
+    gathered = channel.gather(canonical(digests))
+    check_equal("weights", [gathered[identities.index(identity)] for identity in identities])
+
+
+def _together(channel: ControlChannel, phase: str, action: Callable[[], Any]) -> Any:
+    """Run `action` on every rank; if it fails on any, all raise RankFailedError naming the first that did and why."""
+    result: Any = None
+    problem = ""
+    try:
+        result = action()
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if channel.size == 1:
+            raise
+        problem = f"{type(error).__name__}: {error}"
+    for rank, other in enumerate(channel.gather(problem.encode("utf-8", "replace"))):
+        if other:
+            raise RankFailedError(f"rank {rank} failed while {phase}: {other.decode('utf-8', 'replace')}")
+    return result

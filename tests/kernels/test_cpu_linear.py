@@ -1,0 +1,156 @@
+"""Packed products: close to plain ones, and the same bits for a row whatever the batch and the number of threads."""
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from native_libraries import NATIVE, library_for
+
+from spmd_worker.kernels.cpu import linear
+from spmd_worker.kernels.cpu.linear import PackedKernels
+from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels
+from spmd_worker.kernels.reference import ReferenceKernels
+
+# (inputs, outputs); the last two have numbers of inputs and outputs that fit no tile.
+SHAPES = [(576, 960), (576, 3072), (1536, 576), (896, 1152), (4864, 896), (64, 192), (128, 64), (4096, 1024)]
+ODD_SHAPES = [(72, 48), (64, 50)]
+ROWS = [1, 2, 3, 5, 7, 15, 16, 17, 31, 32, 33]
+NUM_ROWS = 64
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+each_shape = pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES + ODD_SHAPES)
+
+
+def numbers(*shape, dtype):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.fixture
+def kernels():
+    """Built before oneDNN's first use, as a worker does."""
+    return CpuKernels(library_for(NATIVE))
+
+
+@each_dtype
+@each_shape
+def test_a_row_has_the_same_bits_whatever_the_batch(kernels, dtype, num_inputs, num_outputs):
+    packed = kernels.pack(numbers(num_outputs, num_inputs, dtype=dtype))
+    x, bias = numbers(NUM_ROWS, num_inputs, dtype=dtype), numbers(num_outputs, dtype=dtype)
+    whole = kernels.linear(x, packed, bias)
+    for num_rows in ROWS:
+        assert torch.equal(kernels.linear(x[:num_rows], packed, bias), whole[:num_rows]), num_rows
+        assert torch.equal(kernels.linear(x[-num_rows:], packed, bias), whole[-num_rows:]), num_rows
+
+
+def test_the_batch_test_can_fail():
+    """Negative control: plain float32 products do not keep the promise."""
+    plain, num_different = ReferenceKernels(), 0
+    for num_inputs, num_outputs in SHAPES:
+        weight = numbers(num_outputs, num_inputs, dtype=torch.float32)
+        x = numbers(NUM_ROWS, num_inputs, dtype=torch.float32)
+        whole = plain.linear(x, weight, None)
+        num_different += any(not torch.equal(plain.linear(x[:n], weight, None), whole[:n]) for n in ROWS)
+    assert num_different > 0
+
+
+@each_dtype
+@each_shape
+def test_threads_change_no_bit(kernels, dtype, num_inputs, num_outputs):
+    packed = kernels.pack(numbers(num_outputs, num_inputs, dtype=dtype))
+    x = numbers(NUM_ROWS, num_inputs, dtype=dtype)
+    before, results = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            results.append(kernels.linear(x, packed, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+@each_dtype
+@each_shape
+def test_products_are_close_to_double_precision(kernels, dtype, num_inputs, num_outputs):
+    weight = numbers(num_outputs, num_inputs, dtype=dtype)
+    x, bias = numbers(33, num_inputs, dtype=dtype), numbers(num_outputs, dtype=dtype)
+    for chosen in (None, bias):
+        expected = F.linear(x.double(), weight.double(), None if chosen is None else chosen.double())
+        result = kernels.linear(x, kernels.pack(weight), chosen)
+        assert result.dtype == dtype
+        largest_error = (result.double() - expected).abs().max() / expected.abs().max()
+        assert largest_error < (2e-6 if dtype == torch.float32 else 4e-3)
+
+
+@each_dtype
+def test_outputs_of_a_shard_are_those_of_the_whole(kernels, dtype):
+    weight, x = numbers(960, 576, dtype=dtype), numbers(7, 576, dtype=dtype)
+    whole = kernels.linear(x, kernels.pack(weight), None)
+    for start in (0, 320, 640):
+        part = kernels.linear(x, kernels.pack(weight[start : start + 320]), None)
+        assert torch.equal(part, whole[:, start : start + 320])
+
+
+@each_dtype
+def test_rows_may_be_a_view_and_may_be_none(kernels, dtype):
+    weight, merged = numbers(64, 96, dtype=dtype), numbers(9, 200, dtype=dtype)
+    packed, x = kernels.pack(weight), merged[:, 50:146]
+    assert torch.equal(kernels.linear(x, packed, None), kernels.linear(x.contiguous(), packed, None))
+    assert kernels.linear(x[:0], packed, None).shape == (0, 64)
+
+
+def test_without_the_matrix_unit_products_are_onednns(kernels):
+    library = dataclasses.replace(library_for(NATIVE), has_matrix_unit=False)
+    assert CpuKernels(library).pack(numbers(64, 64, dtype=torch.bfloat16)).is_mkldnn
+    assert PackedKernels().pack(numbers(64, 64, dtype=torch.float32)).is_mkldnn
+
+
+def test_what_cannot_be_packed_is_multiplied_as_it_is(kernels, monkeypatch):
+    half = numbers(64, 64, dtype=torch.float16)
+    assert kernels.pack(half) is half
+    monkeypatch.setattr(linear, "can_pack", lambda dtype: False)
+    weight, x = numbers(64, 64, dtype=torch.float32), numbers(3, 64, dtype=torch.float32)
+    assert kernels.pack(weight) is weight
+    assert torch.equal(kernels.linear(x, weight, None), F.linear(x, weight))
+
+
+def test_float16_gets_plain_operations_and_a_reason():
+    kernels, reason = cpu_kernels(torch.float16)
+    assert type(kernels) is PackedKernels
+    assert "not in float16" in str(reason)
+
+
+def test_products_that_depend_on_the_batch_are_seen_and_said_once(monkeypatch, caplog):
+    """A product that adds the number of rows stands for oneDNN on a processor where its rows differ."""
+    linear.rows_are_invariant.cache_clear()
+    linear.warn_unless_invariant.cache_clear()
+    monkeypatch.setattr(linear, "_product", lambda x, packed, bias: x.new_full((len(x), 1), len(x)))
+    with caplog.at_level(logging.WARNING):
+        linear.warn_unless_invariant(torch.float32)
+        linear.warn_unless_invariant(torch.float32)
+    linear.rows_are_invariant.cache_clear()
+    linear.warn_unless_invariant.cache_clear()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "ONEDNN_MAX_CPU_ISA" in messages[0]
+
+
+def test_onednns_rows_are_invariant_here_without_a_compiler():
+    """In a process of its own: what oneDNN may use is settled at its first product."""
+    program = (
+        "import os, torch\n"
+        "from spmd_worker.kernels.cpu.linear import PackedKernels, rows_are_invariant\n"
+        "before = dict(os.environ)\n"
+        "PackedKernels().pack(torch.ones(16, 16, dtype=torch.bfloat16))\n"
+        "assert dict(os.environ) == before\n"
+        "print(rows_are_invariant(torch.bfloat16), rows_are_invariant(torch.float32))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "True True\n"

@@ -1,0 +1,131 @@
+"""Compiled row operations: close to the plain-torch ones, bit for bit where those round, and one row at a time."""
+
+import math
+
+import pytest
+import torch
+from native_libraries import NATIVE, each_library, library_for
+
+from spmd_worker.kernels.cpu.native import CpuKernels
+from spmd_worker.kernels.reference import ReferenceKernels
+
+EPS = 1e-6
+SIZES = [7, 16, 64, 100, 576, 896]
+
+reference = ReferenceKernels()
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def kernels_for(instruction_set: str) -> CpuKernels:
+    return CpuKernels(library_for(instruction_set))
+
+
+def numbers(*shape, dtype, seed=0):
+    return (3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def assert_close(result, expected):
+    """Float32 to a few roundings; bfloat16 to one step of its own."""
+    assert result.shape == expected.shape
+    assert result.dtype == expected.dtype
+    relative = 1e-6 if expected.dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(result, expected, rtol=relative, atol=1e-7)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("size", SIZES)
+def test_norms_agree_with_plain_torch(instruction_set, dtype, size):
+    kernels = kernels_for(instruction_set)
+    x, residual, weight = (numbers(*shape, dtype=dtype, seed=size) for shape in ((37, size), (37, size), (size,)))
+    assert_close(kernels.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS))
+    normal, total = kernels.add_rms_norm(x, residual, weight, EPS)
+    expected_normal, expected_total = reference.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, expected_total)
+    assert_close(normal, expected_normal)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("head_size", [16, 64, 80, 128])
+def test_heads_of_a_merged_projection_are_normed_and_turned_where_they_lie(instruction_set, dtype, head_size):
+    kernels = kernels_for(instruction_set)
+    merged = numbers(37, 9 * head_size, dtype=dtype)
+    heads = merged[:, 2 * head_size : 7 * head_size].unflatten(1, (5, head_size))
+    weight = numbers(head_size, dtype=dtype)
+    angles = torch.linspace(0, 40, 37 * head_size // 2).view(37, -1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    assert_close(kernels.rms_norm(heads, weight, EPS), reference.rms_norm(heads, weight, EPS))
+    assert torch.equal(kernels.rotate(heads, cos, sin), reference.rotate(heads, cos, sin))
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("size", SIZES)
+def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
+    gate_up = numbers(37, 2 * size, dtype=dtype)
+    assert_close(kernels_for(instruction_set).silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+
+
+@each_library
+@each_dtype
+def test_silu_of_the_largest_and_smallest_numbers_is_torchs(instruction_set, dtype):
+    gate = [-math.inf, -3e38, -1e30, -200.0, -90.0, -0.0, 0.0, 1e-30, 90.0, 3e38, math.inf, math.nan]
+    gate_up = torch.tensor([gate + [1.0] * len(gate)]).to(dtype)
+    result, expected = kernels_for(instruction_set).silu_and_mul(gate_up), reference.silu_and_mul(gate_up)
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
+
+
+@each_library
+@each_dtype
+def test_a_row_has_the_same_bits_alone_and_among_others(instruction_set, dtype):
+    """With one thread and with two, which share out the rows of the larger batches."""
+    kernels = kernels_for(instruction_set)
+    x, residual, weight = (numbers(*shape, dtype=dtype) for shape in ((200, 576), (200, 576), (576,)))
+    angles = numbers(200, 32, dtype=dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        whole = _all_operations(kernels, x, residual, weight, angles)
+        torch.set_num_threads(1)
+        for rows in (slice(0, 1), slice(7, 8), slice(3, 70), slice(199, 200)):
+            parts = _all_operations(kernels, x[rows], residual[rows], weight, angles[rows])
+            for part, result in zip(parts, whole, strict=True):
+                assert torch.equal(part, result[rows]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
+def _all_operations(kernels, x, residual, weight, angles):
+    heads = x.unflatten(1, (9, 64))
+    return (
+        kernels.rms_norm(x, weight, EPS),
+        *kernels.add_rms_norm(x, residual, weight, EPS),
+        kernels.rotate(heads, angles, angles),
+        kernels.silu_and_mul(x),
+    )
+
+
+@each_dtype
+def test_no_rows_are_no_trouble(dtype):
+    kernels, empty, weight = kernels_for(NATIVE), torch.empty(0, 64, dtype=dtype), torch.ones(64, dtype=dtype)
+    assert kernels.rms_norm(empty, weight, EPS).shape == (0, 64)
+    assert kernels.add_rms_norm(empty, empty, weight, EPS)[1].shape == (0, 64)
+    assert kernels.silu_and_mul(empty).shape == (0, 32)
+    assert kernels.rotate(empty.view(0, 2, 32), empty[:, :16], empty[:, :16]).shape == (0, 2, 32)
+
+
+def test_what_the_compiled_code_cannot_read_is_refused():
+    kernels, x, weight = kernels_for(NATIVE), torch.ones(4, 64), torch.ones(64)
+    with pytest.raises(AssertionError, match="float16"):
+        kernels.rms_norm(x.half(), weight.half(), EPS)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        kernels.rms_norm(x, weight.bfloat16(), EPS)
+    with pytest.raises(AssertionError, match="63"):
+        kernels.rms_norm(x, weight[:63], EPS)
+    with pytest.raises(AssertionError, match="3, 64"):
+        kernels.add_rms_norm(x, x[:3], weight, EPS)
+    with pytest.raises(AssertionError, match="63"):
+        kernels.silu_and_mul(x[:, :63])
+    with pytest.raises(AssertionError, match="4, 2"):
+        kernels.rotate(x.view(4, 2, 32), x[:, :2], x[:, :2])
