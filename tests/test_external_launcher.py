@@ -1,8 +1,8 @@
 """Under torchrun: every rank gets the same ids and log-probabilities, which are those of one rank alone.
 
 The matrix of SURFACE.md, "External launcher", rows 1 to 5 and 7, for tensor-parallel sizes 2 and 4. Row 1 has more in
-`test_embedding_manners.py`. Row 5 needs replicas, which are not built yet: until then more ranks than the layout has
-are an error that says so. pytest starts this file under torchrun; the ranks write down what they saw.
+`test_embedding_manners.py`. In row 5 the ranks make two engines of half the size, each with prompts of its own. pytest
+starts this file under torchrun; the ranks write down what they saw.
 """
 
 import json
@@ -30,6 +30,8 @@ PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=16, logprobs=2, ignore_eos=True),
 }
 """By where the seed is from."""
+CALLS_OF_ENGINES = ([PROMPTS[:3], [], PROMPTS[3:]], [[], PROMPTS[1:2]])
+"""By engine, in row 5: the prompts of each call of `generate`."""
 BUDGETS = (0.9, 0.5, 0.7, 0.6)
 """By rank: `gpu_memory_utilization`."""
 MEMORY_BYTES = 16 << 20
@@ -120,12 +122,27 @@ def test_a_world_of_the_callers_is_used_and_gives_the_same(reports: list[Report]
         assert report["caller's sum"] == sum(range(len(reports)))
 
 
-def test_more_ranks_than_the_layout_has_are_a_clear_error(reports: list[Report]):
+def test_more_ranks_than_one_engine_needs_make_engines_that_know_nothing_of_each_other(
+    reports: list[Report], alone: Report
+):
+    """Uneven numbers of prompts, none included, other seeds and other parameters: nobody waits for the other engine."""
+    expected = {row["prompt"]: row for row in alone["outputs"]["of the row"]}
+    for rank, report in enumerate(reports):
+        engine = rank * 2 // len(reports)
+        calls = report["outputs of an engine of half the size"]
+        assert [[row["prompt"] for row in rows] for rows in calls] == CALLS_OF_ENGINES[engine]
+        for row in (row for rows in calls for row in rows):
+            assert row["ids"] == expected[row["prompt"]]["ids"]
+            assert row["text"] == expected[row["prompt"]]["text"]
+
+
+def test_ranks_that_make_no_whole_engine_are_a_clear_error(reports: list[Report]):
     size = len(reports)
     for report in reports:
-        assert report["error for too many ranks"].startswith(
-            "parallel.tensor_parallel_size=1 x parallel.pipeline_parallel_size=1 x parallel.data_parallel_size=1 is "
-            f"1 ranks, but {size} were started: start 1 (torchrun --nproc-per-node) or set "
+        assert report["error for too few ranks"] == (
+            f"parallel.tensor_parallel_size={size * 2} x parallel.pipeline_parallel_size=1 x "
+            f"parallel.data_parallel_size=1 is {size * 2} ranks an engine, but {size} were started: start a multiple "
+            f"of {size * 2} (torchrun --nproc-per-node)"
         )
 
 
@@ -143,9 +160,13 @@ def main(folder: Path) -> None:
         report["own blocks"], report["agreed blocks"] = blocks_of(llm)
         report["scheduler's blocks"] = llm.llm_engine.scheduler.cache.num_blocks
     try:
-        new_llm(1, num_blocks=64)
+        new_llm(size * 2, num_blocks=64)
     except ConfigError as error:
-        report["error for too many ranks"] = str(error)
+        report["error for too few ranks"] = str(error)
+    engine = rank * 2 // size
+    with new_llm(size // 2, num_blocks=64 + engine) as llm:
+        calls = CALLS_OF_ENGINES[engine]
+        report["outputs of an engine of half the size"] = [rows_of(llm, PARAMS["of the row"], each) for each in calls]
     dist.init_process_group("gloo")
     with new_llm(size, num_blocks=64) as llm:
         report["outputs in the caller's world"] = rows_of(llm, PARAMS["of the row"])
@@ -165,9 +186,9 @@ def outputs_of(llm: LLM) -> dict[str, list[Report]]:
     return {name: rows_of(llm, params) for name, params in PARAMS.items()}
 
 
-def rows_of(llm: LLM, params: SamplingParams) -> list[Report]:
+def rows_of(llm: LLM, params: SamplingParams, prompts: list[str] = PROMPTS) -> list[Report]:
     rows = []
-    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+    for output in llm.generate(prompts, params, use_tqdm=False):
         (completion,) = output.outputs
         logprobs = [{str(token): entry.logprob.hex() for token, entry in each.items()} for each in completion.logprobs]
         rows.append(

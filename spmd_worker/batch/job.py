@@ -26,6 +26,7 @@ from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.memory import host
 from spmd_worker.model_shape import read_generation_config
 from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import check_world_size
 from spmd_worker.sequence.defaults import default_sampling
 from spmd_worker.sequence.request import RequestId
 
@@ -59,7 +60,10 @@ def run_job(config: RunConfig, environment: RankEnvironment) -> None:
     """
     started_s = time.perf_counter()
     check_job(config.job)
-    read_run(config)
+    _, layout = read_run(config)
+    if environment.is_launched:
+        # Several engines would all read the same rows and write the same file.
+        check_world_size(layout, environment.world_size)
     default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
     run_dir = prepare_files(config.job) if environment.is_leader else None
     engine = start_engine(config, environment)

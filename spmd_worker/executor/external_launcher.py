@@ -7,7 +7,7 @@ the control group. Knows nothing about who started the ranks.
 
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.lockstep.channel import ControlChannel
-from spmd_worker.parallel.layout import check_world_size
+from spmd_worker.parallel.layout import check_whole_engines
 from spmd_worker.worker.worker import Worker
 
 
@@ -23,4 +23,4 @@ class ExternalLauncherExecutor(UniProcExecutor):
         return ControlChannel(worker.groups.control)
 
     def _check_world(self) -> None:
-        check_world_size(self.layout, self.environment.world_size)
+        check_whole_engines(self.layout, self.environment.world_size)

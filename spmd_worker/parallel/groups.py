@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.parallel.layout import RankLayout, in_every_engine
 from spmd_worker.parallel.process_group import GroupHandle, single_group
 
 
@@ -42,6 +42,7 @@ def join_groups(
 ) -> ParallelGroups:
     """Make the groups of `layout`; every rank of the world calls this, in the same order.
 
+    In a world of several engines each gets groups of its own, and nothing is compared or waited for between them later.
     Raises what torch.distributed raises when the other ranks do not come within `timeout_s`.
     """
     if layout.world_size == 1:
@@ -54,11 +55,16 @@ def join_groups(
     data_backend = "nccl" if device.type == "cuda" else "gloo"
     replica_size = layout.tensor_parallel_size * layout.pipeline_parallel_size
     replicas = [list(range(start, start + replica_size)) for start in range(0, layout.world_size, replica_size)]
+
+    def join(groups: list[list[int]], backend: str) -> GroupHandle:
+        everywhere = in_every_engine(groups, layout, environment.world_size)
+        return _join_one(everywhere, environment.rank, backend, timeout)
+
     return ParallelGroups(
         layout=layout,
-        tensor=_join_one(layout.tensor_groups(), environment.rank, data_backend, timeout),
-        pipeline=_join_one(layout.pipeline_groups(), environment.rank, data_backend, timeout),
-        control=_join_one(replicas, environment.rank, "gloo", timeout),
+        tensor=join(layout.tensor_groups(), data_backend),
+        pipeline=join(layout.pipeline_groups(), data_backend),
+        control=join(replicas, "gloo"),
         owns_world=owns_world,
     )
 

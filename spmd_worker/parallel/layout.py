@@ -60,6 +60,23 @@ def check_world_size(layout: RankLayout, world_size: int) -> None:
         )
 
 
+def check_whole_engines(layout: RankLayout, world_size: int) -> None:
+    """Raise ConfigError unless the ranks that were started make one or several whole engines of this layout."""
+    if world_size % layout.world_size:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
+            f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
+            f"{layout.world_size} ranks an engine, but {world_size} were started: start a multiple of "
+            f"{layout.world_size} (torchrun --nproc-per-node)"
+        )
+
+
+def in_every_engine(groups: list[list[int]], layout: RankLayout, world_size: int) -> list[list[int]]:
+    """The groups of one engine, for each engine of the world: ranks k * size to (k + 1) * size are engine k."""
+    starts = range(0, world_size, layout.world_size)
+    return [[start + rank for rank in ranks] for start in starts for ranks in groups]
+
+
 def check_divides(layout: RankLayout, shape: ModelShape) -> None:
     """Raise ConfigError unless every shard is whole; the message lists the sizes that are.
 
