@@ -160,20 +160,16 @@ def test_a_rank_that_does_not_exist_is_turned_away_even_with_the_token(rank: int
     sockets[0].close()
 
 
-def test_with_the_token_and_a_free_rank_one_is_let_in():
+def test_with_the_token_one_is_let_in_and_with_another_not():
     """Negative control: the token is what keeps strangers out."""
-    sockets: list[socket.socket] = []
-
-    def come(payload: bytes) -> None:
-        address = json.loads(payload)
-        sockets.append(socket.create_connection(address[:2], timeout=5))
-        send_frame(sockets[0], FrameKind.HELLO, 1, bytes.fromhex(address[2]))
-
-    leader, follower = open_all(2, come)
-    leader.send(b"message")
-    assert sockets[0].recv(100).endswith(b"message")
-    close_all([leader, follower])
-    sockets[0].close()
+    token = bytes(range(16))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for shown, rank in ((token, 1), (bytes(16), None)):
+            with socket.create_connection(listener.getsockname(), timeout=5) as comer:
+                send_frame(comer, FrameKind.HELLO, 1, shown)
+                connection, _ = listener.accept()
+                with connection:
+                    assert connect._greet(connection, token) == rank
 
 
 # Where it cannot be had.

@@ -258,7 +258,10 @@ def check_torchrun(name: str, folder: Path, num_ranks: int) -> None:
         import os, sys
         from pathlib import Path
         import plants
-        sys.exit(plants.run(sys.argv[1], int(os.environ["RANK"]), Path(sys.argv[2]), []))
+        exit_code = plants.run(sys.argv[1], int(os.environ["RANK"]), Path(sys.argv[2]), [])
+        # At once, as launch.py leaves: a SIGTERM while the interpreter is taken down would be the end of it.
+        sys.stderr.flush()
+        os._exit(exit_code)
     """
     path = os.pathsep.join(map(str, (PLANTS.parent, ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
     done = ranks.run_ranks(source, num_ranks, 60.0, [name, folder], env={"PYTHONPATH": path})
