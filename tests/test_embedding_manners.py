@@ -285,9 +285,18 @@ def ranks_that_were_given_different_seeds_fail_and_leave_the_callers_groups_work
 
 
 @check
-def a_layout_of_fewer_ranks_than_the_world_has_is_a_clear_error_and_leaves_the_callers_groups_working() -> None:
-    with nothing_is_left(), pytest.raises(ConfigError, match="is 1 ranks, but 2 were started"):
-        new_llm(tensor_parallel_size=1)
+def a_layout_of_more_ranks_than_the_world_has_is_a_clear_error_and_leaves_the_callers_groups_working() -> None:
+    with nothing_is_left(), pytest.raises(ConfigError, match="is 4 ranks an engine, but 2 were started"):
+        new_llm(tensor_parallel_size=4)
+    check_the_callers_groups()
+
+
+@check
+def an_engine_of_fewer_ranks_than_the_world_has_knows_nothing_of_the_others() -> None:
+    """Only rank 0 asks for anything: nobody waits for rank 1."""
+    with nothing_is_left(), new_llm(tensor_parallel_size=1) as llm:
+        if dist.get_rank() == 0:
+            assert generate(llm) == EXPECTED
     check_the_callers_groups()
 
 
