@@ -15,8 +15,9 @@ def test_every_rank_runs_and_its_output_is_captured():
     done = ranks.run_ranks(
         """
         import os, sys
-        print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} got {sys.argv[1]}", flush=True)
-        print(f"threads {os.environ['OMP_NUM_THREADS']}", file=sys.stderr, flush=True)
+        # Each line in one piece: torchrun's ranks are unbuffered and share a pipe, and print writes its newline apart.
+        os.write(1, f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} got {sys.argv[1]}\\n".encode())
+        os.write(2, f"threads {os.environ['OMP_NUM_THREADS']}\\n".encode())
         """,
         nproc=2,
         timeout_s=START_S,
