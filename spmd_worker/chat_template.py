@@ -137,7 +137,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._num_steps_left = _MAX_STEPS
         self._num_characters_left = _MAX_WORK_CHARACTERS
 
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # any arguments
         """Called for every call a template makes. The names of Jinja's parameters are private, hence the override."""
         self._count_step()
         _check_numbers(args, kwargs)

@@ -93,7 +93,7 @@ def test_a_folder_of_ones_own_adds_named_sets(tmp_path: Path):
 def test_what_is_composed_is_frozen_and_plain():
     config = composed("sampling.stop=[a,'b c']")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.cache.num_blocks = 3  # type: ignore[misc]
+        config.cache.num_blocks = 3  # type: ignore[misc]  # frozen, which is the point
     assert config.sampling.stop == ["a", "b c"]
     assert type(config.sampling.stop) is list
     assert config.sampling.given() == {"stop": ["a", "b c"]}

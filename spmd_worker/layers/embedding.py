@@ -14,18 +14,15 @@ from torch import Tensor, nn
 
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
-
-VOCABULARY_ALIGNMENT = 64
-"""Shards are padded to a multiple of this many rows: kernels like it, and 64 ids split 1, 2, 4 ... ways alike."""
+from spmd_worker.parallel.layout import vocabulary_rows
 
 
 class VocabularyShard:
     """Which token ids [start, stop) this rank owns, of shards of `size` rows."""
 
     def __init__(self, vocab_size: int, num_shards: int, rank: int) -> None:
-        per_shard = -(-vocab_size // num_shards)
         self.vocab_size = vocab_size
-        self.size = -(-per_shard // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT
+        self.size = vocabulary_rows(vocab_size, num_shards)
         self.start = min(rank * self.size, vocab_size)
         self.stop = min(self.start + self.size, vocab_size)
 

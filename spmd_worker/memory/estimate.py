@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.model_shape import DTYPE_BYTES, ModelShape
-from spmd_worker.parallel.layout import RankLayout, shard_range
-
-_VOCABULARY_ALIGNMENT = 64
+from spmd_worker.parallel.layout import RankLayout, shard_range, vocabulary_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +25,11 @@ def rank_sizes(shape: ModelShape, layout: RankLayout, rank: int) -> RankSizes:
     """The share of `rank` (global); the layout has been checked against the shape."""
     size, tensor_rank = layout.tensor_parallel_size, layout.tensor_rank(rank)
     start, stop = shard_range(shape.intermediate_size, size, tensor_rank)
-    rows = -(-shape.vocab_size // size)
     return RankSizes(
         num_heads=shape.num_heads // size,
         num_kv_heads=max(shape.num_kv_heads // size, 1),
         num_columns=stop - start,
-        num_vocabulary_rows=-(-rows // _VOCABULARY_ALIGNMENT) * _VOCABULARY_ALIGNMENT,
+        num_vocabulary_rows=vocabulary_rows(shape.vocab_size, size),
     )
 
 

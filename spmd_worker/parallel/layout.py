@@ -4,9 +4,13 @@ Pure arithmetic, and the one place where the factorisation is checked. Knows not
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from spmd_worker.config import ConfigError
 from spmd_worker.model_shape import ModelShape
+
+VOCABULARY_ALIGNMENT: Final = 64
+"""Vocabulary shards are padded to a multiple of this many rows, which kernels like and which halves six times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +116,9 @@ def shard_range(total: int, size: int, rank: int) -> tuple[int, int]:
     base, extra = divmod(total, size)
     start = rank * base + min(rank, extra)
     return start, start + base + (rank < extra)
+
+
+def vocabulary_rows(vocab_size: int, num_shards: int) -> int:
+    """Rows of each vocabulary shard: an equal part, padded to a multiple of `VOCABULARY_ALIGNMENT`."""
+    per_shard = -(-vocab_size // num_shards)
+    return -(-per_shard // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT

@@ -17,8 +17,3 @@ class StepBudget:
         """Take tokens; the caller asked first."""
         assert 0 < num_tokens <= self.num_tokens, (num_tokens, self.num_tokens)
         self.num_tokens -= num_tokens
-
-    def join(self) -> None:
-        """One more sequence runs."""
-        assert self.num_sequences > 0, self.num_sequences
-        self.num_sequences -= 1

@@ -44,7 +44,7 @@ def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
 
 
 def text_of(shape: ModelShape, tensor_parallel_size: int, **config: object) -> list[str]:
-    run = RunConfig(parallel=ParallelConfig(tensor_parallel_size), **config)  # type: ignore[arg-type]
+    run = RunConfig(parallel=ParallelConfig(tensor_parallel_size), **config)  # type: ignore[arg-type]  # a table has no types
     return describe_plan(make_plan(run, shape, RankLayout(tensor_parallel_size))).splitlines()
 
 
@@ -98,12 +98,12 @@ def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(shape: Mod
     assert lines[-1] == f"refused    {message}"
     assert "sequences  0 of 4,096 tokens" in lines[-3]
     with pytest.raises(ConfigError) as refused:
-        check_cache_setting(RunConfig(**config), shape)  # type: ignore[arg-type]
+        check_cache_setting(RunConfig(**config), shape)  # type: ignore[arg-type]  # a table has no types
     assert str(refused.value) == message
     # One block more than too few: nothing is refused.
     enough = {**config, "cache": CacheConfig(num_blocks=256)}
     assert not any(line.startswith("refused") for line in text_of(shape, 2, **enough))
-    check_cache_setting(RunConfig(**enough), shape)  # type: ignore[arg-type]
+    check_cache_setting(RunConfig(**enough), shape)  # type: ignore[arg-type]  # a table has no types
 
 
 def test_memory_that_is_too_small_is_refused_with_the_way_out(shape: ModelShape, monkeypatch: pytest.MonkeyPatch):
