@@ -12,17 +12,28 @@ from kv_cache.block import BlockId
 class BlockOps:
     """Pairs (from, to) of one step, in the order in which they were decided.
 
-    Contract of execution:
+    Contract of execution. The kinds run in the order swap_out, copy, swap_in, all of them before the step's forward
+    pass writes anything:
 
-    1. The kinds run in the order swap_out, swap_in, copy, all of them before the step's forward pass writes anything.
-       What a step frees it may therefore reuse at once: swapped-out contents are gone from the device before something
-       else arrives.
-    2. Within one kind every source is read before any destination is written. The pairs of one kind are one parallel
-       assignment: their order carries no meaning, and a block may be one pair's source and another's destination.
-    3. Within one kind no block is a destination twice.
+    1. Swap-outs and copies read the device as it was when the step began. Within one kind every source is read before
+       any destination is written: the pairs are one parallel assignment, their order carries no meaning, and a block
+       may be one copy's source and another's destination.
+    2. Swap-ins arrive last. They read the host after the step's swap-outs were written.
 
-    The copies of a chain (a to b, then b to c) do not obey rule 2 as they stand: whoever records them writes (a, b) and
-    (a, c), see `CacheManager.extend`.
+    So what a step frees it may reuse at once: a device block that is swapped out may receive a copy or a swap-in, and a
+    copy's source may receive a swap-in.
+
+    What whoever records them owes:
+
+    3. No host block is the destination of two swap-outs. No device block receives twice, copies and swap-ins together.
+    4. A copy whose source arrives in this very step by a swap-in is a second swap-in, from the same host block: a copy
+       would read what was in the block before.
+    5. The copies of a chain (a to b, then b to c) are (a, b) and (a, c), by rule 1; see `CacheManager.extend`.
+    6. A host block that a swap-in of this step reads is not given to another swap-out in this step, although it lies
+       free as soon as the swap-in is decided: by rule 2 its contents would be overwritten before they are read.
+
+    Stores go with the swap-outs and loads come after everything else (see `connector.py`): together they are transfer
+    number `transfer`, which outlives the step.
     """
 
     swap_in: tuple[tuple[BlockId, BlockId], ...] = ()
@@ -31,8 +42,14 @@ class BlockOps:
     """(device block, host block)."""
     copy: tuple[tuple[BlockId, BlockId], ...] = ()
     """(device source, device destination)."""
+    store: tuple[tuple[BlockId, int], ...] = ()
+    """(device block, the connector's place)."""
+    load: tuple[tuple[int, BlockId], ...] = ()
+    """(the connector's place, device block)."""
+    transfer: int = 0
+    """Number of the transfer that the stores and loads make; 0 where there are none."""
 
     @property
     def is_empty(self) -> bool:
         """Whether the step moves no block."""
-        return not (self.swap_in or self.swap_out or self.copy)
+        return not (self.swap_in or self.swap_out or self.copy or self.store or self.load)

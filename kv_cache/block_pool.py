@@ -1,24 +1,35 @@
-"""The blocks of one memory: which are free, and how many tables list each of the others.
+"""The blocks of one memory: which are free, how many tables list each of the others, and what can be found in them.
 
-Knows block numbers and counts. Knows nothing of tables, tokens or contents, nor whose memory it is.
+Knows block numbers, counts and names of contents. Knows nothing of tables or tokens, nor whose memory it is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from kv_cache.block import Block, BlockId
+from kv_cache.block import Block, BlockHash, BlockId
 from kv_cache.free_queue import FreeQueue
+from kv_cache.prefix_index import PrefixIndex
 
 
 class BlockPool:
     """Blocks 0 .. num_blocks - 1, all free at first and handed out in that order.
 
-    A block is free exactly when its count is zero. Which block comes next depends on the order of the calls alone, so
-    replicas that make the same calls hold the same pool.
+    A block is free exactly when its count is zero. A free block that carries a name keeps its contents until it is
+    taken, and can be had back by that name.
+
+    **Eviction order.** Blocks without a name go first, the latest released first: nothing of theirs is worth keeping,
+    and memory that was used is used again before untouched memory is. Then those with a name, the least recently
+    released first. Which block comes next depends on the order of the calls alone, so replicas that make the same calls
+    hold the same pool.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, records_evictions: bool = False) -> None:
+        """With `records_evictions` somebody calls `take_evicted` in every step."""
+        self._records_evictions = records_evictions
         self._blocks = [Block(BlockId(index)) for index in range(num_blocks)]
         self._free = FreeQueue(self._blocks)
+        self._index = PrefixIndex()
+        self._num_free_named = 0
+        self._evicted: list[tuple[BlockHash, BlockId]] = []
 
     @property
     def num_blocks(self) -> int:
@@ -27,8 +38,18 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """How many blocks `take` can give."""
+        """How many blocks `take` can give, those that carry a name included."""
         return len(self._free)
+
+    @property
+    def num_free_named_blocks(self) -> int:
+        """How many of the free blocks still hold what their name says."""
+        return self._num_free_named
+
+    @property
+    def num_named_blocks(self) -> int:
+        """Blocks that can be found, in use or free."""
+        return len(self._index)
 
     @property
     def free_block_ids(self) -> list[BlockId]:
@@ -40,45 +61,105 @@ class BlockPool:
         return self._block(block_id).ref_count
 
     def take(self, count: int) -> list[BlockId]:
-        """`count` blocks, longest free first, with one owner each. The caller has asked `num_free_blocks` before."""
+        """`count` blocks in eviction order, with one owner each. The caller has asked `num_free_blocks` before.
+
+        A name that one of them carries is gone.
+        """
         assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} are free"
-        blocks = [self._free.pop_first() for _ in range(count)]
-        for block in blocks:
+        taken: list[BlockId] = []
+        for _ in range(count):
+            block = self._free.pop_first()
             block.ref_count = 1
-        return [block.block_id for block in blocks]
+            if block.block_hash is not None:
+                self._evict(block, block.block_hash)
+            taken.append(block.block_id)
+        return taken
 
     def share(self, block_ids: Iterable[BlockId]) -> None:
-        """One more owner for each of the blocks, none of which may be free."""
+        """One more owner for each of the blocks; a free one must carry a name, and leaves the free blocks."""
         for block_id in block_ids:
             block = self._block(block_id)
-            assert block.ref_count > 0, f"block {block_id} is free and cannot be shared"
+            if block.ref_count == 0:
+                assert block.block_hash is not None, f"block {block_id} is free and holds nothing that could be shared"
+                self._free.remove(block)
+                self._num_free_named -= 1
             block.ref_count += 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
-        """One owner less for each of the blocks, in the order given.
-
-        A block without owners is queued behind all free blocks, so the first one given is the first to be taken again.
-        """
+        """One owner less for each of the blocks, in the order given: of named ones the first given goes first."""
         for block_id in block_ids:
             block = self._block(block_id)
             assert block.ref_count > 0, f"block {block_id} is released but it is free already"
             block.ref_count -= 1
             if block.ref_count == 0:
-                self._free.append(block)
+                if block.block_hash is None:
+                    self._free.prepend(block)
+                else:
+                    self._free.append(block)
+                    self._num_free_named += 1
+
+    def name(self, block_id: BlockId, block_hash: BlockHash) -> bool:
+        """Make a full block in use findable. False, and nothing changes, where another block has that name already."""
+        block = self._block(block_id)
+        assert block.ref_count > 0, f"block {block_id} is free and cannot be named"
+        assert block.block_hash is None, f"block {block_id} carries a name already"
+        if not self._index.insert(block_hash, block_id):
+            return False
+        block.block_hash = block_hash
+        return True
+
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """The block that holds these contents, in use or free."""
+        return self._index.find(block_hash)
+
+    def find_chain(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """The blocks of the leading names, up to the first that is not there."""
+        return self._index.find_chain(hashes)
+
+    def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
+        """How many of the blocks are free: as many fewer will `take` find once they are shared."""
+        blocks = self._blocks
+        return sum(1 for block_id in block_ids if blocks[block_id].ref_count == 0)
+
+    def forget_names(self) -> None:
+        """No block can be found any more. Free blocks stay where they are in the queue."""
+        for block_id in self._index.clear():
+            self._blocks[block_id].block_hash = None
+        self._num_free_named = 0
+        self._evicted.clear()
+
+    def take_evicted(self) -> list[tuple[BlockHash, BlockId]]:
+        """Names that `take` ended since the last call, with the blocks that carried them, where that is recorded."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def check_integrity(self) -> None:
-        """Raise AssertionError, with the values, where the free queue and the counts contradict each other."""
+        """Raise AssertionError, with the values, where free queue, counts and names contradict each other."""
         self._free.check_integrity()
         is_queued = [False] * self.num_blocks
+        num_free_named = 0
         for block in self._free:
             assert self._block(block.block_id) is block, f"free queue holds {block}, which is not this pool's"
             assert not is_queued[block.block_id], f"free queue holds {block} twice"
             is_queued[block.block_id] = True
+            num_free_named += block.block_hash is not None
         for block in self._blocks:
             assert block.ref_count >= 0, f"{block} has a negative count"
             assert is_queued[block.block_id] == (block.ref_count == 0), (
                 f"{block} {'is' if is_queued[block.block_id] else 'is not'} in the free queue"
             )
+        assert num_free_named == self._num_free_named, (
+            f"{num_free_named} free blocks carry a name, {self._num_free_named} are counted"
+        )
+        named = [(block.block_hash, block.block_id) for block in self._blocks if block.block_hash is not None]
+        self._index.check_integrity(named)
+
+    def _evict(self, block: Block, block_hash: BlockHash) -> None:
+        self._index.remove(block_hash)
+        if self._records_evictions:
+            self._evicted.append((block_hash, block.block_id))
+        block.block_hash = None
+        self._num_free_named -= 1
 
     def _block(self, block_id: BlockId) -> Block:
         assert 0 <= block_id < len(self._blocks), f"block {block_id} is not one of {len(self._blocks)}"

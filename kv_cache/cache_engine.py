@@ -10,15 +10,13 @@ Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
 from kv_cache.cache_spec import CacheSpec
-
-_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load of the CPU kernels
+from kv_cache.host_memory import HostMemory, indices, lazy_zeros, new_host_memory
 
 _Pairs = Sequence[tuple[BlockId, BlockId]]
 
@@ -49,7 +47,7 @@ class CacheEngine:
         self.dtype = dtype
         self.device = device
         self._device_cache: Tensor | None = None
-        self._host_cache: Tensor | None = None
+        self._host: HostMemory | None = None
 
     @property
     def device_cache(self) -> Tensor:
@@ -60,8 +58,7 @@ class CacheEngine:
     @property
     def host_cache(self) -> Tensor:
         """[num_layers, num_host_blocks, *block_shape] in host memory, pinned where the device is CUDA."""
-        assert self._host_cache is not None, "the cache is not allocated"
-        return self._host_cache
+        return self._host_memory.tensor
 
     def layer_cache(self, layer_index: int) -> Tensor:
         """[num_device_blocks, *block_shape]: a view that one layer reads and writes. Each rank counts layers from 0."""
@@ -69,41 +66,43 @@ class CacheEngine:
         return self.device_cache[layer_index]
 
     def allocate(self) -> None:
-        """Make both caches, zero-filled."""
+        """Make both caches, zero-filled, and on CUDA the side stream that moves blocks between them."""
         assert self._device_cache is None, "the cache is allocated already"
         packed_bytes = math.prod(self.block_shape) * self.dtype.itemsize
         assert packed_bytes == self.spec.layer_block_bytes, (
             f"block_shape {self.block_shape} of {self.dtype} is {packed_bytes} bytes, "
             f"one block of one layer is {self.spec.layer_block_bytes}"
         )
-        device_shape = (self.spec.num_layers, self.num_device_blocks, *self.block_shape)
-        host_shape = (self.spec.num_layers, self.num_host_blocks, *self.block_shape)
         # A tensor born in inference mode could not be written outside it, and the cache outlives both.
         with torch.inference_mode(False):
+            shape = (self.spec.num_layers, self.num_device_blocks, *self.block_shape)
             if self.device.type == "cpu":
-                self._device_cache = _lazy_zeros(device_shape, self.dtype)
-                self._host_cache = _lazy_zeros(host_shape, self.dtype)
+                self._device_cache = lazy_zeros(shape, self.dtype)
             else:
-                self._device_cache = torch.zeros(device_shape, dtype=self.dtype, device=self.device)
-                self._host_cache = torch.zeros(host_shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+                self._device_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self._host = new_host_memory(self._device_cache, self.num_host_blocks)
 
     def release(self) -> None:
         """Drop both caches with all they hold. Views of them keep the memory alive: they go first."""
         self._device_cache = None
-        self._host_cache = None
+        self._host = None
 
     def execute(self, block_ops: BlockOps) -> None:
-        """One step's moves in the order swap out, swap in, copy (see `BlockOps`).
+        """One step's moves in the order swap out, copy, swap in (see `BlockOps`).
 
-        Raises ValueError naming the block, before anything moves, if a pair of any kind is outside the caches or two
-        pairs of one kind have the same destination.
+        On CUDA what is queued on the current stream before this call is done before a block moves, and what is queued
+        after it sees the blocks where they belong.
+
+        Raises ValueError naming the block, before anything moves, if a pair of any kind is outside the caches, a host
+        block receives twice, or a device block receives twice, by copy or swap_in.
         """
-        self._check_swap_out(block_ops.swap_out)
-        self._check_swap_in(block_ops.swap_in)
-        self._check_copy(block_ops.copy)
-        _move(block_ops.swap_out, self.device_cache, self.host_cache)
-        _move(block_ops.swap_in, self.host_cache, self.device_cache)
-        _move(block_ops.copy, self.device_cache, self.device_cache)
+        self._check(block_ops)
+        self._host_memory.move_out(block_ops.swap_out)
+        if self.device.type == "cpu":
+            _copy_each(block_ops.copy, self.device_cache)
+        else:
+            _copy_at_once(block_ops.copy, self.device_cache)
+        self._host_memory.move_in(block_ops.swap_in)
 
     def swap_out(self, pairs: _Pairs) -> None:
         """Whole blocks (device, host), all layers. Raises ValueError as `execute` does."""
@@ -117,18 +116,27 @@ class CacheEngine:
         """Whole blocks (device source, device destination), all layers; every source is read before any write."""
         self.execute(BlockOps(copy=tuple(pairs)))
 
-    def _check_swap_out(self, pairs: _Pairs) -> None:
-        _check_pairs("swap_out", pairs, ("device", self.num_device_blocks), ("host", self.num_host_blocks))
+    @property
+    def _host_memory(self) -> HostMemory:
+        assert self._host is not None, "the cache is not allocated"
+        return self._host
 
-    def _check_swap_in(self, pairs: _Pairs) -> None:
-        _check_pairs("swap_in", pairs, ("host", self.num_host_blocks), ("device", self.num_device_blocks))
+    def _check(self, block_ops: BlockOps) -> None:
+        device, host = ("device", self.num_device_blocks), ("host", self.num_host_blocks)
+        received: dict[BlockId, tuple[str, BlockId]] = {}
+        _check_pairs("swap_out", block_ops.swap_out, device, host, {})
+        _check_pairs("copy", block_ops.copy, device, device, received)
+        _check_pairs("swap_in", block_ops.swap_in, host, device, received)
 
-    def _check_copy(self, pairs: _Pairs) -> None:
-        _check_pairs("copy", pairs, ("device", self.num_device_blocks), ("device", self.num_device_blocks))
 
-
-def _check_pairs(kind: str, pairs: _Pairs, source_memory: tuple[str, int], destination_memory: tuple[str, int]) -> None:
-    written: dict[BlockId, BlockId] = {}
+def _check_pairs(
+    kind: str,
+    pairs: _Pairs,
+    source_memory: tuple[str, int],
+    destination_memory: tuple[str, int],
+    received: dict[BlockId, tuple[str, BlockId]],
+) -> None:
+    """`received`: which block each destination has been promised, and by which kind; the pairs are added."""
     for source, destination in pairs:
         for block_id, (memory, num_blocks) in ((source, source_memory), (destination, destination_memory)):
             if not 0 <= block_id < num_blocks:
@@ -136,34 +144,30 @@ def _check_pairs(kind: str, pairs: _Pairs, source_memory: tuple[str, int], desti
                     f"{kind} of block {source} to {destination}: {memory} block {block_id} does not exist, "
                     f"there are {num_blocks}"
                 )
-        if destination in written:
+        if destination in received:
+            other_kind, other_source = received[destination]
             raise ValueError(
                 f"{kind} of block {source} to {destination}: {destination_memory[0]} block {destination} "
-                f"already receives block {written[destination]} in this step"
+                f"already receives block {other_source} by {other_kind} in this step"
             )
-        written[destination] = source
+        received[destination] = (kind, source)
 
 
-def _move(pairs: _Pairs, source_cache: Tensor, destination_cache: Tensor) -> None:
-    """Gather all sources, then scatter them: so a block that is both is read before it is written.
+def _copy_each(pairs: _Pairs, cache: Tensor) -> None:
+    """Within host memory: a source that is a destination too is put aside first, and no other."""
+    destinations = dict.fromkeys(destination for _, destination in pairs)
+    kept = {source: cache[:, source].clone() for source, _ in pairs if source in destinations}
+    for source, destination in pairs:
+        cache[:, destination] = kept[source] if source in kept else cache[:, source]
 
-    Takes a temporary of the blocks moved, [num_layers, num_pairs, *block_shape].
+
+def _copy_at_once(pairs: _Pairs, cache: Tensor) -> None:
+    """Within a device's memory, in one operation for all layers: gather all sources, then scatter them.
+
+    Takes a temporary of the blocks copied, [num_layers, num_pairs, *block_shape].
     """
     if not pairs:
         return
-    sources = torch.tensor([source for source, _ in pairs], device=source_cache.device)
-    destinations = torch.tensor([destination for _, destination in pairs], device=destination_cache.device)
-    gathered = source_cache.index_select(1, sources)
-    destination_cache.index_copy_(1, destinations, gathered.to(destination_cache.device))
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in host memory whose pages the system commits when they are first written.
-
-    torch.zeros writes, so it commits everything at once; torch.empty may return a recycled page with anything in it.
-    numpy.zeros asks the system for zeroed memory and writes nothing, but aligns to 16 bytes only, hence the margin.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8))
-    start = -raw.data_ptr() % _ALIGNMENT_BYTES
-    return raw[start : start + num_bytes].view(dtype).view(shape)
+    sources = indices([source for source, _ in pairs], cache.device)
+    destinations = indices([destination for _, destination in pairs], cache.device)
+    cache.index_copy_(1, destinations, cache.index_select(1, sources))

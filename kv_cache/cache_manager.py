@@ -1,175 +1,184 @@
-"""What the scheduler asks of the cache: is there room, give it to this table, share it, take it back.
+"""What the scheduler asks of the cache: the device's tables, and the ways out of the device and back.
 
-Knows tables and positions. Knows nothing of requests, queues, policy or tensors, and never reads a token: it answers
-from counts, so a step can be planned before the values of the one before it are known.
+Knows tables and names of contents. Knows nothing of requests, queues, policy or tensors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from kv_cache.block import BlockId, num_blocks_for
+from kv_cache.block import BlockHash, BlockId, num_blocks_for
 from kv_cache.block_ops import BlockOps
 from kv_cache.block_pool import BlockPool
-from kv_cache.block_table import BlockTable, TableChange
+from kv_cache.block_table import BlockTable
+from kv_cache.connector import Connector, Transfers
+from kv_cache.device_tables import DeviceTables, count_listings
+from kv_cache.swap_space import SwapSpace
 
 
-class CacheManager:
-    """Gives the device's blocks to tables and collects the copies that the step must make first.
+class CacheManager(DeviceTables):
+    """The tables on the device, swapped out to the host, and what a connector keeps beyond both."""
 
-    A step is everything between two calls of `take_block_ops`. Within one, tables may be extended, forked and released
-    in any order; the blocks' contents change only when the step runs: first the copies, then the writes.
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        watermark_blocks: int = 0,
+        *,
+        num_host_blocks: int = 0,
+        connector: Connector | None = None,
+    ) -> None:
+        """`num_host_blocks`: what may be swapped out at most; `connector`: who gets named blocks that lose their place.
 
-    **Written tokens.** `first_token` always counts the tokens of a sequence whose keys and values an earlier step has
-    written (or will have written when this one runs). What the step being planned writes does not count: a copy would
-    not see it.
-
-    **Copies of one step.** A pair's source may lose its last owner later in the same step and be taken again, as room
-    for writes or as the destination of another copy; a destination may be shared and copied again. So a pair's source
-    always stands for what that block *holds when the step begins*: a copy of a block that is itself a pending
-    destination is recorded from that pair's source. Then all sources can be read before any destination is written,
-    which is the contract of `BlockOps`; no order of the pairs can be wrong; and a pair whose destination is freed again
-    is dropped without harm to the copies made from it. (Running unresolved pairs one after the other in recorded order
-    would serve chains too, but not after such a drop.)
-    """
-
-    def __init__(self, num_blocks: int, block_size: int, watermark_blocks: int = 0) -> None:
-        """`watermark_blocks`: free blocks that `can_extend(keep_watermark=True)` leaves for those who run already."""
-        assert block_size >= 1, f"block_size={block_size}"
-        self._pool = BlockPool(num_blocks)
-        self._block_size = block_size
-        self._watermark_blocks = watermark_blocks
-        # Destination -> the block that holds its contents when the step begins.
-        self._copy_sources: dict[BlockId, BlockId] = {}
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in one block."""
-        return self._block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks, free or not."""
-        return self._pool.num_blocks
-
-    @property
-    def watermark_blocks(self) -> int:
-        """Free blocks that `can_extend(keep_watermark=True)` leaves."""
-        return self._watermark_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no table lists."""
-        return self._pool.num_free_blocks
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks that some table lists; one that is shared counts once."""
-        return self._pool.num_blocks - self._pool.num_free_blocks
-
-    def max_tokens(self) -> int:
-        """Tokens that fit when every block is full and none is shared."""
-        return self._pool.num_blocks * self._block_size
-
-    def num_new_blocks(self, table: BlockTable, first_token: int, num_tokens: int) -> int:
-        """Free blocks that `extend` with the same arguments takes.
-
-        One for each block past the table's end, and one for each shared block that positions first_token up to
-        num_tokens fall into. Tables that share a block need fewer once one of them has its own: ask for each before it
-        is extended, not for all in advance.
+        See `DeviceTables` for the rest.
         """
-        num_shared = len(self._shared_indices(table, first_token, num_tokens))
-        return num_shared + self._num_appended(table, num_tokens)
+        super().__init__(BlockPool(num_blocks, records_evictions=connector is not None), block_size, watermark_blocks)
+        self._swap = SwapSpace(num_host_blocks)
+        self._transfers = Transfers(connector) if connector is not None else None
 
-    def can_extend(self, table: BlockTable, first_token: int, num_tokens: int, *, keep_watermark: bool = False) -> bool:
-        """Whether `extend` with the same arguments finds enough free blocks, if asked with the watermark to spare."""
-        num_spared = self._watermark_blocks if keep_watermark else 0
-        return self.num_new_blocks(table, first_token, num_tokens) + num_spared <= self._pool.num_free_blocks
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the swap space."""
+        return self._swap.num_blocks
 
-    def extend(self, table: BlockTable, first_token: int, num_tokens: int) -> TableChange:
-        """Make positions first_token up to num_tokens writable by this table alone; returns what changed in it.
+    @property
+    def num_tier_blocks(self) -> int:
+        """Blocks that the connector can keep."""
+        return 0 if self._transfers is None else self._transfers.num_places
 
-        Blocks that others list are replaced. The one that first_token falls into is copied if it holds tokens below
-        first_token; those after it hold nothing of this sequence that the step does not write. `can_extend` must hold.
+    @property
+    def num_used_host_blocks(self) -> int:
+        """Host blocks of tables that are swapped out."""
+        return self._swap.num_used_blocks
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing that is in the cache now can be found any more, on the device, on the host or beyond."""
+        self._pool.forget_names()
+        self._swap.forget_names()
+        self._fresh.clear()
+        if self._transfers is not None:
+            self._transfers.forget()
+
+    # Giving way.
+
+    def swap_out(self, table: BlockTable, hashes: Sequence[BlockHash]) -> BlockTable | None:
+        """Move a table's contents to the host: returns the host table and empties this one, or None without a change.
+
+        None when the host has no room, or when contents arrive or are written only when the step runs. `hashes` are the
+        names of its leading full blocks, where they have names.
         """
-        shared_indices = self._shared_indices(table, first_token, num_tokens)
-        num_shared = len(shared_indices)
-        taken = self._pool.take(num_shared + self._num_appended(table, num_tokens))
-        first_changed = shared_indices[0] if shared_indices else table.num_blocks
-        suffix = table.block_ids[first_changed:]
-        for index, block_id in zip(shared_indices, taken[:num_shared]):
-            self._replace_shared(table.block_ids[index], block_id, must_copy=index * self._block_size < first_token)
-            suffix[index - first_changed] = block_id
-        change = TableChange(first_changed, (*suffix, *taken[num_shared:]))
-        table.apply(change)
-        return change
+        block_ids = table.block_ids
+        if any(block_id in self._fresh or self._moves.receives(block_id) for block_id in block_ids):
+            return None
+        if not self._swap.has_room(len(block_ids), hashes):
+            return None
+        host_table, copied = self._swap.store(len(block_ids), hashes)
+        for index in copied:
+            self._moves.swap_out(block_ids[index], host_table.block_ids[index])
+        self.release(table)
+        return host_table
 
-    def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same blocks. Takes no block; the first of the two to write to one pays for it.
+    def can_swap_in(
+        self, host_table: BlockTable, hashes: Sequence[BlockHash], num_tokens: int, *, keep_watermark: bool = False
+    ) -> bool:
+        """Whether there is room for a swapped-out table, extended to `num_tokens`."""
+        held = self._held(host_table, hashes)
+        num_blocks = max(host_table.num_blocks, num_blocks_for(num_tokens, self._block_size))
+        num_new = num_blocks - len(held) + self._pool.num_free_among(held.values())
+        return self._has_room(num_new, keep_watermark)
 
-        The new sequence has those tokens that earlier steps wrote, even if the old table is extended already.
+    def swap_in(self, host_table: BlockTable, hashes: Sequence[BlockHash]) -> BlockTable:
+        """Bring a table back: returns the device table, empties the host table. `can_swap_in` must hold.
+
+        What is on the device still, or again, is shared and not moved.
         """
-        self._pool.share(table.block_ids)
-        return BlockTable(list(table.block_ids))
+        held = self._held(host_table, hashes)
+        self._pool.share(held.values())
+        taken = iter(self._take(host_table.num_blocks - len(held)))
+        table = BlockTable([held[index] if index in held else next(taken) for index in range(host_table.num_blocks)])
+        for index, (host_block, block_id) in enumerate(zip(host_table.block_ids, table.block_ids, strict=True)):
+            if index not in held:
+                self._moves.swap_in(host_block, block_id)
+                if index < len(hashes):
+                    self._pool.name(block_id, hashes[index])
+        self._swap.release(host_table, is_read=True)
+        return table
 
-    def release(self, table: BlockTable) -> None:
-        """Give all blocks of a table back and empty it. The tail goes first, so the head of a chain is evicted last."""
-        self._pool.release(reversed(table.block_ids))
-        table.block_ids.clear()
-        self._drop_copies_to_free_blocks()
+    def release_host(self, host_table: BlockTable) -> None:
+        """A swapped-out table is wanted no more."""
+        self._swap.release(host_table, is_read=False)
+
+    # Beyond the device.
+
+    def load_prefix(self, prefix: Sequence[BlockId], hashes: Sequence[BlockHash], num_tokens: int) -> int | None:
+        """Have the connector bring what comes after `prefix`; the number of the transfer to wait for, None for none.
+
+        Only if the whole sequence of `num_tokens` finds room, with the watermark to spare: it will need it.
+        """
+        rest = hashes[len(prefix) :]
+        if self._transfers is None or not rest:
+            return None
+        under_way = self._transfers.number_loading(rest[0])
+        if under_way is not None:
+            return under_way
+        num_found = self._transfers.lookup(rest)
+        # What is on the device already, behind the gap, need not come again.
+        num_wanted = next(
+            (i for i, each in enumerate(rest[:num_found]) if self._pool.find(each) is not None), num_found
+        )
+        if num_wanted == 0 or not self.can_start(prefix, num_tokens, keep_watermark=True):
+            return None
+        places = self._transfers.reserve(rest[:num_wanted])
+        # Not evicted for what comes after it.
+        self._pool.share(prefix)
+        block_ids = self._take(num_wanted)
+        self._pool.release(reversed(prefix))
+        return self._transfers.load(rest[:num_wanted], places, block_ids)
+
+    def finish_transfer(self, number: int) -> None:
+        """Every rank has finished a transfer: what it loaded can be found from now on."""
+        assert self._transfers is not None, f"transfer {number} without a connector"
+        arrived = self._transfers.finish(number)
+        for block_hash, block_id in arrived:
+            if block_hash is not None:
+                self._pool.name(block_id, block_hash)
+        self._pool.release(block_id for _, block_id in reversed(arrived))
 
     def take_block_ops(self) -> BlockOps:
         """The moves of this step, once: the next call answers for the next step."""
-        copies = tuple((source, destination) for destination, source in self._copy_sources.items())
-        self._copy_sources.clear()
-        return BlockOps(copy=copies)
+        block_ops = self._moves.take()
+        if self._transfers is not None:
+            number, stores, loads = self._transfers.take()
+            block_ops = replace(block_ops, transfer=number, store=stores, load=loads)
+        self._swap.end_step()
+        self._fresh.clear()
+        return block_ops
 
-    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Raise AssertionError, with values, unless `tables` (all there are) account for every owner of every block.
+    def check_integrity(self, tables: Iterable[BlockTable], host_tables: Sequence[BlockTable] = ()) -> None:
+        """Raise AssertionError, with values, unless tables (all there are) account for every owner of every block.
 
-        Costs a walk over all blocks and tables: for tests and for the end of a run.
+        Costs a walk over all blocks and tables: for tests, the end of a run and SPMD_WORKER_CHECK.
         """
         self._pool.check_integrity()
-        for block_id, num_listed in enumerate(self._count_listings(tables)):
+        self._swap.check_integrity(host_tables)
+        self._moves.check_integrity(self.num_blocks, self.num_host_blocks)
+        transferred: list[BlockId] = []
+        if self._transfers is not None:
+            self._transfers.check_integrity()
+            transferred = self._transfers.owned_block_ids()
+        for block_id, num_listed in enumerate(count_listings([*tables, BlockTable(transferred)], self.num_blocks)):
             ref_count = self._pool.ref_count(BlockId(block_id))
             assert ref_count == num_listed, f"block {block_id} counts {ref_count} owners, {num_listed} tables list it"
-        for destination, source in self._copy_sources.items():
-            assert source != destination, f"block {source} is to be copied to itself"
-            assert self._pool.ref_count(destination) > 0, f"copy {source} to {destination}: the destination is free"
-            assert 0 <= source < self.num_blocks, f"copy {source} to {destination}: there are {self.num_blocks} blocks"
 
-    def _count_listings(self, tables: Iterable[BlockTable]) -> list[int]:
-        counts = [0] * self.num_blocks
-        last_table = [-1] * self.num_blocks
-        for table_index, table in enumerate(tables):
-            for block_id in table.block_ids:
-                assert 0 <= block_id < self.num_blocks, f"a table lists block {block_id} of {self.num_blocks}"
-                assert last_table[block_id] != table_index, f"a table lists block {block_id} twice: {table.block_ids}"
-                last_table[block_id] = table_index
-                counts[block_id] += 1
-        return counts
+    def _take(self, count: int) -> list[BlockId]:
+        taken = self._pool.take(count)
+        if self._transfers is not None:
+            for block_hash, block_id in self._pool.take_evicted():
+                if not self._moves.receives(block_id):
+                    self._transfers.store(block_hash, block_id)
+        self._moves.overwrite(taken)
+        return taken
 
-    def _num_appended(self, table: BlockTable, num_tokens: int) -> int:
-        return max(0, num_blocks_for(num_tokens, self._block_size) - table.num_blocks)
-
-    def _shared_indices(self, table: BlockTable, first_token: int, num_tokens: int) -> list[int]:
-        assert 0 <= first_token <= num_tokens, f"positions {first_token} up to {num_tokens}"
-        assert first_token <= table.num_blocks * self._block_size, (
-            f"{first_token} tokens are said to be written, the table has {table.num_blocks} blocks"
-        )
-        if first_token == num_tokens:
-            return []
-        end = min(table.num_blocks, num_blocks_for(num_tokens, self._block_size))
-        touched = range(first_token // self._block_size, end)
-        return [index for index in touched if self._pool.ref_count(table.block_ids[index]) > 1]
-
-    def _replace_shared(self, source: BlockId, destination: BlockId, *, must_copy: bool) -> None:
-        if must_copy:
-            origin = self._copy_sources.get(source, source)
-            # Equal when the origin was freed in this step and is now handed out for its own contents: nothing to move.
-            if origin != destination:
-                self._copy_sources[destination] = origin
-        self._pool.release((source,))
-
-    def _drop_copies_to_free_blocks(self) -> None:
-        freed = [destination for destination in self._copy_sources if self._pool.ref_count(destination) == 0]
-        for destination in freed:
-            del self._copy_sources[destination]
+    def _held(self, host_table: BlockTable, hashes: Sequence[BlockHash]) -> dict[int, BlockId]:
+        """Index in a swapped-out table -> device block that holds the same."""
+        found = ((index, self._pool.find(each)) for index, each in enumerate(hashes[: host_table.num_blocks]))
+        return {index: block_id for index, block_id in found if block_id is not None}

@@ -15,14 +15,16 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 class MemoryMeasurement:
     """What a device has and what is taken of it before the cache, in bytes.
 
-    `activation_bytes` is the peak of the largest step; `non_torch_bytes` is what the process holds outside the
-    allocator of the framework (libraries, graphs, communication buffers).
+    `activation_bytes` is the peak of the largest step, `activation_note` how it is known, in a word or two;
+    `non_torch_bytes` is what the process holds outside the allocator of the framework (libraries, graphs, communication
+    buffers).
     """
 
     total_bytes: int
     weights_bytes: int
     activation_bytes: int
     non_torch_bytes: int
+    activation_note: str = ""
 
     @property
     def taken_bytes(self) -> int:
@@ -32,48 +34,83 @@ class MemoryMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class CacheSizing:
-    """The numbers and `reason`, several lines for people: each share, and what limited the number."""
+    """The numbers of one rank, and `reason`, lines for people: a line for each memory, and under it, indented, the
+    shares and what limited the number.
+    """
 
     num_device_blocks: int
     num_host_blocks: int
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class CacheNeed:
+    """What the cache is for: `max_num_seqs` sequences at once, none longer than `max_model_len` tokens."""
+
+    max_num_seqs: int
+    max_model_len: int
+
+    def num_blocks(self, block_size: int) -> int:
+        """More blocks than this are never in use at once."""
+        return self.max_num_seqs * num_blocks_for(self.max_model_len, block_size)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.max_num_seqs} sequences (scheduler.max_num_seqs) of {self.max_model_len} tokens "
+            f"(model.max_model_len)"
+        )
+
+
 def size_cache(
     spec: CacheSpec,
     measurement: MemoryMeasurement | None,
+    need: CacheNeed,
     *,
     num_blocks: int | None,
     memory_utilization: float,
     swap_space_bytes: int,
-    max_num_seqs: int,
-    max_model_len: int,
+    is_swap_space_on_device: bool,
 ) -> CacheSizing:
     """The blocks of one rank.
 
     `num_blocks` is taken as it stands and needs no measurement. Without it: what `memory_utilization` of the memory
-    leaves beside weights, activations and the rest, but no more than `max_num_seqs` sequences of `max_model_len` tokens
-    can use, and never less than 0 (see `check_cache_holds_one_sequence`). `swap_space_bytes` is this rank's own.
+    leaves beside weights, activations and the rest, but no more than `need` can use, and never less than 0 (see
+    `check_cache_holds_one_sequence`). `swap_space_bytes` is this rank's own, and `need` caps it too; where it lies in
+    the memory that was measured (`is_swap_space_on_device`: the CPU) the cache gets that much less.
     """
-    num_host_blocks = swap_space_bytes // spec.block_bytes
+    num_host_blocks = num_swap_blocks(spec, swap_space_bytes, need)
     if num_blocks is not None:
         num_device_blocks, lines = num_blocks, ["set by cache.num_blocks"]
     else:
         assert measurement is not None, "without cache.num_blocks the number of blocks needs a measurement"
-        num_device_blocks, lines = _profiled_blocks(spec, measurement, memory_utilization, max_num_seqs, max_model_len)
+        swap_bytes = num_host_blocks * spec.block_bytes if is_swap_space_on_device else 0
+        num_device_blocks, lines = _profiled_blocks(spec, measurement, need, memory_utilization, swap_bytes)
     header = f"cache on the device: {_describe_blocks(num_device_blocks, spec)}, {format_bytes(spec.block_bytes)} each"
-    footer = f"cache on the host: {_describe_blocks(num_host_blocks, spec)}"
-    return CacheSizing(
-        num_device_blocks, num_host_blocks, "\n".join([header, *(f"  {line}" for line in lines), footer])
-    )
+    swap = f"swap space on the host: {_describe_blocks(num_host_blocks, spec)}"
+    swap_lines = [f"limited by need: {need} use at most {num_host_blocks} blocks"]
+    if num_host_blocks < need.num_blocks(spec.block_size):
+        swap_lines = ["set by cache.swap_space_gib"] if swap_space_bytes else []
+    indented = [[f"  {line}" for line in each] for each in (lines, swap_lines)]
+    return CacheSizing(num_device_blocks, num_host_blocks, "\n".join([header, *indented[0], swap, *indented[1]]))
+
+
+def num_swap_blocks(spec: CacheSpec, swap_space_bytes: int, need: CacheNeed) -> int:
+    """Blocks on the host: no more than are ever swapped out at once."""
+    return min(max(swap_space_bytes, 0) // spec.block_bytes, need.num_blocks(spec.block_size))
 
 
 def check_cache_holds_one_sequence(
-    num_blocks: int, block_size: int, max_model_len: int, *, is_profiled: bool = False
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    *,
+    is_profiled: bool = False,
+    has_swap_space_on_device: bool = False,
 ) -> None:
     """Raise ValueError unless the longest sequence allowed fits when it is alone: otherwise it could never finish.
 
     `is_profiled`: the number came from memory and not from `cache.num_blocks`, so the way out is another one.
+    `has_swap_space_on_device`: swap space took some of that memory, so there is a third.
     """
     num_tokens = num_blocks * block_size
     if num_tokens >= max_model_len:
@@ -83,6 +120,7 @@ def check_cache_holds_one_sequence(
             f"memory leaves room for {num_blocks} cache blocks, which hold {num_tokens} tokens, "
             f"but model.max_model_len is {max_model_len}: "
             f"raise cache.gpu_memory_utilization or lower model.max_model_len"
+            f"{' or cache.swap_space_gib' if has_swap_space_on_device else ''}"
         )
     raise ValueError(
         f"cache.num_blocks={num_blocks} holds {num_tokens} tokens but model.max_model_len is {max_model_len}: "
@@ -99,29 +137,25 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def _profiled_blocks(
-    spec: CacheSpec, measurement: MemoryMeasurement, memory_utilization: float, max_num_seqs: int, max_model_len: int
+    spec: CacheSpec, measurement: MemoryMeasurement, need: CacheNeed, memory_utilization: float, swap_bytes: int
 ) -> tuple[int, list[str]]:
     allowed_bytes = int(measurement.total_bytes * memory_utilization)
-    left_bytes = allowed_bytes - measurement.taken_bytes
-    num_fitting = max(0, left_bytes // spec.block_bytes)
-    num_useful = max_num_seqs * num_blocks_for(max_model_len, spec.block_size)
+    left_bytes = allowed_bytes - measurement.taken_bytes - swap_bytes
+    num_fitting, num_useful = max(0, left_bytes // spec.block_bytes), need.num_blocks(spec.block_size)
+    note = f" ({measurement.activation_note})" if measurement.activation_note else ""
     lines = [
         f"device memory {format_bytes(measurement.total_bytes)}, of which cache.gpu_memory_utilization="
         f"{memory_utilization:g} allows {format_bytes(allowed_bytes)}",
         f"weights {format_bytes(measurement.weights_bytes)}",
-        f"activations of the largest step {format_bytes(measurement.activation_bytes)}",
+        f"activations of the largest step {format_bytes(measurement.activation_bytes)}{note}",
         f"outside the tensors {format_bytes(measurement.non_torch_bytes)}",
+        *([f"swap space {format_bytes(swap_bytes)}"] if swap_bytes else []),
         f"left for the cache {format_bytes(left_bytes)}, room for {num_fitting} blocks",
-        _describe_limit(num_fitting, num_useful, max_num_seqs, max_model_len),
+        f"limited by need: {need} use at most {num_useful} blocks"
+        if num_fitting >= num_useful
+        else f"limited by memory: {need} could use {num_useful} blocks",
     ]
     return min(num_fitting, num_useful), lines
-
-
-def _describe_limit(num_fitting: int, num_useful: int, max_num_seqs: int, max_model_len: int) -> str:
-    need = f"{max_num_seqs} sequences (scheduler.max_num_seqs) of {max_model_len} tokens (model.max_model_len)"
-    if num_fitting >= num_useful:
-        return f"limited by need: {need} use at most {num_useful} blocks"
-    return f"limited by memory: {need} could use {num_useful} blocks"
 
 
 def _describe_blocks(num_blocks: int, spec: CacheSpec) -> str:

@@ -17,8 +17,8 @@ class FreeQueue:
 
     Contract:
 
-    1. `append`, `pop_first`, `remove` and `len` take constant time, whatever the number of blocks.
-    2. Iteration is in eviction order: the order of `append`, whatever was removed in between.
+    1. `append`, `prepend`, `pop_first`, `remove` and `len` take constant time, whatever the number of blocks.
+    2. Iteration is in eviction order: what was prepended, latest first, then what was appended, latest last.
     3. A block is in at most one queue, at most once. Appending a queued block or removing one that is not queued is an
        assertion that names the block.
     4. The queue sets both links of a block when it enters and clears both when it leaves; nobody else writes them.
@@ -44,6 +44,15 @@ class FreeQueue:
         assert last is not None, "the ring of free blocks is open"
         last.next_free = self._sentinel.previous_free = block
         block.previous_free, block.next_free = last, self._sentinel
+        self._num_blocks += 1
+
+    def prepend(self, block: Block) -> None:
+        """Queue a block before all others: it will be the next to go."""
+        assert block.next_free is None, f"block {block.block_id} is in the free queue already"
+        first = self._sentinel.next_free
+        assert first is not None, "the ring of free blocks is open"
+        first.previous_free = self._sentinel.next_free = block
+        block.previous_free, block.next_free = self._sentinel, first
         self._num_blocks += 1
 
     def pop_first(self) -> Block:

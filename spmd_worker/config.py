@@ -13,7 +13,7 @@ from typing import Any, Final
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "dummy")
 EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc")
-PREEMPTION_MODES: Final = ("auto", "recompute")
+PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
 POLICIES: Final = ("fcfs",)
 RESUME_MODES: Final = ("auto", "never", "force")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -82,13 +82,18 @@ class ExecutorConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache. `num_blocks` null measures memory and takes `gpu_memory_utilization` of it."""
+    """The paged KV cache. `num_blocks` null measures memory and takes `gpu_memory_utilization` of it.
+
+    `swap_space_gib` is host memory a rank for sequences that give way; null is 4 on CUDA and 0 on the CPU, where the
+    cache itself is host memory. `host_tier_gib` is host memory a rank for prefix blocks that lost their place.
+    """
 
     block_size: int = 16
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
-    swap_space_gib: float = 0.0
-    enable_prefix_caching: bool = False
+    swap_space_gib: float | None = None
+    enable_prefix_caching: bool = True
+    host_tier_gib: float = 0.0
 
     def __post_init__(self) -> None:
         """Check each key alone."""
@@ -99,13 +104,22 @@ class CacheConfig:
             raise ConfigError(
                 f"cache.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1, such as 0.9"
             )
-        _check_only("cache.swap_space_gib", self.swap_space_gib, 0.0, "swapping to host memory is not built yet")
-        _check_only("cache.enable_prefix_caching", self.enable_prefix_caching, False, "prefix caching is not built yet")
+        _check_at_least("cache.swap_space_gib", self.swap_space_gib, 0)
+        _check_at_least("cache.host_tier_gib", self.host_tier_gib, 0)
+        if self.host_tier_gib and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"cache.host_tier_gib={self.host_tier_gib:g} keeps prefix blocks, and "
+                f"cache.enable_prefix_caching=false makes none: enable it, or leave cache.host_tier_gib at 0"
+            )
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """How much runs at once: sequences in a step, tokens in a step."""
+    """How much runs at once: sequences in a step, tokens in a step.
+
+    Where the cache does not suffice, `preemption_mode` swap copies a sequence's blocks to the host, recompute drops
+    them, and auto takes the cheaper way by counting.
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -132,6 +146,7 @@ class SamplingConfig:
     """Defaults for rows. Null takes the model's generation_config.json where it has the key, else vLLM's default."""
 
     n: int | None = None
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -192,8 +207,13 @@ class RunConfig:
     plan: bool = False
 
     def __post_init__(self) -> None:
-        """Check the top keys."""
+        """Check the top keys, and rules between groups."""
         _check_choice("device", self.device, DEVICES)
+        if self.cache.host_tier_gib and not self.executor.digest_every:
+            raise ConfigError(
+                f"cache.host_tier_gib={self.cache.host_tier_gib:g} cannot run with executor.digest_every=0: ranks say "
+                f"that a transfer has finished with their digests; set executor.digest_every to 1 or more"
+            )
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...], but: str = "") -> None:

@@ -7,31 +7,47 @@ because only rank 0 touches the outside world. Knows how the parts fit together 
 
 import json
 import logging
+import os
+from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from spmd_worker.config import RunConfig
 from spmd_worker.engine_outputs import request_output
+from spmd_worker.engine_stats import StepRecorder
 from spmd_worker.executor.executor import Executor
 from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.lockstep.channel import ControlChannel
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config
+from spmd_worker.observability.step_stats import StepStats
 from spmd_worker.observability.step_times import StepTimes
-from spmd_worker.scheduler.scheduler import Scheduler, SchedulerCounters
+from spmd_worker.scheduler.counters import SchedulerCounters
+from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.defaults import default_sampling
-from spmd_worker.sequence.events import Abort, Admit, Close, Event
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    Close,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup
-from spmd_worker.sequence.step import StepResult
+from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+CHECK_VARIABLE: Final = "SPMD_WORKER_CHECK"
+"""Environment: 1 checks queues, tables, pools and index against each other after every step. Slow; changes nothing."""
 
 
 class LLMEngine:
@@ -58,6 +74,9 @@ class LLMEngine:
         self._prompts: dict[RequestId, str | None] = {}
         self._num_requests = 0
         self._sampled_token_ids: tuple[int, ...] = ()
+        self._finished_transfers: tuple[int, ...] = ()
+        self._on_step: Callable[[StepPlan, StepResult], None] | None = None
+        self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
 
     @property
     def is_leader(self) -> bool:
@@ -86,10 +105,11 @@ class LLMEngine:
                 f"the prompt has {len(prompt_token_ids)} tokens but model.max_model_len is {self.max_model_len}, which "
                 f"must hold the prompt and at least one output token: shorten the prompt or raise model.max_model_len"
             )
-        if sampling.n > self.config.scheduler.max_num_seqs:
+        if sampling.num_sequences > self.config.scheduler.max_num_seqs:
+            key = "n" if sampling.best_of is None else "best_of"
             raise ValueError(
-                f"n={sampling.n} is more than scheduler.max_num_seqs={self.config.scheduler.max_num_seqs}: "
-                f"lower n or raise scheduler.max_num_seqs"
+                f"{key}={sampling.num_sequences} is more than scheduler.max_num_seqs="
+                f"{self.config.scheduler.max_num_seqs}: lower {key} or raise scheduler.max_num_seqs"
             )
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer.json in the model folder: use stop_token_ids")
@@ -121,6 +141,19 @@ class LLMEngine:
     def abort_request(self, request_id: RequestId) -> None:
         """End a request at the next step; its output so far comes back with finish reason "abort"."""
         self._events.append(Abort(request_id))
+
+    def watch_steps(self, write: Callable[[StepStats], None]) -> None:
+        """Have every step from now on described to `write`."""
+        recorder = StepRecorder(self.scheduler, self.times)
+        self._on_step = lambda plan, result: write(recorder.record(plan, result))
+
+    def reset_prefix_cache(self) -> None:
+        """From the next step on no request finds what is in the cache now. Running requests go on."""
+        self._events.append(ResetPrefixCache())
+
+    def set_weight_version(self, version: int) -> None:
+        """The weights are others than before: from the next step on nothing computed with the old ones is found."""
+        self._events.append(SetWeightVersion(version))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do here."""
@@ -203,18 +236,25 @@ class LLMEngine:
     def _run_step(self) -> list[SequenceGroup]:
         self.times.begin()
         plan = self.scheduler.schedule()
+        finished_transfers = self.lockstep.take_finished_transfers()
+        if finished_transfers:
+            self._events.insert(0, FinishTransfers(finished_transfers))
         events, self._events = tuple(self._events), []
         self.times.end("schedule")
-        agreed = self.lockstep.agree(plan, self._sampled_token_ids, events)
+        agreed = self.lockstep.agree(plan, self._sampled_token_ids, events, self._finished_transfers)
         self.times.end("lockstep")
         result = self.executor.execute_model(agreed.plan)
         assert isinstance(result, StepResult), type(result)
         self.times.end("execute")
-        self._sampled_token_ids = result.token_ids
+        self._sampled_token_ids, self._finished_transfers = result.token_ids, result.finished_transfers
         ended = self.scheduler.apply(result) if agreed.plan.has_rows else []
         for event in agreed.events:
             ended += self._take_in(event)
+        if self._checks_integrity:
+            self.scheduler.check_integrity()
         self.times.end("apply")
+        if self._on_step is not None:
+            self._on_step(agreed.plan, result)
         return ended
 
     def _take_in(self, event: Event) -> list[SequenceGroup]:

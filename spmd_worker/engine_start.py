@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import safetensors
@@ -18,6 +18,7 @@ import tokenizers
 import torch
 
 from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
 from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.engine import LLMEngine
 from spmd_worker.executor.executor import Executor
@@ -27,13 +28,16 @@ from spmd_worker.lockstep.connect import open_step_channel
 from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.step_channel import FollowerChannel, LeaderChannel
-from spmd_worker.memory.plan import check_cache_setting, resolve_max_model_len
+from spmd_worker.memory.plan import check_cache_setting, resolve_dtype, resolve_max_model_len
+from spmd_worker.memory.swap_cost import block_copy_tokens
 from spmd_worker.model_shape import ModelShape, read_model_shape
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
 from spmd_worker.parallel.groups import world_environment
 from spmd_worker.parallel.layout import RankLayout, check_divides
 from spmd_worker.parallel.process_group import single_group
-from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.planner import SchedulerLimits
+from spmd_worker.scheduler.residency import PreemptionPolicy
+from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.sequence import Sequence
 from spmd_worker.tokenizer import IncrementalDecoder, Tokenizer
@@ -42,6 +46,14 @@ from spmd_worker.weights.identity import file_identities, tensor_digests
 
 _WATERMARK_SHARE = 0.01
 """Free blocks that admission leaves to running sequences, as a share of the cache."""
+
+
+class CacheSizes(NamedTuple):
+    """Blocks that every rank has room for: on the device, to swap to, and beyond for prefixes that lost their place."""
+
+    num_blocks: int
+    num_host_blocks: int = 0
+    num_tier_blocks: int = 0
 
 
 def start_engine(config: RunConfig, environment: RankEnvironment | None = None) -> LLMEngine:
@@ -56,8 +68,9 @@ def start_engine(config: RunConfig, environment: RankEnvironment | None = None) 
     executor.start()
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
     try:
-        tokenizer, num_blocks = _load(config, shape, executor, channel)
-        scheduler = new_scheduler(config, shape, tokenizer, num_blocks)
+        tokenizer, sizes = _load(config, shape, executor, channel)
+        device = str(executor.collective_rpc("get_device_type")[0])
+        scheduler = new_scheduler(config, shape, tokenizer, sizes, device)
         if config.executor.digest_every:
             _agree_on_computing(channel, executor, scheduler)
         # The channel last: it starts a thread.
@@ -70,7 +83,11 @@ def start_engine(config: RunConfig, environment: RankEnvironment | None = None) 
 
 def _agree_on_computing(channel: ControlChannel, executor: Executor, scheduler: Scheduler) -> None:
     """Blocks and the order of arithmetic: what is only known once the kernels are built and the memory is measured."""
-    cache = {"num_blocks": scheduler.cache.num_blocks, "block_size": scheduler.cache.block_size}
+    cache = {
+        "num_blocks": scheduler.cache.num_blocks,
+        "num_host_blocks": scheduler.cache.num_host_blocks,
+        "block_size": scheduler.cache.block_size,
+    }
     check_equal("caches", channel.gather(canonical(cache)))
     arithmetic = executor.collective_rpc("get_arithmetic")[0]
     check_equal("kernels", channel.gather(canonical({"arithmetic": arithmetic})))
@@ -78,17 +95,22 @@ def _agree_on_computing(channel: ControlChannel, executor: Executor, scheduler: 
 
 def _load(
     config: RunConfig, shape: ModelShape, executor: Executor, channel: ControlChannel
-) -> tuple[Tokenizer | None, int]:
-    """Everything that reads files or takes memory, agreed on step by step; returns the number of device blocks."""
+) -> tuple[Tokenizer | None, CacheSizes]:
+    """Everything that reads files or takes memory, agreed on step by step; returns the blocks that every rank has."""
     folder = Path(config.model.path or "")
     tokenizer = _together(channel, "reading the tokenizer", partial(Tokenizer.open_if_present, folder))
     if config.executor.digest_every:
         _agree_on_start(channel, config, shape, tokenizer)
     _together(channel, "loading the model", executor.load_model)
     counts = _together(channel, "sizing the cache", executor.determine_num_available_blocks)
-    num_device, num_host = channel.minimum(counts)
-    _together(channel, "allocating the cache", partial(executor.initialize_from_config, num_device, num_host))
-    return tokenizer, num_device
+    num_tier = int(config.cache.host_tier_gib * 2**30) // executor.collective_rpc("get_cache_block_size_bytes")[0]
+    sizes = CacheSizes(*channel.minimum((*counts, num_tier)))
+    allocate = partial(executor.initialize_from_config, sizes.num_blocks, sizes.num_host_blocks)
+    _together(channel, "allocating the cache", allocate)
+    if sizes.num_tier_blocks:
+        allocate_tier = partial(executor.collective_rpc, "initialize_host_tier", args=(sizes.num_tier_blocks,))
+        _together(channel, "allocating the host tier", allocate_tier)
+    return tokenizer, sizes
 
 
 def _open_channel(
@@ -113,15 +135,25 @@ def read_run(config: RunConfig) -> tuple[ModelShape, RankLayout]:
     return shape, layout
 
 
-def new_scheduler(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None, num_blocks: int) -> Scheduler:
-    """This rank's replica of the scheduler, empty."""
+def new_scheduler(
+    config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None, sizes: CacheSizes, device: str
+) -> Scheduler:
+    """This rank's replica of the scheduler, empty. `device` is "cpu" or "cuda"."""
+    copy_tokens = block_copy_tokens(shape, resolve_dtype(config, shape, device), config.cache.block_size, device)
     limits = SchedulerLimits(
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
         config.scheduler.enable_chunked_prefill,
+        config.cache.enable_prefix_caching,
+        PreemptionPolicy(config.scheduler.preemption_mode, copy_tokens),
     )
-    watermark = max(1, int(num_blocks * _WATERMARK_SHARE))
-    cache = CacheManager(num_blocks, config.cache.block_size, watermark_blocks=watermark)
+    cache = CacheManager(
+        sizes.num_blocks,
+        config.cache.block_size,
+        max(1, int(sizes.num_blocks * _WATERMARK_SHARE)),
+        num_host_blocks=sizes.num_host_blocks,
+        connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
+    )
     new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
     return Scheduler(limits, cache, StopChecker(shape.eos_token_ids, resolve_max_model_len(config, shape), new_decoder))
 

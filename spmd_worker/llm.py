@@ -37,8 +37,8 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager.
 
-    Arguments are named and mean what they mean in vLLM; `cache` takes `block_size` and `num_blocks` for a cache of a
-    fixed size. Raises ConfigError, ModelConfigError, TokenizerError or CheckpointError before anything is computed.
+    Arguments are named and mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
+    `host_tier_gib` are GiB of host memory a rank. Raises ConfigError, ModelConfigError, TokenizerError or CheckpointError before anything is computed.
     """
 
     def __init__(
@@ -56,6 +56,10 @@ class LLM:
         gpu_memory_utilization: float | None = None,
         block_size: int | None = None,
         num_blocks: int | None = None,
+        swap_space: float | None = None,
+        host_tier_gib: float | None = None,
+        enable_prefix_caching: bool = True,
+        preemption_mode: str | None = None,
         enable_chunked_prefill: bool = True,
         load_format: str = "auto",
         logprobs_mode: str = "raw_logprobs",
@@ -63,8 +67,17 @@ class LLM:
         timeout_s: float | None = None,
         device: str = "auto",
     ) -> None:
-        cache = _given(block_size=block_size, num_blocks=num_blocks, gpu_memory_utilization=gpu_memory_utilization)
-        scheduler = _given(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        cache = _given(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            gpu_memory_utilization=gpu_memory_utilization,
+            swap_space_gib=swap_space,
+            host_tier_gib=host_tier_gib,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        scheduler = _given(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, preemption_mode=preemption_mode
+        )
         if max_num_seqs is not None and max_num_batched_tokens is None:
             scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
         config = RunConfig(
@@ -126,6 +139,20 @@ class LLM:
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call `function` with this rank's shard of the model."""
         return self.collective_rpc("apply_model", args=(function,))
+
+    def reset_prefix_cache(self) -> bool:
+        """Later prompts find nothing of what is cached now, on every rank; returns True. For weights that were changed
+        in place, under the same version.
+        """
+        self.llm_engine.reset_prefix_cache()
+        return True
+
+    def set_weight_version(self, version: int) -> None:
+        """Say that the weights were changed in place (`apply_model`, `collective_rpc`): what was cached is not found.
+
+        Under torchrun rank 0's word counts. Any other number than the last will do; a trainer gives its step.
+        """
+        self.llm_engine.set_weight_version(version)
 
     def close(self) -> None:
         """Give back memory, and the process groups this object made. Idempotent; every rank calls it."""

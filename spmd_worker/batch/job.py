@@ -25,6 +25,7 @@ from spmd_worker.engine_start import read_run, start_engine
 from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.memory import host
 from spmd_worker.model_shape import read_generation_config
+from spmd_worker.observability.step_stats import STEP_STATS_NAME, StepStatsWriter
 from spmd_worker.parallel.environment import RankEnvironment
 from spmd_worker.parallel.layout import check_world_size
 from spmd_worker.sequence.defaults import default_sampling
@@ -44,6 +45,7 @@ class _Counts:
 
     rows: int = 0
     prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
     output_tokens: int = 0
     error_codes: dict[str, int] = field(default_factory=dict)
 
@@ -83,7 +85,11 @@ def run_job(config: RunConfig, environment: RankEnvironment) -> None:
 
 def _lead(engine: LLMEngine, config: RunConfig, run_dir: Path, started_s: float, loaded_s: float) -> None:
     leader = _Leader(engine, config)
-    with open_step_log(engine, run_dir) if config.job.step_log else nullcontext():
+    with (
+        open_step_log(engine, run_dir) if config.job.step_log else nullcontext(),
+        StepStatsWriter(run_dir / STEP_STATS_NAME) as stats,
+    ):
+        engine.watch_steps(stats.write)
         leader.run()
         generated_s = time.perf_counter()
         engine.close_followers()
@@ -176,6 +182,7 @@ class _Leader:
         for output in self._engine.step():
             row = self._rows_by_request.pop(RequestId(int(output.request_id)))
             self.counts.prompt_tokens += len(output.prompt_token_ids)
+            self.counts.cached_prompt_tokens += output.num_cached_tokens
             self.counts.output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
             self._num_done += 1
             writer.write(row.index, format_result(row, output, Path(self._config.model.path or "").name))
@@ -202,12 +209,13 @@ def _metrics(engine: LLMEngine, counts: _Counts) -> dict[str, Any]:
         "error_rows": counts.error_rows,
         "error_codes": counts.error_codes,
         "prompt_tokens": counts.prompt_tokens,
-        "cached_prompt_tokens": 0,
-        "computed_prompt_tokens": counts.prompt_tokens,
+        "cached_prompt_tokens": counts.cached_prompt_tokens,
+        "computed_prompt_tokens": counts.prompt_tokens - counts.cached_prompt_tokens,
         "output_tokens": counts.output_tokens,
         "computed_tokens": counters.num_computed_tokens,
         "recomputed_tokens": counters.num_recomputed_tokens,
         "preemptions": counters.num_preemptions,
+        "preemptions_by_swap": counters.num_swapped_out,
         "steps": counters.num_steps,
         "schedule_s": engine.times.schedule_s,
         "lockstep_s": engine.times.lockstep_s,

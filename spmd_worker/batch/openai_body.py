@@ -50,7 +50,10 @@ def logprob_records(position: TokenLogprobs) -> list[JsonObject]:
 
 
 def usage(output: RequestOutput) -> dict[str, int]:
-    """Token counts of a request; `completion_tokens` is the sum over its completions."""
+    """Token counts of a request; `completion_tokens` is the sum over the completions it returns.
+
+    Tokens of samples that `best_of` ran and did not return are not counted, unlike OpenAI's, which are billed.
+    """
     num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
     return {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": num_output_tokens}
 

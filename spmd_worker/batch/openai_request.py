@@ -41,7 +41,6 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "stream": (False,),
     "echo": (False,),
     "suffix": ("",),
-    "best_of": (1,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -56,6 +55,9 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
 }
 """Keys that ask for what is not done here, with the values besides null that ask for nothing."""
+
+_UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "best_of": (1,)}
+"""OpenAI ranks completions alone: one sample a choice is all that a chat body can ask for."""
 
 _COMMON_KEYS: Final = (*SAMPLING_KEYS, "max_completion_tokens", *_IGNORED_KEYS, *_UNSUPPORTED)
 _COMPLETION_KEYS: Final = ("prompt", *_COMMON_KEYS)
@@ -90,7 +92,7 @@ def _unsupported_url(url: Any) -> str:
 
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    _check_keys(body, _COMPLETION_KEYS)
+    _check_keys(body, _COMPLETION_KEYS, _UNSUPPORTED)
     if body.get("prompt") is None:
         raise RowProblem("missing_prompt", "the body has no prompt")
     prompt = _completion_prompt(body["prompt"])
@@ -99,19 +101,22 @@ def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], 
 
 
 def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
-    _check_keys(body, _CHAT_KEYS)
+    _check_keys(body, _CHAT_KEYS, _UNSUPPORTED_IN_CHAT)
     if body.get("messages") is None:
         raise RowProblem("missing_prompt", "the body has no messages")
     prompt = chat_prompt(body["messages"], body.get("chat_template_kwargs"))
     given = _sampling_values(body)
+    if "best_of" in body:
+        # 1, which a chat body may say, is no rule for its n.
+        given["best_of"] = None
     if "logprobs" in body or "top_logprobs" in body:
         given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
     return Row(index, custom_id, "chat", prompt, sampling_from(defaults, given), _model_name(body))
 
 
-def _check_keys(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _check_keys(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
     refuse_unknown_keys(body, known, " in body")
-    for key, neutral in _UNSUPPORTED.items():
+    for key, neutral in unsupported.items():
         value = body.get(key)
         # Types are compared too: true is not 1.
         if value is not None and not any(value == item and type(value) is type(item) for item in neutral):

@@ -151,7 +151,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("peak memory", _memory(metrics)),
         ("steps", _count(metrics, "steps")),
         ("lockstep", _lockstep(metrics)),
-        ("preemptions", _count(metrics, "preemptions")),
+        ("preemptions", _preemptions(metrics)),
     ]
 
 
@@ -163,6 +163,16 @@ def _lockstep(metrics: Mapping[str, Any]) -> str | None:
     in_all = sum(metrics.get(f"{phase}_s") or 0.0 for phase in ("schedule", "lockstep", "execute", "apply"))
     share = f", {seconds / in_all:.1%} of the step" if in_all else ""
     return f"{seconds / num_steps * 1000:.2f} ms a step{share}"
+
+
+def _preemptions(metrics: Mapping[str, Any]) -> str | None:
+    """How many gave way, how, and what share of the tokens was computed again because of it."""
+    count, by_swap = metrics.get("preemptions"), metrics.get("preemptions_by_swap")
+    if not count or by_swap is None:
+        return _count(metrics, "preemptions")
+    recomputed, computed = metrics.get("recomputed_tokens") or 0, metrics.get("computed_tokens")
+    share = f", {recomputed:,} tokens computed again ({recomputed / computed:.1%})" if computed else ""
+    return f"{count:,} ({by_swap:,} by swap, {count - by_swap:,} by recompute{share})"
 
 
 def _count(metrics: Mapping[str, Any], key: str) -> str | None:

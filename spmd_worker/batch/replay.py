@@ -12,13 +12,16 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
 from spmd_worker.lockstep.codec import Decoder
 from spmd_worker.lockstep.difference import Record, first_difference
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.message import MessageError, StepMessage
 from spmd_worker.lockstep.mirror import Mirror, MirrorError
 from spmd_worker.lockstep.step_log import StepLog, StepLogHeader, header_to_json
-from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.planner import SchedulerLimits
+from spmd_worker.scheduler.residency import PreemptionPolicy
+from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Admit, Close, Event
 from spmd_worker.sequence.request import Request, RequestId, random_stream
@@ -279,8 +282,20 @@ def _in_words(difference: str, first: str, other: str) -> str:
 
 def _new_scheduler(header: StepLogHeader, tokenizer: Tokenizer | None) -> Scheduler:
     """As the engine makes it."""
-    limits = SchedulerLimits(header.max_num_seqs, header.max_num_batched_tokens, header.enable_chunked_prefill)
-    cache = CacheManager(header.num_blocks, header.block_size, watermark_blocks=header.watermark_blocks)
+    limits = SchedulerLimits(
+        header.max_num_seqs,
+        header.max_num_batched_tokens,
+        header.enable_chunked_prefill,
+        header.enable_prefix_caching,
+        PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
+    )
+    cache = CacheManager(
+        header.num_blocks,
+        header.block_size,
+        header.watermark_blocks,
+        num_host_blocks=header.num_host_blocks,
+        connector=HostTier(header.num_tier_blocks) if header.num_tier_blocks else None,
+    )
     new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
     return Scheduler(limits, cache, StopChecker(header.eos_token_ids, header.max_model_len, new_decoder))
 

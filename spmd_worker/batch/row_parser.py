@@ -44,8 +44,8 @@ def parse_row(
 ) -> Row | RowError:
     """The row on a line. `defaults` holds for every sampling key that the row does not give.
 
-    In both shapes null means the default, but for the keys whose null has a meaning of its own: `seed`, `max_tokens`
-    (as many as the model's length allows), `logprobs`, `prompt_logprobs`.
+    In both shapes null means the default, but for the keys whose null has a meaning of its own: `best_of`, `seed`,
+    `max_tokens` (as many as the model's length allows), `logprobs`, `prompt_logprobs`.
     """
     if len(line) > max_line_bytes:
         message = f"the line is longer than {max_line_bytes} bytes"

@@ -12,7 +12,7 @@ message with nothing before it stands alone (`encode_message`, `decode_message`)
     blob            digest
     counted         sampled token ids
     unsigned ...    number of events, then each
-    columns         finished sequences, finished request ids, block operations
+    columns         finished sequences, finished request ids, block operations with the number of their transfer
     signed          num_tokens
     continuing      see `continuing_packing.py`
     groups          see `group_packing.py`
@@ -44,7 +44,7 @@ from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
 
-VERSION: Final = 1
+VERSION: Final = 2
 _GOES_ON: Final = 1
 _CHECKSUM: Final = struct.Struct("<I")
 _MAX_DIGEST_BYTES: Final = 64
@@ -164,8 +164,9 @@ def _write_plan(writer: ByteWriter, message: StepMessage, last_keys: Keys) -> No
     operations = plan.block_ops
     write_pairs(writer, plan.finished_sequences)
     writer.counted(plan.finished_request_ids)
-    for pairs in (operations.swap_in, operations.swap_out, operations.copy):
+    for pairs in (operations.swap_in, operations.swap_out, operations.copy, operations.store, operations.load):
         write_pairs(writer, pairs)
+    writer.signed(operations.transfer)
     writer.signed(plan.num_tokens)
     write_continuing(writer, plan, last_keys, message.sampled_token_ids)
     write_groups(writer, plan.groups)
@@ -174,11 +175,11 @@ def _write_plan(writer: ByteWriter, message: StepMessage, last_keys: Keys) -> No
 def _read_plan(reader: ByteReader, step: int, sampled_token_ids: tuple[int, ...], last_keys: Keys) -> StepPlan:
     finished_sequences = tuple(SequenceKey(RequestId(first), second) for first, second in read_pairs(reader))
     finished_request_ids = tuple(map(RequestId, reader.counted()))
-    swap_in, swap_out, copy = [
-        tuple((BlockId(first), BlockId(second)) for first, second in read_pairs(reader)) for _ in range(3)
+    swap_in, swap_out, copy, store, load = [
+        tuple((BlockId(first), BlockId(second)) for first, second in read_pairs(reader)) for _ in range(5)
     ]
+    operations = BlockOps(swap_in, swap_out, copy, store, load, reader.integer_64())
     num_tokens = reader.integer_64()
     continuing = read_continuing(reader, last_keys, sampled_token_ids)
     groups = read_groups(reader)
-    operations = BlockOps(swap_in, swap_out, copy)
     return StepPlan(step, groups, operations, finished_sequences, finished_request_ids, num_tokens, *continuing)

@@ -10,14 +10,22 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Final
 
-from spmd_worker.sequence.events import Abort, Admit, Close, Event
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    Close,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata, SequenceGroupMetadataDelta
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS
 from spmd_worker.sequence.step import StepPlan
 
 NUM_DIGEST_BYTES: Final = 16
-_PERSON: Final = b"spmd-lockstep-1"
+_PERSON: Final = b"spmd-lockstep-2"
 _DOUBLE: Final = struct.Struct("<d")
 _SNAPSHOT: Final = 0
 _DELTA: Final = 1
@@ -86,9 +94,16 @@ def _add_event(record: _Canonical, event: Event) -> None:
         _add_request(record, event.request)
     elif isinstance(event, Abort):
         record.integers((2, event.request_id))
-    else:
-        assert isinstance(event, Close), event
+    elif isinstance(event, Close):
         record.integers((3,))
+    elif isinstance(event, ResetPrefixCache):
+        record.integers((4,))
+    elif isinstance(event, SetWeightVersion):
+        record.integers((5, event.version))
+    else:
+        assert isinstance(event, FinishTransfers), event
+        record.integers((6,))
+        record.counted(event.numbers)
 
 
 def _add_request(record: _Canonical, request: Request) -> None:
@@ -122,8 +137,10 @@ def _add_value(record: _Canonical, value: object) -> None:
 
 def _add_plan(record: _Canonical, plan: StepPlan) -> None:
     operations = plan.block_ops
-    for pairs in (plan.finished_sequences, operations.swap_in, operations.swap_out, operations.copy):
+    moves = (operations.swap_in, operations.swap_out, operations.copy, operations.store, operations.load)
+    for pairs in (plan.finished_sequences, *moves):
         record.counted(list(chain.from_iterable(pairs)))
+    record.integers((operations.transfer,))
     record.counted(plan.finished_request_ids)
     record.integers((plan.step, plan.num_tokens))
     record.counted(list(chain.from_iterable(plan.continuing)))

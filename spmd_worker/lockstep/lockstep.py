@@ -18,6 +18,7 @@ from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.errors import LostMessageError, RankFailedError, ReplicaDivergedError
 from spmd_worker.lockstep.message import MessageError, StepMessage
 from spmd_worker.lockstep.step_channel import Abort, AbortedError, FollowerChannel, LeaderChannel
+from spmd_worker.lockstep.transfers import TransferBook, pack_answer, unpack_answer
 from spmd_worker.sequence.events import Event
 from spmd_worker.sequence.step import StepPlan
 
@@ -51,6 +52,8 @@ class Lockstep:
         self._follower = cast("FollowerChannel", channel) if channel is not None and channel.rank > 0 else None
         self._digest = ChainedDigest()
         self._encoder, self._decoder = Encoder(), Decoder()
+        self._transfers = TransferBook(1 if channel is None else channel.size)
+        self._finished_transfers: list[int] = []
         self._last_events: tuple[Event, ...] = ()
         self._last_agreed_step = 0
 
@@ -59,8 +62,14 @@ class Lockstep:
         """The digest of everything agreed on so far."""
         return self._digest.value
 
-    def agree(self, plan: StepPlan, sampled_token_ids: tuple[int, ...], events: tuple[Event, ...]) -> AgreedStep:
-        """`events` are rank 0's to raise; the others' are ignored.
+    def agree(
+        self,
+        plan: StepPlan,
+        sampled_token_ids: tuple[int, ...],
+        events: tuple[Event, ...],
+        finished_transfers: tuple[int, ...] = (),
+    ) -> AgreedStep:
+        """`events` are rank 0's to raise; the others' are ignored. `finished_transfers` are this rank's own.
 
         Raises ReplicaDivergedError, the same on every rank, when the step must not run; RankFailedError when a rank is
         gone or silent.
@@ -68,6 +77,7 @@ class Lockstep:
         digest = self._digest.update(plan.step, self._last_events, plan, sampled_token_ids)
         own = StepMessage(plan.step, self._last_events, plan, sampled_token_ids, digest)
         self.records.append(own)
+        self._finished_transfers += finished_transfers
         try:
             message = self._lead(own, events) if self._follower is None else self._follow(own, self._follower)
         except LostMessageError as error:
@@ -99,6 +109,10 @@ class Lockstep:
         self._channel.abort(Abort(text, is_divergence))
         return error
 
+    def take_finished_transfers(self) -> tuple[int, ...]:
+        """Transfers that every rank has finished since the last call: rank 0's to tell the replicas, as an event."""
+        return self._transfers.take_complete()
+
     def close(self) -> None:
         """Leave the channel. Idempotent."""
         if self._channel is not None:
@@ -106,6 +120,7 @@ class Lockstep:
 
     def _lead(self, own: StepMessage, events: tuple[Event, ...]) -> StepMessage:
         message = StepMessage(own.step, events, own.plan, own.sampled_token_ids, own.digest)
+        self._transfers.add(0, self._take_own_finished())
         if self._leader is None and self.on_message is None:
             return message
         # Packed before the answers are waited for, and sent only after they agree.
@@ -121,7 +136,7 @@ class Lockstep:
     def _follow(self, own: StepMessage, channel: FollowerChannel) -> StepMessage:
         if self._is_compared(own.step):
             channel.offer_record(partial(encode_message, own))
-            channel.answer(own.step, own.digest)
+            channel.answer(own.step, pack_answer(own.digest, self._take_own_finished()))
         payload = channel.receive()
         try:
             message = self._decoder.decode(payload)
@@ -136,14 +151,20 @@ class Lockstep:
         """Whatever the reason, one form, whose last part names it."""
         return f"step {step} did not run (last agreed step {self._last_agreed_step}): {what}"
 
+    def _take_own_finished(self) -> list[int]:
+        finished, self._finished_transfers = self._finished_transfers, []
+        return finished
+
     def _is_compared(self, step: int) -> bool:
         return self._digest_every > 0 and step % self._digest_every == 0
 
     def _compare(self, own: StepMessage, channel: LeaderChannel) -> None:
-        answers = channel.collect(own.step)
-        different = [rank for rank, digest in enumerate(answers, start=1) if digest != own.digest]
+        answers = [unpack_answer(answer) for answer in channel.collect(own.step)]
+        different = [rank for rank, (digest, _) in enumerate(answers, start=1) if digest != own.digest]
         if not different:
             self._last_agreed_step = own.step
+            for rank, (_, finished_transfers) in enumerate(answers, start=1):
+                self._transfers.add(rank, finished_transfers)
             return
         self._diverge(own, channel, different)
 

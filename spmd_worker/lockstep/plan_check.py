@@ -119,6 +119,8 @@ class PlanCheck:
             ("swap_in", [destination for _, destination in operations.swap_in]),
             ("swap_out", [source for source, _ in operations.swap_out]),
             ("copy", [block for pair in operations.copy for block in pair]),
+            ("store", [block for block, _ in operations.store]),
+            ("load", [block for _, block in operations.load]),
         )
         for name, blocks in device_blocks:
             outside = self._first_outside(blocks)
@@ -185,8 +187,8 @@ class PlanCheck:
         self._check_counts(plan, request, data, num_tokens, len(data.appended_block_ids))
 
     def _check_sample_index(self, plan: StepPlan, request: Request, data: SequenceData | SequenceDataDelta) -> None:
-        if not 0 <= data.sample_index < request.sampling.n:
-            rule = f"from 0 to {request.sampling.n - 1}"
+        if not 0 <= data.sample_index < request.sampling.num_sequences:
+            rule = f"from 0 to {request.sampling.num_sequences - 1}"
             _refuse(plan, request.request_id, data, "sample_index", data.sample_index, rule)
 
     def _check_blocks(
@@ -218,7 +220,8 @@ class PlanCheck:
         request_id = request.request_id
         end = data.num_computed_tokens + data.num_scheduled_tokens
         is_inside = 0 <= data.num_computed_tokens < end <= num_tokens and end <= num_blocks * self.block_size
-        if is_inside and (data.num_samples == 0 or (data.num_samples > 0 and end == num_tokens)):
+        most = request.sampling.num_sequences - data.sample_index if end == num_tokens else 0
+        if is_inside and 0 <= data.num_samples <= most:
             return
         if data.num_computed_tokens < 0:
             _refuse(plan, request_id, data, "num_computed_tokens", data.num_computed_tokens, "0 or more")
@@ -230,11 +233,8 @@ class PlanCheck:
         if end > num_blocks * self.block_size:
             rule = f"enough blocks of {self.block_size} for {end} tokens"
             _refuse(plan, request_id, data, "block_ids", f"{num_blocks} blocks", rule)
-        rule = f"0 at token {end} of {num_tokens}" if end != num_tokens else "0 or more"
+        rule = f"0 at token {end} of {num_tokens}" if end != num_tokens else f"from 0 to {most}"
         _refuse(plan, request_id, data, "num_samples", data.num_samples, rule)
-        most = request.sampling.n - data.sample_index
-        if data.num_samples > most:
-            _refuse(plan, request_id, data, "num_samples", data.num_samples, f"at most {most} of {request.sampling.n}")
 
 
 def _check_listing(

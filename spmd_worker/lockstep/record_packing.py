@@ -12,7 +12,15 @@ from typing import Any, Final
 from kv_cache.block import BlockId
 from spmd_worker.lockstep.message import MessageError
 from spmd_worker.lockstep.packing import ByteReader, ByteWriter
-from spmd_worker.sequence.events import Abort, Admit, Close, Event
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    Close,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -20,6 +28,9 @@ from spmd_worker.sequence.sampling_params import SamplingParams
 _ADMIT: Final = 1
 _ABORT: Final = 2
 _CLOSE: Final = 3
+_RESET_PREFIX_CACHE: Final = 4
+_SET_WEIGHT_VERSION: Final = 5
+_FINISH_TRANSFERS: Final = 6
 
 _Write = Callable[[ByteWriter, Any], None]
 _Read = Callable[[ByteReader], Any]
@@ -89,6 +100,7 @@ SAMPLING_LAYOUT: Final[dict[int, tuple[str, tuple[_Write, _Read]]]] = {
     18: ("logit_bias", (_write_biases, _read_biases)),
     19: ("detokenize", _FLAG),
     20: ("skip_special_tokens", _FLAG),
+    21: ("best_of", _OPTIONAL),
 }
 """Number on the wire -> field and its form. A field of SamplingParams missing here would be lost: a test looks."""
 
@@ -156,9 +168,17 @@ def write_event(writer: ByteWriter, event: Event) -> None:
     elif isinstance(event, Abort):
         writer.byte(_ABORT)
         writer.signed(event.request_id)
-    else:
-        assert isinstance(event, Close), event
+    elif isinstance(event, Close):
         writer.byte(_CLOSE)
+    elif isinstance(event, ResetPrefixCache):
+        writer.byte(_RESET_PREFIX_CACHE)
+    elif isinstance(event, SetWeightVersion):
+        writer.byte(_SET_WEIGHT_VERSION)
+        writer.signed(event.version)
+    else:
+        assert isinstance(event, FinishTransfers), event
+        writer.byte(_FINISH_TRANSFERS)
+        writer.counted(event.numbers)
 
 
 def read_event(reader: ByteReader) -> Event:
@@ -170,6 +190,12 @@ def read_event(reader: ByteReader) -> Event:
         return Abort(RequestId(reader.integer_64()))
     if kind == _CLOSE:
         return Close()
+    if kind == _RESET_PREFIX_CACHE:
+        return ResetPrefixCache()
+    if kind == _SET_WEIGHT_VERSION:
+        return SetWeightVersion(reader.integer_64())
+    if kind == _FINISH_TRANSFERS:
+        return FinishTransfers(reader.counted())
     raise MessageError(f"no event has kind {kind}")
 
 

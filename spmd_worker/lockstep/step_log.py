@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple
 from zlib import crc32
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -39,8 +39,9 @@ class StepLogError(ValueError):
 class StepLogHeader:
     """Everything outside the messages that a replay needs. Two runs of the same job have equal headers: no clock.
 
-    `model_path` is absolute. `num_blocks` is what the ranks agreed on, `watermark_blocks` of it are left free at
-    admission; `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda") and `dtype` are what was computed on and
+    `model_path` is absolute. `num_blocks` and `num_host_blocks` are what the ranks agreed on, `watermark_blocks` of the
+    first are left free at admission, and `num_tier_blocks` can be kept beyond both; `block_copy_tokens` is the price of
+    swapping a block in tokens computed; `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda") and `dtype` are what was computed on and
     in. `code` and `tokenizer` are fingerprints, so that a replay can say what has changed since; `tokenizer` is None
     for a folder without one.
     """
@@ -60,6 +61,11 @@ class StepLogHeader:
     num_blocks: int
     block_size: int
     watermark_blocks: int
+    num_host_blocks: int
+    num_tier_blocks: int
+    enable_prefix_caching: bool
+    preemption_mode: str
+    block_copy_tokens: float
     seed: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -172,13 +178,15 @@ def _header_bytes(header: StepLogHeader) -> bytes:
 
 
 def _has_type(name: str, value: object) -> bool:
-    if name in ("code", "model_path", "load_format", "device", "dtype"):
+    if name in ("code", "model_path", "load_format", "device", "dtype", "preemption_mode"):
         return isinstance(value, str)
     if name == "tokenizer":
         return value is None or isinstance(value, str)
     if name == "eos_token_ids":
         return isinstance(value, list) and all(type(item) is int for item in value)
-    return type(value) is (bool if name == "enable_chunked_prefill" else int)
+    if name == "block_copy_tokens":
+        return type(value) is float
+    return type(value) is (bool if name.startswith("enable_") else int)
 
 
 def _frame(payload: bytes) -> bytes:

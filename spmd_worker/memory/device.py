@@ -1,41 +1,74 @@
 """What a device has and what is taken of it, measured: the figures that size the cache.
 
-On CUDA only our own allocator and the device's free memory at the start are trusted, because a co-tenant may take or
-free memory meanwhile. On the CPU activations are computed, not profiled: a forward pass of the largest step would take
-seconds of every start, and the host's allocator returns what a step held.
+Only this process's own memory and what is free at one moment are trusted, because a co-tenant may take or free memory
+meanwhile: nothing here compares two readings of the whole device but to see what else this process took, and no
+difference is ever less than nothing. On the CPU the largest step, which would take seconds of every start, runs only
+where its memory decides about the number of blocks.
+
+Knows a function that runs the largest step. Knows nothing about models.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker.memory import host
+from spmd_worker.parallel.process_group import GroupHandle
+
+PreparedStep = AbstractContextManager[Callable[[], None]]
+"""Entered, it has taken the memory that is not the step's own, and gives a function that runs the step once."""
 
 
 def measure_host(weights: int, activations: int, local_world_size: int) -> MemoryMeasurement:
-    """This rank's share of the host: what is available now plus what it holds already, split among the node's ranks."""
+    """This rank's share of the host: what is available now plus what it holds already, split among the node's ranks.
+
+    `activations` are an estimate, in bytes as `weights` are.
+    """
     resident = host.resident_bytes()
     share = host.available_bytes() // local_world_size + resident
     outside = max(resident - weights, 0)
-    return MemoryMeasurement(min(share, host.total_bytes()), weights, activations, outside)
+    return MemoryMeasurement(min(share, host.total_bytes()), weights, activations, outside, "estimated")
+
+
+def profile_host(measurement: MemoryMeasurement, largest_step: PreparedStep) -> MemoryMeasurement:
+    """`measurement` with the activations of the largest step as they were seen: by how much this process grew.
+
+    The step contains collectives, so it runs even where the kernel does not let this rank see anything.
+    """
+    with largest_step as run:
+        can_see = host.restart_peak()
+        before = host.resident_bytes()
+        run()
+        peak = host.peak_since_restart_bytes()
+    if not can_see or peak is None:
+        return replace(measurement, activation_note="estimated: /proc does not let this process see its peak")
+    return replace(measurement, activation_bytes=max(peak - before, 0), activation_note="measured")
 
 
 def measure_cuda(
-    device: torch.device, weights: int, free_at_start: int, forward: Callable[[], None]
+    device: torch.device, weights: int, free_at_start: int, largest_step: PreparedStep
 ) -> MemoryMeasurement:
     """Run the largest step once and see what our allocator held beyond the weights.
 
     `free_at_start` bytes were free on the device before this rank took any, so co-tenants are not counted as ours.
     """
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    forward()
-    torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - before
-    reserved = torch.cuda.memory_reserved(device)
-    free_now, _ = torch.cuda.mem_get_info(device)
+    with largest_step as run:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        activations = max(torch.cuda.max_memory_allocated(device) - before, 0)
+        reserved = torch.cuda.memory_reserved(device)
+        free_now, _ = torch.cuda.mem_get_info(device)
     outside = max(free_at_start - free_now - reserved, 0)
     torch.cuda.empty_cache()
-    return MemoryMeasurement(free_at_start, weights, activations, outside)
+    return MemoryMeasurement(free_at_start, weights, activations, outside, "measured")
+
+
+def is_on_any_rank(group: GroupHandle, flag: bool) -> bool:
+    """Whether `flag` is set on any rank of a group on the CPU; the same answer on all of them, who all must call."""
+    return bool(group.all_reduce(torch.tensor([int(flag)])).item())

@@ -50,14 +50,14 @@ def activation_bytes(
     """Peak of a step of `num_tokens` tokens of which `num_rows` sample.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
-    gated columns and their product; the sampler holds float32 logits twice, once as shards and once gathered, and in
-    float64.
+    gated columns and their product. The sampler holds float32 logits as shards, gathered and as log-probabilities, and
+    the mass of a draw twice in float64.
     """
     sizes = rank_sizes(shape, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
     attention = 3 * heads * shape.head_size
     per_token = 4 * shape.hidden_size + max(attention, 4 * sizes.num_columns)
-    logits = num_rows * (sizes.num_vocabulary_rows * 4 * 2 + shape.vocab_size * (4 + 8))
+    logits = num_rows * (sizes.num_vocabulary_rows * 4 + shape.vocab_size * (4 + 4 + 8 + 8))
     return num_tokens * per_token * DTYPE_BYTES[dtype] + logits
 
 

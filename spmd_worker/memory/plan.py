@@ -1,13 +1,22 @@
-"""What a run comes to before it starts: dtype, longest sequence, blocks of a rank.
+"""What a run comes to before it starts: dtype, longest sequence, swap space, blocks of a rank.
 
 Knows sizes and rules. Both the run and its plan in words (`plan_text.py`) take them from here.
 """
 
-from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence, size_cache
+from dataclasses import replace
+from typing import Final
+
+from kv_cache.cache_sizing import CacheNeed, CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence, size_cache
 from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.memory.estimate import cache_spec
 from spmd_worker.model_shape import ModelShape
 from spmd_worker.parallel.layout import RankLayout
+
+_DEFAULT_SWAP_SPACE_GIB: Final = {"cuda": 4.0}
+"""Per device. Elsewhere none: on the CPU the cache itself is host memory, and every byte is better in it."""
+
+_ESTIMATE_MARGIN: Final = 2
+"""Activations were never seen to take this many times their estimate."""
 
 
 def resolve_dtype(config: RunConfig, shape: ModelShape, device: str) -> str:
@@ -49,16 +58,48 @@ def check_cache_setting(config: RunConfig, shape: ModelShape) -> None:
         raise ConfigError(str(error)) from None
 
 
+def resolve_swap_space_bytes(config: RunConfig, device_type: str) -> int:
+    """Host memory of one rank for swapped-out blocks; `device_type` is `cpu` or `cuda`."""
+    wanted = config.cache.swap_space_gib
+    return int((_DEFAULT_SWAP_SPACE_GIB.get(device_type, 0.0) if wanted is None else wanted) * 2**30)
+
+
+def resolve_cache_need(config: RunConfig, shape: ModelShape) -> CacheNeed:
+    """What may run at once."""
+    return CacheNeed(config.scheduler.max_num_seqs, resolve_max_model_len(config, shape))
+
+
 def size_rank(
-    config: RunConfig, shape: ModelShape, layout: RankLayout, rank: int, dtype: str, measurement: MemoryMeasurement
+    config: RunConfig,
+    shape: ModelShape,
+    layout: RankLayout,
+    rank: int,
+    dtype: str,
+    device_type: str,
+    measurement: MemoryMeasurement,
 ) -> CacheSizing:
     """Blocks of one rank, from a measurement or from `cache.num_blocks`."""
     return size_cache(
         cache_spec(shape, layout, rank, dtype, config.cache.block_size),
         measurement,
+        resolve_cache_need(config, shape),
         num_blocks=config.cache.num_blocks,
         memory_utilization=config.cache.gpu_memory_utilization,
-        swap_space_bytes=int(config.cache.swap_space_gib * 2**30),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=resolve_max_model_len(config, shape),
+        swap_space_bytes=resolve_swap_space_bytes(config, device_type),
+        is_swap_space_on_device=device_type == "cpu",
     )
+
+
+def is_estimate_enough(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: RankLayout,
+    rank: int,
+    dtype: str,
+    device_type: str,
+    measurement: MemoryMeasurement,
+) -> bool:
+    """Whether the cache is as large as it may be useful even if activations take much more than `measurement` says."""
+    pessimistic = replace(measurement, activation_bytes=_ESTIMATE_MARGIN * measurement.activation_bytes)
+    sizing = size_rank(config, shape, layout, rank, dtype, device_type, pessimistic)
+    return sizing.num_device_blocks >= resolve_cache_need(config, shape).num_blocks(config.cache.block_size)

@@ -5,14 +5,27 @@ the run itself, which alone may touch it: the plan says what GPUs of common size
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from kv_cache.block import num_blocks_for
-from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence, format_bytes
+from kv_cache.cache_sizing import (
+    CacheSizing,
+    MemoryMeasurement,
+    check_cache_holds_one_sequence,
+    format_bytes,
+    num_swap_blocks,
+)
 from spmd_worker.config import RunConfig
 from spmd_worker.memory import host
 from spmd_worker.memory.estimate import RankSizes, activation_bytes, cache_spec, rank_sizes, weights_bytes
-from spmd_worker.memory.plan import resolve_dtype, resolve_max_model_len, size_rank
+from spmd_worker.memory.plan import (
+    resolve_cache_need,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_swap_space_bytes,
+    size_rank,
+)
 from spmd_worker.model_shape import ModelShape
 from spmd_worker.parallel.layout import RankLayout
 
@@ -62,6 +75,20 @@ class MemoryPlan:
         return min((sizing.num_device_blocks for sizing in self.sizings), default=None)
 
     @property
+    def num_swap_blocks(self) -> int:
+        """Blocks of swap space that every rank will have."""
+        num_bytes, need = (
+            resolve_swap_space_bytes(self.config, self.device),
+            resolve_cache_need(self.config, self.shape),
+        )
+        return min(
+            num_swap_blocks(
+                cache_spec(self.shape, self.layout, rank, self.dtype, self.config.cache.block_size), num_bytes, need
+            )
+            for rank in range(self.layout.world_size)
+        )
+
+    @property
     def refusal(self) -> str | None:
         """Why a run here would be refused: the cache cannot hold one sequence. None when it can, or nobody knows."""
         if self.num_blocks is None:
@@ -69,7 +96,11 @@ class MemoryPlan:
         is_profiled = self.config.cache.num_blocks is None
         try:
             check_cache_holds_one_sequence(
-                self.num_blocks, self.config.cache.block_size, self.max_model_len, is_profiled=is_profiled
+                self.num_blocks,
+                self.config.cache.block_size,
+                self.max_model_len,
+                is_profiled=is_profiled,
+                has_swap_space_on_device=self.device == "cpu" and self.num_swap_blocks > 0,
             )
         except ValueError as error:
             return str(error)
@@ -127,8 +158,10 @@ def _sizing(
     total_bytes: int,
     device: str,
 ) -> CacheSizing:
-    measurement = MemoryMeasurement(total_bytes, share.weights_bytes, share.activation_bytes, _OUTSIDE_BYTES[device])
-    return size_rank(config, shape, layout, rank, dtype, measurement)
+    measurement = MemoryMeasurement(
+        total_bytes, share.weights_bytes, share.activation_bytes, _OUTSIDE_BYTES[device], "estimated"
+    )
+    return size_rank(config, shape, layout, rank, dtype, device, measurement)
 
 
 def _where(plan: MemoryPlan) -> str:
@@ -172,12 +205,13 @@ def _spans(ranks: list[int]) -> str:
 def _describe_cache(plan: MemoryPlan) -> list[str]:
     assert plan.num_blocks is not None, "the caller has sizings"
     block_size, fewest = plan.config.cache.block_size, min(plan.sizings, key=lambda each: each.num_device_blocks)
-    header, *reasons, _ = fewest.reason.splitlines()
-    assert header, fewest.reason
+    # The shares of the device's memory are the indented lines under the first; swap space has a line of its own here.
+    reasons = list(takewhile(lambda line: line.startswith(" "), fewest.reason.splitlines()[1:]))
     return [
         f"blocks     {plan.num_blocks:,} of {block_size} tokens on every rank, {plan.num_blocks * block_size:,} tokens "
         f"in all, {_block_bytes(plan)} each",
         f"sequences  {_sequences(plan, plan.num_blocks)}",
+        f"swap       {_swap_space(plan)}",
         *(f"{'why' if index == 0 else '':<11}{reason.strip()}" for index, reason in enumerate(reasons)),
     ]
 
@@ -187,6 +221,14 @@ def _sequences(plan: MemoryPlan, num_blocks: int) -> str:
         f"{num_blocks // plan.num_blocks_of_longest:,} of {plan.max_model_len:,} tokens (model.max_model_len) fit at "
         f"once; scheduler.max_num_seqs is {plan.config.scheduler.max_num_seqs:,}"
     )
+
+
+def _swap_space(plan: MemoryPlan) -> str:
+    num_blocks = plan.num_swap_blocks
+    if num_blocks == 0:
+        return "none (cache.swap_space_gib): what is preempted is computed again"
+    num_bytes = num_blocks * max(share.block_bytes for share in plan.shares)
+    return f"{num_blocks:,} blocks, {format_bytes(num_bytes)} of host memory, on every rank (cache.swap_space_gib)"
 
 
 def _block_bytes(plan: MemoryPlan) -> str:
@@ -199,6 +241,7 @@ def _describe_gpus(plan: MemoryPlan) -> list[str]:
     lines = [
         f"blocks     measured when the run starts, or set by cache.num_blocks: {_block_bytes(plan)} each, "
         f"{plan.num_blocks_of_longest:,} for a sequence of {plan.max_model_len:,} tokens (model.max_model_len)",
+        f"swap       {_swap_space(plan)}",
         f"about      with cache.gpu_memory_utilization={config.cache.gpu_memory_utilization:g} a rank has, on a GPU of",
     ]
     for gib in _GPU_GIB:

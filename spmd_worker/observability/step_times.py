@@ -15,6 +15,8 @@ class StepTimes:
     lockstep_s: float = 0.0
     execute_s: float = 0.0
     apply_s: float = 0.0
+    began_s: float = 0.0
+    """When the last step began, on a clock of no particular origin."""
     _started_s: float = 0.0
 
     @property
@@ -27,9 +29,13 @@ class StepTimes:
         """Lockstep's part of all phases, 0 to 1."""
         return self.lockstep_s / self.total_s if self.total_s else 0.0
 
+    def phases(self) -> tuple[float, float, float, float]:
+        """The four sums, in the order in which the phases follow one another."""
+        return self.schedule_s, self.lockstep_s, self.execute_s, self.apply_s
+
     def begin(self) -> None:
         """A step begins."""
-        self._started_s = time.perf_counter()
+        self.began_s = self._started_s = time.perf_counter()
 
     def end(self, phase: str) -> None:
         """The phase that began with `begin`, or with the `end` of the one before, is over."""

@@ -1,28 +1,71 @@
 """The step that needs most memory, made up: what a profile runs.
 
-Knows counts. The tokens are all zero; no request behind them exists.
+Knows counts, and a model's layers. The tokens are all zero; no request behind them exists.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
 from kv_cache.block import BlockId, num_blocks_for
+from kv_cache.cache_engine import CacheEngine
 from spmd_worker.lockstep.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
+
+_FILTERED = SamplingParams(top_p=0.9, logprobs=0)
+_REPORTED = SamplingParams(logprobs=0)
 
 
 def largest_step(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
 ) -> tuple[ScheduledSequence, ...]:
-    """As many tokens as a step may hold, spread over as many sequences as may run, all of which sample with filters."""
+    """As many tokens as a step may hold, spread over as many sequences as may run, all of which sample.
+
+    All want log-probabilities, which take whole rows of logits. Filters go row by row, so one filtered row holds as
+    much as many and takes less time.
+    """
     num_sequences = max(1, min(max_num_seqs, max_num_batched_tokens))
     num_tokens = max(1, min(max_model_len - 1, max_num_batched_tokens // num_sequences))
-    sampling = SamplingParams(top_p=0.9, logprobs=0)
     scheduled: list[ScheduledSequence] = []
     first_block = 0
     for index in range(num_sequences):
         num_blocks = num_blocks_for(num_tokens, block_size)
+        sampling = _REPORTED if index else _FILTERED
         request = Request(RequestId(index), (0,) * num_tokens, sampling, stream=index)
         blocks = [BlockId(first_block + offset) for offset in range(num_blocks)]
         sequence = MirroredSequence(request, 0, [], blocks, 0, num_tokens)
         scheduled.append(ScheduledSequence(sequence, num_tokens, num_samples=1))
         first_block += num_blocks
     return tuple(scheduled)
+
+
+@contextmanager
+def prepared_step(
+    model: DecoderForCausalLM,
+    engine: CacheEngine,
+    new_runner: Callable[[CacheEngine], ModelRunner],
+    scheduled: Sequence[ScheduledSequence],
+) -> Iterator[Callable[[], None]]:
+    """Run `scheduled` on a cache of its own, whose memory is taken on entering and given back on leaving.
+
+    `engine` is not allocated yet. It may have fewer layers than the model: as many run, and the model has all of them
+    again on leaving. Layers are alike and follow each other, so a few hold at their fullest what all do.
+    """
+    stack = model.model
+    all_layers = stack.layers
+    stack.layers = all_layers[: engine.spec.num_layers]
+    try:
+        engine.allocate()
+        engine.device_cache.zero_()  # host memory is taken when it is written
+
+        def run() -> None:
+            runner = new_runner(engine)
+            runner.forward(0, scheduled)
+            runner.sample()
+
+        yield run
+    finally:
+        stack.layers = all_layers
+        engine.release()

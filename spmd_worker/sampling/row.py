@@ -31,4 +31,4 @@ class SampleRow:
         sampling = self.sampling
         has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop
         has_filters = sampling.has_filters and not sampling.is_greedy
-        return has_processors or has_filters or sampling.logprobs is not None
+        return has_processors or has_filters or sampling.needs_logprobs

@@ -77,7 +77,7 @@ class Sampler:
 
     def _sample_whole(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[K, V] on every rank: each computes the same, so nothing is exchanged."""
-        wants = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
+        wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs]
         reported = log_softmax(logits[wants]) if wants and self._logprobs_mode == "raw_logprobs" else None
         process_logits(logits, rows, self._eos_token_ids)
         for values, row in zip(logits, rows, strict=True):

@@ -4,29 +4,29 @@ checks.
 Knows sequences and blocks. Changes nothing.
 """
 
-from collections.abc import Mapping
-
 from kv_cache.cache_manager import CacheManager
-from spmd_worker.scheduler.policy import WaitingQueue, service_order
-from spmd_worker.sequence.request import RequestId
-from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceStatus
+from spmd_worker.scheduler.policy import service_order
+from spmd_worker.scheduler.queues import Queues
+from spmd_worker.sequence.sequence import SequenceStatus
 
 
-def check_integrity(
-    groups: Mapping[RequestId, SequenceGroup],
-    running: list[Sequence],
-    waiting: WaitingQueue,
-    cache: CacheManager,
-    max_num_seqs: int,
-) -> None:
+def check_integrity(queues: Queues, cache: CacheManager, max_num_seqs: int, num_swapped: int) -> None:
     """Raise AssertionError, with the values, where something contradicts something else."""
-    sequences = [sequence for group in groups.values() for sequence in group.sequences]
-    cache.check_integrity(sequence.table for sequence in sequences)
+    running = queues.running
+    waiting = [*queues.waiting, *[sequence for waits in queues.loading.values() for sequence in waits]]
+    sequences = [sequence for group in queues.groups.values() for sequence in group.sequences]
+    cache.check_integrity([each.table for each in sequences], [each.host_table for each in sequences])
     expected = sorted((each for each in sequences if each.status is SequenceStatus.RUNNING), key=service_order)
     assert expected == running, ([each.key for each in expected], [each.key for each in running])
     assert len(running) <= max_num_seqs, (len(running), max_num_seqs)
     for sequence in running:
         assert sequence.num_computed_tokens <= sequence.num_tokens, sequence.key
     for sequence in waiting:
+        is_swapped = sequence.status is SequenceStatus.SWAPPED
+        num_computed, host_table = sequence.num_computed_tokens, sequence.host_table
         assert not sequence.table.block_ids, f"{sequence.key} waits and holds blocks"
-        assert sequence.num_computed_tokens == 0, f"{sequence.key} waits with computed tokens"
+        assert is_swapped == bool(host_table.block_ids), f"{sequence.key} is {sequence.status.value}: {host_table}"
+        assert is_swapped == bool(num_computed), f"{sequence.key} waits with {num_computed} computed tokens"
+    num_unfinished = sum(each.status is not SequenceStatus.FINISHED for each in sequences)
+    assert len(running) + len(waiting) == num_unfinished, (len(running), len(waiting), num_unfinished)
+    assert num_swapped == sum(each.status is SequenceStatus.SWAPPED for each in waiting), num_swapped

@@ -58,5 +58,13 @@ class WaitingQueue:
 
 
 def choose_victim(running: list[Sequence]) -> Sequence:
-    """Who loses its blocks when there are none: the last in service order, so that the first always gets on."""
-    return max(running, key=service_order)
+    """Who gives way when there are no blocks: the one with the least computed work, of equals the last in service
+    order.
+
+    So the sequence with the most never does and always gets on, and what is lost is the least there is to lose.
+    """
+    return min(reversed(running), key=_computed_work)
+
+
+def _computed_work(sequence: Sequence) -> int:
+    return sequence.num_computed_tokens

@@ -1,25 +1,29 @@
 """Continuous batching: queues -> StepPlan, StepResult -> queues. Every rank runs a replica of this.
 
 A replica is a pure function of (state, events, sampled ids): no clock, no set, no hash, no host randomness. Deciding
-needs counts, never token values, so the plan of the next step could be made while this one computes; values enter only
-in `apply` and in `updates.group_updates`, which tells the mirrors what they do not know yet. Knows blocks as numbers
-and tokens as counts. Knows nothing about tensors, ranks, text or files.
+needs counts, and values only of tokens that an earlier step has computed (the names of full blocks), so the plan of the
+next step could be made while this one computes; new values enter only in `apply` and in `updates.group_updates`, which
+tells the mirrors what they do not know yet. Knows blocks as numbers and tokens as counts. Knows nothing about tensors,
+ranks, text or files.
 
-One step: running sequences first, in service order, each with what it has to compute (one token in decoding, a chunk in
-a prompt); who finds no block takes those of the last in service order, which then waits to be recomputed. What is left
-of the token budget goes to the waiting, first come, first served.
+One step: where the blocks do not suffice for all that run, those with the least computed work give way until they do.
+Then the running sequences, in service order, each with what it has to compute (one token in decoding, a chunk in a
+prompt). What is left of the token budget goes to the waiting, first come, first served; who gave way is in its old
+place there.
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 from kv_cache.cache_manager import CacheManager
-from spmd_worker.scheduler.budget import StepBudget
+from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.integrity import check_integrity
-from spmd_worker.scheduler.policy import WaitingQueue, choose_victim, service_order
+from spmd_worker.scheduler.planner import Planner, SchedulerLimits
+from spmd_worker.scheduler.policy import WaitingQueue
+from spmd_worker.scheduler.queues import Queues
+from spmd_worker.scheduler.residency import Residency
 from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.scheduler.updates import Decision, Decisions, group_updates, last_token_ids
-from spmd_worker.sequence.events import Abort, Admit, Event
+from spmd_worker.scheduler.updates import Decisions, group_updates, last_token_ids
+from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sequence import (
@@ -34,41 +38,21 @@ from spmd_worker.sequence.sequence import (
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much one step may hold. Without `enable_chunked_prefill` a prompt is computed in one piece."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_chunked_prefill: bool = True
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """What happened so far, for the summary. `num_recomputed_tokens` were computed and lost by preemption."""
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_computed_tokens: int = 0
-
-
 class Scheduler:
     """The replica. Call `schedule`, then (once the devices answered) `apply`; events between steps go to `handle`.
 
-    `running` holds blocks of `cache`, in service order; `waiting` holds none. Both are for reading.
+    `queues` is for reading: those in `running` hold blocks of `cache`, the others hold none there.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: CacheManager, stop_checker: StopChecker) -> None:
         self.counters = SchedulerCounters()
-        self._limits = limits
         self.cache = cache
-        self._stop_checker = stop_checker
-        self._groups: dict[RequestId, SequenceGroup] = {}
-        self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []
+        self.queues = Queues()
+        self.limits, self._stop_checker = limits, stop_checker
+        self._residency = Residency(
+            cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
+        )
+        self._planner = Planner(limits, self.queues, cache, self._residency)
         self._in_flight: deque[Decisions] = deque()
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
@@ -77,7 +61,22 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is not answered yet."""
-        return bool(self._groups)
+        return bool(self.queues.groups)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that hold blocks, in service order."""
+        return self.queues.running
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """Those that wait for room, in service order."""
+        return self.queues.waiting
+
+    @property
+    def num_swapped(self) -> int:
+        """Of the sequences that wait, how many have their blocks on the host."""
+        return self._residency.num_swapped
 
     def handle(self, event: Event) -> SequenceGroup | None:
         """Take an event in. Returns the group an abort ended."""
@@ -85,13 +84,21 @@ class Scheduler:
             self._admit(event.request)
         elif isinstance(event, Abort):
             return self._abort(event.request_id)
+        elif isinstance(event, ResetPrefixCache):
+            self._residency.reset_prefix_cache(self.queues.groups.values())
+        elif isinstance(event, SetWeightVersion):
+            self._residency.set_weight_version(event.version, self.queues.groups.values())
+        elif isinstance(event, FinishTransfers):
+            for number in event.numbers:
+                self.cache.finish_transfer(number)
+            self.queues.finish_loading(event.numbers)
         return None
 
     def schedule(self) -> StepPlan:
         """Decide the next step and account for it; `apply` must be called for each plan with groups, in order."""
         self._step += 1
         self.counters.num_steps += 1
-        decisions = self._decide()
+        decisions = self._planner.decide()
         num_tokens = decisions.num_tokens
         if num_tokens:
             self._in_flight.append(decisions)
@@ -116,8 +123,8 @@ class Scheduler:
         ended: list[SequenceGroup] = []
         token_ids, logprobs = result.token_ids, result.logprobs
         for request_id, first, entries in result.prompt_logprobs:
-            if request_id in self._groups:
-                self._groups[request_id].place_prompt_logprobs(first, entries)
+            if request_id in self.queues.groups:
+                self.queues.groups[request_id].place_prompt_logprobs(first, entries)
         decisions = self._in_flight.popleft()
         # Rows are sampled in plan order: those in steady decoding, one token each, then the others.
         for index, sequence in enumerate(decisions.continuing):
@@ -131,119 +138,12 @@ class Scheduler:
             start += num_samples
         assert start == len(token_ids), (start, len(token_ids))
         self.counters.num_output_tokens += len(token_ids)
-        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
+        self.queues.drop_ended()
         return ended
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, states and blocks agree: for tests and SPMD_WORKER_CHECK."""
-        check_integrity(self._groups, self.running, self.waiting, self.cache, self._limits.max_num_seqs)
-
-    # Deciding: counts only.
-
-    def _decide(self) -> Decisions:
-        decisions = Decisions()
-        budget = StepBudget(self._limits.max_num_batched_tokens, self._limits.max_num_seqs - len(self.running))
-        num_preemptions = self.counters.num_preemptions
-        self._decide_running(budget, decisions)
-        if self.waiting and self.counters.num_preemptions == num_preemptions:
-            # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
-            self._decide_waiting(budget, decisions)
-        return decisions
-
-    def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:
-        running, block_size = self.running, self.cache.block_size
-        # Those from `end` on have given way: running is in service order, so victims are taken from its end.
-        index, end = 0, len(running)
-        while index < end and budget.num_tokens:
-            sequence = running[index]
-            index += 1
-            num_outputs = len(sequence.output_token_ids)
-            num_tokens = sequence.num_prompt_tokens + num_outputs - sequence.num_computed_tokens
-            is_steady = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
-            # A block that is written to is shared by forks alone: without forks, one that has begun needs no asking.
-            if is_steady and sequence.num_computed_tokens % block_size and sequence.request.sampling.n == 1:
-                sequence.num_computed_tokens += 1
-                budget.num_tokens -= 1
-                decisions.continuing.append(sequence)
-            elif num_tokens:
-                num_tokens = min(num_tokens, budget.num_tokens)
-                end = self._make_room(sequence, num_tokens, index, end)
-                if sequence.status is SequenceStatus.RUNNING:
-                    self._go_on(sequence, num_tokens, budget, decisions, is_steady=is_steady)
-        self.running = [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING]
-
-    def _go_on(
-        self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions, *, is_steady: bool
-    ) -> None:
-        """There is room: take it. Steady decoding that appends a block stays steady; a copied block is told of."""
-        num_blocks = sequence.table.num_blocks
-        decision = self._take(sequence, num_tokens, budget)
-        if is_steady and decision.change.first_index == num_blocks:
-            decisions.blocks.extend((len(decisions.continuing), block_id) for block_id in decision.change.block_ids)
-            decisions.continuing.append(sequence)
-        else:
-            decisions.others.append(decision)
-
-    def _make_room(self, sequence: Sequence, num_tokens: int, index: int, end: int) -> int:
-        """Preempt from running[index:end] until the sequence fits, at last itself; returns the new end."""
-        first = sequence.num_computed_tokens
-        while not self.cache.can_extend(sequence.table, first, first + num_tokens):
-            victim = choose_victim([sequence, *self.running[index:end]])
-            self._preempt(victim)
-            if victim is sequence:
-                break
-            end -= 1
-        return end
-
-    def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
-        # Those that have not forked yet will be more than themselves.
-        budget.num_sequences -= sum(self._width(sequence) - 1 for sequence in self.running)
-        while self.waiting and budget.num_tokens:
-            sequence = self.waiting.first()
-            num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
-            if not self._may_join(sequence, num_tokens, budget, is_alone=not self.running):
-                break
-            self.waiting.pop_first()
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-            budget.num_sequences -= self._width(sequence)
-            decisions.others.append(self._take(sequence, num_tokens, budget))
-        self.running.sort(key=service_order)
-
-    def _may_join(self, sequence: Sequence, num_tokens: int, budget: StepBudget, *, is_alone: bool) -> bool:
-        if not self._limits.enable_chunked_prefill and num_tokens < sequence.num_uncomputed_tokens:
-            return False
-        if self._width(sequence) > budget.num_sequences:
-            return False
-        # Room for all of it, not for the first chunk alone: else half-computed prompts fill the cache and fight over
-        # it. The watermark leaves running sequences some blocks to grow into.
-        whole = sequence.num_tokens
-        return self.cache.can_extend(sequence.table, 0, whole, keep_watermark=not is_alone)
-
-    def _width(self, sequence: Sequence) -> int:
-        """How many sequences this one will be: a group's first sequence stands for all of it until the fork."""
-        num_samples = sequence.request.sampling.n
-        if num_samples == 1 or self._groups[sequence.request.request_id].is_forked:
-            return 1
-        return num_samples
-
-    def _take(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
-        first = sequence.num_computed_tokens
-        change = self.cache.extend(sequence.table, first, first + num_tokens)
-        is_sampling = num_tokens == sequence.num_uncomputed_tokens
-        sequence.num_computed_tokens += num_tokens
-        budget.spend(num_tokens)
-        return Decision(sequence, first, num_tokens, self._width(sequence) if is_sampling else 0, change)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.counters.num_preemptions += 1
-        self.counters.num_recomputed_tokens += sequence.num_computed_tokens
-        self._groups[sequence.request.request_id].num_preemptions += 1
-        self.cache.release(sequence.table)
-        sequence.num_computed_tokens = 0
-        sequence.is_known = False
-        sequence.status = SequenceStatus.PREEMPTED
-        self.waiting.give_back(sequence)
+        check_integrity(self.queues, self.cache, self.limits.max_num_seqs, self.num_swapped)
 
     # Applying: values.
 
@@ -251,7 +151,7 @@ class Scheduler:
         """The sequences that the samples of one row belong to: itself, and its forks where it forks now."""
         if num_samples <= 1 or sequence.status is not SequenceStatus.RUNNING:
             return [sequence] * num_samples
-        group = self._groups[sequence.request.request_id]
+        group = self.queues.group_of(sequence)
         return [sequence, *[self._fork(group, sequence, index) for index in range(1, num_samples)]]
 
     def _append(
@@ -259,43 +159,46 @@ class Scheduler:
     ) -> None:
         sequence.output_token_ids.append(token_id)
         if logprobs is not None:
-            sequence.logprobs.append(logprobs)
             sequence.cumulative_logprob += logprobs[token_id].logprob
+            if sequence.request.sampling.logprobs is not None:
+                sequence.logprobs.append(logprobs)
         if self._stop_checker.has_ended(sequence):
             self._finish(sequence)
-            group = self._groups[sequence.request.request_id]
+            group = self.queues.group_of(sequence)
             if group.is_finished:
                 ended.append(self._end(group))
 
     def _fork(self, group: SequenceGroup, parent: Sequence, sample_index: int) -> Sequence:
         assert not parent.output_token_ids, "sequences fork when their first tokens are sampled"
         fork = fork_of(parent, sample_index, self.cache.fork(parent.table))
+        parent.shares_tail = True
         group.sequences.append(fork)
         position = self.running.index(parent) + sample_index
         self.running.insert(position, fork)
         return fork
 
     def _finish(self, sequence: Sequence) -> None:
-        if sequence.status is SequenceStatus.PREEMPTED or sequence.status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
-        self.cache.release(sequence.table)
+        if sequence.status is not SequenceStatus.RUNNING:
+            self.queues.stop_waiting(sequence)
+        self._residency.release(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._ended_sequences.append(sequence.key)
 
     def _end(self, group: SequenceGroup) -> SequenceGroup:
-        del self._groups[group.request.request_id]
+        del self.queues.groups[group.request.request_id]
         self._ended_requests.append(group.request.request_id)
         self.counters.num_prompt_tokens += len(group.request.prompt_token_ids)
+        self.counters.num_finished += 1
         return group
 
     def _admit(self, request: Request) -> None:
-        assert request.request_id not in self._groups, request.request_id
+        assert request.request_id not in self.queues.groups, request.request_id
         group = new_group(request)
-        self._groups[request.request_id] = group
-        self.waiting.arrive(group.sequences[0])
+        self.queues.groups[request.request_id] = group
+        self.queues.waiting.arrive(group.sequences[0])
 
     def _abort(self, request_id: RequestId) -> SequenceGroup | None:
-        group = self._groups.get(request_id)
+        group = self.queues.groups.get(request_id)
         if group is None:
             return None
         for sequence in group.sequences:
@@ -303,5 +206,5 @@ class Scheduler:
                 sequence.finish_reason = FinishReason.ABORT
                 self._stop_checker.forget(sequence)
                 self._finish(sequence)
-        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
+        self.queues.drop_ended()
         return self._end(group)

@@ -27,4 +27,23 @@ class Close:
     """The engine ends after this step: ranks that follow leave their loop."""
 
 
-Event = Admit | Abort | Close
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Nothing that is in the cache now may be found by a later request; requests under way go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetWeightVersion:
+    """The weights are others from now on: `version` enters the name of everything that is cached."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishTransfers:
+    """Every rank has finished these transfers (`BlockOps.transfer`)."""
+
+    numbers: tuple[int, ...]
+
+
+Event = Admit | Abort | Close | ResetPrefixCache | SetWeightVersion | FinishTransfers

@@ -23,6 +23,7 @@ TokenLogprobs = dict[int, Logprob]
 class CompletionOutput:
     """One of the `n` completions of a request. `finish_reason` is "stop", "length" or None while it runs.
 
+    `cumulative_logprob` is None unless the row asked for log-probabilities or `best_of` ranked its samples.
     `stop_reason` is the stop string or stop token id that ended it, None for the end-of-sequence token.
     """
 

@@ -15,6 +15,8 @@ GREEDY_TEMPERATURE: Final = 1e-5
 MAX_LOGPROBS: Final = 64
 """The most alternatives `logprobs` and `prompt_logprobs` may ask for."""
 
+_MAX_SAMPLES: Final = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -23,9 +25,13 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 and -1, `top_p` 1, `min_p` 0 switch their filter off. `seed` names the row's
     own random stream; without it the job's seed and the row's key do. `logprobs` k returns the log-probability of the
     sampled token and of the k likeliest.
+
+    `best_of` samples run and the `n` of the highest cumulative log-probability are returned, best first; of equal ones
+    the earlier sample is better. None, or the same number as `n`, chooses nothing: `n` samples in their own order.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -62,6 +68,21 @@ class SamplingParams:
         return self.temperature <= GREEDY_TEMPERATURE
 
     @property
+    def num_sequences(self) -> int:
+        """How many samples run."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether more samples run than are returned, so that their log-probabilities choose."""
+        return self.best_of is not None and self.best_of > self.n
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the log-probabilities of sampled tokens are computed: to be returned, or to rank the samples."""
+        return self.logprobs is not None or self.is_ranked
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the logits depend on which tokens came before."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
@@ -80,7 +101,7 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         integers = ("n", "top_k", "min_tokens")
-        optional_integers = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+        optional_integers = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
         for name in integers + optional_integers:
             value = getattr(self, name)
             if value is None and name in optional_integers:
@@ -102,7 +123,9 @@ class SamplingParams:
 
     def _rules(self) -> tuple[tuple[str, bool, str], ...]:
         return (
-            ("n", 1 <= self.n <= 1024, "must be from 1 to 1024"),
+            ("n", 1 <= self.n <= _MAX_SAMPLES, f"must be from 1 to {_MAX_SAMPLES}"),
+            ("best_of", self.num_sequences >= self.n, f"must be at least n={self.n}: {_BEST_OF_HINT}"),
+            ("best_of", self.num_sequences <= _MAX_SAMPLES, f"must be at most {_MAX_SAMPLES}"),
             ("temperature", self.temperature >= 0.0, "must be 0 (greedy) or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
             ("top_k", self.top_k >= -1, "must be -1 or 0 (off) or a positive number"),
@@ -123,6 +146,7 @@ class SamplingParams:
 
 
 _LOGPROBS_RULE: Final = f"must be from 0 to {MAX_LOGPROBS}"
+_BEST_OF_HINT: Final = "raise best_of, lower n, or leave best_of out, which runs n samples and returns them all"
 
 SAMPLING_KEYS: Final = tuple(spec.name for spec in fields(SamplingParams))
 """Every key of a row that is a sampling parameter, in declaration order."""

@@ -1,25 +1,30 @@
 """One sample of one request as the scheduler sees it: its tokens, how many are computed, which blocks hold them.
 
-A `Sequence` is what is scheduled, preempted and finished; a `SequenceGroup` is the request with its `n` sequences, of
-which one computes the prompt and the others fork from it when the first tokens are sampled. Knows nothing about queues
-or devices.
+A `Sequence` is what is scheduled, preempted and finished; a `SequenceGroup` is the request with its sequences, of which
+one computes the prompt and the others fork from it when the first tokens are sampled. Knows nothing about queues or
+devices.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from kv_cache.block import BlockHash
 from kv_cache.block_table import BlockTable
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. PREEMPTED has lost its blocks and waits, in its old place, to be computed again."""
+    """Where a sequence stands. PREEMPTED has lost its blocks and waits, in its old place, to be computed again; SWAPPED
+    waits there too, with its blocks in host memory; LOADING waits for a transfer that brings its beginning.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    LOADING = "loading"
     FINISHED = "finished"
 
 
@@ -40,10 +45,14 @@ class FinishReason(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens [0, num_computed_tokens) have their keys and values in the blocks of `table`.
+    """Tokens [0, num_computed_tokens) have their keys and values in the blocks of `table`, or of `host_table` while the
+    sequence is swapped out.
 
     `num_sent_tokens` is how many of `output_token_ids` the workers' mirrors hold; `is_known` whether they hold the
-    sequence at all, with the blocks it has now.
+    sequence at all, with its tokens. `block_hashes` are the names of its leading full blocks as far as they are worked
+    out, None where nothing of it may be shared; the first `num_named_blocks` blocks of `table` carry theirs.
+    `num_lost_tokens` were computed and must be again. `shares_tail`: it forked and has not written since, so the block
+    it writes to next may be another's too.
     """
 
     request: Request
@@ -51,6 +60,11 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     table: BlockTable = field(default_factory=BlockTable)
+    host_table: BlockTable = field(default_factory=BlockTable)
+    block_hashes: list[BlockHash] | None = field(default_factory=list)
+    num_named_blocks: int = 0
+    num_lost_tokens: int = 0
+    shares_tail: bool = False
     status: SequenceStatus = SequenceStatus.WAITING
     is_known: bool = False
     num_sent_tokens: int = 0
@@ -76,6 +90,15 @@ class Sequence:
         """Tokens whose keys and values are still to be computed; 1 in steady decoding."""
         return self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
 
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens at positions [start, stop) of prompt and output together."""
+        num_prompt_tokens = self.num_prompt_tokens
+        prompt = self.request.prompt_token_ids[start:stop]
+        if stop <= num_prompt_tokens:
+            return prompt
+        outputs = self.output_token_ids[max(start - num_prompt_tokens, 0) : stop - num_prompt_tokens]
+        return (*prompt, *outputs)
+
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
@@ -85,11 +108,13 @@ class SequenceGroup:
     sequences: list[Sequence]
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_preemptions: int = 0
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were found in the cache when the request was first scheduled; None before that."""
 
     @property
     def is_forked(self) -> bool:
-        """Whether all `n` sequences exist."""
-        return len(self.sequences) == self.request.sampling.n
+        """Whether every sample that the request runs has its sequence."""
+        return len(self.sequences) == self.request.sampling.num_sequences
 
     @property
     def is_finished(self) -> bool:
@@ -113,5 +138,8 @@ def fork_of(parent: Sequence, sample_index: int, table: BlockTable) -> Sequence:
         sample_index=sample_index,
         num_computed_tokens=parent.num_computed_tokens,
         table=table,
+        shares_tail=True,
+        block_hashes=None if parent.block_hashes is None else list(parent.block_hashes),
+        num_named_blocks=parent.num_named_blocks,
         status=SequenceStatus.RUNNING,
     )

@@ -51,9 +51,11 @@ class StepResult:
 
     `logprobs` is parallel to `token_ids` (None where the row did not ask) or empty when no row asked; `prompt_logprobs`
     has (request, first position, one entry a position) for requests that asked and prompt positions of this step.
+    `finished_transfers` is this rank's own news (`TransferEngine.finished`), the only field in which ranks may differ.
     """
 
     step: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[tuple[RequestId, int, tuple[TokenLogprobs | None, ...]], ...] = ()
+    finished_transfers: tuple[int, ...] = ()

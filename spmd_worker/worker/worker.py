@@ -5,28 +5,31 @@ about requests' text, files other than the checkpoint, or who decides what runs.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from kv_cache.host_tier_engine import HostTierEngine
 from torch import nn
 
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
 from kv_cache.cache_spec import CacheSpec
+from kv_cache.connector import TransferEngine
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.lockstep.mirror import Mirror
-from spmd_worker.memory.device import measure_cuda, measure_host
+from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.memory.estimate import activation_bytes, cache_spec
-from spmd_worker.memory.plan import resolve_dtype, resolve_max_model_len, size_rank
+from spmd_worker.memory.plan import is_estimate_enough, resolve_dtype, resolve_max_model_len, size_rank
 from spmd_worker.model_shape import ModelShape
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 from spmd_worker.parallel.environment import RankEnvironment
 from spmd_worker.parallel.groups import ParallelGroups, join_groups
 from spmd_worker.parallel.layout import RankLayout
-from spmd_worker.runner.largest_step import largest_step
+from spmd_worker.runner.largest_step import largest_step, prepared_step
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -54,6 +57,7 @@ class Worker(WorkerBase):
         self._attention: AttentionBackend | None = None
         self._model: DecoderForCausalLM | None = None
         self._cache_engine: CacheEngine | None = None
+        self._tier_engine: TransferEngine | None = None
         self._mirror: Mirror | None = None
         self._runner: ModelRunner | None = None
 
@@ -100,9 +104,8 @@ class Worker(WorkerBase):
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """Measures unless `cache.num_blocks` says; the reason in words is in `sizing`."""
         measurement = self._measure() if self.config.cache.num_blocks is None else MemoryMeasurement(0, 0, 0, 0)
-        self.sizing = size_rank(
-            self.config, self.shape, self.layout, self.environment.rank, self._dtype_name, measurement
-        )
+        self.sizing = size_rank(self.config, *self._sizes, self.device.type, measurement)
+        logger.info("%s", self.sizing.reason)
         return self.sizing.num_device_blocks, self.sizing.num_host_blocks
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
@@ -112,7 +115,11 @@ class Worker(WorkerBase):
         is_profiled = self.config.cache.num_blocks is None
         try:
             check_cache_holds_one_sequence(
-                num_device_blocks, self.config.cache.block_size, self.max_model_len, is_profiled=is_profiled
+                num_device_blocks,
+                self.config.cache.block_size,
+                self.max_model_len,
+                is_profiled=is_profiled,
+                has_swap_space_on_device=self.device.type == "cpu" and num_host_blocks > 0,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -121,6 +128,11 @@ class Worker(WorkerBase):
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
         self._runner = self._new_runner(self._cache_engine)
         self.compile_or_warm_up_model()
+
+    def initialize_host_tier(self, num_places: int) -> None:
+        """Host memory for `num_places` prefix blocks that lose their place; after `initialize_cache`."""
+        assert self._cache_engine is not None, "initialize_cache comes first"
+        self._tier_engine = HostTierEngine(self._cache_engine, num_places)
 
     def compile_or_warm_up_model(self) -> None:
         """Nothing is compiled on this path; a step's first run costs what every run costs."""
@@ -131,9 +143,13 @@ class Worker(WorkerBase):
         assert self._cache_engine is not None, "initialize_cache comes first"
         assert self._runner is not None, "initialize_cache comes first"
         scheduled = self._mirror.apply(plan)
+        if self._tier_engine is not None:
+            self._tier_engine.store(plan.block_ops.transfer, plan.block_ops.store)
         self._cache_engine.execute(plan.block_ops)
+        if self._tier_engine is not None:
+            self._tier_engine.load(plan.block_ops.transfer, plan.block_ops.load)
         if not scheduled:
-            return StepResult(plan.step)
+            return StepResult(plan.step, finished_transfers=self._take_finished_transfers())
         self._runner.forward(plan.step, scheduled)
         return None
 
@@ -141,7 +157,11 @@ class Worker(WorkerBase):
         """See `WorkerBase.sample_tokens`; no grammar is known yet, so its output must be None."""
         assert grammar_output is None, grammar_output
         assert self._runner is not None, "execute_model comes first"
-        return self._runner.sample()
+        return replace(self._runner.sample(), finished_transfers=self._take_finished_transfers())
+
+    def get_device_type(self) -> str:
+        """`cpu` or `cuda`."""
+        return self.device.type
 
     def get_arithmetic(self) -> str:
         """The order in which this rank's kernels add, in words: the same on every rank, or their bits differ."""
@@ -179,7 +199,7 @@ class Worker(WorkerBase):
 
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups stay."""
-        self._runner = self._mirror = self._model = None
+        self._runner = self._mirror = self._model = self._tier_engine = None
         if self._cache_engine is not None:
             self._cache_engine.release()
             self._cache_engine = None
@@ -189,41 +209,52 @@ class Worker(WorkerBase):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _take_finished_transfers(self) -> tuple[int, ...]:
+        return self._tier_engine.finished() if self._tier_engine is not None else ()
+
     def _check_cuda_dtype(self) -> None:
         if self._dtype_name == "bfloat16" and not torch.cuda.is_bf16_supported():
             name = torch.cuda.get_device_name(self.device)
             raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
 
+    @property
+    def _sizes(self) -> tuple[ModelShape, RankLayout, int, str]:
+        return self.shape, self.layout, self.environment.rank, self._dtype_name
+
     def _measure(self) -> MemoryMeasurement:
         weights = sum(parameter.nbytes for parameter in self.get_model().parameters())
-        scheduler = self.config.scheduler
         if self.device.type == "cuda":
-            return measure_cuda(self.device, weights, self._free_at_start, self._run_largest_step)
-        activations = activation_bytes(
-            self.shape,
-            self.layout,
-            self.environment.rank,
-            self._dtype_name,
+            return measure_cuda(self.device, weights, self._free_at_start, self._largest_step())
+        assert self.groups is not None, "init_device comes first"
+        scheduler = self.config.scheduler
+        estimate = activation_bytes(*self._sizes, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        measurement = measure_host(weights, estimate, self.environment.local_world_size)
+        is_scarce = not is_estimate_enough(self.config, *self._sizes, self.device.type, measurement)
+        # The step contains collectives: if one rank has to run it, all run it.
+        if not is_on_any_rank(self.groups.control, is_scarce):
+            return measurement
+        return profile_host(measurement, self._largest_step())
+
+    def _largest_step(self) -> PreparedStep:
+        """All layers on CUDA; on the CPU, where each takes its time, the first two."""
+        scheduler = self.config.scheduler
+        scheduled = largest_step(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
+            self.max_model_len,
+            self.config.cache.block_size,
         )
-        return measure_host(weights, activations, self.environment.local_world_size)
+        assert self._model is not None, "load_model comes first"
+        num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
+        engine = self._new_cache_engine(num_blocks, 0, max_layers=2 if self.device.type == "cpu" else None)
+        return prepared_step(self._model, engine, self._new_runner, scheduled)
 
-    def _run_largest_step(self) -> None:
-        """The step that needs most memory, on a cache of its own that is dropped afterwards."""
-        scheduler, block_size = self.config.scheduler, self.config.cache.block_size
-        scheduled = largest_step(
-            scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.max_model_len, block_size
-        )
-        engine = self._new_cache_engine(sum(len(each.sequence.block_ids) for each in scheduled), 0)
-        engine.allocate()
-        runner = self._new_runner(engine)
-        runner.forward(0, scheduled)
-        runner.sample()
-        engine.release()
-
-    def _new_cache_engine(self, num_device_blocks: int, num_host_blocks: int) -> CacheEngine:
+    def _new_cache_engine(
+        self, num_device_blocks: int, num_host_blocks: int, max_layers: int | None = None
+    ) -> CacheEngine:
         spec = self.get_kv_cache_spec()
+        if max_layers is not None:
+            spec = replace(spec, num_layers=min(max_layers, spec.num_layers))
         assert self._attention is not None, "load_model comes first"
         block_shape = self._attention.block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
         dtype = getattr(torch, self._dtype_name)

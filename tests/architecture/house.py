@@ -31,9 +31,16 @@ ROOMS = (
     Room(("kv_cache.prefix_index",)),
     Room(("kv_cache.block_pool",)),
     Room(("kv_cache.block_table",)),
+    Room(("kv_cache.pending_moves",)),
+    Room(("kv_cache.swap_space",)),
+    Room(("kv_cache.connector",)),
+    Room(("kv_cache.host_tier",)),
+    Room(("kv_cache.device_tables",)),
     Room(("kv_cache.cache_manager",)),
     Room(("kv_cache.cache_sizing",)),
+    Room(("kv_cache.host_memory",), may_import_torch=True),
     Room(("kv_cache.cache_engine",), may_import_torch=True),
+    Room(("kv_cache.host_tier_engine",), may_import_torch=True),
     Room(("spmd_worker.version",)),
     Room(("spmd_worker.config", "spmd_worker.config_compose")),
     Room(("spmd_worker.observability",)),
@@ -54,7 +61,10 @@ ROOMS = (
     Room(("spmd_worker.runner",), may_import_torch=True),
     Room(("spmd_worker.worker",), may_import_torch=True),
     Room(("spmd_worker.executor",), may_import_torch=True),
-    Room(("spmd_worker.engine", "spmd_worker.engine_outputs", "spmd_worker.engine_start"), may_import_torch=True),
+    Room(
+        ("spmd_worker.engine", "spmd_worker.engine_outputs", "spmd_worker.engine_start", "spmd_worker.engine_stats"),
+        may_import_torch=True,
+    ),
     Room(("spmd_worker.llm",), may_import_torch=True),
     Room(("spmd_worker.batch",)),
 )
@@ -78,6 +88,7 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.memory.host",
     "spmd_worker.memory.plan",
     "spmd_worker.memory.plan_text",
+    "spmd_worker.memory.swap_cost",
 )
 
 TORCH_NAMES = ("torch", "safetensors.torch")
@@ -87,7 +98,7 @@ COMPOSITION_MODULES = ("spmd_worker.config_compose",)
 
 REPLICATED = ("kv_cache", "spmd_worker.sequence", "spmd_worker.scheduler", "spmd_worker.lockstep")
 NOT_REPLICATED = (
-    *("kv_cache.cache_engine", "kv_cache.cache_sizing"),
+    *("kv_cache.cache_engine", "kv_cache.cache_sizing", "kv_cache.host_memory", "kv_cache.host_tier_engine"),
     # What carries the messages waits, and so needs a clock; what is in them is replicated.
     *("spmd_worker.lockstep.channel", "spmd_worker.lockstep.connect", "spmd_worker.lockstep.step_channel"),
 )

@@ -117,6 +117,24 @@ def test_a_chat_body_is_mapped():
     assert parse(chat(max_tokens=4, max_completion_tokens=4)).sampling.max_tokens == 4
 
 
+def test_plain_rows_and_completion_bodies_may_ask_for_the_best_of_more_samples():
+    expected = SamplingParams(temperature=0.5, max_tokens=7, n=2, best_of=4)
+    assert parse({"prompt": "hi", "n": 2, "best_of": 4}).sampling == expected
+    assert parse(completion(n=2, best_of=4)).sampling == expected
+    assert parse(completion(best_of=1)).sampling.num_sequences == 1
+    # A default that does not fit the row can be taken back.
+    defaults = SamplingParams(best_of=4)
+    assert parse(completion(n=5), defaults).code == "invalid_value"
+    assert parse(completion(n=5, best_of=None), defaults).sampling == SamplingParams(n=5)
+
+
+def test_a_chat_body_may_say_that_it_ranks_nothing():
+    """OpenAI's chat has no best_of; the 1 that it would have by default means one sample for each of n choices."""
+    for nothing in (None, 1):
+        row = parse(chat(n=3, best_of=nothing), SamplingParams(best_of=4))
+        assert row.sampling == SamplingParams(n=3)
+
+
 def test_escaped_zero_characters_and_line_separators_are_text():
     assert parse(b'{"prompt": "a\\u0000\xe2\x80\xa8b"}').prompt == TextPrompt("a\x00\u2028b")
 
@@ -189,6 +207,8 @@ BAD_PLAIN_ROWS = {
     "temperature": ({"prompt": "a", "temperature": -0.1}, "invalid_value"),
     "top_p": ({"prompt": "a", "top_p": 0}, "invalid_value"),
     "n": ({"prompt": "a", "n": 0}, "invalid_value"),
+    "best_of below n": ({"prompt": "a", "n": 3, "best_of": 2}, "invalid_value"),
+    "best_of a float": ({"prompt": "a", "best_of": 2.0}, "invalid_value"),
     "stop": ({"prompt": "a", "stop": [""]}, "invalid_value"),
     "bias": ({"prompt": "a", "logit_bias": {"x": 1}}, "invalid_value"),
     "unknown key": ({"prompt": "a", "temprature": 0}, "unknown_key"),
@@ -218,7 +238,11 @@ BAD_OPENAI_ROWS = {
     "stream": (completion(stream=True), "unsupported_value"),
     "stream as number": (completion(stream=1), "unsupported_value"),
     "echo": (completion(echo=True), "unsupported_value"),
-    "best_of": (completion(best_of=2), "unsupported_value"),
+    "best_of below n": (completion(n=3, best_of=2), "invalid_value"),
+    "best_of true": (completion(best_of=True), "invalid_value"),
+    "best_of beyond 32 bits": (completion(best_of=2**31), "invalid_value"),
+    "best_of in a chat": (chat(best_of=2), "unsupported_value"),
+    "best_of true in a chat": (chat(best_of=True), "unsupported_value"),
     "suffix": (completion(suffix="x"), "unsupported_value"),
     "tools": (chat(tools=[{"type": "function"}]), "unsupported_value"),
     "json mode": (chat(response_format={"type": "json_object"}), "unsupported_value"),

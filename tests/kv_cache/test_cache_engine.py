@@ -1,11 +1,15 @@
 """CacheEngine: whole blocks move bit for bit, in the promised order, and nothing moves when a pair is wrong."""
 
+import contextlib
 import mmap
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from kv_cache import host_memory
 from kv_cache.block_ops import BlockOps
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_spec import CacheSpec
@@ -21,9 +25,9 @@ DEVICES = [
 ]
 
 
-def make_engine(dtype=torch.float32, device="cpu", block_shape=(2, 2, 4, 8)):
+def make_engine(dtype=torch.float32, device="cpu", block_shape=(2, 2, 4, 8), engine_class=CacheEngine):
     spec = CacheSpec(num_layers=NUM_LAYERS, num_kv_heads=2, head_size=8, dtype_bytes=dtype.itemsize, block_size=4)
-    return CacheEngine(spec, block_shape, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, dtype, torch.device(device))
+    return engine_class(spec, block_shape, NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, dtype, torch.device(device))
 
 
 def fill_with_random_bits(cache, seed):
@@ -156,13 +160,217 @@ def test_a_block_swapped_out_and_in_again_is_the_same_bit_for_bit(engine):
     assert torch.equal(bits(engine.device_cache)[:, [2, 0]], before[:, [1, 4]])
 
 
-def test_a_step_swaps_out_then_in_then_copies(engine):
-    """Device block 0 leaves, host block 1 takes its place, and the copy of block 0 sees the arrival."""
+def test_a_step_swaps_out_then_copies_then_swaps_in(engine):
+    """Device block 0 leaves for the host and for block 3, and then host block 1 takes its place."""
     device_before, host_before = bits(engine.device_cache), bits(engine.host_cache)
     engine.execute(BlockOps(swap_in=((1, 0),), swap_out=((0, 2),), copy=((0, 3),)))
     assert torch.equal(bits(engine.host_cache)[:, 2], device_before[:, 0])
+    assert torch.equal(bits(engine.device_cache)[:, 3], device_before[:, 0])
     assert torch.equal(bits(engine.device_cache)[:, 0], host_before[:, 1])
-    assert torch.equal(bits(engine.device_cache)[:, 3], host_before[:, 1])
+
+
+def test_a_block_that_is_swapped_out_may_receive_a_copy_in_the_same_step(engine):
+    device_before = bits(engine.device_cache)
+    engine.execute(BlockOps(swap_out=((0, 2),), copy=((4, 0),)))
+    assert torch.equal(bits(engine.host_cache)[:, 2], device_before[:, 0])
+    assert torch.equal(bits(engine.device_cache)[:, 0], device_before[:, 4])
+
+
+def test_one_host_block_arrives_in_two_places(engine):
+    """How a sequence that is swapped in and forks at once gets its two blocks."""
+    host_before = bits(engine.host_cache)
+    engine.execute(BlockOps(swap_in=((1, 0), (1, 3))))
+    assert torch.equal(bits(engine.device_cache)[:, [0, 3]], host_before[:, [1, 1]])
+
+
+def test_a_swap_in_reads_what_the_steps_swap_outs_wrote(engine):
+    device_before = bits(engine.device_cache)
+    engine.execute(BlockOps(swap_out=((4, 1),), swap_in=((1, 2),)))
+    assert torch.equal(bits(engine.device_cache)[:, 2], device_before[:, 4])
+
+
+def test_more_blocks_than_the_staging_memory_holds_move_in_turns(device, monkeypatch):
+    """On the CPU nothing is staged, and this is one more swap."""
+    engine = make_engine(device=device)
+    monkeypatch.setattr(host_memory, "_STAGING_BYTES", engine.spec.block_bytes)
+    engine.allocate()
+    fill_with_random_bits(engine.device_cache, 1)
+    before = bits(engine.device_cache)
+    engine.swap_out([(0, 3), (1, 2), (2, 1)])
+    engine.device_cache.zero_()
+    engine.swap_in([(3, 4), (2, 3), (1, 0)])
+    engine.swap_in([(2, 1)])
+    assert torch.equal(bits(engine.device_cache)[:, [4, 3, 0, 1]], before[:, [0, 1, 2, 1]])
+
+
+# Random steps against a model of bytes.
+
+
+def steps(num_device_blocks, num_host_blocks):
+    """Lists of pairs as `BlockOps` allows them: see rules 3 and 6 there."""
+    device, host = st.integers(0, num_device_blocks - 1), st.integers(0, num_host_blocks - 1)
+    return st.builds(
+        lawful,
+        swap_out=st.lists(st.tuples(device, host), max_size=num_host_blocks),
+        copy=st.lists(st.tuples(device, device), max_size=num_device_blocks),
+        swap_in=st.lists(st.tuples(host, device), max_size=num_device_blocks),
+    )
+
+
+def lawful(swap_out, copy, swap_in):
+    """Of pairs that contradict each other the first stays."""
+    left_host = {destination: (source, destination) for source, destination in reversed(swap_out)}
+    received = {}
+    for kind, pairs in (("copy", copy), ("swap_in", [pair for pair in swap_in if pair[0] not in left_host])):
+        for source, destination in pairs:
+            received.setdefault(destination, (kind, source))
+    of_kind = {
+        kind: tuple((source, destination) for destination, (own, source) in received.items() if own == kind)
+        for kind in ("copy", "swap_in")
+    }
+    return BlockOps(swap_in=of_kind["swap_in"], swap_out=tuple(left_host.values()), copy=of_kind["copy"])
+
+
+def execute_on_bytes(blocks, block_ops):
+    """`blocks`: (memory, block) -> bytes. The contract as it reads, with nothing in place."""
+    began = dict(blocks)
+    for source, destination in block_ops.swap_out:
+        blocks["host", destination] = began["device", source]
+    for source, destination in block_ops.copy:
+        blocks["device", destination] = began["device", source]
+    for source, destination in block_ops.swap_in:
+        blocks["device", destination] = blocks["host", source]
+
+
+def bytes_of(engine):
+    caches = {"device": engine.device_cache, "host": engine.host_cache}
+    return {
+        (memory, block): bits(cache[:, block]).numpy().tobytes()
+        for memory, cache in caches.items()
+        for block in range(cache.shape[1])
+    }
+
+
+def filled_engine(device="cpu", engine_class=CacheEngine):
+    engine = make_engine(device=device, engine_class=engine_class)
+    engine.allocate()
+    fill_with_random_bits(engine.device_cache, 1)
+    fill_with_random_bits(engine.host_cache, 2)
+    return engine
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(history=st.lists(steps(NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS), min_size=1, max_size=6))
+def test_random_steps_leave_the_bytes_that_the_contract_says(device, history):
+    engine = filled_engine(device)
+    blocks = bytes_of(engine)
+    for block_ops in history:
+        engine.execute(block_ops)
+        execute_on_bytes(blocks, block_ops)
+    assert bytes_of(engine) == blocks
+
+
+class FakeStream:
+    """Stands in for a CUDA stream on the CPU, where everything is done when it is called: notes who waits for whom."""
+
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other):
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self):
+        self.notes.append(f"the host waits for {self.name}")
+
+
+class FakeEvent(FakeStream):
+    def record(self, stream):
+        self.notes.append(f"{self.name} on {stream.name}")
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """An engine on the CPU that goes the way of a CUDA device, with staging memory for two blocks; and the notes."""
+    notes = []
+    compute, side = FakeStream("compute", notes), FakeStream("side", notes)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(host_memory, "indices", lambda block_ids, device: torch.tensor(block_ids))
+    engine = filled_engine()
+    staging = torch.empty_like(engine.host_cache[:, :2])
+    engine._host = host_memory.CudaHostMemory(
+        engine.device_cache, engine.host_cache, staging, side, FakeEvent("staging read", notes)
+    )
+    return engine, notes
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(history=st.lists(steps(NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS), min_size=1, max_size=4))
+def test_blocks_that_go_through_staging_memory_arrive_where_the_contract_says(staged, history):
+    engine, _ = staged
+    fill_with_random_bits(engine.device_cache, 3)
+    blocks = bytes_of(engine)
+    for block_ops in history:
+        engine.execute(block_ops)
+        execute_on_bytes(blocks, block_ops)
+    assert bytes_of(engine) == blocks
+
+
+def test_only_the_side_stream_is_waited_for_and_both_streams_wait_for_each_other(staged):
+    engine, notes = staged
+    engine.execute(BlockOps(swap_out=((0, 0), (1, 1), (2, 2)), copy=((3, 4),), swap_in=((3, 0), (3, 1), (3, 2))))
+    assert notes == [
+        # Three blocks leave in two turns, once the last step has written them.
+        "side waits for compute",
+        "the host waits for side",
+        "the host waits for side",
+        # The copies are queued on the compute stream here; then three blocks arrive in two turns.
+        "side waits for compute",
+        "the host waits for staging read",
+        "staging read on side",
+        "the host waits for staging read",
+        "staging read on side",
+        # The forward pass comes after them.
+        "compute waits for side",
+    ]
+    notes.clear()
+    engine.execute(BlockOps(copy=((3, 4),)))
+    assert not notes
+
+
+class SwapsInBeforeItCopies(CacheEngine):
+    def execute(self, block_ops):
+        super().execute(BlockOps(swap_out=block_ops.swap_out))
+        super().execute(BlockOps(swap_in=block_ops.swap_in))
+        super().execute(BlockOps(copy=block_ops.copy))
+
+
+class CopiesBeforeItSwapsOut(CacheEngine):
+    def execute(self, block_ops):
+        super().execute(BlockOps(copy=block_ops.copy))
+        super().execute(BlockOps(swap_out=block_ops.swap_out))
+        super().execute(BlockOps(swap_in=block_ops.swap_in))
+
+
+class CopiesOneAfterTheOther(CacheEngine):
+    def execute(self, block_ops):
+        super().execute(BlockOps(swap_out=block_ops.swap_out))
+        for pair in block_ops.copy:
+            super().execute(BlockOps(copy=(pair,)))
+        super().execute(BlockOps(swap_in=block_ops.swap_in))
+
+
+@pytest.mark.parametrize("engine_class", [SwapsInBeforeItCopies, CopiesBeforeItSwapsOut, CopiesOneAfterTheOther])
+def test_an_engine_that_keeps_another_order_leaves_other_bytes(engine_class):
+    """The comparison above sees each rule that is broken. Block 0 leaves, is copied, and receives; 1 and 4 swap."""
+    block_ops = BlockOps(swap_out=((0, 2), (1, 3)), copy=((0, 3), (1, 4), (4, 1)), swap_in=((1, 0),))
+    engine, wrong = filled_engine(), filled_engine(engine_class=engine_class)
+    blocks = bytes_of(engine)
+    engine.execute(block_ops)
+    wrong.execute(block_ops)
+    execute_on_bytes(blocks, block_ops)
+    assert bytes_of(engine) == blocks
+    assert bytes_of(wrong) != blocks
 
 
 def test_a_step_without_operations_moves_nothing(engine):
@@ -179,7 +387,13 @@ def test_a_step_without_operations_moves_nothing(engine):
         (BlockOps(copy=((0, 1),), swap_out=((0, 4),)), "swap_out of block 0 to 4: host block 4 does not exist"),
         (BlockOps(swap_out=((0, 0),), swap_in=((4, 0),)), "swap_in of block 4 to 0: host block 4 does not exist"),
         (BlockOps(swap_in=((0, 5),)), "device block 5 does not exist"),
-        (BlockOps(swap_out=((0, 0),), copy=((0, 2), (1, 2))), "device block 2 already receives block 0"),
+        (BlockOps(swap_out=((0, 0),), copy=((0, 2), (1, 2))), "device block 2 already receives block 0 by copy"),
+        (BlockOps(swap_out=((0, 3), (2, 3))), "swap_out of block 2 to 3: host block 3 already receives block 0"),
+        (BlockOps(swap_in=((1, 2), (3, 2))), "swap_in of block 3 to 2: device block 2 already receives block 1"),
+        (
+            BlockOps(copy=((0, 2),), swap_in=((1, 3), (3, 2))),
+            "swap_in of block 3 to 2: device block 2 already receives block 0 by copy in this step",
+        ),
     ],
 )
 def test_a_wrong_pair_is_named_before_anything_moves(engine, block_ops, message):

@@ -34,7 +34,8 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5
 sampling_params = st.fixed_dictionaries(
     {},
     optional={
-        "n": st.integers(1, 1024),
+        "n": st.integers(1, 1000),
+        "best_of": st.none() | st.integers(1000, 1024),
         "temperature": st.floats(0.0, 1e300),
         "top_p": st.floats(0.0, 1.0, exclude_min=True),
         "top_k": st.integers(-1, 2**62),

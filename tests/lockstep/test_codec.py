@@ -155,8 +155,30 @@ def test_no_field_of_a_record_is_lost_in_a_message_that_goes_on():
 
 
 def test_every_sampling_parameter_has_one_number():
-    assert tuple(name for name, _ in SAMPLING_LAYOUT.values()) == SAMPLING_KEYS
+    assert sorted(name for name, _ in SAMPLING_LAYOUT.values()) == sorted(SAMPLING_KEYS)
     assert list(SAMPLING_LAYOUT) == list(range(1, len(SAMPLING_KEYS) + 1))
+
+
+def test_a_number_once_given_keeps_its_meaning():
+    """`best_of` stands beside `n` and came last."""
+    numbers = {name: number for number, (name, _) in SAMPLING_LAYOUT.items()}
+    assert [numbers[name] for name in ("n", "temperature", "skip_special_tokens", "best_of")] == [1, 2, 20, 21]
+
+
+@pytest.mark.parametrize("sampling", [{"best_of": 1}, {"n": 2, "best_of": 5}, {"best_of": 1024, "logprobs": 0}])
+def test_best_of_arrives_also_where_it_is_as_good_as_none(sampling):
+    params = SamplingParams(**sampling)
+    decoded = decode_message(encode_message(message_with(params)))
+    assert decoded.events[0].request.sampling == params
+    assert decoded.events[0].request.sampling != dataclasses.replace(params, best_of=None)
+
+
+def test_best_of_below_n_is_refused():
+    good = encode_message(message_with(SamplingParams(n=3, best_of=5)))
+    bad = good.replace(bytes([21, 1, 10]), bytes([21, 1, 4]))  # zig-zag: 10 is 5, 4 is 2
+    assert bad != good
+    with pytest.raises(MessageError, match="best_of=2 must be at least n=3"):
+        decode_message(refit(bad))
 
 
 def test_a_negative_zero_stays_negative():

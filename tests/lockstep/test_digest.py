@@ -50,6 +50,7 @@ def test_every_change_of_every_record_counts_and_no_two_count_alike():
     "changed",
     [
         {"n": 2},
+        {"best_of": 1},
         {"temperature": 0.5},
         {"top_p": 0.5},
         {"top_k": 3},

@@ -56,15 +56,16 @@ def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(shape: ModelS
         "ranks      2 = 1 data x 1 pipeline x 2 tensor",
         "",
         "ranks  layers  heads  KV heads  columns  vocabulary  weights  activations     cache",
-        "0-1        32     16         4    7,168      64,128  7.5 GiB    677.0 MiB  20.4 GiB",
+        "0-1        32     16         4    7,168      64,128  7.5 GiB    990.1 MiB  20.1 GiB",
         "",
-        "blocks     20,855 of 16 tokens on every rank, 333,680 tokens in all, 1.0 MiB each",
+        "blocks     20,541 of 16 tokens on every rank, 328,656 tokens in all, 1.0 MiB each",
         "sequences  40 of 8,192 tokens (model.max_model_len) fit at once; scheduler.max_num_seqs is 256",
+        "swap       none (cache.swap_space_gib): what is preempted is computed again",
         "why        device memory 32.0 GiB, of which cache.gpu_memory_utilization=0.9 allows 28.8 GiB",
         "           weights 7.5 GiB",
-        "           activations of the largest step 677.0 MiB",
+        "           activations of the largest step 990.1 MiB (estimated)",
         "           outside the tensors 300.0 MiB",
-        "           left for the cache 20.4 GiB, room for 20855 blocks",
+        "           left for the cache 20.1 GiB, room for 20541 blocks",
         "           limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len) "
         "could use 131072 blocks",
     ]
@@ -96,7 +97,7 @@ def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(shape: Mod
     )
     lines = text_of(shape, 2, **config)
     assert lines[-1] == f"refused    {message}"
-    assert "sequences  0 of 4,096 tokens" in lines[-3]
+    assert "sequences  0 of 4,096 tokens" in lines[-4]
     with pytest.raises(ConfigError) as refused:
         check_cache_setting(RunConfig(**config), shape)  # type: ignore[arg-type]  # a table has no types
     assert str(refused.value) == message
@@ -114,6 +115,19 @@ def test_memory_that_is_too_small_is_refused_with_the_way_out(shape: ModelShape,
     )
 
 
+def test_swap_space_on_the_cpu_is_taken_from_the_cache_and_both_are_told(shape: ModelShape):
+    lines = text_of(shape, 2, cache=CacheConfig(swap_space_gib=4.0))
+    assert lines[7].startswith("blocks     16,446 of 16 tokens on every rank")
+    assert lines[9] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
+    assert lines[14:16] == [
+        "           swap space 4.0 GiB",
+        "           left for the cache 16.1 GiB, room for 16446 blocks",
+    ]
+    too_much = text_of(shape, 2, cache=CacheConfig(swap_space_gib=30.0))
+    assert too_much[-1].startswith("refused    memory leaves room for 0 cache blocks")
+    assert too_much[-1].endswith("or lower model.max_model_len or cache.swap_space_gib")
+
+
 def test_a_gpus_memory_is_not_guessed_from_the_hosts(shape: ModelShape):
     lines = text_of(shape, 8, device="cuda")
     assert lines[1] == "computes   in bfloat16 on one GPU a rank"
@@ -121,8 +135,9 @@ def test_a_gpus_memory_is_not_guessed_from_the_hosts(shape: ModelShape):
     assert lines[7:] == [
         "blocks     measured when the run starts, or set by cache.num_blocks: 256.0 KiB each, 512 for a sequence of "
         "8,192 tokens (model.max_model_len)",
+        "swap       16,384 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)",
         "about      with cache.gpu_memory_utilization=0.9 a rank has, on a GPU of",
-        "            24 GiB     74,719 blocks: 145 sequences",
+        "            24 GiB     73,278 blocks: 143 sequences",
         "            48 GiB    131,072 blocks: 256 sequences",
         "            80 GiB    131,072 blocks: 256 sequences",
         "           141 GiB    131,072 blocks: 256 sequences",

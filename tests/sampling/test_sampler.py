@@ -198,6 +198,21 @@ def test_raw_logprobs_are_those_before_anything_was_changed():
         assert entry.rank == int((expected > expected[token]).sum()) + 1
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_a_row_whose_samples_are_ranked_gets_what_logprobs_0_gets(mode: str):
+    logits, _ = mixed(3)
+    for kind in ({}, {"temperature": 0.5, "top_k": 4}, {"temperature": 0.0}):
+        ranked = [row(stream=index, n=2, best_of=3, **kind) for index in range(3)]
+        asked = [row(stream=index, n=3, logprobs=0, **kind) for index in range(3)]
+        assert whole(logits, ranked, mode) == whole(logits, asked, mode)
+        assert [each.logprobs for each in sharded(logits, ranked, 2, mode)] == [whole(logits, asked, mode).logprobs] * 2
+
+
+def test_a_row_that_returns_all_its_samples_gets_no_logprobs():
+    logits, _ = mixed(1)
+    assert whole(logits, [row(n=3, best_of=3)]).logprobs == ()
+
+
 def test_processed_logprobs_are_those_that_were_drawn_from():
     logits, _ = mixed(1)
     rows = [row(temperature=0.5, top_k=4, repetition_penalty=1.5, logprobs=4)]

@@ -3,14 +3,18 @@
 Knows plans only through the mirror, so that how a plan spells a step does not matter. Needs no torch.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
 from spmd_worker.lockstep.mirror import Mirror
-from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.planner import SchedulerLimits
+from spmd_worker.scheduler.residency import PreemptionPolicy
+from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import DecoderFactory, StopChecker
-from spmd_worker.sequence.events import Abort, Admit
+from spmd_worker.sequence.events import Abort, Admit, FinishTransfers
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup, SequenceKey
@@ -47,20 +51,37 @@ class Run:
         chunked: bool = True,
         max_model_len: int = 64,
         new_decoder: DecoderFactory | None = None,
+        caching: bool = False,
+        preemption: str = "recompute",
+        block_copy_tokens: float = 1.0,
+        num_host_blocks: int = 0,
+        num_tier_blocks: int = 0,
+        transfer_steps: int = 2,
     ) -> None:
-        self.cache = CacheManager(num_blocks, block_size, watermark_blocks=watermark)
-        self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked)
+        self.cache = CacheManager(
+            num_blocks,
+            block_size,
+            watermark,
+            num_host_blocks=num_host_blocks,
+            connector=HostTier(num_tier_blocks) if num_tier_blocks else None,
+        )
+        policy = PreemptionPolicy(preemption, block_copy_tokens)
+        self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy)
         self.scheduler = Scheduler(self.limits, self.cache, StopChecker((EOS,), max_model_len, new_decoder))
         self.mirror = Mirror(num_blocks, block_size)
         self.ended: dict[int, SequenceGroup] = {}
         self.last_plan = StepPlan(0)
         self._num_requests = 0
+        self._transfer_steps, self._transfers = transfer_steps, deque[tuple[int, int]]()
+        self._was_transferring = False
 
-    def admit(self, num_prompt_tokens: int, **sampling: object) -> int:
+    def admit(self, num_prompt_tokens: int, prompt: tuple[int, ...] | None = None, **sampling: object) -> int:
+        """`prompt` is what the request asks, else `num_prompt_tokens` of the token 1."""
         request_id = RequestId(self._num_requests)
         self._num_requests += 1
         params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling})
-        self.scheduler.handle(Admit(Request(request_id, (1,) * num_prompt_tokens, params, stream=request_id)))
+        token_ids = prompt or (1,) * num_prompt_tokens
+        self.scheduler.handle(Admit(Request(request_id, token_ids, params, stream=request_id)))
         return request_id
 
     def abort(self, request_id: int) -> SequenceGroup | None:
@@ -72,7 +93,10 @@ class Run:
 
     def step(self, values: Values | int = PLAIN_TOKEN) -> list[Row]:
         """One step, checked; what it computed, in service order (plans list steady decoding first)."""
+        self._was_transferring = bool(self._transfers)
         plan = self.last_plan = self.scheduler.schedule()
+        if plan.block_ops.transfer:
+            self._transfers.append((plan.step + self._transfer_steps, plan.block_ops.transfer))
         scheduled = self.mirror.apply(plan)
         self.scheduler.check_integrity()
         rows, token_ids = [], []
@@ -88,6 +112,9 @@ class Run:
             for group in self.scheduler.apply(StepResult(plan.step, tuple(token_ids))):
                 self.ended[group.request.request_id] = group
             self.scheduler.check_integrity()
+        while self._transfers and self._transfers[0][0] <= plan.step:
+            self.scheduler.handle(FinishTransfers((self._transfers.popleft()[1],)))
+            self.scheduler.check_integrity()
         return sorted(rows)
 
     def steps(self, count: int) -> list[list[Row]]:
@@ -98,7 +125,8 @@ class Run:
         for count in range(limit):
             if not self.scheduler.has_unfinished:
                 return count
-            assert self.step(values), f"step {self.last_plan.step} computes nothing though requests wait"
+            is_busy = bool(self.step(values)) or bool(self.last_plan.block_ops.transfer) or self._was_transferring
+            assert is_busy, f"step {self.last_plan.step} computes nothing though requests wait"
         raise AssertionError(f"requests are left after {limit} steps")
 
     def tokens(self, request_id: int) -> list[list[int]]:

@@ -1,0 +1,146 @@
+"""Blocks handed to, and taken from, something beyond the device: another memory, or another engine.
+
+A connector has two halves. The half here decides; every rank of a replica has one and makes the same calls, so its
+answers must be a function of those calls alone. The other half (`TransferEngine`) moves this rank's bytes and says when
+it has. A transfer is what one step stores and loads; it counts when every rank has finished it, which is an event from
+rank 0 (`CacheManager.finish_transfer`): no replica may act on what its own device has done. The division is vLLM's
+(KVConnectorBase_V1), cut to three verbs. Knows names and places. Knows nothing of tensors.
+"""
+
+from collections.abc import Sequence
+from typing import NewType, Protocol
+
+from kv_cache.block import BlockHash, BlockId
+
+Place = NewType("Place", int)
+"""Where a connector keeps one block: the same number on every rank."""
+
+
+class Connector(Protocol):
+    """Decides. A place that was given for storing or loading stays reserved until the transfer has finished."""
+
+    @property
+    def num_places(self) -> int:
+        """Blocks it can keep."""
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of the leading names it could load now."""
+
+    def store(self, block_hash: BlockHash) -> Place | None:
+        """A place for a block that is about to lose its contents; None where it is not wanted or has no room."""
+
+    def load(self, hashes: Sequence[BlockHash]) -> list[Place]:
+        """Where the blocks of these names are, all of which `lookup` has counted."""
+
+    def finish(self, stored: Sequence[tuple[BlockHash, Place]], loaded: Sequence[Place]) -> None:
+        """A transfer has ended on every rank: what it stored may be looked up, what it read is reserved no more."""
+
+    def forget(self) -> None:
+        """Nothing that was stored so far may be found any more; transfers under way end as usual."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where its state contradicts itself."""
+
+
+class TransferEngine(Protocol):
+    """Moves this rank's share of the bytes: `store`, the step's other moves, `load`, all before the forward pass."""
+
+    def store(self, number: int, pairs: Sequence[tuple[BlockId, int]]) -> None:
+        """(device block, place): the blocks' contents as they are now are kept, whatever is written to them next."""
+
+    def load(self, number: int, pairs: Sequence[tuple[int, BlockId]]) -> None:
+        """(place, device block): nobody reads or writes the blocks before the transfer has finished."""
+
+    def finished(self) -> tuple[int, ...]:
+        """Numbers of transfers that this rank has finished since the last call, in order."""
+
+
+class Transfers:
+    """The transfers of one manager: those being planned, and those under way.
+
+    `number` names the transfer of the step being planned; numbers go up by one.
+    """
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self._number = 1
+        self._stores: list[tuple[BlockHash, BlockId, Place]] = []
+        self._loads: list[tuple[BlockHash, BlockId, Place]] = []
+        self._under_way: dict[int, tuple[list[tuple[BlockHash, Place]], list[tuple[BlockHash, BlockId, Place]]]] = {}
+        self._loading: dict[BlockHash, int] = {}
+
+    @property
+    def num_places(self) -> int:
+        """See `Connector.num_places`."""
+        return self._connector.num_places
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> int:
+        """See `Connector.lookup`."""
+        return self._connector.lookup(hashes)
+
+    def number_loading(self, block_hash: BlockHash) -> int | None:
+        """The transfer that brings this block, if one is planned or under way."""
+        return self._loading.get(block_hash)
+
+    def store(self, block_hash: BlockHash, block_id: BlockId) -> None:
+        """A device block is about to lose its contents: keep them if there is a place."""
+        place = self._connector.store(block_hash)
+        if place is not None:
+            self._stores.append((block_hash, block_id, place))
+
+    def reserve(self, hashes: Sequence[BlockHash]) -> list[Place]:
+        """See `Connector.load`. Comes before device blocks are taken for them: what these evict is stored, and must not
+        drive out what is about to be loaded.
+        """
+        return self._connector.load(hashes)
+
+    def load(self, hashes: Sequence[BlockHash], places: Sequence[Place], block_ids: Sequence[BlockId]) -> int:
+        """Bring blocks into device blocks, which the transfer owns until it has finished; returns its number."""
+        self._loads += zip(hashes, block_ids, places, strict=True)
+        self._loading.update(dict.fromkeys(hashes, self._number))
+        return self._number
+
+    def take(self) -> tuple[int, tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]:
+        """The step's transfer: its number (0: none), its (device block, place) and its (place, device block) pairs."""
+        if not (self._stores or self._loads):
+            return 0, (), ()
+        number, stores, loads = self._number, self._stores, self._loads
+        self._under_way[number] = ([(block_hash, place) for block_hash, _, place in stores], loads)
+        self._number, self._stores, self._loads = number + 1, [], []
+        return (
+            number,
+            tuple((block_id, place) for _, block_id, place in stores),
+            tuple((place, block_id) for _, block_id, place in loads),
+        )
+
+    def finish(self, number: int) -> list[tuple[BlockHash | None, BlockId]]:
+        """Every rank has finished a transfer; returns what it loaded, with the blocks that it owned until now.
+
+        The name is None where `forget` came meanwhile.
+        """
+        assert number in self._under_way, f"transfer {number} is not under way: {list(self._under_way)}"
+        stored, loaded = self._under_way.pop(number)
+        self._connector.finish(stored, [place for _, _, place in loaded])
+        arrived: list[tuple[BlockHash | None, BlockId]] = []
+        for block_hash, block_id, _ in loaded:
+            is_wanted = self._loading.get(block_hash) == number
+            arrived.append((block_hash if is_wanted else None, block_id))
+            if is_wanted:
+                del self._loading[block_hash]
+        return arrived
+
+    def forget(self) -> None:
+        """See `Connector.forget`. What is being loaded is brought to its end but can be found by nobody."""
+        self._connector.forget()
+        self._loading.clear()
+
+    def owned_block_ids(self) -> list[BlockId]:
+        """Device blocks that transfers own, planned or under way."""
+        loads = [self._loads, *[loaded for _, loaded in self._under_way.values()]]
+        return [block_id for each in loads for _, block_id, _ in each]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the connector's state, or what is under way, contradicts itself."""
+        self._connector.check_integrity()
+        for block_hash, number in self._loading.items():
+            assert number == self._number or number in self._under_way, (block_hash.hex(), number)

@@ -1,0 +1,184 @@
+"""The tables of sequences in the device's memory: room, growth, sharing, copy-on-write, contents found again.
+
+Knows tables, positions and names of contents. Knows nothing of requests, queues, policy or tensors, and never reads a
+token: it answers from counts and names, so a step can be planned before the values of the one before it are known.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kv_cache.block import BlockHash, BlockId, num_blocks_for
+from kv_cache.block_pool import BlockPool
+from kv_cache.block_table import BlockTable, TableChange
+from kv_cache.pending_moves import PendingMoves
+
+
+class DeviceTables:
+    """Gives the device's blocks to tables and collects the copies that the step must make first.
+
+    A step is everything between two calls of `CacheManager.take_block_ops`. Within one, tables may be extended, forked
+    and released in any order; the blocks' contents change only when the step runs: first the moves, then the writes.
+
+    **Written tokens.** `first_token` always counts the tokens of a sequence whose keys and values an earlier step has
+    written (or will have written when this one runs). What the step being planned writes does not count: a copy would
+    not see it.
+
+    **Names.** A full block may be named as soon as the step that fills it is planned (`name_blocks`): rows of the same
+    step that find it may read it, because a layer writes every row's keys and values before any row attends. So the
+    tables of that step are not released before it is handed out: the blocks would be found and never written.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, watermark_blocks: int) -> None:
+        """`watermark_blocks`: free blocks that `keep_watermark=True` leaves for those who run already."""
+        assert block_size >= 1, f"block_size={block_size}"
+        self._pool = pool
+        self._block_size = block_size
+        self._watermark_blocks = watermark_blocks
+        self._moves = PendingMoves()
+        # Named in the step being planned: nothing is in them before it runs.
+        self._fresh: dict[BlockId, None] = {}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in one block."""
+        return self._block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, free or not."""
+        return self._pool.num_blocks
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Free blocks that `keep_watermark=True` leaves."""
+        return self._watermark_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no table lists, those with findable contents included."""
+        return self._pool.num_free_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that some table lists; one that is shared counts once."""
+        return self._pool.num_blocks - self._pool.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Of the free blocks, those whose contents can still be found."""
+        return self._pool.num_free_named_blocks
+
+    def num_new_blocks(self, table: BlockTable, first_token: int, num_tokens: int) -> int:
+        """Free blocks that `extend` with the same arguments takes.
+
+        One for each block past the table's end, and one for each shared block that positions first_token up to
+        num_tokens fall into. Tables that share a block need fewer once one of them has its own: ask for each before it
+        is extended, not for all in advance.
+        """
+        num_shared = len(self._shared_indices(table, first_token, num_tokens))
+        return num_shared + self._num_appended(table, num_tokens)
+
+    def can_extend(self, table: BlockTable, first_token: int, num_tokens: int, *, keep_watermark: bool = False) -> bool:
+        """Whether `extend` with the same arguments finds enough free blocks, if asked with the watermark to spare."""
+        return self._has_room(self.num_new_blocks(table, first_token, num_tokens), keep_watermark)
+
+    def extend(self, table: BlockTable, first_token: int, num_tokens: int) -> TableChange:
+        """Make positions first_token up to num_tokens writable by this table alone; returns what changed in it.
+
+        Blocks that others list are replaced. The one that first_token falls into is copied if it holds tokens below
+        first_token; those after it hold nothing of this sequence that the step does not write. `can_extend` must hold.
+        """
+        shared_indices = self._shared_indices(table, first_token, num_tokens)
+        num_shared = len(shared_indices)
+        taken = self._take(num_shared + self._num_appended(table, num_tokens))
+        first_changed = shared_indices[0] if shared_indices else table.num_blocks
+        suffix = table.block_ids[first_changed:]
+        for index, block_id in zip(shared_indices, taken[:num_shared]):
+            if index * self._block_size < first_token:
+                self._moves.copy(table.block_ids[index], block_id)
+            self._pool.release((table.block_ids[index],))
+            suffix[index - first_changed] = block_id
+        change = TableChange(first_changed, (*suffix, *taken[num_shared:]))
+        table.apply(change)
+        return change
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table over the same blocks. Takes no block; the first of the two to write to one pays for it.
+
+        The new sequence has those tokens that earlier steps wrote, even if the old table is extended already.
+        """
+        self._pool.share(table.block_ids)
+        return BlockTable(list(table.block_ids))
+
+    def release(self, table: BlockTable) -> None:
+        """Give all blocks of a table back and empty it. The tail goes first, so the head of a chain is evicted last."""
+        if self._fresh:
+            assert not any(block_id in self._fresh for block_id in table.block_ids), (
+                f"a table is released before the step that fills its named blocks is handed out: {table.block_ids}"
+            )
+        self._pool.release(reversed(table.block_ids))
+        table.block_ids.clear()
+
+    # Contents that can be found again.
+
+    def name_blocks(
+        self, table: BlockTable, hashes: Sequence[BlockHash], first_index: int, num_written_tokens: int
+    ) -> None:
+        """Blocks from `first_index` on hold what `hashes`, which count from the table's first block, say.
+
+        Those past `num_written_tokens` are filled by the step being planned, the others were by earlier ones. What
+        another block is known for already stays without a name.
+        """
+        for index in range(first_index, len(hashes)):
+            block_id = table.block_ids[index]
+            if self._pool.name(block_id, hashes[index]) and (index + 1) * self._block_size > num_written_tokens:
+                self._fresh[block_id] = None
+
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """The blocks that hold the beginning of a sequence, as far as there are any."""
+        return self._pool.find_chain(hashes)
+
+    def can_start(self, prefix: Sequence[BlockId], num_tokens: int, *, keep_watermark: bool = False) -> bool:
+        """Whether there is room for a new table of `num_tokens` that begins with the blocks of `prefix`."""
+        num_new = num_blocks_for(num_tokens, self._block_size) - len(prefix)
+        return self._has_room(num_new + self._pool.num_free_among(prefix), keep_watermark)
+
+    def adopt(self, table: BlockTable, prefix: Sequence[BlockId]) -> None:
+        """An empty table begins with blocks that were found, as one more owner of each."""
+        assert not table.block_ids, table
+        self._pool.share(prefix)
+        table.block_ids += prefix
+
+    def _has_room(self, num_blocks: int, keep_watermark: bool) -> bool:
+        return num_blocks + (self._watermark_blocks if keep_watermark else 0) <= self._pool.num_free_blocks
+
+    def _take(self, count: int) -> list[BlockId]:
+        taken = self._pool.take(count)
+        self._moves.overwrite(taken)
+        return taken
+
+    def _num_appended(self, table: BlockTable, num_tokens: int) -> int:
+        return max(0, num_blocks_for(num_tokens, self._block_size) - table.num_blocks)
+
+    def _shared_indices(self, table: BlockTable, first_token: int, num_tokens: int) -> list[int]:
+        assert 0 <= first_token <= num_tokens, f"positions {first_token} up to {num_tokens}"
+        assert first_token <= table.num_blocks * self._block_size, (
+            f"{first_token} tokens are said to be written, the table has {table.num_blocks} blocks"
+        )
+        if first_token == num_tokens:
+            return []
+        end = min(table.num_blocks, num_blocks_for(num_tokens, self._block_size))
+        touched = range(first_token // self._block_size, end)
+        return [index for index in touched if self._pool.ref_count(table.block_ids[index]) > 1]
+
+
+def count_listings(tables: Iterable[BlockTable], num_blocks: int) -> list[int]:
+    """How many tables list each block. Raises AssertionError where one lists a block twice or one there is not."""
+    counts = [0] * num_blocks
+    last_table = [-1] * num_blocks
+    for table_index, table in enumerate(tables):
+        for block_id in table.block_ids:
+            assert 0 <= block_id < num_blocks, f"a table lists block {block_id} of {num_blocks}"
+            assert last_table[block_id] != table_index, f"a table lists block {block_id} twice: {table.block_ids}"
+            last_table[block_id] = table_index
+            counts[block_id] += 1
+    return counts

@@ -1,0 +1,161 @@
+"""Blocks of a cache in host memory, and the moves of whole blocks between them and the device.
+
+Knows block numbers and bytes. Knows nothing of why a block moves: sequences that give way and prefixes that lost their
+place are moved alike.
+
+Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
+        tensor       [num_layers, num_blocks, *block_shape],
+        staging      [num_layers, blocks under way, *block_shape].
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load of the CPU kernels
+
+_STAGING_BYTES = 2**26
+"""Pinned memory through which blocks of a CUDA cache go: more than this moves in several turns."""
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class HostMemory(Protocol):
+    """Zero-filled at first. `tensor` is what it holds."""
+
+    tensor: Tensor
+
+    def move_out(self, pairs: Pairs) -> None:
+        """(device block, host block): returns when the blocks are in `tensor`."""
+
+    def move_in(self, pairs: Pairs) -> None:
+        """(host block, device block): whatever the device does after this call finds them in place."""
+
+
+def new_host_memory(device_cache: Tensor, num_blocks: int) -> HostMemory:
+    """Host memory for `num_blocks` blocks of a cache."""
+    if device_cache.is_cuda and num_blocks > 0:
+        return _new_cuda_host_memory(device_cache, num_blocks)
+    return PlainHostMemory(device_cache, num_blocks)
+
+
+def _new_cuda_host_memory(device_cache: Tensor, num_blocks: int) -> "CudaHostMemory":
+    num_layers, _, *block_shape = device_cache.shape
+    block_bytes = num_layers * math.prod(block_shape) * device_cache.itemsize
+    num_staged = min(max(1, _STAGING_BYTES // block_bytes), num_blocks)
+    shape, staged_shape = (num_layers, num_blocks, *block_shape), (num_layers, num_staged, *block_shape)
+    tensor = torch.zeros(shape, dtype=device_cache.dtype, pin_memory=True)
+    staging = torch.empty(staged_shape, dtype=device_cache.dtype, pin_memory=True)
+    stream = torch.cuda.Stream(device_cache.device)  # type: ignore[no-untyped-call]  # torch's own is not typed
+    staging_read = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own is not typed
+    # Memory that is freed while the side stream still reads or writes it is not handed out before that ends.
+    device_cache.record_stream(stream)
+    return CudaHostMemory(device_cache, tensor, staging, stream, staging_read)
+
+
+class PlainHostMemory:
+    """Beside a cache that is in host memory itself: block by block, no temporary, each layer's part in one piece."""
+
+    def __init__(self, device_cache: Tensor, num_blocks: int) -> None:
+        num_layers, _, *block_shape = device_cache.shape
+        self.tensor = lazy_zeros((num_layers, num_blocks, *block_shape), device_cache.dtype)
+        self._device_cache = device_cache
+
+    def move_out(self, pairs: Pairs) -> None:
+        """See `HostMemory.move_out`."""
+        for source, destination in pairs:
+            self.tensor[:, destination] = self._device_cache[:, source]
+
+    def move_in(self, pairs: Pairs) -> None:
+        """See `HostMemory.move_in`."""
+        for source, destination in pairs:
+            self._device_cache[:, destination] = self.tensor[:, source]
+
+
+class CudaHostMemory:
+    """Swaps between a CUDA device and the host, on a stream of their own, through pinned memory.
+
+    A block's layers lie apart in both caches. One kernel gathers or scatters them on the device, one transfer carries
+    all of them, and the host copies between its cache and the staging memory, which is faster than a transfer a layer.
+    """
+
+    def __init__(
+        self,
+        device_cache: Tensor,
+        tensor: Tensor,
+        staging: Tensor,
+        stream: torch.cuda.Stream,
+        staging_read: torch.cuda.Event,
+    ) -> None:
+        """`staging_read` is recorded here whenever the device has read the staging memory."""
+        self._device_cache, self.tensor, self._staging = device_cache, tensor, staging
+        self._stream, self._staging_read = stream, staging_read
+
+    def move_out(self, pairs: Pairs) -> None:
+        """Returns when the blocks are in the host cache; waits for nothing that is queued on the device after them."""
+        if not pairs:
+            return
+        self._stream.wait_stream(self._compute_stream)
+        for turn in self._turns(pairs):
+            staging = self._staging_for(turn)
+            with torch.cuda.stream(self._stream):
+                sources = indices([source for source, _ in turn], self._device_cache.device)
+                staging.copy_(self._device_cache.index_select(1, sources), non_blocking=True)
+            self._stream.synchronize()
+            for place, (_, destination) in enumerate(turn):
+                self.tensor[:, destination] = staging[:, place]
+
+    def move_in(self, pairs: Pairs) -> None:
+        """Returns when the blocks are under way; whatever the compute stream does next waits for them."""
+        if not pairs:
+            return
+        # The step's copies may still have to read what the arriving blocks overwrite.
+        self._stream.wait_stream(self._compute_stream)
+        for turn in self._turns(pairs):
+            self._staging_read.synchronize()
+            staging = self._staging_for(turn)
+            for place, (source, _) in enumerate(turn):
+                staging[:, place] = self.tensor[:, source]
+            with torch.cuda.stream(self._stream):
+                arrived = staging.to(self._device_cache.device, non_blocking=True)
+                self._staging_read.record(self._stream)
+                destinations = indices([destination for _, destination in turn], self._device_cache.device)
+                self._device_cache.index_copy_(1, destinations, arrived)
+        self._compute_stream.wait_stream(self._stream)
+
+    @property
+    def _compute_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device_cache.device)
+
+    def _turns(self, pairs: Pairs) -> Iterator[Pairs]:
+        num_staged = self._staging.shape[1]
+        for start in range(0, len(pairs), num_staged):
+            yield pairs[start : start + num_staged]
+
+    def _staging_for(self, turn: Pairs) -> Tensor:
+        """[num_layers, len(turn), *block_shape], contiguous, so that it travels in one piece."""
+        num_layers, _, *block_shape = self._staging.shape
+        shape = (num_layers, len(turn), *block_shape)
+        return self._staging.view(-1)[: math.prod(shape)].view(shape)
+
+
+def indices(block_ids: list[int], device: torch.device) -> Tensor:
+    """int64 on a CUDA device, through pinned memory: from any other the host would wait for the stream."""
+    return torch.tensor(block_ids, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in host memory whose pages the system commits when they are first written.
+
+    torch.zeros writes, so it commits everything at once; torch.empty may return a recycled page with anything in it.
+    numpy.zeros asks the system for zeroed memory and writes nothing, but aligns to 16 bytes only, hence the margin.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8))
+    start = -raw.data_ptr() % _ALIGNMENT_BYTES
+    zeros: Tensor = raw[start : start + num_bytes].view(dtype).view(shape)
+    return zeros

@@ -1,0 +1,37 @@
+"""A connector that keeps evicted prefix blocks in host memory and brings them back: the half that moves bytes.
+
+Knows places and blocks. What is where, and when it goes, is decided by `host_tier.py`.
+"""
+
+from collections.abc import Sequence
+
+from kv_cache.block import BlockId
+from kv_cache.cache_engine import CacheEngine
+from kv_cache.host_memory import new_host_memory
+
+
+class HostTierEngine:
+    """Implements `TransferEngine`: a transfer is finished, in the order of the device's work, when its calls return.
+
+    So what `finished` tells is true at once on this rank; the blocks are used when every rank has said so.
+    """
+
+    def __init__(self, cache_engine: CacheEngine, num_places: int) -> None:
+        """Takes host memory for `num_places` blocks of an allocated cache; it goes with this object."""
+        self._memory = new_host_memory(cache_engine.device_cache, num_places)
+        self._finished: list[int] = []
+
+    def store(self, number: int, pairs: Sequence[tuple[BlockId, int]]) -> None:
+        """See `TransferEngine.store`."""
+        self._memory.move_out(pairs)
+
+    def load(self, number: int, pairs: Sequence[tuple[int, BlockId]]) -> None:
+        """See `TransferEngine.load`."""
+        self._memory.move_in(pairs)
+        if number:
+            self._finished.append(number)
+
+    def finished(self) -> tuple[int, ...]:
+        """See `TransferEngine.finished`."""
+        finished, self._finished = tuple(self._finished), []
+        return finished

@@ -1,0 +1,81 @@
+"""The moves that the step being planned will make before it computes: collected as they are decided, handed out once.
+
+Knows block numbers. Knows nothing of tables or of why a block moves.
+"""
+
+from collections.abc import Iterable
+
+from kv_cache.block import BlockId
+from kv_cache.block_ops import BlockOps
+
+
+class PendingMoves:
+    """Keeps the contract of `BlockOps`: what a move reads is there when it runs, in whatever order moves were decided.
+
+    **A source stands for what its block holds when the step begins.** A block that is to receive something itself may
+    be copied again before the step runs: the second copy is recorded from where the first one reads, in this memory or
+    on the host. So all sources can be read before any destination is written, and a move whose destination is given to
+    somebody else (`overwrite`) is dropped without harm to the moves that were made from it.
+    """
+
+    def __init__(self) -> None:
+        # Destination -> where its contents come from; for swap-outs the destination is on the host.
+        self._copies: dict[BlockId, BlockId] = {}
+        self._swap_ins: dict[BlockId, BlockId] = {}
+        self._swap_outs: dict[BlockId, BlockId] = {}
+
+    def copy(self, source: BlockId, destination: BlockId) -> None:
+        """Within the device. `destination` was taken for this."""
+        host_block = self._swap_ins.get(source)
+        if host_block is not None:
+            self._swap_ins[destination] = host_block
+            return
+        origin = self._copies.get(source, source)
+        # Equal when the origin was freed in this step and is now handed out for its own contents: nothing to move.
+        if origin != destination:
+            self._copies[destination] = origin
+
+    def swap_in(self, host_block: BlockId, destination: BlockId) -> None:
+        """From the host. `destination` was taken for this."""
+        self._swap_ins[destination] = host_block
+
+    def swap_out(self, source: BlockId, host_block: BlockId) -> None:
+        """To the host; `source` is no destination of this step (`receives`)."""
+        assert not self.receives(source), f"block {source} is to receive something and cannot be swapped out"
+        self._swap_outs[host_block] = source
+
+    def receives(self, block_id: BlockId) -> bool:
+        """Whether a device block's contents arrive only when the step runs."""
+        return block_id in self._copies or block_id in self._swap_ins
+
+    def overwrite(self, block_ids: Iterable[BlockId]) -> None:
+        """Device blocks were handed out again: what they were to receive is wanted no more."""
+        if self._copies or self._swap_ins:
+            for block_id in block_ids:
+                self._copies.pop(block_id, None)
+                self._swap_ins.pop(block_id, None)
+
+    def take(self) -> BlockOps:
+        """All of them, once."""
+        block_ops = BlockOps(
+            swap_in=tuple((host_block, destination) for destination, host_block in self._swap_ins.items()),
+            swap_out=tuple((source, host_block) for host_block, source in self._swap_outs.items()),
+            copy=tuple((source, destination) for destination, source in self._copies.items()),
+        )
+        self._copies.clear()
+        self._swap_ins.clear()
+        self._swap_outs.clear()
+        return block_ops
+
+    def check_integrity(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Raise AssertionError where a move names a block that does not exist, or two have one destination."""
+        for destination, source in self._copies.items():
+            assert source != destination, f"block {source} is to be copied to itself"
+            assert destination not in self._swap_ins, f"block {destination} is to receive a copy and a swap-in"
+            assert 0 <= source < num_blocks, f"copy {source} to {destination}: there are {num_blocks} blocks"
+        for destination, host_block in self._swap_ins.items():
+            assert 0 <= host_block < num_host_blocks, f"swap-in of host block {host_block} of {num_host_blocks}"
+            assert 0 <= destination < num_blocks, f"swap-in to block {destination} of {num_blocks}"
+        for host_block, source in self._swap_outs.items():
+            assert 0 <= source < num_blocks, f"swap-out of block {source} of {num_blocks}"
+            assert 0 <= host_block < num_host_blocks, f"swap-out to host block {host_block} of {num_host_blocks}"

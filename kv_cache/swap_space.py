@@ -1,0 +1,83 @@
+"""Host memory for sequences that gave way: which host block holds which of their blocks.
+
+Knows host blocks and names of contents. Knows nothing of the device's blocks but their numbers, nor of who gives way.
+"""
+
+from collections.abc import Sequence
+
+from kv_cache.block import BlockHash, BlockId
+from kv_cache.block_pool import BlockPool
+from kv_cache.block_table import BlockTable
+
+
+class SwapSpace:
+    """A pool of host blocks. A full block that has a name is kept once, whoever's it is, and also after it was swapped
+    in again, until its place is needed: a sequence that gives way a second time copies only what is new.
+
+    Host blocks of a table that comes back are read when the step runs, so they are not handed out before `end_step`.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._pool = BlockPool(num_blocks)
+        self._read_by_step: list[BlockId] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """Free or not."""
+        return self._pool.num_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of sequences that wait on the host."""
+        return self._pool.num_blocks - self._pool.num_free_blocks
+
+    def has_room(self, num_blocks: int, hashes: Sequence[BlockHash]) -> bool:
+        """Whether `store` finds place for a table of `num_blocks`, the first of which have names."""
+        held = self._held(hashes[:num_blocks])
+        num_missing = num_blocks - len(held)
+        return num_missing <= self._pool.num_free_blocks - self._pool.num_free_among(dict.fromkeys(held.values()))
+
+    def store(self, num_blocks: int, hashes: Sequence[BlockHash]) -> tuple[BlockTable, list[int]]:
+        """A host table of `num_blocks`, and the indices of those whose contents must be copied to it now."""
+        held = self._held(hashes[:num_blocks])
+        self._pool.share(held.values())
+        missing = [index for index in range(num_blocks) if index not in held]
+        taken = dict(zip(missing, self._pool.take(len(missing)), strict=True))
+        for index, block_id in taken.items():
+            if index < len(hashes):
+                self._pool.name(block_id, hashes[index])
+        return BlockTable([held[index] if index in held else taken[index] for index in range(num_blocks)]), missing
+
+    def release(self, table: BlockTable, *, is_read: bool) -> None:
+        """Give a host table back and empty it; `is_read`: the step being planned still reads its blocks."""
+        if is_read:
+            self._read_by_step += reversed(table.block_ids)
+        else:
+            self._pool.release(reversed(table.block_ids))
+        table.block_ids.clear()
+
+    def end_step(self) -> None:
+        """The step is planned: what it reads may be overwritten by the next."""
+        self._pool.release(self._read_by_step)
+        self._read_by_step.clear()
+
+    def forget_names(self) -> None:
+        """Nothing that is here may be found by what it holds."""
+        self._pool.forget_names()
+
+    def check_integrity(self, tables: Sequence[BlockTable]) -> None:
+        """Raise AssertionError unless `tables` (all there are) and this step's reads account for every owner."""
+        self._pool.check_integrity()
+        counts = [0] * self.num_blocks
+        for block_ids in (*[table.block_ids for table in tables], self._read_by_step):
+            for block_id in block_ids:
+                assert 0 <= block_id < self.num_blocks, f"a table lists host block {block_id} of {self.num_blocks}"
+                counts[block_id] += 1
+        for index, count in enumerate(counts):
+            ref_count = self._pool.ref_count(BlockId(index))
+            assert ref_count == count, f"host block {index} counts {ref_count} owners, {count} tables list it"
+
+    def _held(self, hashes: Sequence[BlockHash]) -> dict[int, BlockId]:
+        """Index in the table -> host block that holds it already."""
+        found = ((index, self._pool.find(block_hash)) for index, block_hash in enumerate(hashes))
+        return {index: block_id for index, block_id in found if block_id is not None}

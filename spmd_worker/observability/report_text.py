@@ -1,0 +1,33 @@
+"""Numbers, durations and shares as people read them. Knows nothing about what they are of."""
+
+
+def count(value: float, noun: str = "", plural: str = "") -> str:
+    """`1 step`, `1,200 steps`, `2.5 steps`; a plural that is not the noun and an s is given."""
+    number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
+    if not noun:
+        return number
+    return f"{number} {noun if number == '1' else plural or noun + 's'}"
+
+
+def duration(microseconds: float) -> str:
+    """`0 s`, `850 µs`, `12.3 ms`, `4.56 s`, `3 min 05 s`, `2 h 03 min`."""
+    if not microseconds:
+        return "0 s"
+    if microseconds < 1_000:
+        return f"{microseconds:.0f} µs"
+    if microseconds < 999_500:
+        milliseconds = microseconds / 1e3
+        return f"{milliseconds:.0f} ms" if milliseconds >= 99.95 else f"{milliseconds:.1f} ms"
+    seconds = microseconds / 1e6
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds >= 9.995 else f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def share(part: float, whole: float) -> str:
+    """`41 %`, `3.2 %`, `under 0.1 %`; of nothing, `0 %`."""
+    percent = 100 * part / whole if whole else 0.0
+    if 0 < percent < 0.1:
+        return "under 0.1 %"
+    return f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.1f} %"

@@ -1,0 +1,24 @@
+"""What a scheduler's steps came to, counted for summaries and reports: nothing is decided by it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start.
+
+    `num_preemptions` is both kinds: `num_swapped_out` sequences went to the host, the others lost their blocks.
+    `num_recomputed_tokens` were computed more than once because of that; `num_cached_prompt_tokens` were found in the
+    cache by requests that began.
+    """
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_recomputed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_finished: int = 0

@@ -1,0 +1,148 @@
+"""What the next step computes: who gives way, who goes on, who joins.
+
+Decides from counts, and from the names of blocks whose tokens are known; token values do not enter. Knows queues, room
+and budgets. Knows nothing about what was sampled, or how a step is told and executed.
+"""
+
+from dataclasses import dataclass, field
+
+from kv_cache.block import BlockId
+from kv_cache.block_table import TableChange
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.scheduler.budget import StepBudget
+from spmd_worker.scheduler.policy import choose_victim, service_order
+from spmd_worker.scheduler.queues import Queues
+from spmd_worker.scheduler.residency import PreemptionPolicy, Residency
+from spmd_worker.scheduler.updates import Decision, Decisions
+from spmd_worker.sequence.sequence import Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much one step may hold, and what gives way. Without `enable_chunked_prefill` a prompt is computed in one
+    piece.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = False
+    preemption: PreemptionPolicy = field(default_factory=PreemptionPolicy)
+
+
+class Planner:
+    """One step: where the blocks do not suffice for all that run, those with the least computed work give way until
+    they do. Then the running sequences, in service order. What is left of the token budget goes to the waiting.
+    """
+
+    def __init__(self, limits: SchedulerLimits, queues: Queues, cache: CacheManager, residency: Residency) -> None:
+        self._limits, self._queues, self._cache, self._residency = limits, queues, cache, residency
+
+    def decide(self) -> Decisions:
+        """Decide and account for it: blocks are taken, sequences moved, tokens counted as computed."""
+        decisions = Decisions()
+        is_short = self._make_room()
+        budget = StepBudget(self._limits.max_num_batched_tokens, self._limits.max_num_seqs - len(self._queues.running))
+        self._decide_running(budget, decisions)
+        if self._queues.waiting and not is_short:
+            # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
+            self._decide_waiting(budget, decisions)
+        return decisions
+
+    def _make_room(self) -> bool:
+        """Preempt until all that still run find the blocks for this step; whether there were too few."""
+        num_running, tokens = len(self._queues.running), self._limits.max_num_batched_tokens
+        # Each takes at most its tokens' blocks, and one more where they begin or end inside one.
+        if self._cache.num_free_blocks >= tokens // self._cache.block_size + 2 * num_running:
+            return False
+        while len(self._queues.running) > 1 and self._num_wanted_blocks() > self._cache.num_free_blocks:
+            victim = choose_victim(self._queues.running)
+            self._queues.running.remove(victim)
+            self._residency.put_out(victim, self._queues.group_of(victim))
+            self._queues.waiting.give_back(victim)
+        return len(self._queues.running) < num_running
+
+    def _num_wanted_blocks(self) -> int:
+        """Free blocks that the running sequences take in this step; sequences that just forked count too many."""
+        cache, num_left, num_wanted = self._cache, self._limits.max_num_batched_tokens, 0
+        for sequence in self._queues.running:
+            first = sequence.num_computed_tokens
+            num_tokens = min(sequence.num_uncomputed_tokens, num_left)
+            num_left -= num_tokens
+            if num_tokens > 1 or (num_tokens and (first % cache.block_size == 0 or sequence.shares_tail)):
+                num_wanted += cache.num_new_blocks(sequence.table, first, first + num_tokens)
+        return num_wanted
+
+    def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:
+        block_size = self._cache.block_size
+        for sequence in self._queues.running:
+            if not budget.num_tokens:
+                break
+            num_outputs = len(sequence.output_token_ids)
+            num_tokens = sequence.num_prompt_tokens + num_outputs - sequence.num_computed_tokens
+            is_steady = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
+            # In a block of its own that has begun, a sequence needs no asking.
+            if is_steady and sequence.num_computed_tokens % block_size and not sequence.shares_tail:
+                sequence.num_computed_tokens += 1
+                budget.num_tokens -= 1
+                decisions.continuing.append(sequence)
+            elif num_tokens:
+                self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions, is_steady=is_steady)
+
+    def _go_on(
+        self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions, *, is_steady: bool
+    ) -> None:
+        """Steady decoding that appends a block stays steady; a copied block is told of."""
+        first = sequence.num_computed_tokens
+        if len(self._queues.running) == 1 and not self._cache.can_extend(sequence.table, first, first + num_tokens):
+            # Nobody is left to give way: transfers under way hold the blocks, and end by themselves.
+            return
+        num_blocks = sequence.table.num_blocks
+        decision = self._take(sequence, num_tokens, budget)
+        if is_steady and decision.change.first_index == num_blocks:
+            decisions.blocks.extend((len(decisions.continuing), block_id) for block_id in decision.change.block_ids)
+            decisions.continuing.append(sequence)
+        else:
+            decisions.others.append(decision)
+
+    def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
+        # Those that have not forked yet will be more than themselves.
+        budget.num_sequences -= sum(self._queues.width(sequence) - 1 for sequence in self._queues.running)
+        while self._queues.waiting and budget.num_tokens:
+            sequence = self._queues.waiting.first()
+            prefix = [] if sequence.status is SequenceStatus.SWAPPED else self._residency.find_prefix(sequence)
+            if not self._may_join(sequence, prefix, budget):
+                break
+            self._queues.waiting.pop_first()
+            if self._waits_for_transfer(sequence, prefix):
+                continue
+            self._residency.bring_in(sequence, self._queues.group_of(sequence), prefix)
+            self._queues.running.append(sequence)
+            budget.num_sequences -= self._queues.width(sequence)
+            num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
+            decision = self._take(sequence, num_tokens, budget)
+            decisions.others.append(decision._replace(change=TableChange(0, tuple(sequence.table.block_ids))))
+        self._queues.running.sort(key=service_order)
+
+    def _may_join(self, sequence: Sequence, prefix: list[BlockId], budget: StepBudget) -> bool:
+        num_uncomputed = self._residency.num_uncomputed_tokens(sequence, prefix)
+        if not self._limits.enable_chunked_prefill and num_uncomputed > budget.num_tokens:
+            return False
+        if self._queues.width(sequence) > budget.num_sequences:
+            return False
+        # The watermark leaves running sequences some blocks to grow into.
+        return self._residency.has_room(sequence, prefix, keep_watermark=bool(self._queues.running))
+
+    def _waits_for_transfer(self, sequence: Sequence, prefix: list[BlockId]) -> bool:
+        number = None if sequence.status is SequenceStatus.SWAPPED else self._residency.load_prefix(sequence, prefix)
+        if number is None:
+            return False
+        self._queues.wait_for(number, sequence)
+        return True
+
+    def _take(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
+        first = sequence.num_computed_tokens
+        is_sampling = num_tokens == sequence.num_uncomputed_tokens
+        change = self._residency.extend(sequence, num_tokens)
+        budget.spend(num_tokens)
+        return Decision(sequence, first, num_tokens, self._queues.width(sequence) if is_sampling else 0, change)

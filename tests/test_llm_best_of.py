@@ -1,0 +1,83 @@
+"""`best_of` through `LLM`: more samples run than come back, and the likeliest are those that do."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from reference_models import checkpoint_folder, mixed_prompts
+
+from spmd_worker import LLM, CompletionOutput, RequestOutput, SamplingParams
+
+PROMPTS = mixed_prompts(6, 40, seed=5)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+NAME = "llama3"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(checkpoint_folder(NAME), num_blocks=300) as made:
+        yield made
+
+
+def rows(sampling: SamplingParams) -> list[SamplingParams]:
+    """The same for every prompt, each with a random stream of its own."""
+    return [replace(sampling, seed=100 + index) for index in range(len(PROMPTS))]
+
+
+def run(llm: LLM, sampling: SamplingParams) -> list[list[CompletionOutput]]:
+    outputs: list[RequestOutput] = llm.generate(PROMPTS, rows(sampling), use_tqdm=False)
+    assert [output.error for output in outputs] == [None] * len(PROMPTS)
+    return [output.outputs for output in outputs]
+
+
+def best_by_hand(llm: LLM, sampling: SamplingParams, count: int) -> list[list[CompletionOutput]]:
+    """All samples of a row that returns them all with their log-probabilities, the likeliest first, cut."""
+    best = []
+    for completions in run(llm, sampling):
+        order = sorted(completions, key=lambda each: (-each.cumulative_logprob, each.index))[:count]
+        best.append([replace(each, index=index) for index, each in enumerate(order)])
+    return best
+
+
+def tokens(outputs: list[list[CompletionOutput]]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in completions] for completions in outputs]
+
+
+def test_the_best_two_of_four_are_those_picked_by_hand(llm: LLM):
+    expected = best_by_hand(llm, replace(SAMPLED, n=4, logprobs=0), count=2)
+    assert run(llm, replace(SAMPLED, n=2, best_of=4, logprobs=0)) == expected
+    silent = [[replace(each, logprobs=None) for each in completions] for completions in expected]
+    assert run(llm, replace(SAMPLED, n=2, best_of=4)) == silent
+    # Negative control: the best are not simply the first.
+    assert tokens(expected) != tokens(run(llm, replace(SAMPLED, n=2)))
+
+
+def test_samples_of_different_lengths_are_ranked_by_their_whole_sums(llm: LLM):
+    ending = replace(SAMPLED, stop_token_ids=tuple(range(0, 200, 10)))
+    expected = best_by_hand(llm, replace(ending, n=5, logprobs=0), count=3)
+    assert len({len(each.token_ids) for completions in expected for each in completions}) > 1
+    assert tokens(run(llm, replace(ending, n=3, best_of=5))) == tokens(expected)
+
+
+def test_the_best_are_the_same_when_samples_are_preempted(llm: LLM):
+    sampling = replace(SAMPLED, n=2, best_of=4)
+    expected = run(llm, sampling)
+    with LLM(checkpoint_folder(NAME), num_blocks=8, max_model_len=60, block_size=8) as small:
+        assert tokens(run(small, sampling)) == tokens(expected)
+        assert small.llm_engine.counters.num_preemptions > 0
+
+
+def test_the_best_of_equal_greedy_samples_is_the_one_answer(llm: LLM):
+    greedy = replace(SAMPLED, temperature=0.0)
+    assert tokens(run(llm, replace(greedy, n=2, best_of=3))) == [[one, one] for (one,) in tokens(run(llm, greedy))]
+
+
+def test_more_samples_than_may_run_at_once_are_that_rows_error():
+    with LLM(checkpoint_folder(NAME), num_blocks=300, max_num_seqs=3) as llm:
+        (refused, answered) = llm.generate(
+            PROMPTS[:2], [replace(SAMPLED, best_of=4), replace(SAMPLED, best_of=3)], use_tqdm=False
+        )
+    assert "best_of=4" in refused.error
+    assert "scheduler.max_num_seqs=3" in refused.error
+    assert answered.error is None
+    assert len(answered.outputs) == 1
