@@ -60,6 +60,11 @@ class BlockPool:
         """How many owners the block has; 0 when it is free."""
         return self._block(block_id).ref_count
 
+    def is_shared(self, block_id: BlockId) -> bool:
+        """Whether somebody would notice that its contents change: another owner, or whoever looks for its name."""
+        block = self._block(block_id)
+        return block.ref_count > 1 or block.block_hash is not None
+
     def take(self, count: int) -> list[BlockId]:
         """`count` blocks in eviction order, with one owner each. The caller has asked `num_free_blocks` before.
 
@@ -99,11 +104,12 @@ class BlockPool:
                     self._num_free_named += 1
 
     def name(self, block_id: BlockId, block_hash: BlockHash) -> bool:
-        """Make a full block in use findable. False, and nothing changes, where another block has that name already."""
+        """Make a full block in use findable. False, and nothing changes, where a block has that name already."""
         block = self._block(block_id)
         assert block.ref_count > 0, f"block {block_id} is free and cannot be named"
-        assert block.block_hash is None, f"block {block_id} carries a name already"
-        if not self._index.insert(block_hash, block_id):
+        # Tables that share a full block may both come to name it.
+        assert block.block_hash in (None, block_hash), f"block {block_id} carries another name already"
+        if block.block_hash is not None or not self._index.insert(block_hash, block_id):
             return False
         block.block_hash = block_hash
         return True

@@ -28,11 +28,13 @@ class DeviceTables:
     """
 
     def __init__(self, pool: BlockPool, block_size: int, watermark_blocks: int) -> None:
-        """`watermark_blocks`: free blocks that `keep_watermark=True` leaves for those who run already."""
+        """`watermark_blocks`: free blocks that `keep_watermark=True` leaves for those who run already; may be set anew
+        as their number changes.
+        """
         assert block_size >= 1, f"block_size={block_size}"
         self._pool = pool
         self._block_size = block_size
-        self._watermark_blocks = watermark_blocks
+        self.watermark_blocks = watermark_blocks
         self._moves = PendingMoves()
         # Named in the step being planned: nothing is in them before it runs.
         self._fresh: dict[BlockId, None] = {}
@@ -46,11 +48,6 @@ class DeviceTables:
     def num_blocks(self) -> int:
         """All blocks, free or not."""
         return self._pool.num_blocks
-
-    @property
-    def watermark_blocks(self) -> int:
-        """Free blocks that `keep_watermark=True` leaves."""
-        return self._watermark_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -70,9 +67,9 @@ class DeviceTables:
     def num_new_blocks(self, table: BlockTable, first_token: int, num_tokens: int) -> int:
         """Free blocks that `extend` with the same arguments takes.
 
-        One for each block past the table's end, and one for each shared block that positions first_token up to
-        num_tokens fall into. Tables that share a block need fewer once one of them has its own: ask for each before it
-        is extended, not for all in advance.
+        One for each block past the table's end, and one for each block that positions first_token up to num_tokens fall
+        into and others list or can find. Tables that share a block need fewer once one of them has its own: ask for
+        each before it is extended, not for all in advance.
         """
         num_shared = len(self._shared_indices(table, first_token, num_tokens))
         return num_shared + self._num_appended(table, num_tokens)
@@ -84,8 +81,9 @@ class DeviceTables:
     def extend(self, table: BlockTable, first_token: int, num_tokens: int) -> TableChange:
         """Make positions first_token up to num_tokens writable by this table alone; returns what changed in it.
 
-        Blocks that others list are replaced. The one that first_token falls into is copied if it holds tokens below
-        first_token; those after it hold nothing of this sequence that the step does not write. `can_extend` must hold.
+        Blocks that others list or can find are replaced. The one that first_token falls into is copied if it holds
+        tokens below first_token; those after it hold nothing of this sequence that the step does not write.
+        `can_extend` must hold.
         """
         shared_indices = self._shared_indices(table, first_token, num_tokens)
         num_shared = len(shared_indices)
@@ -149,7 +147,7 @@ class DeviceTables:
         table.block_ids += prefix
 
     def _has_room(self, num_blocks: int, keep_watermark: bool) -> bool:
-        return num_blocks + (self._watermark_blocks if keep_watermark else 0) <= self._pool.num_free_blocks
+        return num_blocks + (self.watermark_blocks if keep_watermark else 0) <= self._pool.num_free_blocks
 
     def _take(self, count: int) -> list[BlockId]:
         taken = self._pool.take(count)
@@ -168,7 +166,7 @@ class DeviceTables:
             return []
         end = min(table.num_blocks, num_blocks_for(num_tokens, self._block_size))
         touched = range(first_token // self._block_size, end)
-        return [index for index in touched if self._pool.ref_count(table.block_ids[index]) > 1]
+        return [index for index in touched if self._pool.is_shared(table.block_ids[index])]
 
 
 def count_listings(tables: Iterable[BlockTable], num_blocks: int) -> list[int]:

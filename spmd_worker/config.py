@@ -84,8 +84,9 @@ class ExecutorConfig:
 class CacheConfig:
     """The paged KV cache. `num_blocks` null measures memory and takes `gpu_memory_utilization` of it.
 
-    `swap_space_gib` is host memory a rank for sequences that give way; null is 4 on CUDA and 0 on the CPU, where the
-    cache itself is host memory. `host_tier_gib` is host memory a rank for prefix blocks that lost their place.
+    `swap_space_gib` is host memory a rank for sequences that give way; null is 4, and 0 where the cache takes all of
+    the host's memory that it can use: on the CPU without `num_blocks`. `host_tier_gib` is host memory a rank for prefix
+    blocks that lost their place.
     """
 
     block_size: int = 16
@@ -227,11 +228,6 @@ def _check_at_least(key: str, value: float | None, least: int) -> None:
         raise ConfigError(f"{key}={value} must be {least} or more")
 
 
-def _check_only(key: str, value: float, only: float, reason: str) -> None:
+def _check_only(key: str, value: int, only: int, reason: str) -> None:
     if value != only:
-        raise ConfigError(f"{key}={_spelled(value)} cannot run: {reason}; leave it at {_spelled(only)}")
-
-
-def _spelled(value: float) -> str:
-    """As it is written on a command line."""
-    return str(value).lower()
+        raise ConfigError(f"{key}={value} cannot run: {reason}; leave it at {only}")

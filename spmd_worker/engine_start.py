@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy
 import safetensors
@@ -44,8 +44,8 @@ from spmd_worker.tokenizer import IncrementalDecoder, Tokenizer
 from spmd_worker.version import code_fingerprint
 from spmd_worker.weights.identity import file_identities, tensor_digests
 
-_WATERMARK_SHARE = 0.01
-"""Free blocks that admission leaves to running sequences, as a share of the cache."""
+WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
+"""Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""
 
 
 class CacheSizes(NamedTuple):
@@ -146,11 +146,11 @@ def new_scheduler(
         config.scheduler.enable_chunked_prefill,
         config.cache.enable_prefix_caching,
         PreemptionPolicy(config.scheduler.preemption_mode, copy_tokens),
+        WATERMARK_BLOCKS_PER_SEQUENCE,
     )
     cache = CacheManager(
         sizes.num_blocks,
         config.cache.block_size,
-        max(1, int(sizes.num_blocks * _WATERMARK_SHARE)),
         num_host_blocks=sizes.num_host_blocks,
         connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
     )

@@ -38,7 +38,8 @@ class LLM:
     """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager.
 
     Arguments are named and mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
-    `host_tier_gib` are GiB of host memory a rank. Raises ConfigError, ModelConfigError, TokenizerError or CheckpointError before anything is computed.
+    `host_tier_gib` are GiB of host memory a rank. Raises ConfigError, ModelConfigError, TokenizerError or
+    CheckpointError before anything is computed.
     """
 
     def __init__(

@@ -224,7 +224,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str):
     assert "bad.yaml" in said or "gone" in said
 
 
-NOT_BUILT = ["parallel.pipeline_parallel_size=2", "parallel.data_parallel_size=2", "cache.swap_space_gib=1.0"]
+NOT_BUILT = ["parallel.pipeline_parallel_size=2", "parallel.data_parallel_size=2"]
 
 
 @pytest.mark.parametrize("override", NOT_BUILT)
@@ -232,10 +232,16 @@ def test_what_is_not_built_yet_is_refused_and_not_ignored(override: str):
     assert refusal(override).startswith(f"{override} cannot run: ")
 
 
-def test_switches_are_spelled_as_they_are_typed():
-    assert refusal("cache.enable_prefix_caching=true") == (
-        "cache.enable_prefix_caching=true cannot run: prefix caching is not built yet; leave it at false"
+def test_a_host_tier_without_prefix_blocks_or_without_digests_is_refused_with_the_way_out():
+    assert refusal("cache.host_tier_gib=2", "cache.enable_prefix_caching=false") == (
+        "cache.host_tier_gib=2 keeps prefix blocks, and cache.enable_prefix_caching=false makes none: enable it, or "
+        "leave cache.host_tier_gib at 0"
     )
+    assert refusal("cache.host_tier_gib=2", "executor.digest_every=0") == (
+        "cache.host_tier_gib=2 cannot run with executor.digest_every=0: ranks say that a transfer has finished with "
+        "their digests; set executor.digest_every to 1 or more"
+    )
+    assert refusal("cache.swap_space_gib=-1") == "cache.swap_space_gib=-1.0 must be 0 or more"
 
 
 def test_dataclasses_made_by_hand_are_checked_like_a_command_line():

@@ -288,11 +288,11 @@ def _new_scheduler(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedu
         header.enable_chunked_prefill,
         header.enable_prefix_caching,
         PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
+        header.watermark_blocks_per_sequence,
     )
     cache = CacheManager(
         header.num_blocks,
         header.block_size,
-        header.watermark_blocks,
         num_host_blocks=header.num_host_blocks,
         connector=HostTier(header.num_tier_blocks) if header.num_tier_blocks else None,
     )

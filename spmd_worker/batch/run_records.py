@@ -63,7 +63,7 @@ def step_log_header(engine: LLMEngine) -> StepLogHeader:
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         num_blocks=cache.num_blocks,
         block_size=cache.block_size,
-        watermark_blocks=cache.watermark_blocks,
+        watermark_blocks_per_sequence=engine.scheduler.limits.watermark_blocks_per_sequence,
         num_host_blocks=cache.num_host_blocks,
         num_tier_blocks=cache.num_tier_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,

@@ -39,11 +39,11 @@ class StepLogError(ValueError):
 class StepLogHeader:
     """Everything outside the messages that a replay needs. Two runs of the same job have equal headers: no clock.
 
-    `model_path` is absolute. `num_blocks` and `num_host_blocks` are what the ranks agreed on, `watermark_blocks` of the
-    first are left free at admission, and `num_tier_blocks` can be kept beyond both; `block_copy_tokens` is the price of
-    swapping a block in tokens computed; `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda") and `dtype` are what was computed on and
-    in. `code` and `tokenizer` are fingerprints, so that a replay can say what has changed since; `tokenizer` is None
-    for a folder without one.
+    `model_path` is absolute. `num_blocks` and `num_host_blocks` are what the ranks agreed on, `num_tier_blocks` can be
+    kept beyond both. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the price of
+    swapping a block in tokens computed. `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda") and `dtype`
+    are what was computed on and in. `code` and `tokenizer` are fingerprints, so that a replay can say what has changed
+    since; `tokenizer` is None for a folder without one.
     """
 
     code: str
@@ -60,7 +60,7 @@ class StepLogHeader:
     enable_chunked_prefill: bool
     num_blocks: int
     block_size: int
-    watermark_blocks: int
+    watermark_blocks_per_sequence: int
     num_host_blocks: int
     num_tier_blocks: int
     enable_prefix_caching: bool

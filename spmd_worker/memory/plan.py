@@ -12,8 +12,8 @@ from spmd_worker.memory.estimate import cache_spec
 from spmd_worker.model_shape import ModelShape
 from spmd_worker.parallel.layout import RankLayout
 
-_DEFAULT_SWAP_SPACE_GIB: Final = {"cuda": 4.0}
-"""Per device. Elsewhere none: on the CPU the cache itself is host memory, and every byte is better in it."""
+_DEFAULT_SWAP_SPACE_GIB: Final = 4.0
+"""A rank's."""
 
 _ESTIMATE_MARGIN: Final = 2
 """Activations were never seen to take this many times their estimate."""
@@ -59,9 +59,15 @@ def check_cache_setting(config: RunConfig, shape: ModelShape) -> None:
 
 
 def resolve_swap_space_bytes(config: RunConfig, device_type: str) -> int:
-    """Host memory of one rank for swapped-out blocks; `device_type` is `cpu` or `cuda`."""
+    """Host memory of one rank for swapped-out blocks; `device_type` is `cpu` or `cuda`.
+
+    By default there is none where the cache itself takes all of the host's memory that it can use.
+    """
     wanted = config.cache.swap_space_gib
-    return int((_DEFAULT_SWAP_SPACE_GIB.get(device_type, 0.0) if wanted is None else wanted) * 2**30)
+    if wanted is None:
+        takes_host_memory = device_type == "cpu" and config.cache.num_blocks is None
+        wanted = 0.0 if takes_host_memory else _DEFAULT_SWAP_SPACE_GIB
+    return int(wanted * 2**30)
 
 
 def resolve_cache_need(config: RunConfig, shape: ModelShape) -> CacheNeed:

@@ -11,7 +11,7 @@ from spmd_worker.observability import report_svg as pen
 from spmd_worker.observability.report_data import Column, Totals
 from spmd_worker.observability.report_stack import TOP, Chart, Frame, Layer, draw_stack, usual_top, value_axis
 from spmd_worker.observability.report_svg import LegendEntry, ValueAxis
-from spmd_worker.observability.report_text import count, duration, share
+from spmd_worker.observability.report_text import compact, count, duration, share
 from spmd_worker.observability.step_stats import StepStats
 from spmd_worker.observability.timeline import MARKS
 
@@ -142,7 +142,7 @@ def _tokens_chart(frame: Frame) -> Chart:
         ("num_cached_tokens", CACHE, "found in the prefix cache"),
     )
     layers = [
-        Layer(LegendEntry(color, label, f"{getattr(frame.totals.sums, field):,} in all"), frame.means(field))
+        Layer(LegendEntry(color, label, f"{compact(getattr(frame.totals.sums, field))} in all"), frame.means(field))
         for field, color, label in looks
     ]
     most_computed = max(frame.means("num_tokens"))
@@ -183,6 +183,7 @@ def _durations_chart(frame: Frame, slowest: list[StepStats]) -> Chart:
         has_steps=True,
         behind=behind if frame.is_condensed else None,
         above=_numbers(frame, values, slowest, unit_us),
+        height_in_words=lambda height: duration(height * unit_us),
     )
 
 
@@ -229,7 +230,7 @@ def _lane(frame: Frame, field: str, label: str, color: str, top: float) -> Itera
     counts = [getattr(column.sums, field) for column in frame.columns]
     most, num_steps = max(counts), sum(1 for stats in frame.steps if getattr(stats, field))
     values = ValueAxis(top + 10, _LANE_HEIGHT - 10, most)
-    note = f"{count(sum(counts), unit)} in {count(num_steps, 'step')}"
+    note = f"{_compact(sum(counts), unit)} in {_compact(num_steps, 'step')}"
     yield from pen.legend([LegendEntry(color, label, note)], values.top + 2)
     yield pen.line(pen.LEFT, values.bottom, pen.LEFT + pen.PLOT_WIDTH, values.bottom, pen.FAINT_INK, 0.5)
     yield pen.text(pen.LEFT - 8, values.top + 8, pen.value_label(most), size=11, color=pen.FAINT_INK, anchor="end")
@@ -275,6 +276,10 @@ def _share_bar(parts: list[tuple[str, str, int]], in_all_us: int) -> Iterator[st
         yield pen.box(place, 44, 13, 13, color)
         yield pen.text(place + 19, 55, f"{share(part_us, in_all_us)}, {duration(part_us)}", bold=True)
         yield pen.text(place + 19, 72, words, size=11, color=pen.FAINT_INK)
+
+
+def _compact(number: int, noun: str) -> str:
+    return f"{compact(number)} {noun if number == 1 else noun + 's'}"
 
 
 def _mean(column: Column, field: str) -> float:

@@ -93,9 +93,11 @@ def draw_stack(
     behind: Layer | None = None,
     line: Layer | None = None,
     above: Iterable[str] = (),
+    height_in_words: Callable[[float], str] | None = None,
 ) -> Chart:
     """`layers` stand on one another, the first at the bottom; `words` say what a column is. `behind` is an area behind
     the stack, `line` a line over it, `above` whatever else. With `has_steps` the steps' numbers stand below the times.
+    `height_in_words` is how to say a height that is more than fits, where the unit does not suit it.
     """
     tops = _tops(layers)
     elements: list[str] = []
@@ -110,7 +112,8 @@ def draw_stack(
     elements += pen.hover_columns(frame.axis, values, titles)
     elements += above
     elements += pen.legend([layer.entry for layer in (*layers, behind, line) if layer is not None], values.top)
-    elements += _marks_above(frame.axis, values, behind.heights if behind is not None else tops, unit)
+    highest = behind.heights if behind is not None else tops
+    elements += _marks_above(frame.axis, values, highest, height_in_words or (lambda height: f"{height:,.0f} {unit}"))
     return Chart(title, explanation, pen.svg(values.bottom + (40 if has_steps else 24), title, elements))
 
 
@@ -141,7 +144,9 @@ def _areas(frame: Frame, layers: list[Layer], tops: list[float], values: ValueAx
         tops = [max(0.0, top - height) for top, height in zip(tops, layer.heights)]
 
 
-def _marks_above(axis: TimeAxis, values: ValueAxis, heights: list[float], unit: str) -> Iterator[str]:
+def _marks_above(
+    axis: TimeAxis, values: ValueAxis, heights: list[float], in_words: Callable[[float], str]
+) -> Iterator[str]:
     """An arrow head at each column that goes on above the chart, and how far the highest goes."""
     spans = zip(axis.starts_us, (*axis.starts_us[1:], axis.last_us), heights)
     above = [(start_us, end_us, height) for start_us, end_us, height in spans if height > values.limit * 1.001]
@@ -149,7 +154,7 @@ def _marks_above(axis: TimeAxis, values: ValueAxis, heights: list[float], unit: 
         return
     for start_us, end_us, _ in above:
         yield pen.triangle(axis.x((start_us + end_us) / 2), values.top - 9, pen.INK)
-    highest = pen.value_label(float(f"{max(height for *_, height in above):.3g}"))
+    highest = in_words(max(height for *_, height in above))
     x, y = pen.LEFT + pen.PLOT_WIDTH + 18, values.top - 10
     yield pen.triangle(x + 6.5, y - 8, pen.INK)
-    yield pen.text(x + 20, y, f"goes on, up to {highest} {unit}", size=11, color=pen.FAINT_INK)
+    yield pen.text(x + 20, y, f"goes on, up to {highest}", size=11, color=pen.FAINT_INK)

@@ -12,8 +12,8 @@ from html import escape
 from typing import Final
 
 WIDTH: Final = 1120
-LEFT: Final = 66
-RIGHT: Final = 226
+LEFT: Final = 70
+RIGHT: Final = 250
 PLOT_WIDTH: Final = WIDTH - LEFT - RIGHT
 INK: Final = "#222222"
 FAINT_INK: Final = "#666666"

@@ -1,12 +1,28 @@
 """Numbers, durations and shares as people read them. Knows nothing about what they are of."""
 
 
-def count(value: float, noun: str = "", plural: str = "") -> str:
-    """`1 step`, `1,200 steps`, `2.5 steps`; a plural that is not the noun and an s is given."""
+def count(value: float, noun: str = "") -> str:
+    """`1 step`, `1,200 steps`, `2.5 steps`, or the number alone."""
     number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
     if not noun:
         return number
-    return f"{number} {noun if number == '1' else plural or noun + 's'}"
+    return f"{number} {noun if number == '1' else noun + 's'}"
+
+
+def named(value: float, noun: str) -> tuple[str, str]:
+    """`1` and `step`, or `1,200` and `steps`."""
+    number, _, name = count(value, noun).partition(" ")
+    return number, name
+
+
+def compact(value: int) -> str:
+    """At most seven characters: `99,999`, `284k`, `3.31M`, `12G`."""
+    if value < 100_000:
+        return f"{value:,}"
+    for power, suffix in ((1e9, "G"), (1e6, "M")):
+        if value >= 0.9995 * power:
+            return f"{value / power:.3g}{suffix}"
+    return f"{value / 1e3:.0f}k"
 
 
 def duration(microseconds: float) -> str:

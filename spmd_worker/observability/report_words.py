@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Final
 
 from spmd_worker.observability.report_data import NEARLY_FULL, Totals
-from spmd_worker.observability.report_text import count, duration, share
+from spmd_worker.observability.report_text import count, duration, named, share
 from spmd_worker.observability.step_stats import StepStats
 from spmd_worker.observability.timeline import PHASES
 
@@ -121,8 +121,9 @@ def _times(number: int) -> str:
 def _rows(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
     rows, errors = _number(metrics, "rows"), _number(metrics, "error_rows")
     if rows is None:
-        return Figure(count(totals.sums.num_finished), "requests ended", "as far as the steps tell")
-    return Figure(count(rows), "rows", f"{count(errors, 'error row')}" if errors else "no error rows")
+        number, requests = named(totals.sums.num_finished, "request")
+        return Figure(number, f"{requests} ended", "as far as the steps tell")
+    return Figure(*named(rows, "row"), count(errors, "error row") if errors else "no error rows")
 
 
 def _output_tokens(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
@@ -130,7 +131,7 @@ def _output_tokens(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
     if tokens is None or not seconds:
         tokens, seconds = totals.sums.num_sampled_tokens, totals.wall_us / 1e6
     rate = f"{count(tokens / seconds, 'token')} per second" if seconds else "in no time"
-    return Figure(count(tokens), "output tokens", rate)
+    return Figure(*named(tokens, "output token"), rate)
 
 
 def _wall_time(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
@@ -159,7 +160,7 @@ def _cache_hits(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
 def _preemptions(totals: Totals) -> Figure:
     sums = totals.sums
     note = f"{sums.num_swapped_out:,} by swap, {sums.num_recomputed:,} by recompute"
-    return Figure(count(totals.num_preemptions), "preemptions", note)
+    return Figure(*named(totals.num_preemptions, "preemption"), note)
 
 
 def _recomputed(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
@@ -184,5 +185,6 @@ def _cached_and_prompt_tokens(totals: Totals, metrics: Mapping[str, Any]) -> tup
 
 def _number(metrics: Mapping[str, Any], key: str) -> float | None:
     value = metrics.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and isfinite(value) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return value if isfinite(value) else None

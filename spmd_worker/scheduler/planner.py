@@ -20,7 +20,9 @@ from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """How much one step may hold, and what gives way. Without `enable_chunked_prefill` a prompt is computed in one
-    piece.
+    piece. Who joins leaves `watermark_blocks_per_sequence` free for each sequence that runs: with none, sequences that
+    decode would preempt those that have just joined (see `docs/decisions.md` for its size); 0 leaves the cache's own
+    watermark alone.
     """
 
     max_num_seqs: int
@@ -28,6 +30,7 @@ class SchedulerLimits:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = False
     preemption: PreemptionPolicy = field(default_factory=PreemptionPolicy)
+    watermark_blocks_per_sequence: int = 0
 
 
 class Planner:
@@ -107,10 +110,15 @@ class Planner:
 
     def _decide_waiting(self, budget: StepBudget, decisions: Decisions) -> None:
         # Those that have not forked yet will be more than themselves.
-        budget.num_sequences -= sum(self._queues.width(sequence) - 1 for sequence in self._queues.running)
+        num_running = sum(map(self._queues.width, self._queues.running))
+        budget.num_sequences -= num_running - len(self._queues.running)
         while self._queues.waiting and budget.num_tokens:
             sequence = self._queues.waiting.first()
             prefix = [] if sequence.status is SequenceStatus.SWAPPED else self._residency.find_prefix(sequence)
+            width = self._queues.width(sequence)
+            if self._limits.watermark_blocks_per_sequence:
+                # Its forks copy a block each as soon as they exist.
+                self._cache.watermark_blocks = self._limits.watermark_blocks_per_sequence * (num_running + width - 1)
             if not self._may_join(sequence, prefix, budget):
                 break
             self._queues.waiting.pop_first()
@@ -118,7 +126,8 @@ class Planner:
                 continue
             self._residency.bring_in(sequence, self._queues.group_of(sequence), prefix)
             self._queues.running.append(sequence)
-            budget.num_sequences -= self._queues.width(sequence)
+            num_running += width
+            budget.num_sequences -= width
             num_tokens = min(sequence.num_uncomputed_tokens, budget.num_tokens)
             decision = self._take(sequence, num_tokens, budget)
             decisions.others.append(decision._replace(change=TableChange(0, tuple(sequence.table.block_ids))))

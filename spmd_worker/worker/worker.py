@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from kv_cache.host_tier_engine import HostTierEngine
 from torch import nn
 
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
 from kv_cache.cache_spec import CacheSpec
 from kv_cache.connector import TransferEngine
+from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.layers.context import LayerContext

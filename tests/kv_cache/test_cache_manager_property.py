@@ -1,144 +1,274 @@
-"""Random interleavings of extend, fork and release, steps in between: every sequence reads its own tokens back."""
+"""Random interleavings of everything the manager can do, steps in between: all that is read is what was written there.
 
-from random import Random
+Counts and links are checked after every single operation. Then the same random life with one thing broken: each such
+manager, pool or engine must be noticed.
+"""
 
 import pytest
-from cache_simulation import CacheSimulation, copy_nothing, copy_one_after_the_other
+from cache_life import OPERATIONS, end_everything, live_randomly
+from cache_simulation import Memories, make_simulation, move
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kv_cache.block_pool import BlockPool
 from kv_cache.cache_manager import CacheManager
-
-MAX_SEQUENCES = 6
-INDEX = st.integers(0, MAX_SEQUENCES - 1)
+from kv_cache.connector import Transfers
+from kv_cache.host_tier import HostTier
+from kv_cache.pending_moves import PendingMoves
+from kv_cache.swap_space import SwapSpace
 
 
 class CacheManagerMachine(RuleBasedStateMachine):
     """Few and small blocks, so that sharing, running out and reuse within a step all happen often."""
 
-    @initialize(num_blocks=st.integers(4, 12), block_size=st.integers(1, 4), num_tokens=st.integers(1, 4))
-    def make(self, num_blocks, block_size, num_tokens):
-        self.simulation = CacheSimulation(CacheManager(num_blocks, block_size))
-        self.num_started = 0
-        self.start()
-        self.simulation.extend("1", num_tokens)
-        self.simulation.run_step()
+    @initialize(
+        num_blocks=st.integers(4, 12),
+        block_size=st.integers(1, 4),
+        num_host_blocks=st.integers(0, 9),
+        num_places=st.integers(0, 6),
+        watermark_blocks=st.integers(0, 2),
+    )
+    def make(self, **sizes):
+        self.simulation = make_simulation(**sizes)
 
-    def new_name(self):
-        self.num_started += 1
-        return str(self.num_started)
-
-    def pick(self, index):
-        names = list(self.simulation.sequences)
-        return names[index % len(names)]
-
-    @precondition(lambda self: len(self.simulation.sequences) < MAX_SEQUENCES)
-    @rule()
-    def start(self):
-        self.simulation.start(self.new_name())
-
-    @precondition(lambda self: self.simulation.sequences)
-    @rule(index=INDEX, num_new_tokens=st.integers(1, 7))
-    def extend(self, index, num_new_tokens):
-        name = self.pick(index)
-        if self.simulation.sequences[name].num_planned == 0:
-            self.simulation.extend(name, num_new_tokens)
-
-    @precondition(lambda self: self.simulation.sequences)
-    @rule(index=INDEX, num_new_tokens=st.integers(1, 3))
-    def extend_or_preempt(self, index, num_new_tokens):
-        extend_or_preempt(self.simulation, self.pick(index), num_new_tokens)
-
-    @precondition(lambda self: 0 < len(self.simulation.sequences) < MAX_SEQUENCES)
-    @rule(index=INDEX)
-    def fork(self, index):
-        self.simulation.fork(self.pick(index), self.new_name())
-
-    @precondition(lambda self: 0 < len(self.simulation.sequences) < MAX_SEQUENCES)
-    @rule(index=INDEX, num_new_tokens=st.integers(1, 3))
-    def fork_and_extend(self, index, num_new_tokens):
-        name = self.new_name()
-        self.simulation.fork(self.pick(index), name)
-        self.simulation.extend(name, num_new_tokens)
-
-    @precondition(lambda self: self.simulation.sequences)
-    @rule(index=INDEX)
-    def release(self, index):
-        self.simulation.release(self.pick(index))
-
-    @rule()
-    def run_step(self):
-        self.simulation.run_step()
+    @rule(operation=st.sampled_from(list(OPERATIONS)), number=st.integers(0, 999))
+    def operate(self, operation, number):
+        operation(self.simulation, number)
 
     @invariant()
     def every_owner_is_accounted_for(self):
         self.simulation.check_integrity()
 
     def teardown(self):
-        self.simulation.run_step()
-        for name in list(self.simulation.sequences):
-            self.simulation.release(name)
-        self.simulation.check_integrity()
-        assert self.simulation.manager.num_free_blocks == self.simulation.manager.num_blocks
+        end_everything(self.simulation)
 
 
 TestCacheManagerMachine = CacheManagerMachine.TestCase
-TestCacheManagerMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestCacheManagerMachine.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
 
 
 # --- negative controls: the same random life with one thing broken must be noticed --------------------------------
 
 
-def live_randomly(simulation, num_operations=30_000):
-    """A fixed random life with many forks in a step. Raises AssertionError as soon as contents or counts are wrong."""
-    random, num_started = Random(5), 0
-    for _ in range(num_operations):
-        names = list(simulation.sequences)
-        choice = random.choice(["start", "run_step", "release"] + ["fork"] * 4 + ["extend"] * 6)
-        if choice == "run_step":
-            simulation.run_step()
-        elif choice == "release" and names:
-            simulation.release(random.choice(names))
-        elif choice == "extend" and names:
-            extend_or_preempt(simulation, random.choice(names), random.choice([1, 1, 1, 4]))
-        elif choice in ("start", "fork") and len(names) < MAX_SEQUENCES:
-            num_started += 1
-            if choice == "start" or not names:
-                simulation.start(str(num_started))
-            else:
-                simulation.fork(random.choice(names), str(num_started))
-        simulation.check_integrity()
-
-
-def extend_or_preempt(simulation, name, num_new_tokens):
-    """As a scheduler does: the sequence that started last makes room, even if it was extended in this very step."""
-    if simulation.sequences[name].num_planned > 0:
-        return
-    while name in simulation.sequences and not simulation.extend(name, num_new_tokens):
-        simulation.release(list(simulation.sequences)[-1])
-
-
 def test_a_long_random_life_is_right():
-    live_randomly(CacheSimulation(CacheManager(7, block_size=4)))
+    live_randomly()
 
 
-@pytest.mark.parametrize("execute_copies", [copy_nothing, copy_one_after_the_other])
-def test_copies_left_out_or_run_in_sequence_are_noticed(execute_copies):
-    with pytest.raises(AssertionError, match="reads another's tokens"):
-        live_randomly(CacheSimulation(CacheManager(7, block_size=4), execute_copies))
-
-
-class KeepsPairsOfFreedBlocks(CacheManager):
-    def _drop_copies_to_free_blocks(self):
+class CopiesNothing(Memories):
+    def copy(self, block_ops):
         pass
 
 
-class CopiesFromPendingDestinations(CacheManager):
-    def _replace_shared(self, source, destination, *, must_copy):
-        if must_copy:
-            self._copy_sources[destination] = source
-        self._pool.release((source,))
+class CopiesOneAfterTheOther(Memories):
+    def copy(self, block_ops):
+        for pair in block_ops.copy:
+            move(self.device, self.device, [pair])
+
+
+class SwapsOutNothing(Memories):
+    def swap_out(self, block_ops):
+        pass
+
+
+class SwapsInNothing(Memories):
+    def swap_in(self, block_ops):
+        pass
+
+
+class CopiesBeforeItSwapsOut(Memories):
+    order = ("copy", "swap_out", "store", "swap_in", "load")
+
+
+class StoresAfterTheCopies(Memories):
+    order = ("swap_out", "copy", "store", "swap_in", "load")
+
+
+class StoresLast(Memories):
+    order = ("swap_out", "copy", "swap_in", "load", "store")
+
+
+class SwapsInBeforeItCopies(Memories):
+    order = ("swap_out", "store", "swap_in", "copy", "load")
+
+
+class SwapsInBeforeItSwapsOut(Memories):
+    order = ("swap_in", "swap_out", "store", "copy", "load")
+
+
+class LoadsFirst(Memories):
+    order = ("load", "swap_out", "store", "copy", "swap_in")
+
+
+class LoadsBeforeItCopies(Memories):
+    order = ("swap_out", "store", "load", "copy", "swap_in")
+
+
+class StoresWhenTheTransferEnds(Memories):
+    """Reads the device's block later than in its step."""
+
+    def finish(self, number):
+        stored, loaded = self.under_way[number]
+        self.under_way[number] = ([(self.device[self.sources[number, place]], place) for _, place in stored], loaded)
+        super().finish(number)
+
+    def store(self, block_ops):
+        self.sources = getattr(self, "sources", {})
+        self.sources |= {(block_ops.transfer, place): block_id for block_id, place in block_ops.store}
+        super().store(block_ops)
+
+
+@pytest.mark.parametrize(
+    "memories",
+    [
+        CopiesNothing,
+        CopiesOneAfterTheOther,
+        SwapsOutNothing,
+        SwapsInNothing,
+        CopiesBeforeItSwapsOut,
+        StoresAfterTheCopies,
+        StoresLast,
+        SwapsInBeforeItCopies,
+        SwapsInBeforeItSwapsOut,
+        LoadsFirst,
+        LoadsBeforeItCopies,
+        StoresWhenTheTransferEnds,
+    ],
+)
+def test_moves_left_out_or_in_another_order_are_noticed(memories):
+    with pytest.raises(AssertionError, match="reads another's"):
+        live_randomly(memories=memories)
+
+
+def with_parts(moves=PendingMoves, pool=BlockPool, swap=SwapSpace, host_pool=BlockPool, transfers=Transfers):
+    """A manager some of whose parts are broken."""
+
+    class ManagerWithParts(CacheManager):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            self._moves = moves()
+            self._pool = pool(self.num_blocks, records_evictions=True)
+            self._swap = swap(self.num_host_blocks)
+            self._swap._pool = host_pool(self.num_host_blocks)
+            self._transfers = transfers(self._transfers._connector)
+
+    return ManagerWithParts
+
+
+class NeverOverwrites(PendingMoves):
+    def overwrite(self, block_ids):
+        pass
+
+
+class OverwritesCopiesOnly(PendingMoves):
+    def overwrite(self, block_ids):
+        for block_id in block_ids:
+            self._copies.pop(block_id, None)
+
+
+class CopiesFromPendingDestinations(PendingMoves):
+    def copy(self, source, destination):
+        self._copies[destination] = source
+
+
+class CopiesFromBlocksThatAreSwappedIn(PendingMoves):
+    def copy(self, source, destination):
+        origin = self._copies.get(source, source)
+        if origin != destination:
+            self._copies[destination] = origin
+
+
+class SwapsOutWhatArrives(PendingMoves):
+    def receives(self, block_id):
+        return False
+
+
+class FindsBlocksThatWereEvicted(BlockPool):
+    def _evict(self, block, block_hash):
+        super()._evict(block, block_hash)
+        self._index.insert(block_hash, block.block_id)
+
+    def check_integrity(self):
+        pass
+
+
+class ForgetsNoName(BlockPool):
+    def forget_names(self):
+        pass
+
+
+class SharesWithoutCounting(BlockPool):
+    def share(self, block_ids):
+        for block_id in block_ids:
+            if self.ref_count(block_id) == 0:
+                super().share([block_id])
+
+
+class ReleasesWhatIsReadAtOnce(SwapSpace):
+    def release(self, table, *, is_read):
+        super().release(table, is_read=False)
+
+
+class NeverEndsTheStep(SwapSpace):
+    def end_step(self):
+        pass
+
+
+class StoresOverWhatIsHeld(SwapSpace):
+    def _held(self, hashes):
+        return {}
+
+    def check_integrity(self, tables):
+        pass
+
+
+class NamesWhatIsStillOnTheWay(Transfers):
+    """What is loaded counts as soon as it is decided."""
+
+    def load(self, hashes, places, block_ids):
+        for block_hash, block_id in zip(hashes, block_ids):
+            self.manager._pool.name(block_id, block_hash)
+        return super().load(hashes, places, block_ids)
+
+
+class ManagerThatNamesWhatIsOnTheWay(CacheManager):
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self._transfers = NamesWhatIsStillOnTheWay(self._transfers._connector)
+        self._transfers.manager = self
+
+
+class ForgetsNothingOnTheWay(Transfers):
+    def forget(self):
+        self._connector.forget()
+
+
+class ForgetsNoPlace(Transfers):
+    def forget(self):
+        self._loading.clear()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"moves": NeverOverwrites}, "reads another's|receive"),
+        ({"moves": OverwritesCopiesOnly}, "reads another's|receive"),
+        ({"moves": CopiesFromPendingDestinations}, "reads another's|to itself"),
+        ({"moves": CopiesFromBlocksThatAreSwappedIn}, "reads another's"),
+        ({"moves": SwapsOutWhatArrives}, "reads another's"),
+        ({"pool": FindsBlocksThatWereEvicted}, "reads another's"),
+        ({"pool": ForgetsNoName}, "reads another's"),
+        ({"pool": SharesWithoutCounting}, r"counts \d owners, \d tables list it"),
+        ({"host_pool": ForgetsNoName}, "reads another's"),
+        ({"swap": ReleasesWhatIsReadAtOnce}, "reads another's"),
+        ({"swap": NeverEndsTheStep}, "the end leaves"),
+        ({"transfers": ForgetsNothingOnTheWay}, "reads another's"),
+        ({"transfers": ForgetsNoPlace}, "reads another's"),
+    ],
+)
+def test_a_manager_with_a_broken_part_is_noticed(parts, message):
+    with pytest.raises(AssertionError, match=message):
+        live_randomly(manager=with_parts(**parts))
 
 
 class NeverCopiesOnWrite(CacheManager):
@@ -146,10 +276,18 @@ class NeverCopiesOnWrite(CacheManager):
         return []
 
 
+class WritesOverBlocksThatCanBeFound(CacheManager):
+    """A fork that is shorter than its parent, and outlives it, wrote over what its parent had given a name."""
+
+    def _shared_indices(self, table, first_token, num_tokens):
+        shared = super()._shared_indices(table, first_token, num_tokens)
+        return [index for index in shared if self._pool.ref_count(table.block_ids[index]) > 1]
+
+
 class ForgetsToReleaseTheReplacedBlock(CacheManager):
-    def _replace_shared(self, source, destination, *, must_copy):
-        super()._replace_shared(source, destination, must_copy=must_copy)
-        self._pool.share((source,))
+    def extend(self, table, first_token, num_tokens):
+        self._pool.share([table.block_ids[index] for index in self._shared_indices(table, first_token, num_tokens)])
+        return super().extend(table, first_token, num_tokens)
 
 
 class ForgetsToShare(CacheManager):
@@ -159,16 +297,111 @@ class ForgetsToShare(CacheManager):
         return child
 
 
+class SwapsOutWhatIsNotWritten(CacheManager):
+    def swap_out(self, table, hashes):
+        fresh, self._fresh = self._fresh, {}
+        host_table = super().swap_out(table, hashes)
+        self._fresh = fresh
+        return host_table
+
+
+class ForgetsWhatCountsAsFree(CacheManager):
+    def can_start(self, prefix, num_tokens, *, keep_watermark=False):
+        return self._has_room(-(-num_tokens // self.block_size) - len(prefix), keep_watermark)
+
+
+class StoresWhatHasNotArrived(CacheManager):
+    def _take(self, count):
+        taken = self._pool.take(count)
+        for block_hash, block_id in self._pool.take_evicted():
+            self._transfers.store(block_hash, block_id)
+        self._moves.overwrite(taken)
+        return taken
+
+
+class LoadsWhatItDroveOut(CacheManager):
+    """Device blocks for a load were taken before its places were reserved: what they evicted took those places."""
+
+    def load_prefix(self, prefix, hashes, num_tokens):
+        self._transfers.reserve, reserve = lambda hashes: None, self._transfers.reserve
+        self._transfers.load, load = (
+            (lambda hashes, _, blocks: load(hashes, reserve(hashes), blocks)),
+            (self._transfers.load),
+        )
+        try:
+            return super().load_prefix(prefix, hashes, num_tokens)
+        finally:
+            del self._transfers.reserve, self._transfers.load
+
+
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("manager", "message"),
     [
-        (KeepsPairsOfFreedBlocks, "the destination is free"),
-        (CopiesFromPendingDestinations, "reads another's tokens"),
-        (NeverCopiesOnWrite, "reads another's tokens"),
+        (NeverCopiesOnWrite, "reads another's|carries another name"),
+        (WritesOverBlocksThatCanBeFound, "reads another's"),
         (ForgetsToReleaseTheReplacedBlock, r"counts \d owners, \d tables list it"),
         (ForgetsToShare, r"counts \d owners, \d tables list it"),
+        (SwapsOutWhatIsNotWritten, "reads another's"),
+        (ForgetsWhatCountsAsFree, "can_start"),
+        (StoresWhatHasNotArrived, "reads another's"),
+        (ManagerThatNamesWhatIsOnTheWay, "reads another's"),
+        (LoadsWhatItDroveOut, "blocks wanted"),
     ],
 )
-def test_a_broken_manager_is_noticed(broken, message):
+def test_a_broken_manager_is_noticed(manager, message):
     with pytest.raises(AssertionError, match=message):
-        live_randomly(CacheSimulation(broken(7, block_size=4)))
+        live_randomly(manager=manager)
+
+
+class NamesPlacesThatAreNotWritten(HostTier):
+    def store(self, block_hash):
+        place = super().store(block_hash)
+        if place is not None:
+            self._pool.name(place, block_hash)
+        return place
+
+
+class ReservesNoPlaceThatIsRead(HostTier):
+    def load(self, hashes):
+        places = super().load(hashes)
+        self._pool.release(places)
+        return places
+
+    def finish(self, stored, loaded):
+        super().finish(stored, [])
+
+
+class ReservesNoPlaceThatIsStoredTo(HostTier):
+    def store(self, block_hash):
+        place = super().store(block_hash)
+        if place is not None:
+            self._pool.release([place])
+        return place
+
+    def finish(self, stored, loaded):
+        self._pool.share([])
+        for block_hash, place in stored:
+            if self._storing.pop(block_hash, None) == place:
+                self._pool._blocks[place].ref_count += 1
+                self._pool.name(place, block_hash)
+                self._pool._blocks[place].ref_count -= 1
+        super().finish([], loaded)
+
+    def check_integrity(self):
+        pass
+
+
+class NamesAfterItForgot(HostTier):
+    """What was being stored when everything was to be forgotten is found afterwards."""
+
+    def forget(self):
+        self._pool.forget_names()
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [NamesPlacesThatAreNotWritten, ReservesNoPlaceThatIsRead, ReservesNoPlaceThatIsStoredTo, NamesAfterItForgot],
+)
+def test_a_broken_connector_is_noticed(tier):
+    with pytest.raises(AssertionError, match=r"reads another's|a place is stored to twice"):
+        live_randomly(tier=tier)

@@ -20,6 +20,9 @@ from zlib import crc32
 import plant_runner
 
 import launch
+from kv_cache.block import BlockHash, BlockId
+from kv_cache.block_table import BlockTable
+from kv_cache.swap_space import SwapSpace
 from spmd_worker import engine_start, llm
 from spmd_worker.batch import job
 from spmd_worker.config import ExecutorConfig
@@ -27,9 +30,12 @@ from spmd_worker.executor import external_launcher
 from spmd_worker.lockstep import codec, connect, step_channel
 from spmd_worker.lockstep.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.scheduler.residency import PreemptionPolicy, Residency
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.events import Admit, Event
 from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sequence import Sequence
+from spmd_worker.sequence.step import StepPlan
 
 _IMPORTED_FOR_THE_RANKS = (job, external_launcher)
 
@@ -162,7 +168,9 @@ def block_count(place: Place, arguments: list[str]) -> None:
     """A rank that builds its scheduler for fewer blocks than were agreed on."""
     if place.is_victim:
         right = engine_start.new_scheduler
-        engine_start.new_scheduler = lambda config, shape, tokenizer, num: right(config, shape, tokenizer, num - 1)
+        engine_start.new_scheduler = lambda config, shape, tokenizer, sizes, device: right(
+            config, shape, tokenizer, sizes._replace(num_blocks=sizes.num_blocks - 1), device
+        )
 
 
 # Found before the first step in a script that calls `generate`.
@@ -215,48 +223,106 @@ def request_taken_in(place: Place, arguments: list[str]) -> None:
 @plant
 def order_of_a_set(place: Place, arguments: list[str]) -> None:
     """Every rank serves its sequences in the order of a set of their names."""
-    right = Scheduler._decide_running
 
-    def decide(self: Scheduler, *arguments: object) -> None:
-        if self._step == STEP:
+    def turn_round(self: Scheduler, step: int) -> None:
+        if step == STEP:
             place.strike()
             names = {f"row-{sequence.key}": sequence for sequence in self.running}
-            self.running = [names[name] for name in set(names)]
-        right(self, *arguments)
+            self.queues.running = [names[name] for name in set(names)]
 
-    Scheduler._decide_running = decide
+    _plant_before_schedule(turn_round)
 
 
 @plant
 def clock(place: Place, arguments: list[str]) -> None:
     """Every rank serves first who was served least lately, by its own clock."""
-    right = Scheduler._decide_running
 
-    def decide(self: Scheduler, *arguments: object) -> None:
-        if self._step >= STEP and self.running:
+    def turn_round(self: Scheduler, step: int) -> None:
+        if step >= STEP and self.running:
             place.strike()
             first = time.perf_counter_ns() // 1000 % len(self.running)
-            self.running = self.running[first:] + self.running[:first]
-        right(self, *arguments)
+            self.queues.running = self.running[first:] + self.running[:first]
 
-    Scheduler._decide_running = decide
+    _plant_before_schedule(turn_round)
 
 
 @plant
 def block_choice(place: Place, arguments: list[str]) -> None:
     """Every rank but 0 takes another free block: the same number, another place."""
-    if place.rank == 0:
-        return
-    right = Scheduler._decide
 
-    def decide(self: Scheduler) -> object:
-        if self._step == STEP:
+    def turn_round(self: Scheduler, step: int) -> None:
+        if step == STEP:
             place.strike()
             pool = self.cache._pool
-            pool.release(pool.take(1))
+            pool.release(pool.take(2))
+
+    if place.rank > 0:
+        _plant_before_schedule(turn_round)
+
+
+def _plant_before_schedule(change: Callable[[Scheduler, int], None]) -> None:
+    """`change` is given the scheduler and the number of the step that it is about to plan."""
+    right = Scheduler.schedule
+
+    def schedule(self: Scheduler) -> StepPlan:
+        change(self, self._step + 1)
         return right(self)
 
-    Scheduler._decide = decide
+    Scheduler.schedule = schedule
+
+
+@plant
+def forgotten_prefix(place: Place, arguments: list[str]) -> None:
+    """The replica finds nothing in its cache."""
+    arguments.append("cache.block_size=4")
+    if not place.is_victim:
+        return
+    right = Residency.find_prefix
+
+    def find_prefix(self: Residency, sequence: Sequence) -> list[BlockId]:
+        found = right(self, sequence)
+        if found:
+            place.strike()
+        return []
+
+    Residency.find_prefix = find_prefix
+
+
+@plant
+def way_out(place: Place, arguments: list[str]) -> None:
+    """The replica thinks its copies slow, and computes again what the others swap."""
+    arguments += _TIGHT
+    if not place.is_victim:
+        return
+
+    def prefers_swap(self: PreemptionPolicy, num_computed_tokens: int, num_blocks: int) -> bool:
+        place.strike()
+        return False
+
+    PreemptionPolicy.prefers_swap = prefers_swap
+
+
+@plant
+def host_block_choice(place: Place, arguments: list[str]) -> None:
+    """The replica swaps to other host blocks: as many, other places."""
+    arguments += _TIGHT
+    if not place.is_victim:
+        return
+    right = SwapSpace.store
+
+    def store(self: SwapSpace, num_blocks: int, hashes: list[BlockHash]) -> tuple[BlockTable, list[int]]:
+        place.strike()
+        self._pool.release(self._pool.take(2))
+        return right(self, num_blocks, hashes)
+
+    SwapSpace.store = store
+
+
+_TIGHT = [
+    *("model.max_model_len=48", "cache.num_blocks=12", "cache.block_size=4"),
+    *("cache.swap_space_gib=0.01", "scheduler.preemption_mode=swap"),
+]
+"""Later arguments win: a cache in which the rows do not all find room to the end."""
 
 
 @plant

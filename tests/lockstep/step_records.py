@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kv_cache.block_ops import BlockOps
 from spmd_worker.lockstep.message import StepMessage
-from spmd_worker.sequence.events import Abort, Admit, Close
+from spmd_worker.sequence.events import Abort, Admit, Close, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -58,13 +58,14 @@ sampling_params = st.fixed_dictionaries(
 ).map(lambda given: SamplingParams(**given, detokenize=bool(given.get("stop", True))))
 
 requests = st.builds(Request, words | few, token_ids, sampling_params, st.integers(0, 2**64 - 1))
-events = st.lists(requests.map(Admit) | words.map(Abort) | st.just(Close()), max_size=3).map(tuple)
+cache_events = st.just(ResetPrefixCache()) | words.map(SetWeightVersion) | token_ids.map(FinishTransfers)
+events = st.lists(requests.map(Admit) | words.map(Abort) | st.just(Close()) | cache_events, max_size=3).map(tuple)
 sequence_data = st.builds(SequenceData, few, token_ids, token_ids, counts, counts, samples)
 sequence_deltas = st.builds(SequenceDataDelta, few, token_ids, counts, token_ids, counts, counts, samples)
 snapshots = st.builds(SequenceGroupMetadata, requests, st.lists(sequence_data, max_size=3).map(tuple))
 deltas = st.builds(SequenceGroupMetadataDelta, few | words, st.lists(sequence_deltas, max_size=3).map(tuple))
 pairs = st.lists(st.tuples(small, words), max_size=3).map(tuple)
-block_ops = st.builds(BlockOps, pairs, pairs, pairs)
+block_ops = st.builds(BlockOps, pairs, pairs, pairs, pairs, pairs, counts)
 keys = st.builds(SequenceKey, words | few, few | words)
 plans = st.builds(
     StepPlan,
@@ -159,8 +160,8 @@ def sampled_by(plan: StepPlan) -> list[SequenceKey]:
 class RunModel:
     """Plans that mostly go on from one another, as a scheduler's do, with everything else thrown in now and then.
 
-    What sampled goes on; forks are first listed as deltas; prompts are computed in chunks. Token values are arbitrary:
-    it exercises the codec, which never looks at whether a plan makes sense.
+    What sampled goes on; forks are first listed as deltas; prompts are computed in chunks; blocks move now and then.
+    Token values are arbitrary: it exercises the codec, which never looks at whether a plan makes sense.
     """
 
     chance: random.Random
@@ -183,6 +184,7 @@ class RunModel:
         plan = StepPlan(
             step=self.last.step + 1,
             groups=(*deltas, *arrivals),
+            block_ops=self._moves() if self._is_odd() else BlockOps(),
             finished_sequences=tuple(ended),
             finished_request_ids=tuple(key.request_id for key in ended),
             num_tokens=len(steady) + len(deltas),
@@ -192,11 +194,20 @@ class RunModel:
                 (place, self.chance.randrange(2**17)) for place in range(len(steady)) if self.chance.random() < 0.1
             ),
         )
+        events = (FinishTransfers((self.last.block_ops.transfer,)),) if self.last.block_ops.transfer else ()
         self.last = plan
-        return StepMessage(plan.step, (), plan, tuple(sampled.values()), bytes(16))
+        return StepMessage(plan.step, events, plan, tuple(sampled.values()), bytes(16))
 
     def _is_odd(self) -> bool:
         return self.chance.random() > self.regularity
+
+    def _moves(self) -> BlockOps:
+        """Some pairs of every kind, and the transfer that goes on with them."""
+        kinds = [
+            tuple((self.chance.randrange(2**17), self.chance.randrange(2**17)) for _ in range(self.chance.randrange(4)))
+            for _ in range(5)
+        ]
+        return BlockOps(*kinds, transfer=self.last.step + 1 if kinds[3] or kinds[4] else 0)
 
     def _fork(self, key: SequenceKey, token_id: int) -> SequenceGroupMetadataDelta:
         return SequenceGroupMetadataDelta(
@@ -236,8 +247,9 @@ class RunModel:
         """A new request, computed in one piece or not, whose n samples fork at once."""
         self.next_request_id += 1
         n = self.chance.choice([1, 1, 1, 2, 3])
-        num_samples = self.chance.choice([0, n, n])
-        request = Request(self.next_request_id, (1,) * 40, SamplingParams(n=n), self.chance.getrandbits(64))
+        sampling = SamplingParams(n=n, best_of=self.chance.choice([None, None, n, n + 1]))
+        num_samples = self.chance.choice([0, sampling.num_sequences, sampling.num_sequences])
+        request = Request(self.next_request_id, (1,) * 40, sampling, self.chance.getrandbits(64))
         return SequenceGroupMetadata(request, (SequenceData(0, (), (1, 2, 3), 0, 40, num_samples),))
 
 

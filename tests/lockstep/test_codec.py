@@ -16,7 +16,7 @@ from kv_cache.block_ops import BlockOps
 from spmd_worker.lockstep.codec import VERSION, Decoder, Encoder, decode_message, encode_message
 from spmd_worker.lockstep.message import MessageError, StepMessage
 from spmd_worker.lockstep.record_packing import SAMPLING_LAYOUT
-from spmd_worker.sequence.events import Abort, Admit, Close
+from spmd_worker.sequence.events import Abort, Admit, Close, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -40,7 +40,14 @@ FULL_PLAN = StepPlan(
             6, (SequenceDataDelta(0, (21,), 2, (5,), 32, 1, 1), SequenceDataDelta(1, (22,), 0, (6, 7), 32, 1, 1))
         ),
     ),
-    block_ops=BlockOps(swap_in=((1, 2),), swap_out=((3, 4), (5, 6)), copy=((7, 8),)),
+    block_ops=BlockOps(
+        swap_in=((1, 2),),
+        swap_out=((3, 4), (5, 6)),
+        copy=((7, 8),),
+        store=((13, 14),),
+        load=((15, 16), (17, 18)),
+        transfer=19,
+    ),
     finished_sequences=(SequenceKey(1, 0), SequenceKey(6, 2)),
     finished_request_ids=(1,),
     num_tokens=15,
@@ -48,10 +55,13 @@ FULL_PLAN = StepPlan(
     continuing_token_ids=(11, 21, 31),
     continuing_blocks=((0, 90), (2, 91)),
 )
-FULL_SAMPLING = SamplingParams(n=2, max_tokens=50, stop_token_ids=(3, 4), logit_bias={5: 1.5, 6: -2.0})
+FULL_SAMPLING = SamplingParams(n=2, best_of=3, max_tokens=50, stop_token_ids=(3, 4), logit_bias={5: 1.5, 6: -2.0})
 FULL_MESSAGE = StepMessage(
     step=9,
-    events=(Admit(Request(7, (1, 2), FULL_SAMPLING, 0)), Abort(2), Close()),
+    events=(
+        *(Admit(Request(7, (1, 2), FULL_SAMPLING, 0)), Abort(2), ResetPrefixCache()),
+        *(SetWeightVersion(3), FinishTransfers((5, 6)), Close()),
+    ),
     plan=FULL_PLAN,
     sampled_token_ids=(11, 21, 31),
     digest=bytes(range(32)),
@@ -129,8 +139,9 @@ MESSAGE_BEFORE = StepMessage(8, (), PLAN_BEFORE, (1, 2), b"")
 
 def test_every_field_of_every_record_is_among_the_changes():
     changed = {name for path, _ in CHANGES for name in re.findall(r"[a-z_]+", path)}
-    records = (Admit, Abort, Request, SamplingParams, StepPlan, BlockOps, SequenceData, SequenceDataDelta)
-    for record in (*records, SequenceGroupMetadata, SequenceGroupMetadataDelta):
+    records = (Admit, Abort, SetWeightVersion, FinishTransfers, Request, SamplingParams, StepPlan, BlockOps)
+    listed = (SequenceData, SequenceDataDelta, SequenceGroupMetadata, SequenceGroupMetadataDelta)
+    for record in (*records, *listed):
         missing = {spec.name for spec in dataclasses.fields(record)} - changed
         assert not missing, (record, missing)
 
@@ -328,8 +339,8 @@ def test_a_fork_goes_on_from_the_ids_of_one_row():
     for plan, ids in zip((prompt, forked, together, one_ended), sampled):
         message = StepMessage(plan.step, (), plan, ids, b"")
         assert decoder.decode(encoder.encode(message)) == message
-    # Version, flags, step, two checksums, digest, 3 ids, events, 5 lists, tokens, and 3 bytes of what goes on.
-    assert sizes[2] == 3 + 8 + 1 + (1 + 2 + 3) + 1 + 5 + 1 + 3 + 1
+    # Version, flags, step, two checksums, digest, 3 ids, events, 7 lists, transfer, tokens, 3 bytes of what goes on.
+    assert sizes[2] == 3 + 8 + 1 + (1 + 2 + 3) + 1 + 7 + 1 + 1 + 3 + 1
 
 
 def test_message_and_plan_must_be_of_one_step():

@@ -13,14 +13,18 @@ from step_records import RunModel
 
 from spmd_worker.lockstep.codec import Decoder, Encoder
 from spmd_worker.lockstep.message import MessageError, StepMessage
-from spmd_worker.sequence.events import Abort, Admit, Close
+from spmd_worker.sequence.events import Abort, Admit, Close, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.step import StepPlan
 
 EVENTS = (
     Admit(Request(7, tuple(range(50)), SamplingParams(stop=("stop", "é"), seed=5, logit_bias={3: 1.5}), 2**60)),
+    Admit(Request(8, (1, 2), SamplingParams(n=2, best_of=4), 7)),
     Abort(2),
+    ResetPrefixCache(),
+    SetWeightVersion(2),
+    FinishTransfers((3, 4, 7)),
     Close(),
 )
 INTERESTING_BYTES = (0, 1, 2, 3, 4, 8, 16, 17, 0x7F, 0x80, 0xFE, 0xFF)

@@ -85,14 +85,14 @@ def test_a_steady_step_costs_at_most_6_bytes_a_sequence_and_64(num_sequences, ma
 @pytest.mark.parametrize(
     ("num_sequences", "max_token_id", "num_bytes_of_ids", "steady", "with_blocks"),
     [
-        (16, 152_000, 48, 106, 174),
-        (256, 152_000, 768, 828, 1857),
-        (1024, 152_000, 3072, 3132, 8257),
-        (1024, 2**31, 4096, 4156, 9281),
+        (16, 152_000, 48, 109, 177),
+        (256, 152_000, 768, 831, 1860),
+        (1024, 152_000, 3072, 3135, 8260),
+        (1024, 2**31, 4096, 4159, 9284),
     ],
 )
 def test_exact_sizes_of_a_steady_step(num_sequences, max_token_id, num_bytes_of_ids, steady, with_blocks):
-    """3 bytes an id of a vocabulary of 152,000, and 60 around them, 32 of which are the digest."""
+    """3 bytes an id of a vocabulary of 152,000, and 63 around them, 32 of which are the digest and 3 no transfer."""
     sizes = run_sizes(num_sequences, max_token_id, num_steps=13)
     assert sizes == [steady] * 12 + [with_blocks]
     assert steady - num_bytes_of_ids <= 64
@@ -141,6 +141,6 @@ def test_default_sampling_parameters_cost_one_byte():
 
 
 def test_a_step_without_work_is_short():
-    # Version, flags, step, digest, 3 numbers of nothing at all (ids, events, groups), 5 of finished and moved, tokens,
-    # nothing that goes on, checksum.
-    assert len(encode_message(StepMessage(1, (), StepPlan(1), (), bytes(16)))) == 3 + 17 + 3 + 5 + 1 + 3 + 4
+    # Version, flags, step, digest, 3 numbers of nothing at all (ids, events, groups), 7 of finished and moved, no
+    # transfer, tokens, nothing that goes on, checksum.
+    assert len(encode_message(StepMessage(1, (), StepPlan(1), (), bytes(16)))) == 3 + 17 + 3 + 7 + 1 + 1 + 3 + 4

@@ -8,7 +8,7 @@ from step_records import messages
 from test_codec import CHANGES, FULL_MESSAGE
 
 from spmd_worker.lockstep.difference import first_difference, record_of
-from spmd_worker.sequence.events import Abort, Admit
+from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -98,6 +98,30 @@ DELTA = SequenceGroupMetadataDelta(2, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1
             with_plan(block_ops=dataclasses.replace(PLAN.block_ops, copy=((7, 9),))),
             "block_ops.copy[0][1]: 8 on rank 0, 9 on rank 1",
         ),
+        (
+            with_plan(block_ops=dataclasses.replace(PLAN.block_ops, swap_in=((9, 2),))),
+            "block_ops.swap_in[0][0]: 1 on rank 0, 9 on rank 1",
+        ),
+        (
+            with_plan(block_ops=dataclasses.replace(PLAN.block_ops, swap_out=((3, 9), (5, 6)))),
+            "block_ops.swap_out[0][1]: 4 on rank 0, 9 on rank 1",
+        ),
+        (
+            with_plan(block_ops=dataclasses.replace(PLAN.block_ops, swap_out=((3, 4),))),
+            "block_ops.swap_out: 2 entries on rank 0, 1 on rank 1",
+        ),
+        (
+            with_plan(block_ops=dataclasses.replace(PLAN.block_ops, store=((20, 14),))),
+            "block_ops.store[0][0]: 13 on rank 0, 20 on rank 1",
+        ),
+        (
+            with_plan(block_ops=dataclasses.replace(PLAN.block_ops, load=((15, 16), (17, 20)))),
+            "block_ops.load[1][1]: 18 on rank 0, 20 on rank 1",
+        ),
+        (
+            with_plan(block_ops=dataclasses.replace(PLAN.block_ops, transfer=20)),
+            "block_ops.transfer: 19 on rank 0, 20 on rank 1",
+        ),
         (with_plan(num_tokens=3), "num_tokens: 15 on rank 0, 3 on rank 1"),
         (
             with_plan(continuing=(SequenceKey(1, 1), SequenceKey(3, 0), SequenceKey(5, 0))),
@@ -118,6 +142,14 @@ DELTA = SequenceGroupMetadataDelta(2, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1
         (dataclasses.replace(MESSAGE, events=(Abort(1),)), "events[0]: Admit on rank 0, Abort on rank 1"),
         (dataclasses.replace(MESSAGE, events=()), "events: 1 entries on rank 0, 0 on rank 1"),
         (
+            with_request(sampling=SamplingParams(best_of=2)),
+            "events[0].request.sampling.best_of: None on rank 0, 2 on rank 1",
+        ),
+        (
+            dataclasses.replace(MESSAGE, events=(ResetPrefixCache(),)),
+            "events[0]: Admit on rank 0, ResetPrefixCache on rank 1",
+        ),
+        (
             dataclasses.replace(MESSAGE, sampled_token_ids=(11, 5, 31)),
             "sampled_token_ids[1]: 21 on rank 0, 5 on rank 1",
         ),
@@ -129,6 +161,24 @@ DELTA = SequenceGroupMetadataDelta(2, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1
 )
 def test_the_first_difference_is_named(theirs, words):
     assert difference(MESSAGE, theirs) == words
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        (SetWeightVersion(3), SetWeightVersion(4), "events[0].version: 3 on rank 0, 4 on rank 1"),
+        (FinishTransfers((5, 6)), FinishTransfers((5, 7)), "events[0].numbers[1]: 6 on rank 0, 7 on rank 1"),
+        (FinishTransfers((5, 6)), FinishTransfers((5,)), "events[0].numbers: 2 entries on rank 0, 1 on rank 1"),
+        (
+            ResetPrefixCache(),
+            SetWeightVersion(0),
+            "events[0]: ResetPrefixCache on rank 0, SetWeightVersion on rank 1",
+        ),
+    ],
+)
+def test_events_of_the_cache_are_told_apart(mine: Event, theirs: Event, words: str):
+    one, two = (dataclasses.replace(MESSAGE, events=(each,)) for each in (mine, theirs))
+    assert difference(one, two) == words
 
 
 def test_a_group_of_several_sequences_names_the_sequence():

@@ -14,6 +14,7 @@ from test_codec import CHANGES, FULL_MESSAGE, message_with
 from kv_cache.block_ops import BlockOps
 from spmd_worker.lockstep.codec import decode_message, encode_message
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES, ChainedDigest
+from spmd_worker.sequence.events import Abort, Close, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 
 
@@ -86,6 +87,21 @@ def test_two_spellings_of_a_list_do_not_run_together():
     assert digest_of(dataclasses.replace(FULL_MESSAGE, plan=plan)) != digest_of(
         dataclasses.replace(FULL_MESSAGE, plan=moved)
     )
+
+
+def test_moves_and_events_of_different_kinds_do_not_run_together():
+    """The same numbers under every name, and every event of the cache: no two digests are equal."""
+    pair = ((1, 2),)
+    moves = [
+        *(BlockOps(swap_in=pair), BlockOps(swap_out=pair), BlockOps(copy=pair), BlockOps(store=pair)),
+        *(BlockOps(load=pair), BlockOps(transfer=1), BlockOps(load=pair, transfer=1), BlockOps()),
+    ]
+    events = [(), (ResetPrefixCache(),), (SetWeightVersion(0),), (SetWeightVersion(1),), (FinishTransfers(()),)]
+    events += [(FinishTransfers((1,)),), (FinishTransfers((1, 2)),), (FinishTransfers((1,)), FinishTransfers((2,)))]
+    events += [(Abort(0),), (Close(),)]
+    plans = [dataclasses.replace(FULL_MESSAGE.plan, block_ops=each) for each in moves]
+    found = [dataclasses.replace(FULL_MESSAGE, plan=plan, events=each) for plan in plans for each in events]
+    assert len(dict.fromkeys(map(digest_of, found))) == len(moves) * len(events) == 80
 
 
 def test_a_difference_is_remembered_for_ever():

@@ -45,6 +45,9 @@ IN_A_STEP = {
     "order_of_a_set": r"step 6 .*\.request_id: \d on rank 0, \d on rank \d$",
     "clock": r"step \d+ .*: \d+ on rank 0, \d+ on rank \d$",
     "block_choice": r"step 6 .*blocks\[0\]\.?\S*: \d+ on rank 0, \d+ on rank 1$",
+    "forgotten_prefix": r"step 2 .*rank {victim} diverged .*groups\[1\]\.\S+: \d+ on rank 0, \d+ on rank {victim}",
+    "way_out": r"step \d+ .*: block_ops\.swap_out: \d+ entries on rank 0, 0 on rank {victim}$",
+    "host_block_choice": r"step \d+ .*: block_ops\.swap_out\[0\]\[1\]: \d+ on rank 0, \d+ on rank {victim}$",
     "sampled_id": r"step 7 .*rank {victim} diverged .*sampled_token_ids\[3\]: \d+ on rank 0, \d+ on rank {victim}$",
 }
 """By plant: what rank 0 says of the step that did not run."""

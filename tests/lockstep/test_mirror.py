@@ -130,6 +130,50 @@ def test_a_table_may_be_cut_without_anything_appended(mirror):
     assert mirror.state()[(2, 0)] == ((7,), (2, 3), 7)
 
 
+def test_who_was_swapped_out_comes_back_with_its_tokens_and_a_whole_new_table(mirror):
+    """Nothing is said of it while it is away; then a delta that keeps no block."""
+    mirror.apply(plan(8, delta(1, NEXT_OF_1)))
+    mirror.apply(plan(9, block_ops=BlockOps(swap_out=((0, 3), (1, 4)))))
+    assert mirror.state()[(1, 0)] == ((50,), (0, 1), 6)
+    back = SequenceDataDelta(0, (51,), 0, (8, 7), 6, 1, 1)
+    (row,) = mirror.apply(plan(10, delta(1, back), block_ops=BlockOps(swap_in=((3, 8), (4, 7)))))
+    assert row.sequence.token_ids(0, 7) == [100, 101, 102, 103, 104, 50, 51]
+    assert mirror.state()[(1, 0)] == ((50, 51), (8, 7), 7)
+    mirror.apply(plan(11, delta(1, SequenceDataDelta(0, (52,), 2, (), 7, 1, 1))))
+    assert mirror.state()[(1, 0)] == ((50, 51, 52), (8, 7), 8)
+
+
+def test_a_new_table_may_be_shorter_or_longer_than_the_old_one(mirror):
+    mirror.apply(plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=0, appended_block_ids=(9, 8, 7)))))
+    assert mirror.state()[(1, 0)] == ((50,), (9, 8, 7), 6)
+    mirror.apply(plan(9, delta(1, SequenceDataDelta(0, (51,), 0, (5, 6), 6, 1, 1))))
+    assert mirror.state()[(1, 0)] == ((50, 51), (5, 6), 7)
+
+
+def test_moves_inside_the_device_are_accepted_wherever_the_host_blocks_are(mirror):
+    """How many blocks there are beyond the device, the mirror does not know."""
+    before = mirror.state()
+    far = 10**9
+    moves = BlockOps(((far, 0),), ((9, far),), ((1, 2),), store=((9, far),), load=((far, 9),), transfer=4)
+    mirror.apply(plan(8, block_ops=moves))
+    assert mirror.state() == before
+
+
+def test_samples_are_counted_by_how_many_run_not_by_how_many_are_returned():
+    """`best_of`: three run, one is returned."""
+    ranked = Request(3, (5,) * 4, SamplingParams(n=1, best_of=3), 0)
+    mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
+    (row,) = mirror.apply(plan(1, SequenceGroupMetadata(ranked, (SequenceData(0, (), (0,), 0, 4, 3),))))
+    assert row.num_samples == 3
+    mirror.apply(plan(2, delta(3, SequenceDataDelta(2, (60,), 0, (0, 4), 4, 1, 1))))
+    assert mirror.state()[(3, 2)] == ((60,), (0, 4), 5)
+    with pytest.raises(MirrorError, match="sample 3: field sample_index is 3, the mirror expects from 0 to 2"):
+        mirror.apply(plan(3, delta(3, SequenceDataDelta(3, (61,), 0, (0, 5), 4, 1, 1))))
+    four = SequenceGroupMetadata(dataclasses.replace(ranked, request_id=4), (SequenceData(0, (), (1,), 0, 4, 4),))
+    with pytest.raises(MirrorError, match="field num_samples is 4, the mirror expects from 0 to 3"):
+        mirror.apply(plan(3, four))
+
+
 def test_a_snapshot_replaces_the_sequences_it_lists_and_leaves_the_others(mirror):
     mirror.apply(plan(8, delta(1, NEXT_OF_1, FORK_OF_1)))
     whole = snapshot(1, SequenceData(1, (60, 61), (5, 6), 0, 7, 1), n=3)
@@ -259,7 +303,35 @@ REFUSALS = {
     ),
     "negative samples": (
         plan(8, delta(1, changed(NEXT_OF_1, num_samples=-1))),
-        "field num_samples is -1, the mirror expects 0 or more",
+        "field num_samples is -1, the mirror expects from 0 to 3",
+    ),
+    "more samples than the request has": (
+        plan(8, delta(1, changed(NEXT_OF_1, num_samples=4))),
+        "step 8, request 1, sample 0: field num_samples is 4, the mirror expects from 0 to 3",
+    ),
+    "more samples than the request has left": (
+        plan(8, delta(1, NEXT_OF_1, changed(FORK_OF_1, num_samples=3))),
+        "step 8, request 1, sample 1: field num_samples is 3, the mirror expects from 0 to 2",
+    ),
+    "a snapshot's samples beyond the request's": (
+        plan(8, snapshot(5, SequenceData(0, (), (4, 5), 0, 5, 2))),
+        "step 8, request 5, sample 0: field num_samples is 2, the mirror expects from 0 to 1",
+    ),
+    "negative samples of a snapshot": (
+        plan(8, snapshot(5, SequenceData(0, (), (4, 5), 0, 5, -1))),
+        "step 8, request 5, sample 0: field num_samples is -1, the mirror expects from 0 to 1",
+    ),
+    "negative samples inside a prompt": (
+        plan(8, delta(2, changed(NEXT_OF_2, num_scheduled_tokens=2, num_samples=-1))),
+        "field num_samples is -1, the mirror expects 0 at token 5 of 6",
+    ),
+    "a new table too short": (
+        plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=0, appended_block_ids=(7,)))),
+        "field block_ids is 1 blocks, the mirror expects enough blocks of 4 for 6 tokens",
+    ),
+    "a new table outside": (
+        plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=0, appended_block_ids=(7, -1)))),
+        "field appended_block_ids is -1, the mirror expects from 0 to 9",
     ),
     "a fork that keeps blocks": (
         plan(8, delta(1, changed(FORK_OF_1, num_kept_blocks=1))),
@@ -280,6 +352,22 @@ REFUSALS = {
     "a swap out outside the device": (
         plan(8, block_ops=BlockOps(swap_out=((-1, 500),))),
         "field block_ops.swap_out names device block -1",
+    ),
+    "a store outside the device": (
+        plan(8, block_ops=BlockOps(store=((9, 500), (10, 501)), transfer=1)),
+        "step 8: field block_ops.store names device block 10, the cache has blocks 0 to 9",
+    ),
+    "a store of a negative block": (
+        plan(8, block_ops=BlockOps(store=((-1, 500),), transfer=1)),
+        "step 8: field block_ops.store names device block -1, the cache has blocks 0 to 9",
+    ),
+    "a load outside the device": (
+        plan(8, block_ops=BlockOps(load=((500, 0), (501, 12)), transfer=1)),
+        "step 8: field block_ops.load names device block 12, the cache has blocks 0 to 9",
+    ),
+    "a load to a negative block": (
+        plan(8, block_ops=BlockOps(load=((500, -3),), transfer=1)),
+        "step 8: field block_ops.load names device block -3, the cache has blocks 0 to 9",
     ),
 }
 

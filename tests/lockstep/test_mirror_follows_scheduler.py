@@ -1,39 +1,68 @@
 """Random histories through scheduler, codec and mirror: after every step the mirror holds what the scheduler holds.
 
-Admissions, chunks, preemptions by recompute, forks, aborts and finishes come at random; the other ranks of the replica
-are played by a second scheduler, whose digests must be those of the first.
+Admissions, chunks, preemptions by recompute and by swap, prefixes found in the cache or brought by a transfer, forks,
+aborts and finishes come at random; the other ranks of the replica are played by a second scheduler, whose digests must
+be those of the first.
 """
 
 import copy
 import dataclasses
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
 from spmd_worker.lockstep.codec import Decoder, Encoder
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.message import StepMessage
-from spmd_worker.lockstep.mirror import Mirror, MirrorError, ScheduledSequence
-from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.lockstep.mirror import Mirror, MirrorError, ScheduledSequence, SequenceState
+from spmd_worker.scheduler.planner import SchedulerLimits
+from spmd_worker.scheduler.residency import PreemptionPolicy, Residency
+from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.sequence.events import Abort, Admit, Event
+from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.metadata import SequenceDataDelta, SequenceGroupMetadataDelta
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sequence import SequenceKey, SequenceStatus
+from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceKey, SequenceStatus
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 EOS, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE = 0, 40, 24, 4
 
 
-def new_scheduler(chunked: bool) -> Scheduler:
-    return Scheduler(
-        SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=12 if chunked else 48, enable_chunked_prefill=chunked),
-        CacheManager(NUM_BLOCKS, BLOCK_SIZE),
-        StopChecker((EOS,), MAX_MODEL_LEN, None),
-    )
+@dataclass(frozen=True)
+class Ways:
+    """What a sequence's beginning may be found by, and where it may go when it gives way."""
+
+    caching: bool = False
+    preemption: str = "recompute"
+    num_host_blocks: int = 0
+    num_tier_blocks: int = 0
+
+    def new_scheduler(self, chunked: bool) -> Scheduler:
+        limits = SchedulerLimits(
+            max_num_seqs=8,
+            max_num_batched_tokens=12 if chunked else 48,
+            enable_chunked_prefill=chunked,
+            enable_prefix_caching=self.caching,
+            preemption=PreemptionPolicy(self.preemption, block_copy_tokens=2.0),
+        )
+        tier = HostTier(self.num_tier_blocks) if self.num_tier_blocks else None
+        cache = CacheManager(NUM_BLOCKS, BLOCK_SIZE, num_host_blocks=self.num_host_blocks, connector=tier)
+        return Scheduler(limits, cache, StopChecker((EOS,), MAX_MODEL_LEN, None))
+
+
+WAYS = (
+    Ways(),
+    Ways(caching=True),
+    Ways(preemption="swap", num_host_blocks=30),
+    Ways(caching=True, preemption="swap", num_host_blocks=6),
+    Ways(caching=True, num_tier_blocks=10),
+    Ways(caching=True, preemption="auto", num_host_blocks=12, num_tier_blocks=30),
+)
 
 
 @dataclass
@@ -43,19 +72,23 @@ class History:
     chance: random.Random
     chunked: bool
     max_output_tokens: int = 20
+    ways: Ways = Ways()
     next_request_id: int = 0
     last_sampled: tuple[int, ...] = ()
     encoder: Encoder = field(default_factory=Encoder)
     decoder: Decoder = field(default_factory=Decoder)
     digests: tuple[ChainedDigest, ChainedDigest] = field(default_factory=lambda: (ChainedDigest(), ChainedDigest()))
     mirror: Mirror = field(default_factory=lambda: Mirror(NUM_BLOCKS, BLOCK_SIZE))
+    transfers: list[int] = field(default_factory=list)
     seen: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.schedulers = (new_scheduler(self.chunked), new_scheduler(self.chunked))
+        self.schedulers = (self.ways.new_scheduler(self.chunked), self.ways.new_scheduler(self.chunked))
+        self.heads = [tuple(self.chance.randrange(6) for _ in range(length)) for length in (6, 9, 12)]
 
     def step(self, events: tuple[Event, ...]) -> None:
         leader, follower = self.schedulers
+        events = (*self._finish_transfers(), *events)
         for event in events:
             leader.handle(event)
         plan = leader.schedule()
@@ -68,6 +101,8 @@ class History:
         assert own_plan == message.plan == plan
         own_digest = self.digests[1].update(own_plan.step, message.events, own_plan, message.sampled_token_ids)
         assert own_digest == message.digest
+        if plan.block_ops.transfer:
+            self.transfers.append(plan.block_ops.transfer)
         scheduled = self.mirror.apply(message.plan)
         self._compare(plan, scheduled)
         self._count(plan)
@@ -83,7 +118,7 @@ class History:
         """Every sequence with blocks that was scheduled once is in the mirror, whole; nothing that ended is left."""
         held = self.mirror.state()
         scheduler = self.schedulers[1]
-        alive = {each.key: each for group in scheduler._groups.values() for each in group.sequences}
+        alive = {each.key: each for group in scheduler.queues.groups.values() for each in group.sequences}
         for each in scheduled:
             mirrored = each.sequence
             sequence = alive[(mirrored.request.request_id, mirrored.sample_index)]
@@ -105,12 +140,25 @@ class History:
             for key, sequence in alive.items()
             if sequence.status is SequenceStatus.RUNNING and sequence.is_known
         }
-        # Who gave way stays as it was until it is told whole again.
+        # Who gave way stays as it was until it is told of again.
         stale = {key: state for key, state in held.items() if key not in expected}
         assert held == {**expected, **stale}
-        for key in stale:
+        for key, state in stale.items():
             assert key in alive, f"{key} has ended and is still mirrored"
-            assert alive[key].status is SequenceStatus.PREEMPTED, key
+            self._compare_stale(alive[key], state)
+
+    def _compare_stale(self, sequence: Sequence, state: SequenceState) -> None:
+        """Who is swapped out goes on from its tokens; all else of who gave way is told anew."""
+        if sequence.status is SequenceStatus.SWAPPED:
+            output_token_ids, _, num_computed_tokens = state
+            assert sequence.is_known, sequence.key
+            assert output_token_ids == tuple(sequence.output_token_ids[: sequence.num_sent_tokens]), sequence.key
+            assert num_computed_tokens == sequence.num_computed_tokens, sequence.key
+        else:
+            waits = (SequenceStatus.PREEMPTED, SequenceStatus.LOADING, SequenceStatus.WAITING)
+            assert sequence.status in waits, sequence.key
+            assert sequence.num_lost_tokens, sequence.key
+            assert not sequence.is_known, sequence.key
 
     def _count(self, plan: StepPlan) -> None:
         """What the plan had, so that a test can say what its histories reached."""
@@ -123,6 +171,11 @@ class History:
             ("forking rows", sum(data.num_samples > 1 for data in rows)),
             ("first deltas of forks", sum(data.sample_index > 0 and data.num_kept_blocks == 0 for data in deltas)),
             ("copies", len(plan.block_ops.copy)),
+            ("swap-outs", len(plan.block_ops.swap_out)),
+            ("swap-ins", len(plan.block_ops.swap_in)),
+            ("stores", len(plan.block_ops.store)),
+            ("loads", len(plan.block_ops.load)),
+            ("whole new tables", sum(not data.num_kept_blocks and not data.sample_index for data in deltas)),
             ("snapshots", len(rows) - len(deltas)),
             ("finished", len(plan.finished_sequences)),
             ("mixed", bool(plan.continuing and plan.groups)),
@@ -135,15 +188,29 @@ class History:
             events.append(Admit(self._request()))
         if self.next_request_id and self.chance.random() < 0.05:
             events.append(Abort(self.chance.randrange(self.next_request_id)))
+        if self.ways.caching and self.chance.random() < 0.03:
+            version = SetWeightVersion(self.chance.randrange(3))
+            events.append(self.chance.choice([ResetPrefixCache(), version]))
         return tuple(events)
+
+    def _finish_transfers(self) -> tuple[Event, ...]:
+        """Those that every rank has finished, one step or several after they began."""
+        if not self.transfers or self.chance.random() < 0.4:
+            return ()
+        finished, self.transfers = tuple(self.transfers), []
+        return (FinishTransfers(finished),)
 
     def _request(self) -> Request:
         request_id = self.next_request_id
         self.next_request_id += 1
-        prompt = tuple(self.chance.randrange(6) for _ in range(self.chance.randrange(1, 20)))
+        head = self.chance.choice(self.heads) if self.ways.caching and self.chance.random() < 0.7 else ()
+        prompt = (*head, *[self.chance.randrange(6) for _ in range(self.chance.randrange(1, 20 - len(head)))])
         n = self.chance.choice([1, 1, 1, 2, 3, 4])
         sampling = SamplingParams(
-            n=n, max_tokens=self.chance.randrange(1, self.max_output_tokens), ignore_eos=self.chance.random() < 0.5
+            n=n,
+            best_of=self.chance.choice([None, None, n, min(n + 1, 4)]),
+            max_tokens=self.chance.randrange(1, self.max_output_tokens),
+            ignore_eos=self.chance.random() < 0.5,
         )
         return Request(request_id, prompt, sampling, self.chance.getrandbits(64))
 
@@ -154,7 +221,7 @@ def rows_of(plan: StepPlan) -> list[SequenceKey]:
 
 
 def run_history(seed: int, num_steps: int, max_output_tokens: int = 20) -> History:
-    history = History(random.Random(seed), bool(seed & 1), max_output_tokens)
+    history = History(random.Random(seed), bool(seed & 1), max_output_tokens, WAYS[seed // 2 % len(WAYS)])
     for _ in range(num_steps):
         history.step(history.random_events())
     for _ in range(2000):
@@ -170,13 +237,13 @@ def run_history(seed: int, num_steps: int, max_output_tokens: int = 20) -> Histo
 
 def test_the_mirror_holds_what_the_scheduler_holds_in_random_histories():
     seen: dict[str, int] = {}
-    num_preemptions = 0
-    for seed in range(60):
+    for seed in range(96):
         history = run_history(seed, num_steps=25)
-        num_preemptions += history.schedulers[0].counters.num_preemptions
+        counters = history.schedulers[0].counters
+        history.seen["recomputed"] = counters.num_preemptions - counters.num_swapped_out
+        history.seen["found tokens"] = counters.num_cached_prompt_tokens
         seen = {name: seen.get(name, 0) + number for name, number in history.seen.items()}
     # Negative control: the histories reach the states in which a mirror could go wrong.
-    assert num_preemptions > 50
     assert min(seen.values()) > 50, seen
 
 
@@ -213,6 +280,7 @@ FORGETFUL = {
     "tokens": lambda plan: dataclasses.replace(plan, continuing_token_ids=plan.continuing_token_ids[::-1]),
     "order": lambda plan: dataclasses.replace(plan, continuing=plan.continuing[::-1]),
     "kept blocks": lambda plan: without_kept_blocks(plan),
+    "new tables": lambda plan: without_new_tables(plan),
 }
 
 
@@ -228,12 +296,39 @@ def test_a_mirror_that_forgets_part_of_a_plan_does_not_pass(monkeypatch, forgott
         [run_history(seed, num_steps=25) for seed in range(20)]
 
 
+def test_a_scheduler_that_takes_a_recomputed_sequence_for_known_does_not_pass(monkeypatch):
+    """Negative control: its new blocks would be told as if the mirror held what it computed."""
+    put_out = Residency.put_out
+
+    def put_out_as_known(self: Residency, sequence: Sequence, group: SequenceGroup) -> None:
+        put_out(self, sequence, group)
+        sequence.is_known = True
+
+    monkeypatch.setattr(Residency, "put_out", put_out_as_known)
+    with pytest.raises((AssertionError, MirrorError)):
+        [run_history(seed, num_steps=25) for seed in range(20)]
+
+
 def without_kept_blocks(plan: StepPlan) -> StepPlan:
     """The plan as it was if copy-on-write never replaced a block."""
+    return with_deltas(plan, lambda data: dataclasses.replace(data, num_kept_blocks=0))
+
+
+def without_new_tables(plan: StepPlan) -> StepPlan:
+    """The plan as it was if who came back were in its old blocks; one block longer at most, which is what it took."""
+
+    def keep_blocks(data: SequenceDataDelta) -> SequenceDataDelta:
+        if data.num_kept_blocks or data.sample_index or len(data.appended_block_ids) < 2:
+            return data
+        kept = len(data.appended_block_ids) - 1
+        return dataclasses.replace(data, num_kept_blocks=kept, appended_block_ids=data.appended_block_ids[kept:])
+
+    return with_deltas(plan, keep_blocks)
+
+
+def with_deltas(plan: StepPlan, change: Callable[[SequenceDataDelta], SequenceDataDelta]) -> StepPlan:
     groups = tuple(
-        dataclasses.replace(
-            group, sequences=tuple(dataclasses.replace(data, num_kept_blocks=0) for data in group.sequences)
-        )
+        dataclasses.replace(group, sequences=tuple(map(change, group.sequences)))
         if isinstance(group, SequenceGroupMetadataDelta)
         else group
         for group in plan.groups

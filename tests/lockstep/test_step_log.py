@@ -36,7 +36,12 @@ HEADER = StepLogHeader(
     enable_chunked_prefill=True,
     num_blocks=40,
     block_size=16,
-    watermark_blocks=1,
+    watermark_blocks_per_sequence=1,
+    num_host_blocks=6,
+    num_tier_blocks=5,
+    enable_prefix_caching=True,
+    preemption_mode="auto",
+    block_copy_tokens=2.5,
     seed=3,
     tensor_parallel_size=2,
     pipeline_parallel_size=1,
@@ -227,8 +232,8 @@ def test_unknown_keys_other_versions_and_other_json_are_refused():
     value = header_to_json(HEADER)
     with pytest.raises(StepLogError, match="header's shoe_size is missing, unknown"):
         header_from_json({**value, "shoe_size": 43})
-    with pytest.raises(StepLogError, match="format version 2; this code reads version 1"):
-        header_from_json({**value, "format_version": 2})
+    with pytest.raises(StepLogError, match="format version 1; this code reads version 2"):
+        header_from_json({**value, "format_version": 1})
     with pytest.raises(StepLogError, match="no JSON object"):
         header_from_json([])
     with pytest.raises(StepLogError, match="num_blocks"):

@@ -58,14 +58,14 @@ def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(shape: ModelS
         "ranks  layers  heads  KV heads  columns  vocabulary  weights  activations     cache",
         "0-1        32     16         4    7,168      64,128  7.5 GiB    990.1 MiB  20.1 GiB",
         "",
-        "blocks     20,541 of 16 tokens on every rank, 328,656 tokens in all, 1.0 MiB each",
+        "blocks     20,542 of 16 tokens on every rank, 328,672 tokens in all, 1.0 MiB each",
         "sequences  40 of 8,192 tokens (model.max_model_len) fit at once; scheduler.max_num_seqs is 256",
         "swap       none (cache.swap_space_gib): what is preempted is computed again",
         "why        device memory 32.0 GiB, of which cache.gpu_memory_utilization=0.9 allows 28.8 GiB",
         "           weights 7.5 GiB",
         "           activations of the largest step 990.1 MiB (estimated)",
         "           outside the tensors 300.0 MiB",
-        "           left for the cache 20.1 GiB, room for 20541 blocks",
+        "           left for the cache 20.1 GiB, room for 20542 blocks",
         "           limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len) "
         "could use 131072 blocks",
     ]

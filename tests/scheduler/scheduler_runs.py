@@ -1,11 +1,14 @@
 """A scheduler with made-up samples: what each step computes, as tuples, told by a mirror that accepts every plan.
 
-Knows plans only through the mirror, so that how a plan spells a step does not matter. Needs no torch.
+Knows plans only through the mirror, so that how a plan spells a step does not matter. Every step is also done to a
+cache with contents (`visible_cache.py`), where each row must find its past. Needs no torch.
 """
 
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
+
+from visible_cache import VisibleCache
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
@@ -14,10 +17,10 @@ from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.residency import PreemptionPolicy
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import DecoderFactory, StopChecker
-from spmd_worker.sequence.events import Abort, Admit, FinishTransfers
+from spmd_worker.sequence.events import Abort, Admit, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sequence import SequenceGroup, SequenceKey
+from spmd_worker.sequence.sequence import SequenceGroup, SequenceKey, SequenceStatus
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 EOS = 0
@@ -69,6 +72,7 @@ class Run:
         self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy)
         self.scheduler = Scheduler(self.limits, self.cache, StopChecker((EOS,), max_model_len, new_decoder))
         self.mirror = Mirror(num_blocks, block_size)
+        self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks)
         self.ended: dict[int, SequenceGroup] = {}
         self.last_plan = StepPlan(0)
         self._num_requests = 0
@@ -91,13 +95,27 @@ class Run:
         self.scheduler.check_integrity()
         return group
 
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.handle(ResetPrefixCache())
+        self.contents.forget()
+        self.scheduler.check_integrity()
+
+    def set_weight_version(self, version: int) -> None:
+        self.scheduler.handle(SetWeightVersion(version))
+        self.contents.forget()
+        self.scheduler.check_integrity()
+
     def step(self, values: Values | int = PLAIN_TOKEN) -> list[Row]:
         """One step, checked; what it computed, in service order (plans list steady decoding first)."""
         self._was_transferring = bool(self._transfers)
+        settled = [*self.running(), *self.swapped()]
         plan = self.last_plan = self.scheduler.schedule()
         if plan.block_ops.transfer:
             self._transfers.append((plan.step + self._transfer_steps, plan.block_ops.transfer))
+            self._was_transferring = True
         scheduled = self.mirror.apply(plan)
+        joined = [key for key in self.running() if key not in settled]
+        self.contents.run_step(plan.block_ops, [each.sequence for each in scheduled], joined)
         self.scheduler.check_integrity()
         rows, token_ids = [], []
         for each in scheduled:
@@ -113,7 +131,9 @@ class Run:
                 self.ended[group.request.request_id] = group
             self.scheduler.check_integrity()
         while self._transfers and self._transfers[0][0] <= plan.step:
-            self.scheduler.handle(FinishTransfers((self._transfers.popleft()[1],)))
+            number = self._transfers.popleft()[1]
+            self.contents.finish_transfer(number)
+            self.scheduler.handle(FinishTransfers((number,)))
             self.scheduler.check_integrity()
         return sorted(rows)
 
@@ -121,13 +141,22 @@ class Run:
         return [self.step() for _ in range(count)]
 
     def finish(self, values: Values | int = PLAIN_TOKEN, limit: int = 10_000) -> int:
-        """Step until nothing is left; every step must compute something. Returns how many steps it took."""
+        """Step until nothing is left. Every step must compute something unless a transfer was under way. Returns how
+        many steps it took.
+        """
         for count in range(limit):
             if not self.scheduler.has_unfinished:
                 return count
-            is_busy = bool(self.step(values)) or bool(self.last_plan.block_ops.transfer) or self._was_transferring
+            is_busy = bool(self.step(values)) or self._was_transferring
             assert is_busy, f"step {self.last_plan.step} computes nothing though requests wait"
         raise AssertionError(f"requests are left after {limit} steps")
+
+    def settle(self) -> None:
+        """After the end: steps that compute nothing, until no transfer is under way."""
+        assert not self.scheduler.has_unfinished
+        assert self.step() == []
+        while self._transfers:
+            assert self.step() == []
 
     def tokens(self, request_id: int) -> list[list[int]]:
         """Output tokens of each sample of a request that ended."""
@@ -138,3 +167,13 @@ class Run:
 
     def running(self) -> list[tuple[int, int]]:
         return [tuple(sequence.key) for sequence in self.scheduler.running]
+
+    def loading(self) -> list[tuple[int, int]]:
+        return self._keys_of(SequenceStatus.LOADING)
+
+    def swapped(self) -> list[tuple[int, int]]:
+        return self._keys_of(SequenceStatus.SWAPPED)
+
+    def _keys_of(self, status: SequenceStatus) -> list[tuple[int, int]]:
+        groups = self.scheduler.queues.groups.values()
+        return [tuple(each.key) for group in groups for each in group.sequences if each.status is status]

@@ -1,179 +1,184 @@
-"""Random histories: after every step queues and blocks agree, a mirror accepts the plan, and everything ends.
+"""Random histories: after every step queues and blocks agree, a mirror accepts the plan, rows find their past in the
+cache's contents, and everything ends.
 
-Hypothesis chooses limits, admissions, aborts and tokens; a step that computes nothing while requests wait would be a
-livelock. Two more promises are checked on random histories: decisions do not depend on token values, and another hash
-seed changes nothing.
+Hypothesis chooses limits, requests, aborts, resets and tokens; a step that computes nothing while requests wait, and no
+transfer is under way, would be a livelock. Two more promises are checked on random histories: decisions do not depend
+on token values (with prefix caching: only on which are equal), and another hash seed changes nothing.
 """
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from histories import (
+    MAX_MODEL_LEN,
+    Operation,
+    limits,
+    new_run,
+    operations,
+    play,
+    prompt_of,
+    random_history,
+)
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from scheduler_runs import EOS, Row, Run
+from scheduler_runs import EOS, Run
 
-from spmd_worker.scheduler import scheduler as scheduler_module
-from spmd_worker.sequence.sequence import FinishReason
-
-MAX_MODEL_LEN = 24
-
-requests = st.fixed_dictionaries(
-    {
-        "num_prompt_tokens": st.integers(1, MAX_MODEL_LEN - 1),
-        "n": st.sampled_from([1, 1, 1, 2, 4]),
-        "max_tokens": st.integers(1, 12),
-        "ignore_eos": st.booleans(),
-        "min_tokens": st.just(0),
-    }
-)
-operations = st.lists(
-    st.one_of(
-        st.tuples(st.just("admit"), requests),
-        st.tuples(st.just("abort"), st.integers(0, 20)),
-        st.tuples(st.just("step"), st.integers(0, 3)),
-        st.tuples(st.just("step"), st.integers(0, 3)),
-    ),
-    max_size=60,
-)
-limits = st.fixed_dictionaries(
-    {
-        "block_size": st.sampled_from([1, 2, 4, 8]),
-        "spare_blocks": st.integers(0, 12),
-        "watermark": st.integers(0, 3),
-        "max_num_seqs": st.integers(4, 8),
-        "max_num_batched_tokens": st.sampled_from([8, 13, 24, 60]),
-        "chunked": st.booleans(),
-    }
-)
+from spmd_worker.scheduler import residency as residency_module
+from spmd_worker.scheduler.planner import Planner
+from spmd_worker.scheduler.residency import Residency
+from spmd_worker.sequence.sequence import FinishReason, SequenceGroup
 
 
-def new_run(limits: dict[str, int]) -> Run:
-    """A cache that holds the longest sequence, as the engine demands, and a few blocks more."""
-    given = dict(limits)
-    num_blocks = -(-MAX_MODEL_LEN // given["block_size"]) + given.pop("spare_blocks")
-    if not given["chunked"]:
-        given["max_num_batched_tokens"] = max(given["max_num_batched_tokens"], MAX_MODEL_LEN)
-    return Run(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **given)
+def num_samples(request: dict[str, Any]) -> int:
+    n, best_of = request["samples"]
+    return best_of or n
 
 
-def tokens_of(chance: random.Random):
-    """A token for each sample; one in eight ends the sequence."""
-    return lambda key, position: EOS if chance.random() < 0.125 else 1 + chance.randrange(7)
+def was_aborted(group: SequenceGroup) -> bool:
+    return any(sequence.finish_reason is FinishReason.ABORT for sequence in group.sequences)
 
 
-def check_answers(run: Run, asked: dict[int, dict[str, int]]) -> None:
+def check_answers(run: Run, asked: dict[int, dict[str, Any]]) -> None:
     assert sorted(run.ended) == sorted(asked)
     for request_id, group in run.ended.items():
-        params = asked[request_id]
+        request = asked[request_id]
         for sequence in group.sequences:
             num_tokens = len(sequence.output_token_ids)
-            most = min(params["max_tokens"], MAX_MODEL_LEN - params["num_prompt_tokens"])
+            most = min(request["max_tokens"], MAX_MODEL_LEN - request["num_prompt_tokens"])
             assert num_tokens <= most
             if sequence.finish_reason is FinishReason.LENGTH:
                 assert num_tokens == most
             elif sequence.finish_reason is FinishReason.STOP:
                 assert sequence.output_token_ids[-1] == EOS
-                assert not params["ignore_eos"]
+                assert not request["ignore_eos"]
             else:
                 assert sequence.finish_reason is FinishReason.ABORT
-        if not any(sequence.finish_reason is FinishReason.ABORT for sequence in group.sequences):
-            assert len(group.sequences) == params["n"]
+        if not was_aborted(group):
+            assert len(group.sequences) == num_samples(request)
 
 
-def play(run: Run, operations: list[tuple[str, object]]) -> dict[int, dict[str, int]]:
-    asked: dict[int, dict[str, int]] = {}
-    chance = random.Random(0)
-    for kind, value in operations:
-        if kind == "admit":
-            asked[run.admit(**value)] = value
-        elif kind == "abort":
-            run.abort(value)
-        else:
-            for _ in range(value):
-                run.step(tokens_of(chance))
-    run.finish(tokens_of(chance), limit=3000)
-    return asked
+def check_counters(run: Run, asked: dict[int, dict[str, Any]]) -> None:
+    """Every token is computed once, but for those that were found and those that were lost."""
+    counters, groups = run.scheduler.counters, run.ended.values()
+    if any(was_aborted(group) for group in groups):
+        return
+    assert counters.num_cached_prompt_tokens == sum(group.num_cached_tokens for group in groups)
+    assert counters.num_preemptions == sum(group.num_preemptions for group in groups)
+    assert counters.num_swapped_out == counters.num_swapped_in <= counters.num_preemptions
+    num_outputs = [len(sequence.output_token_ids) for group in groups for sequence in group.sequences]
+    assert counters.num_output_tokens == sum(num_outputs)
+    num_wanted = sum(len(prompt_of(request)) for request in asked.values()) + sum(num_outputs) - len(num_outputs)
+    num_expected = num_wanted - counters.num_cached_prompt_tokens + counters.num_recomputed_tokens
+    if run.limits.enable_prefix_caching:
+        # Who comes back may find more than it lost.
+        assert counters.num_computed_tokens <= num_expected
+    else:
+        assert counters.num_cached_prompt_tokens == 0
+        assert counters.num_computed_tokens == num_expected
 
 
-def keeps_the_books_and_ends(limits: dict[str, int], operations: list[tuple[str, object]]) -> None:
+def keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]) -> None:
     run = new_run(limits)
     asked = play(run, operations)
     check_answers(run, asked)
-    assert run.cache.num_used_blocks == 0
-    assert run.step() == []
+    check_counters(run, asked)
+    run.settle()
+    assert run.cache.num_used_blocks == run.cache.num_used_host_blocks == run.scheduler.num_swapped == 0
     assert len(run.mirror) == 0
 
 
 @settings(max_examples=500)
 @given(limits, operations)
-def test_any_history_keeps_the_books_and_ends(limits: dict[str, int], operations: list[tuple[str, object]]):
+def test_any_history_keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]):
     keeps_the_books_and_ends(limits, operations)
 
 
 @pytest.mark.slow
 @settings(max_examples=5_000)
 @given(limits, operations)
-def test_any_of_many_more_histories_keeps_the_books_and_ends(
-    limits: dict[str, int], operations: list[tuple[str, object]]
-):
+def test_any_of_many_more_histories_keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]):
     keeps_the_books_and_ends(limits, operations)
 
 
-def random_history(seed: int, run: Run, values, num_requests: int = 25) -> list[list[Row]]:
-    """Admissions at random; the rows of every step with the blocks that were used."""
-    chance = random.Random(seed)
-    history = []
-    for _ in range(num_requests):
-        run.admit(chance.randint(1, 15), n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 9))
-        for _ in range(chance.randint(0, 3)):
-            history.append(run.step(values))
-    while run.scheduler.has_unfinished:
-        history.append(run.step(values))
-    return [*history, run.scheduler.counters.num_preemptions]
-
-
 CROWDED = {"num_blocks": 9, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN}
+CACHED = {**CROWDED, "caching": True, "preemption": "auto", "block_copy_tokens": 2.0, "num_host_blocks": 6}
+TIERED = {**CACHED, "preemption": "swap", "num_tier_blocks": 12}
 
 
-def test_these_histories_do_preempt():
-    assert all(random_history(seed, Run(**CROWDED), 1)[-1] > 3 for seed in range(5))
+def by_position(key, position):
+    return 1 + position * 7 % 5
+
+
+def test_these_histories_reach_what_could_go_wrong():
+    plain, cached, tiered = Run(**CROWDED), Run(**CACHED), Run(**TIERED)
+    random_history(0, plain)
+    assert plain.scheduler.counters.num_preemptions > 3
+    random_history(0, cached, by_position)
+    counters = cached.scheduler.counters
+    assert counters.num_swapped_out > 3
+    assert counters.num_preemptions > counters.num_swapped_out + 3
+    assert counters.num_recomputed_tokens > 3
+    assert counters.num_cached_prompt_tokens > 30
+    history = random_history(0, tiered, by_position)
+    assert sum(len(block_ops.store) for _, block_ops in history) > 10
+    assert sum(len(block_ops.load) for _, block_ops in history) > 3
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_decisions_do_not_depend_on_token_values(seed: int):
+def test_without_the_cache_decisions_do_not_depend_on_token_values(seed: int):
     """Requests ignore the end of sequence, so the values differ and the counts do not."""
     first, second = Run(**CROWDED), Run(**CROWDED)
-    plans: list[list[object]] = [[], []]
-    for run, kept, values in ((first, plans[0], 1), (second, plans[1], lambda key, position: position * 7 % 50)):
-        kept.append(random_history(seed, run, values))
-    assert plans[0] == plans[1]
+    assert random_history(seed, first) == random_history(seed, second, by_position, lambda token: token * 3 % 50)
     # Negative control: the values were others.
     assert [first.tokens(index) for index in range(25)] != [second.tokens(index) for index in range(25)]
 
 
-def test_the_comparison_sees_a_decision_that_looks_at_a_token(monkeypatch: pytest.MonkeyPatch):
-    may_join = scheduler_module.Scheduler._may_join
+@pytest.mark.parametrize("settings", [CACHED, TIERED])
+@pytest.mark.parametrize("seed", range(5))
+def test_with_the_cache_decisions_depend_only_on_which_tokens_are_equal(seed: int, settings: dict[str, Any]):
+    first, second = Run(**settings), Run(**settings)
+    history = random_history(seed, first, by_position)
+    assert history == random_history(seed, second, by_position, lambda token: 1000 - token)
+    assert first.scheduler.counters == second.scheduler.counters
+    assert first.scheduler.counters.num_cached_prompt_tokens > 0
 
-    def joins_beside_even_tokens(self, *args, is_alone):
-        is_odd = any(sum(sequence.output_token_ids) % 2 for sequence in self.running)
-        return not is_odd and may_join(self, *args, is_alone=is_alone)
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "_may_join", joins_beside_even_tokens)
-    histories = [[random_history(seed, Run(**CROWDED), value) for seed in range(5)] for value in (1, 2)]
+@pytest.mark.parametrize("settings", [CACHED, TIERED])
+def test_the_comparison_sees_tokens_that_become_equal(settings: dict[str, Any]):
+    """Negative control: this renaming is no bijection."""
+    histories = [random_history(0, Run(**settings), by_position, rename) for rename in (lambda token: token, bool)]
+    assert histories[0] != histories[1]
+
+
+@pytest.mark.parametrize("settings", [CROWDED, CACHED])
+def test_the_comparison_sees_a_decision_that_looks_at_a_token(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+):
+    may_join = Planner._may_join
+
+    def joins_beside_even_tokens(self, *args):
+        is_odd = any(sum(sequence.output_token_ids) % 2 for sequence in self._queues.running)
+        return not is_odd and may_join(self, *args)
+
+    monkeypatch.setattr(Planner, "_may_join", joins_beside_even_tokens)
+    renamings = (lambda token: token, lambda token: 1000 - token // 2 * 2 - token % 2 * 101)
+    histories = [[random_history(seed, Run(**settings), by_position, each) for seed in range(5)] for each in renamings]
     assert histories[0] != histories[1]
 
 
 def test_the_hash_seed_of_the_process_changes_nothing():
     script = (
         "import hashlib, sys; sys.path[:0] = sys.argv[1:]\n"
+        "from histories import random_history\n"
         "from scheduler_runs import Run\n"
-        "from test_scheduler_property import CROWDED, random_history\n"
-        "history = [random_history(seed, Run(**CROWDED), 1) for seed in range(5)]\n"
-        "print(hash('probe'), hashlib.blake2b(repr(history).encode()).hexdigest())"
+        "from test_scheduler_property import CACHED, CROWDED, TIERED, by_position\n"
+        "for limits in (CROWDED, CACHED, TIERED):\n"
+        "    history = [random_history(seed, Run(**limits), by_position) for seed in range(5)]\n"
+        "    print(hashlib.blake2b(repr(history).encode()).hexdigest())\n"
+        "print(hash('probe'))"
     )
     here = Path(__file__).parent
     printed = [
@@ -187,20 +192,39 @@ def test_the_hash_seed_of_the_process_changes_nothing():
         ).stdout.split()
         for seed in ("1", "2")
     ]
-    assert printed[0][1] == printed[1][1]
-    # Negative control: the seeds did take effect.
-    assert printed[0][0] != printed[1][0]
+    assert printed[0][:3] == printed[1][:3]
+    # Negative controls: the three are different, and the seeds did take effect.
+    assert len(dict.fromkeys(printed[0])) == 4
+    assert printed[0][3] != printed[1][3]
 
 
 def test_the_property_sees_a_scheduler_that_starves(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a watermark that is kept even by an empty engine never lets the longest request in."""
-    may_join = scheduler_module.Scheduler._may_join
+    has_room = Residency.has_room
     monkeypatch.setattr(
-        scheduler_module.Scheduler,
-        "_may_join",
-        lambda self, *args, is_alone: may_join(self, *args, is_alone=False),
+        Residency, "has_room", lambda self, *args, keep_watermark: has_room(self, *args, keep_watermark=True)
     )
     run = Run(num_blocks=MAX_MODEL_LEN // 4, watermark=1, max_model_len=MAX_MODEL_LEN)
     run.admit(MAX_MODEL_LEN - 1)
     with pytest.raises(AssertionError, match="computes nothing though requests wait"):
         run.finish()
+
+
+FAULTS = {
+    "a name without what came before": (
+        residency_module,
+        "hash_blocks",
+        lambda hash_blocks: lambda parent, token_ids, block_size: [
+            hash_blocks(bytes(16), token_ids[start : start + block_size], block_size)[0]
+            for start in range(0, len(token_ids) // block_size * block_size, block_size)
+        ],
+    ),
+    "a reset that is forgotten": (Residency, "reset_prefix_cache", lambda reset: lambda self, groups: None),
+    "names of blocks that are not full": (
+        Residency,
+        "_name_full_blocks",
+        lambda name: lambda self, sequence, num_written_tokens: None
+        if sequence.num_computed_tokens % 4
+        else name(self, sequence, num_written_tokens=num_written_tokens),
+    ),
+}

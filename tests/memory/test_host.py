@@ -1,0 +1,104 @@
+"""Memory as the kernel tells it: limits of control groups of both kinds, and the peak since a moment."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from spmd_worker.memory import host
+
+MIB = 2**20
+NO_LIMIT_OF_OLD = 9223372036854771712
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A /proc and a /sys/fs/cgroup of our own, with 100 MiB available and no groups."""
+    monkeypatch.setattr(host, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(host, "_GROUPS", tmp_path / "cgroup")
+    write(tmp_path / "proc/meminfo", "MemTotal: 999999 kB\nMemAvailable: 102400 kB\n")
+    return tmp_path
+
+
+def write(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def write_group(folder: Path, limit: object, used: int, inactive: int = 0) -> None:
+    write(folder / "memory.max", limit)
+    write(folder / "memory.current", used)
+    write(folder / "memory.stat", f"anon 5\ninactive_file {inactive}")
+
+
+def write_older_group(folder: Path, limit: int, used: int, inactive: int = 0) -> None:
+    write(folder / "memory.limit_in_bytes", limit)
+    write(folder / "memory.usage_in_bytes", used)
+    write(folder / "memory.stat", f"inactive_file 3\ntotal_inactive_file {inactive}")
+
+
+def test_without_control_groups_the_machine_says_what_is_available(kernel: Path):
+    assert host.available_bytes() == 100 * MIB
+    assert host.total_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_groups_limit_less_its_use_is_available_and_its_idle_file_pages_are_given_back(kernel: Path):
+    write(kernel / "proc/self/cgroup", "0::/job/rank")
+    write_group(kernel / "cgroup/job/rank", 60 * MIB, used=30 * MIB, inactive=10 * MIB)
+    assert host.total_bytes() == 60 * MIB
+    assert host.available_bytes() == 40 * MIB
+
+
+def test_a_group_above_may_be_the_narrower_one(kernel: Path):
+    write(kernel / "proc/self/cgroup", "0::/job/rank")
+    write_group(kernel / "cgroup/job/rank", "max", used=5 * MIB)
+    write_group(kernel / "cgroup/job", 50 * MIB, used=45 * MIB)
+    assert host.available_bytes() == 5 * MIB
+
+
+def test_groups_of_the_older_kind_are_read_too(kernel: Path):
+    write(kernel / "proc/self/cgroup", "9:name=systemd:/\n4:cpu,memory:/job\n0::/")
+    write_older_group(kernel / "cgroup/memory", NO_LIMIT_OF_OLD, used=0)
+    assert host.available_bytes() == 100 * MIB
+    write_older_group(kernel / "cgroup/memory/job", 70 * MIB, used=30 * MIB, inactive=20 * MIB)
+    assert host.available_bytes() == 60 * MIB
+
+
+def test_a_path_that_is_not_mounted_here_leaves_the_containers_own_group(kernel: Path):
+    write(kernel / "proc/self/cgroup", "0::/docker/1234/../5678")
+    write_group(kernel / "cgroup", 30 * MIB, used=10 * MIB)
+    assert host.available_bytes() == 20 * MIB
+
+
+def test_a_group_over_its_limit_has_nothing_and_never_less(kernel: Path):
+    write(kernel / "proc/self/cgroup", "0::/")
+    write_group(kernel / "cgroup", 30 * MIB, used=40 * MIB)
+    assert host.available_bytes() == 0
+
+
+def test_figures_that_are_missing_or_garbled_limit_nothing(kernel: Path):
+    write(kernel / "proc/self/cgroup", "0::/")
+    write(kernel / "cgroup/memory.max", "?")
+    write(kernel / "proc/meminfo", "MemAvailable:\nMemAvailable: many kB")
+    assert host.available_bytes() == host.total_bytes()
+
+
+def test_the_peak_counts_from_the_restart_and_the_earlier_one_is_remembered():
+    held = bytearray(96 * MIB)
+    del held
+    if not host.restart_peak():
+        pytest.skip("this kernel lets no process set back its peak")
+    resident, overall = host.resident_bytes(), host.peak_resident_bytes()
+    assert overall >= resident + 90 * MIB
+    assert host.peak_since_restart_bytes() < resident + 10 * MIB
+    held = bytearray(48 * MIB)
+    del held
+    assert 40 * MIB < host.peak_since_restart_bytes() - resident < 60 * MIB
+    assert host.peak_resident_bytes() == overall
+
+
+def test_a_kernel_that_does_not_allow_it_is_told_apart(kernel: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "_PROC", kernel / "nowhere")
+    assert not host.restart_peak()
+    assert host.peak_since_restart_bytes() is None
+    assert host.resident_bytes() == host.peak_resident_bytes() > 0

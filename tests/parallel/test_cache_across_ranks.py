@@ -1,0 +1,97 @@
+"""Under torchrun: the cache of several ranks gives way, finds and loads in the same steps on all of them.
+
+Each rank hashes with another seed and has another memory budget; tokens are those of one rank that had room.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ranks
+from reference_models import checkpoint_folder, mixed_prompts
+
+from spmd_worker import LLM, SamplingParams
+
+NAME = "llama3"
+HEAD = [11 + index % 60 for index in range(48)]
+PROMPTS = [[*HEAD, *prompt] for prompt in mixed_prompts(12, 40, seed=3)] + mixed_prompts(6, 60, seed=4)
+PARAMS = [
+    SamplingParams(n=1 + index % 3, temperature=0.9, max_tokens=24 + index, ignore_eos=True, seed=index)
+    for index in range(len(PROMPTS))
+]
+SETTINGS = {"max_model_len": 190, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+CROWDED = {
+    "swap": {"num_blocks": 30, "preemption_mode": "swap", "swap_space": 0.01},
+    "recompute": {"num_blocks": 30, "preemption_mode": "recompute"},
+    "tier": {"num_blocks": 30, "preemption_mode": "auto", "swap_space": 0.0001, "host_tier_gib": 0.01},
+}
+
+SCRIPT = """
+import os, sys
+if os.environ.get("PYTHONHASHSEED") != os.environ["RANK"]:
+    os.environ["PYTHONHASHSEED"] = os.environ["RANK"]
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+import json
+from dataclasses import asdict
+from pathlib import Path
+from spmd_worker import LLM, SamplingParams
+
+job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+params = [SamplingParams(**each) for each in job["params"]]
+answers = {}
+for name, settings in job["kinds"].items():
+    with LLM(job["folder"], tensor_parallel_size=2, **job["settings"], **settings) as llm:
+        cache, loaded = llm.llm_engine.scheduler.cache, []
+        finish = cache.finish_transfer
+        cache.finish_transfer = lambda number: (finish(number), loaded.append(number))
+        for round in range(2):
+            outputs = llm.generate(job["prompts"], params, use_tqdm=False)
+            if int(os.environ["RANK"]) == 0 and round == 0:
+                llm.reset_prefix_cache()  # rank 0's word counts
+        scheduler = llm.llm_engine.scheduler
+        scheduler.check_integrity()
+        answers[name] = {
+            "token_ids": [[each.token_ids for each in output.outputs] for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "counters": asdict(scheduler.counters),
+            "transfers": loaded,
+            "used": [scheduler.cache.num_used_blocks, scheduler.cache.num_used_host_blocks],
+        }
+(out / f"{os.environ['RANK']}.json").write_text(json.dumps(answers))
+"""
+
+
+def answers_of_two_ranks(tmp_path: Path) -> list[dict[str, Any]]:
+    job = {
+        "folder": str(checkpoint_folder(NAME)),
+        "prompts": PROMPTS,
+        "params": [asdict(each) for each in PARAMS],
+        "settings": SETTINGS,
+        "kinds": CROWDED,
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    done = ranks.run_ranks(
+        SCRIPT, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path], env={"SPMD_WORKER_CHECK": "1"}
+    )
+    assert done.returncode == 0, done.output
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_ranks_give_way_alike_and_answer_as_one_that_had_room(tmp_path: Path):
+    by_rank = answers_of_two_ranks(tmp_path)
+    assert by_rank[0] == by_rank[1]
+    with LLM(checkpoint_folder(NAME), num_blocks=1000, enable_prefix_caching=False, **SETTINGS) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    expected = [[each.token_ids for each in output.outputs] for output in outputs]
+    for name, answer in by_rank[0].items():
+        assert answer["token_ids"] == expected, name
+        assert answer["counters"]["num_preemptions"] > 0, name
+        assert sum(answer["cached"]) > 0, name
+        assert answer["used"] == [0, 0], name
+    assert by_rank[0]["swap"]["counters"]["num_recomputed_tokens"] == 0
+    assert by_rank[0]["swap"]["counters"]["num_swapped_out"] > 0
+    assert by_rank[0]["recompute"]["counters"]["num_recomputed_tokens"] > 0
+    assert by_rank[0]["tier"]["transfers"] == list(range(1, len(by_rank[0]["tier"]["transfers"]) + 1)) != []
+    tier, recompute = by_rank[0]["tier"]["counters"], by_rank[0]["recompute"]["counters"]
+    assert tier["num_recomputed_tokens"] < recompute["num_recomputed_tokens"], "some of it came from the tier"

@@ -1,0 +1,124 @@
+"""Random histories of a scheduler: what hypothesis may choose, and how a choice is played.
+
+Prompts come from a few families that share beginnings, and what is sampled repeats itself, so blocks are found again.
+"""
+
+import random
+from typing import Any
+
+from hypothesis import strategies as st
+from scheduler_runs import EOS, Row, Run
+
+from kv_cache.block_ops import BlockOps
+
+MAX_MODEL_LEN = 24
+
+Operation = tuple[str, Any]
+
+requests = st.fixed_dictionaries(
+    {
+        "num_prompt_tokens": st.integers(1, MAX_MODEL_LEN - 1),
+        "family": st.sampled_from([(1,), (2,), (3, 4)]),
+        "odd_at": st.none() | st.integers(0, MAX_MODEL_LEN),
+        # n and best_of.
+        "samples": st.sampled_from([(1, None), (1, None), (1, None), (2, None), (4, None), (1, 4), (2, 3)]),
+        "max_tokens": st.integers(1, 12),
+        "ignore_eos": st.booleans(),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+    }
+)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("admit"), requests),
+        st.tuples(st.just("admit"), requests),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.just("step"), st.integers(0, 4)),
+        st.tuples(st.just("step"), st.integers(0, 4)),
+        st.tuples(st.sampled_from(["step", "reset", "weights"]), st.integers(1, 3)),
+    ),
+    max_size=60,
+)
+limits = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([1, 2, 4, 8]),
+        "spare_blocks": st.integers(0, 12),
+        "watermark": st.integers(0, 3),
+        "max_num_seqs": st.integers(4, 8),
+        "max_num_batched_tokens": st.sampled_from([8, 13, 24, 60]),
+        "chunked": st.booleans(),
+        "caching": st.booleans(),
+        "preemption": st.sampled_from(["auto", "swap", "recompute"]),
+        "block_copy_tokens": st.sampled_from([0.0, 1.0, 3.5]),
+        "num_host_blocks": st.sampled_from([0, 1, 5, 40]),
+        "num_tier_blocks": st.sampled_from([0, 1, 4, 30]),
+        "transfer_steps": st.integers(0, 4),
+    }
+)
+
+
+def new_run(limits: dict[str, Any], kind: type[Run] = Run) -> Run:
+    """A cache that holds the longest sequence, as the engine demands, and a few blocks more."""
+    given = dict(limits)
+    num_blocks = -(-MAX_MODEL_LEN // given["block_size"]) + given.pop("spare_blocks")
+    if not given["chunked"]:
+        given["max_num_batched_tokens"] = max(given["max_num_batched_tokens"], MAX_MODEL_LEN)
+    return kind(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **given)
+
+
+def tokens_of(chance: random.Random):
+    """A token for each sample: one in eight ends the sequence, the others repeat from request to request."""
+    return lambda key, position: EOS if chance.random() < 0.125 else 1 + position % 3
+
+
+def prompt_of(request: dict[str, Any]) -> tuple[int, ...]:
+    length, family, odd_at = request["num_prompt_tokens"], request["family"], request["odd_at"]
+    prompt = (family * length)[:length]
+    return prompt if odd_at is None or odd_at >= length else (*prompt[:odd_at], 5, *prompt[odd_at + 1 :])
+
+
+def admit(run: Run, request: dict[str, Any]) -> int:
+    n, best_of = request["samples"]
+    kept = {name: request[name] for name in ("max_tokens", "ignore_eos", "prompt_logprobs")}
+    return run.admit(request["num_prompt_tokens"], prompt_of(request), n=n, best_of=best_of, **kept)
+
+
+def play(run: Run, operations: list[Operation]) -> dict[int, dict[str, Any]]:
+    """All of them, then on until nothing is left; what was asked, by request."""
+    asked: dict[int, dict[str, Any]] = {}
+    values = tokens_of(random.Random(0))
+    for kind, value in operations:
+        if kind == "admit":
+            asked[admit(run, value)] = value
+        elif kind == "abort":
+            run.abort(value)
+        elif kind == "reset":
+            run.reset_prefix_cache()
+        elif kind == "weights":
+            run.set_weight_version(value)
+        else:
+            for _ in range(value):
+                run.step(values)
+    run.finish(values, limit=3000)
+    return asked
+
+
+def random_history(
+    seed: int, run: Run, values=lambda key, position: 1, rename=lambda token: token, num_requests: int = 25
+) -> list[tuple[list[Row], BlockOps]]:
+    """Admissions at random, of tokens that `rename` may change; what every step computed and moved."""
+    chance = random.Random(seed)
+    history = []
+
+    def step() -> None:
+        rows = run.step(lambda key, position: rename(values(key, position)))
+        history.append((rows, run.last_plan.block_ops))
+
+    for _ in range(num_requests):
+        length, family = chance.randint(1, 15), chance.choice([1, 1, 2])
+        prompt = tuple(rename(1 + index * family % 4) for index in range(length))
+        run.admit(length, prompt, n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 9))
+        for _ in range(chance.randint(0, 3)):
+            step()
+    while run.scheduler.has_unfinished:
+        step()
+    return history
