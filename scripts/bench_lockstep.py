@@ -43,7 +43,8 @@ from spmd_worker.lockstep.step_channel import FollowerChannel, LeaderChannel
 from spmd_worker.parallel.environment import read_rank_environment
 from spmd_worker.parallel.groups import join_groups
 from spmd_worker.parallel.layout import RankLayout
-from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.planner import SchedulerLimits
+from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Admit, Event
 from spmd_worker.sequence.request import Request, RequestId

@@ -8,15 +8,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Final
 
 from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
 from spmd_worker.lockstep.codec import Encoder
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.message import StepMessage
 from spmd_worker.lockstep.step_log import StepLogHeader, StepLogWriter
-from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
+from spmd_worker.scheduler.planner import SchedulerLimits
+from spmd_worker.scheduler.residency import PreemptionPolicy
+from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.sequence.events import Abort, Admit, Close, Event
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    Close,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import FinishReason, SequenceGroup
@@ -40,7 +52,7 @@ HEADER = StepLogHeader(
     enable_chunked_prefill=True,
     num_blocks=14,
     block_size=4,
-    watermark_blocks_per_sequence=1,
+    watermark_blocks_per_sequence=0,
     num_host_blocks=0,
     num_tier_blocks=0,
     enable_prefix_caching=False,
@@ -51,12 +63,26 @@ HEADER = StepLogHeader(
     pipeline_parallel_size=1,
     data_parallel_size=1,
 )
-"""So little cache that nearly every run preempts."""
+"""So little cache that nearly every run preempts; what gives way is computed again."""
+
+PRESSURE: Final[dict[str, object]] = {
+    "max_num_batched_tokens": 24,
+    "watermark_blocks_per_sequence": 0,
+    "num_host_blocks": 8,
+    "num_tier_blocks": 16,
+    "enable_prefix_caching": True,
+    "preemption_mode": "auto",
+    "block_copy_tokens": 3.2,
+}
+"""Changes of the header that switch on all that a full cache can do: `pressure_events` makes use of it."""
 
 
-def request(number: int, num_prompt_tokens: int, seed: int = HEADER.seed, **sampling: object) -> Request:
-    """Row `number`, called row-<number>."""
+def request(
+    number: int, num_prompt_tokens: int, seed: int = HEADER.seed, head: tuple[int, ...] = (), **sampling: object
+) -> Request:
+    """Row `number`, called row-<number>. Its prompt begins with `head`, which counts."""
     prompt = tuple((number * 31 + position) % (VOCAB_SIZE - 1) + 1 for position in range(num_prompt_tokens))
+    prompt = (*head, *prompt[len(head) :])
     stream = random_stream(seed, sampling.get("seed"), f"row-{number}", number)
     return Request(RequestId(number), prompt, SamplingParams(**sampling), stream)
 
@@ -69,12 +95,40 @@ def standard_events() -> dict[int, list[Event]]:
     return {1: [*first, *forking], 9: [Abort(RequestId(5))], 12: late, 14: [Abort(RequestId(9))]}
 
 
+def pressure_events() -> dict[int, list[Event]]:
+    """By step: four waves of requests that share the beginnings of their prompts, some that fork; two aborts; the cache
+    is forgotten once, and the weights change once.
+    """
+    heads = [tuple(range(first, first + 12)) for first in (1, 20, 40)]
+    events: dict[int, list[Event]] = {7: [Abort(RequestId(2))], 30: [ResetPrefixCache()], 45: [SetWeightVersion(3)]}
+    for wave, step in enumerate((1, 12, 26, 40)):
+        rows = [
+            request(number, 14 + number % 3, head=heads[number % 3], max_tokens=8 + number % 9, n=1 + number % 4 // 3)
+            for number in range(6 * wave, 6 * wave + 6)
+        ]
+        events.setdefault(step, []).extend(Admit(row) for row in rows)
+    events[14] = [Abort(RequestId(9))]
+    return events
+
+
 class LoggedRun:
-    """The engine's loop on rank 0, one call of `step` a step."""
+    """The engine's loop on rank 0, one call of `step` a step; transfers end in the step after the next."""
 
     def __init__(self, path: Path, header: StepLogHeader = HEADER, *, has_digests: bool = True, new_decoder=None):
-        limits = SchedulerLimits(header.max_num_seqs, header.max_num_batched_tokens, header.enable_chunked_prefill)
-        cache = CacheManager(header.num_blocks, header.block_size, watermark_blocks=header.watermark_blocks)
+        limits = SchedulerLimits(
+            header.max_num_seqs,
+            header.max_num_batched_tokens,
+            header.enable_chunked_prefill,
+            header.enable_prefix_caching,
+            PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
+            header.watermark_blocks_per_sequence,
+        )
+        cache = CacheManager(
+            header.num_blocks,
+            header.block_size,
+            num_host_blocks=header.num_host_blocks,
+            connector=HostTier(header.num_tier_blocks) if header.num_tier_blocks else None,
+        )
         self.scheduler = Scheduler(limits, cache, StopChecker(header.eos_token_ids, header.max_model_len, new_decoder))
         self.log = StepLogWriter(path, header)
         self.plans: list[StepPlan] = []
@@ -83,12 +137,17 @@ class LoggedRun:
         self._encoder, self._digest = Encoder(), ChainedDigest()
         self._last_events: tuple[Event, ...] = ()
         self._sampled: tuple[int, ...] = ()
+        self._transfers: list[int] = [0, 0]
 
     def step(self, *events: Event, plant=None) -> None:
         """`plant` may change the message before it is digested and sent: a rank 0 that went wrong."""
         plan = self.scheduler.schedule()
         if plant is not None:
             plan = plant(plan)
+        self._transfers.append(plan.block_ops.transfer)
+        number = self._transfers.pop(0)
+        if number:
+            events = (FinishTransfers((number,)), *events)
         digest = self._digest.update(plan.step, self._last_events, plan, self._sampled)
         message = StepMessage(plan.step, events, plan, self._sampled, digest if self._has_digests else b"")
         self.log.write(self._encoder.encode(message))

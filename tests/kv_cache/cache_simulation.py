@@ -392,8 +392,6 @@ def check_contract(block_ops: BlockOps) -> None:
     assert len(host) == len(set(host)), f"a host block receives twice: {block_ops}"
     places = [place for _, place in block_ops.store]
     assert len(places) == len(set(places)), f"a place is stored to twice: {block_ops}"
-    arriving = {destination for _, destination in block_ops.swap_in}
-    assert not any(source in arriving and destination == source for source, destination in block_ops.copy), block_ops
 
 
 def make_simulation(

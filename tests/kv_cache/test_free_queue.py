@@ -28,6 +28,28 @@ def test_blocks_leave_in_the_order_in_which_they_were_appended():
     assert len(queue) == 3
 
 
+def test_a_block_that_is_put_first_is_the_next_to_go():
+    blocks = make_blocks(4)
+    queue = FreeQueue(blocks[:2])
+    queue.prepend(blocks[2])
+    queue.prepend(blocks[3])
+    assert order(queue) == [3, 2, 0, 1]
+    assert queue.pop_first() is blocks[3]
+    queue.append(blocks[3])
+    assert order(queue) == [2, 0, 1, 3]
+    queue.check_integrity()
+
+
+@pytest.mark.parametrize("enter", [FreeQueue.append, FreeQueue.prepend])
+def test_an_empty_queue_takes_a_block_at_either_end(enter):
+    (block,), queue = make_blocks(1), FreeQueue()
+    enter(queue, block)
+    assert order(queue) == [0]
+    queue.check_integrity()
+    assert queue.pop_first() is block
+    queue.check_integrity()
+
+
 @pytest.mark.parametrize(("index", "expected"), [(0, [1, 2, 3]), (1, [0, 2, 3]), (3, [0, 1, 2])])
 def test_a_block_is_removed_from_either_end_and_from_the_middle(index, expected):
     blocks = make_blocks(4)
@@ -55,11 +77,13 @@ def test_an_empty_queue_has_nothing_to_give():
         FreeQueue().pop_first()
 
 
-def test_a_queued_block_is_not_queued_twice():
+@pytest.mark.parametrize("enter", [FreeQueue.append, FreeQueue.prepend])
+def test_a_queued_block_is_not_queued_twice(enter):
     blocks = make_blocks(2)
     queue = FreeQueue(blocks)
     with pytest.raises(AssertionError, match="block 1 is in the free queue already"):
-        queue.append(blocks[1])
+        enter(queue, blocks[1])
+    assert order(queue) == [0, 1]
 
 
 def test_a_block_that_is_not_queued_is_not_removed():
@@ -67,13 +91,16 @@ def test_a_block_that_is_not_queued_is_not_removed():
         FreeQueue(make_blocks(2)).remove(Block(BlockId(7)))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["append", "pop_first", "remove"]), st.integers(0, 5)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["append", "prepend", "pop_first", "remove"]), st.integers(0, 5)), max_size=60))
 def test_the_queue_is_a_deque_with_cheap_removal(operations):
     blocks, queue, model = make_blocks(6), FreeQueue(), deque()
     for name, index in operations:
         if name == "append" and index not in model:
             queue.append(blocks[index])
             model.append(index)
+        elif name == "prepend" and index not in model:
+            queue.prepend(blocks[index])
+            model.appendleft(index)
         elif name == "pop_first" and model:
             assert queue.pop_first().block_id == model.popleft()
         elif name == "remove" and index in model:

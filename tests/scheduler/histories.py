@@ -31,11 +31,14 @@ operations = st.lists(
     st.one_of(
         st.tuples(st.just("admit"), requests),
         st.tuples(st.just("admit"), requests),
+        st.tuples(st.just("admit again"), st.integers(0, 20)),
         st.tuples(st.just("abort"), st.integers(0, 20)),
         st.tuples(st.just("step"), st.integers(0, 4)),
         st.tuples(st.just("step"), st.integers(0, 4)),
         st.tuples(st.sampled_from(["step", "reset", "weights"]), st.integers(1, 3)),
     ),
+    # Few make a history in which nothing happens.
+    min_size=10,
     max_size=60,
 )
 limits = st.fixed_dictionaries(
@@ -89,13 +92,16 @@ def play(run: Run, operations: list[Operation]) -> dict[int, dict[str, Any]]:
     for kind, value in operations:
         if kind == "admit":
             asked[admit(run, value)] = value
+        elif kind == "admit again" and asked:
+            request = list(asked.values())[value % len(asked)]
+            asked[admit(run, request)] = request
         elif kind == "abort":
             run.abort(value)
         elif kind == "reset":
             run.reset_prefix_cache()
         elif kind == "weights":
             run.set_weight_version(value)
-        else:
+        elif kind == "step":
             for _ in range(value):
                 run.step(values)
     run.finish(values, limit=3000)

@@ -6,8 +6,9 @@ A row of a step is (request, sample, first token, tokens, samples). Blocks hold 
 import pytest
 from scheduler_runs import Row, Run
 
-import spmd_worker.scheduler.scheduler as scheduler_module
 from kv_cache.block_ops import BlockOps
+from kv_cache.cache_manager import CacheManager
+from spmd_worker.scheduler import planner as planner_module
 from spmd_worker.sequence.events import Close
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata
 from spmd_worker.sequence.outputs import Logprob
@@ -134,12 +135,12 @@ def preempted_run() -> Run:
     return run
 
 
-def test_the_last_in_service_order_gives_way_and_keeps_its_place():
+def test_of_equals_the_last_in_service_order_gives_way_and_keeps_its_place():
     run = preempted_run()
     assert run.running() == [(0, 0), (1, 0)]
     assert run.waiting() == [(2, 0), (3, 0)], "before the one that came later, which might have fitted"
     assert run.scheduler.counters.num_preemptions == 1
-    assert run.scheduler.counters.num_recomputed_tokens == 4
+    assert run.scheduler.counters.num_recomputed_tokens == 0, "nothing is computed again yet"
     assert run.cache.num_free_blocks == 0, "request 1 took the block of request 2"
 
 
@@ -153,6 +154,7 @@ def test_a_preempted_request_is_computed_again_with_the_tokens_it_had():
     run = preempted_run()
     run.abort(1)
     assert run.step() == [Row(0, 0, 5, 1, 1), Row(2, 0, 0, 5, 1)]
+    assert run.scheduler.counters.num_recomputed_tokens == 4
     run.finish()
     assert run.tokens(2) == [[9] * 8]
 
@@ -368,13 +370,13 @@ def test_logprobs_are_kept_and_summed_for_each_sample():
 
 
 def test_the_tests_see_a_victim_that_is_not_the_last(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler_module, "choose_victim", lambda sequences: sequences[-2 % len(sequences)])
+    monkeypatch.setattr(planner_module, "choose_victim", lambda sequences: sequences[-2 % len(sequences)])
     with pytest.raises(AssertionError):
         preempted_run()
 
 
 def test_check_integrity_sees_blocks_that_are_lost(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler_module.CacheManager, "release", lambda self, table: table.block_ids.clear())
+    monkeypatch.setattr(CacheManager, "release", lambda self, table: table.block_ids.clear())
     run = Run()
     run.admit(4, max_tokens=2)
     with pytest.raises(AssertionError, match="0 tables list it"):
