@@ -14,10 +14,11 @@ spmd_worker/batch/replay.py finds.
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from kv_cache.block_ops import BlockOps
 from spmd_worker.batch.replay import (
     HEADER_KEYS_THAT_MAY_DIFFER,
     Replay,
@@ -32,6 +33,7 @@ from spmd_worker.batch.replay import (
 from spmd_worker.batch.replay_history import RowHistory, shorten
 from spmd_worker.lockstep.step_log import StepLog, StepLogError, StepLogHeader, read_step_log
 from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 from spmd_worker.tokenizer import Tokenizer
 from spmd_worker.version import code_fingerprint
@@ -128,6 +130,10 @@ def print_run(log: StepLog) -> None:
         f"  {header.num_blocks} blocks of {header.block_size} tokens; at most {header.max_num_seqs} sequences and "
         f"{header.max_num_batched_tokens} tokens a step, prompts {chunks}, {header.max_model_len} tokens a sequence"
     )
+    print(
+        f"  prefix caching {'on' if header.enable_prefix_caching else 'off'}, preemption by {header.preemption_mode}, "
+        f"{header.num_host_blocks} host blocks to swap to, {header.num_tier_blocks} in the host tier"
+    )
     if header.code != code_fingerprint():
         print("  the code has changed since the run: where replay and run part, the change may be the reason")
 
@@ -136,7 +142,8 @@ def print_result(replay: Replay, *, is_whole: bool) -> None:
     counters = replay.scheduler.counters
     print(
         f"{replay.num_requests} requests, {counters.num_output_tokens} output tokens, {counters.num_preemptions} "
-        f"preemptions, by which {counters.num_recomputed_tokens} computed tokens were lost"
+        f"preemptions ({counters.num_swapped_out} by swap), by which {counters.num_recomputed_tokens} computed tokens "
+        f"were lost; {counters.num_cached_prompt_tokens} prompt tokens found in the cache"
     )
     if is_whole and not replay.is_closed:
         print("the log does not end with the run's end: it was cut short, or the run was")
@@ -157,16 +164,55 @@ def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
     print(f"\nafter step {step.plan.step}: {step.plan.num_tokens} tokens computed for {num_rows(step)} sequences")
     if step.sampled_token_ids is None:
         print("  its sampled ids are not in the log, which ends here: this is the state before they are taken in")
-    print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free")
-    print(f"  waiting: {len(scheduler.waiting)}")
-    waiting = list(islice(scheduler.waiting, MAX_WAITING_SHOWN))
-    print_table([waiting_line(sequence) for sequence in waiting], ("request", "sample", "tokens", "why"))
-    if len(waiting) < len(scheduler.waiting):
-        print(f"    and {len(scheduler.waiting) - len(waiting)} more")
+    print_moves(step.plan.block_ops)
+    for event in step.events:
+        print(f"  then {event_in_words(event)}")
+    print(f"  blocks: {cache.num_free_blocks} of {cache.num_blocks} free, {cache.num_cached_blocks} of them cached")
+    if cache.num_host_blocks:
+        print(f"  host blocks: {cache.num_used_host_blocks} of {cache.num_host_blocks} hold swapped sequences")
+    print_waiting("waiting", scheduler.waiting, len(scheduler.waiting))
+    for number, sequences in scheduler.queues.loading.items():
+        print_waiting(f"waiting for transfer {number}", sequences, len(sequences))
     print(f"  running: {len(scheduler.running)}")
     heads = ("request", "sample", "prompt", "output", "computed", "num_blocks", "blocks")
     print_table([running_line(sequence) for sequence in scheduler.running], heads)
     print()
+
+
+def print_moves(operations: BlockOps) -> None:
+    """What was copied before the step computed, as from>to."""
+    for name, pairs in (
+        ("swapped out, device>host", operations.swap_out),
+        ("copied on the device", operations.copy),
+        ("swapped in, host>device", operations.swap_in),
+        (f"transfer {operations.transfer} stores, device>tier", operations.store),
+        (f"transfer {operations.transfer} loads, tier>device", operations.load),
+    ):
+        if pairs:
+            print(f"  {name}: {shorten(f'{source}>{destination}' for source, destination in pairs)}")
+
+
+def event_in_words(event: Event) -> str:
+    if isinstance(event, Admit):
+        return f"request {event.request.request_id} is admitted"
+    if isinstance(event, Abort):
+        return f"request {event.request_id} is to end"
+    if isinstance(event, ResetPrefixCache):
+        return "the prefix cache is reset"
+    if isinstance(event, SetWeightVersion):
+        return f"the weights are of version {event.version}"
+    if isinstance(event, FinishTransfers):
+        return f"transfers {shorten(event.numbers)} have finished on every rank"
+    return "the engine ends"
+
+
+def print_waiting(head: str, sequences: Iterable[Sequence], num_sequences: int) -> None:
+    """`sequences` has `num_sequences`."""
+    print(f"  {head}: {num_sequences}")
+    shown = list(islice(sequences, MAX_WAITING_SHOWN))
+    print_table([waiting_line(sequence) for sequence in shown], ("request", "sample", "tokens", "computed", "why"))
+    if len(shown) < num_sequences:
+        print(f"    and {num_sequences - len(shown)} more")
 
 
 def num_rows(step: ReplayedStep) -> int:
@@ -174,8 +220,10 @@ def num_rows(step: ReplayedStep) -> int:
 
 
 def waiting_line(sequence: Sequence) -> tuple[object, ...]:
-    why = "preempted" if sequence.status is SequenceStatus.PREEMPTED else "new"
-    return (*sequence.key, sequence.num_tokens, why)
+    why = "preempted" if sequence.num_lost_tokens else "new"
+    if sequence.status is SequenceStatus.SWAPPED:
+        why = f"swapped out to {shorten(sequence.host_table.block_ids)}"
+    return (*sequence.key, sequence.num_tokens, sequence.num_computed_tokens, why)
 
 
 def running_line(sequence: Sequence) -> tuple[object, ...]:

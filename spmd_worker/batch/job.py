@@ -216,6 +216,8 @@ def _metrics(engine: LLMEngine, counts: _Counts) -> dict[str, Any]:
         "recomputed_tokens": counters.num_recomputed_tokens,
         "preemptions": counters.num_preemptions,
         "preemptions_by_swap": counters.num_swapped_out,
+        "tier_stored_blocks": counters.num_stored_blocks,
+        "tier_loaded_blocks": counters.num_loaded_blocks,
         "steps": counters.num_steps,
         "schedule_s": engine.times.schedule_s,
         "lockstep_s": engine.times.lockstep_s,

@@ -152,6 +152,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("steps", _count(metrics, "steps")),
         ("lockstep", _lockstep(metrics)),
         ("preemptions", _preemptions(metrics)),
+        ("host tier", _tier(metrics)),
     ]
 
 
@@ -173,6 +174,11 @@ def _preemptions(metrics: Mapping[str, Any]) -> str | None:
     recomputed, computed = metrics.get("recomputed_tokens") or 0, metrics.get("computed_tokens")
     share = f", {recomputed:,} tokens computed again ({recomputed / computed:.1%})" if computed else ""
     return f"{count:,} ({by_swap:,} by swap, {count - by_swap:,} by recompute{share})"
+
+
+def _tier(metrics: Mapping[str, Any]) -> str | None:
+    stored, loaded = metrics.get("tier_stored_blocks"), metrics.get("tier_loaded_blocks")
+    return f"{stored:,} blocks kept, {loaded or 0:,} brought back" if stored else None
 
 
 def _count(metrics: Mapping[str, Any], key: str) -> str | None:

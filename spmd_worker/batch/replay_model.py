@@ -60,7 +60,9 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
     executor.start()
     try:
         executor.load_model()
-        executor.initialize_from_config(header.num_blocks, 0)
+        executor.initialize_from_config(header.num_blocks, header.num_host_blocks)
+        if header.num_tier_blocks:
+            executor.collective_rpc("initialize_host_tier", args=(header.num_tier_blocks,))
     except BaseException:
         executor.shutdown()
         raise

@@ -47,7 +47,7 @@ def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
 def step_log_header(engine: LLMEngine) -> StepLogHeader:
     """What a replay needs besides the messages."""
     config, cache = engine.config, engine.scheduler.cache
-    device = str(engine.executor.collective_rpc(lambda worker: worker.device.type)[0])
+    device = str(engine.executor.collective_rpc("get_device_type")[0])
     return StepLogHeader(
         code=code_fingerprint(),
         model_path=str(Path(config.model.path or "").resolve()),

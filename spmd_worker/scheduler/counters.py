@@ -9,7 +9,7 @@ class SchedulerCounters:
 
     `num_preemptions` is both kinds: `num_swapped_out` sequences went to the host, the others lost their blocks.
     `num_recomputed_tokens` were computed more than once because of that; `num_cached_prompt_tokens` were found in the
-    cache by requests that began.
+    cache by requests that began. `num_stored_blocks` went to the connector, `num_loaded_blocks` came back from it.
     """
 
     num_steps: int = 0
@@ -22,3 +22,5 @@ class SchedulerCounters:
     num_output_tokens: int = 0
     num_computed_tokens: int = 0
     num_finished: int = 0
+    num_stored_blocks: int = 0
+    num_loaded_blocks: int = 0

@@ -103,10 +103,13 @@ class Scheduler:
         if num_tokens:
             self._in_flight.append(decisions)
         self.counters.num_computed_tokens += num_tokens
+        block_ops = self.cache.take_block_ops()
+        self.counters.num_stored_blocks += len(block_ops.store)
+        self.counters.num_loaded_blocks += len(block_ops.load)
         plan = StepPlan(
             step=self._step,
             groups=group_updates(decisions.others),
-            block_ops=self.cache.take_block_ops(),
+            block_ops=block_ops,
             finished_sequences=tuple(self._ended_sequences),
             finished_request_ids=tuple(self._ended_requests),
             num_tokens=num_tokens,

@@ -130,7 +130,7 @@ class Worker(WorkerBase):
         self.compile_or_warm_up_model()
 
     def initialize_host_tier(self, num_places: int) -> None:
-        """Host memory for `num_places` prefix blocks that lose their place; after `initialize_cache`."""
+        """See `WorkerBase.initialize_host_tier`."""
         assert self._cache_engine is not None, "initialize_cache comes first"
         self._tier_engine = HostTierEngine(self._cache_engine, num_places)
 
@@ -160,11 +160,11 @@ class Worker(WorkerBase):
         return replace(self._runner.sample(), finished_transfers=self._take_finished_transfers())
 
     def get_device_type(self) -> str:
-        """`cpu` or `cuda`."""
+        """See `WorkerBase.get_device_type`."""
         return self.device.type
 
     def get_arithmetic(self) -> str:
-        """The order in which this rank's kernels add, in words: the same on every rank, or their bits differ."""
+        """See `WorkerBase.get_arithmetic`."""
         assert self._attention is not None, "load_model comes first"
         return arithmetic_of(self._attention)
 

@@ -38,6 +38,10 @@ class WorkerBase(ABC):
         """Allocate the cache; the numbers are the same on every rank."""
 
     @abstractmethod
+    def initialize_host_tier(self, num_places: int) -> None:
+        """Host memory for `num_places` prefix blocks that lose their place; after `initialize_cache`, if at all."""
+
+    @abstractmethod
     def compile_or_warm_up_model(self) -> None:
         """Run what will be run, so that the first step is like the others."""
 
@@ -64,6 +68,14 @@ class WorkerBase(ABC):
     @abstractmethod
     def get_model_inspection(self) -> str:
         """A readable tree of modules with the shapes of this rank's parameters."""
+
+    @abstractmethod
+    def get_device_type(self) -> str:
+        """`cpu` or `cuda`."""
+
+    @abstractmethod
+    def get_arithmetic(self) -> str:
+        """The order in which this rank's kernels add, in words: the same on every rank, or their bits differ."""
 
     @abstractmethod
     def get_cache_block_size_bytes(self) -> int:

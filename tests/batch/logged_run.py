@@ -31,7 +31,7 @@ from spmd_worker.sequence.events import (
 )
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sequence import FinishReason, SequenceGroup
+from spmd_worker.sequence.sequence import FinishReason, SequenceGroup, SequenceKey, SequenceStatus
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 VOCAB_SIZE = 100
@@ -50,9 +50,9 @@ HEADER = StepLogHeader(
     max_num_seqs=8,
     max_num_batched_tokens=16,
     enable_chunked_prefill=True,
-    num_blocks=14,
+    num_blocks=13,
     block_size=4,
-    watermark_blocks_per_sequence=0,
+    watermark_blocks_per_sequence=1,
     num_host_blocks=0,
     num_tier_blocks=0,
     enable_prefix_caching=False,
@@ -72,7 +72,7 @@ PRESSURE: Final[dict[str, object]] = {
     "num_tier_blocks": 16,
     "enable_prefix_caching": True,
     "preemption_mode": "auto",
-    "block_copy_tokens": 3.2,
+    "block_copy_tokens": 3.7,
 }
 """Changes of the header that switch on all that a full cache can do: `pressure_events` makes use of it."""
 
@@ -96,18 +96,17 @@ def standard_events() -> dict[int, list[Event]]:
 
 
 def pressure_events() -> dict[int, list[Event]]:
-    """By step: four waves of requests that share the beginnings of their prompts, some that fork; two aborts; the cache
-    is forgotten once, and the weights change once.
+    """By step: four waves of requests that share the beginnings of their prompts, some that fork; the cache is
+    forgotten once, and the weights change once.
     """
     heads = [tuple(range(first, first + 12)) for first in (1, 20, 40)]
-    events: dict[int, list[Event]] = {7: [Abort(RequestId(2))], 30: [ResetPrefixCache()], 45: [SetWeightVersion(3)]}
+    events: dict[int, list[Event]] = {30: [ResetPrefixCache()], 45: [SetWeightVersion(3)]}
     for wave, step in enumerate((1, 12, 26, 40)):
         rows = [
             request(number, 14 + number % 3, head=heads[number % 3], max_tokens=8 + number % 9, n=1 + number % 4 // 3)
             for number in range(6 * wave, 6 * wave + 6)
         ]
         events.setdefault(step, []).extend(Admit(row) for row in rows)
-    events[14] = [Abort(RequestId(9))]
     return events
 
 
@@ -133,6 +132,7 @@ class LoggedRun:
         self.log = StepLogWriter(path, header)
         self.plans: list[StepPlan] = []
         self.ended: list[SequenceGroup] = []
+        self.aborted: list[tuple[RequestId, SequenceStatus]] = []
         self._has_digests = has_digests
         self._encoder, self._digest = Encoder(), ChainedDigest()
         self._last_events: tuple[Event, ...] = ()
@@ -159,6 +159,11 @@ class LoggedRun:
         for event in events:
             aborted = self.scheduler.handle(event)
             self.ended += [aborted] if aborted is not None else []
+
+    def keys_in(self, status: SequenceStatus) -> list[SequenceKey]:
+        """Sequences that stand so now, in service order."""
+        groups = self.scheduler.queues.groups.values()
+        return [each.key for group in groups for each in group.sequences if each.status is status]
 
     def close(self) -> None:
         """The last message, and the file's end."""
@@ -188,19 +193,36 @@ def write_log(
     path: Path,
     events_by_step: Mapping[int, Sequence[Event]] | None = None,
     plants: Mapping[int, object] | None = None,
+    abort_when: Sequence[SequenceStatus] = (),
     **changes: object,
 ) -> LoggedRun:
-    """A whole run until everything is answered; `changes` are to the header, or `has_digests`."""
+    """A whole run until everything is answered; `changes` are to the header, or `has_digests`.
+
+    `abort_when`: from step 10 on, a request of which some sequence is in the first of these states is aborted; then one
+    in the next.
+    """
     has_digests = changes.pop("has_digests", True)
     run = LoggedRun(path, replace(HEADER, **changes), has_digests=has_digests)
     events_by_step = dict(standard_events() if events_by_step is None else events_by_step)
-    step = 0
+    step, states = 0, list(abort_when)
     while events_by_step or run.scheduler.has_unfinished:
         step += 1
         assert step < MAX_STEPS, "the run makes no progress"
-        run.step(*events_by_step.pop(step, ()), plant=(plants or {}).get(step))
+        events = list(events_by_step.pop(step, ()))
+        found = run.keys_in(states[0]) if states and step >= 10 else []
+        if found:
+            events.append(Abort(found[0].request_id))
+            run.aborted.append((found[0].request_id, states.pop(0)))
+        run.step(*events, plant=(plants or {}).get(step))
+    assert not states, f"no sequence was ever {states[0].value}"
     run.close()
     return run
+
+
+def write_pressure_log(path: Path, **changes: object) -> LoggedRun:
+    """A run with prefix caching, both kinds of preemption and a host tier; a request is aborted in each state."""
+    states = (SequenceStatus.SWAPPED, SequenceStatus.LOADING, SequenceStatus.PREEMPTED, SequenceStatus.RUNNING)
+    return write_log(path, pressure_events(), abort_when=states, **{**PRESSURE, **changes})
 
 
 def is_aborted(group: SequenceGroup) -> bool:

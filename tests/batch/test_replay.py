@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logged_run import HEADER, LoggedRun, is_aborted, request, standard_events, write_log
+from logged_run import (
+    HEADER,
+    LoggedRun,
+    is_aborted,
+    pressure_events,
+    request,
+    standard_events,
+    write_log,
+    write_pressure_log,
+)
 
 from kv_cache.block import BlockId
 from spmd_worker.batch.replay import (
@@ -26,7 +35,7 @@ from spmd_worker.batch.replay import (
 from spmd_worker.lockstep.codec import Decoder, Encoder
 from spmd_worker.lockstep.message import StepMessage
 from spmd_worker.lockstep.step_log import StepLogWriter, read_step_log
-from spmd_worker.sequence.events import Abort, Admit
+from spmd_worker.sequence.events import Abort, Admit, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadataDelta
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.step import StepPlan
@@ -80,6 +89,62 @@ def test_a_run_with_preemptions_forks_and_aborts_replays_with_equal_digests(tmp_
     assert not replay.scheduler.has_unfinished
 
 
+def test_a_run_that_caches_swaps_and_stores_replays_with_equal_digests(tmp_path: Path):
+    run = write_pressure_log(tmp_path / "log")
+    replay = replay_all(tmp_path / "log")
+    assert (replay.num_steps, replay.num_equal_digests) == (len(run.plans), len(run.plans))
+    assert replay.scheduler.counters == run.scheduler.counters
+    assert not replay.scheduler.has_unfinished
+    # The run holds what this is about.
+    counters, events = run.scheduler.counters, [event for step in pressure_events().values() for event in step]
+    assert counters.num_preemptions > counters.num_swapped_out > 5
+    assert min(counters.num_swapped_in, counters.num_recomputed_tokens, counters.num_cached_prompt_tokens) > 0
+    for kind in ("swap_out", "swap_in", "copy", "store", "load"):
+        assert any(getattr(plan.block_ops, kind) for plan in run.plans), f"no {kind}"
+    assert [type(event) for event in events if not isinstance(event, Admit)] == [ResetPrefixCache, SetWeightVersion]
+    assert [state.value for _, state in run.aborted] == ["swapped", "loading", "preempted", "running"]
+    assert sorted(group.request.request_id for group in run.ended if is_aborted(group)) == sorted(
+        request_id for request_id, _ in run.aborted
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"preemption_mode": "recompute"}, r"block_ops\.swap_out: \d+ entries in the log, 0 in the replay"),
+        ({"preemption_mode": "swap"}, r"block_ops\.swap_out: 0 entries in the log, \d+ in the replay"),
+        ({"block_copy_tokens": 9.0}, r"block_ops\.swap_out: \d+ entries in the log, 0 in the replay"),
+        ({"num_host_blocks": 0}, r"block_ops\.swap_out: \d+ entries in the log, 0 in the replay"),
+        ({"num_host_blocks": 7}, r"block_ops\.swap_out"),
+        ({"num_tier_blocks": 0}, r"block_ops\.store: \d+ entries in the log, 0 in the replay"),
+        ({"num_tier_blocks": 6}, r"block_ops\.store"),
+        ({"enable_prefix_caching": False}, r"groups"),
+        ({"watermark_blocks_per_sequence": 1}, r"groups"),
+    ],
+    ids=str,
+)
+def test_a_replay_with_another_policy_parts_from_the_run_and_names_the_field(tmp_path: Path, changes, field):
+    """Negative control of the test before: every key of the header that says how a full cache is dealt with counts."""
+    write_pressure_log(tmp_path / "log")
+    log = read_step_log(tmp_path / "log")
+    replay = Replay(replace(log.header, **changes), tokenizer=None)
+    with pytest.raises(ReplayDivergedError, match=rf"^step \d+: {field}"):
+        list(replay.steps(log.messages()))
+    assert replay.num_steps > 0
+
+
+def test_an_event_of_the_cache_that_is_dropped_is_found(tmp_path: Path):
+    write_pressure_log(tmp_path / "log")
+    for number, kind in enumerate((ResetPrefixCache, SetWeightVersion, FinishTransfers)):
+
+        def drop(message: StepMessage, kind: type = kind) -> StepMessage:
+            return replace(message, events=tuple(event for event in message.events if not isinstance(event, kind)))
+
+        path = rewrite(tmp_path / "log", tmp_path / f"{number}", drop)
+        with pytest.raises(ReplayDivergedError, match=r"^step \d+: "):
+            replay_all(path)
+
+
 def test_the_steps_of_a_replay_are_the_run_s_plans_events_ids_and_ended_groups(tmp_path: Path):
     run = write_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
@@ -92,7 +157,7 @@ def test_the_steps_of_a_replay_are_the_run_s_plans_events_ids_and_ended_groups(t
     assert outputs == [[sequence.output_token_ids for sequence in group.sequences] for group in run.ended]
 
 
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(
     limits=st.fixed_dictionaries(
         {
@@ -101,7 +166,12 @@ def test_the_steps_of_a_replay_are_the_run_s_plans_events_ids_and_ended_groups(t
             # Without chunks a recomputed sequence must fit into one step.
             "max_num_batched_tokens": st.just(64),
             "enable_chunked_prefill": st.booleans(),
-            "watermark_blocks": st.integers(0, 2),
+            "watermark_blocks_per_sequence": st.integers(0, 2),
+            "num_host_blocks": st.sampled_from([0, 1, 6, 30]),
+            "num_tier_blocks": st.sampled_from([0, 1, 5, 40]),
+            "enable_prefix_caching": st.booleans(),
+            "preemption_mode": st.sampled_from(["recompute", "swap", "auto"]),
+            "block_copy_tokens": st.sampled_from([0.0, 3.7]),
         }
     ),
     rows=st.lists(
@@ -116,7 +186,8 @@ def test_any_run_replays(tmp_path_factory: pytest.TempPathFactory, limits, rows,
     for step in sorted({row[3] for row in rows}):
         for num_prompt_tokens, max_tokens, n, arrival in rows:
             if arrival == step:
-                admit = Admit(request(number, num_prompt_tokens, max_tokens=max_tokens, n=n))
+                head = tuple(range(1, 13)) if number % 2 and num_prompt_tokens > 12 else ()
+                admit = Admit(request(number, num_prompt_tokens, head=head, max_tokens=max_tokens, n=n))
                 events.setdefault(step, []).append(admit)
                 number += 1
     for step, request_id in aborts.items():
@@ -341,7 +412,8 @@ def test_the_script_replays_a_log(tmp_path: Path, run_script):
     code, output, _ = run_script(tmp_path / "log")
     assert code == 0
     assert output.splitlines()[-1] == f"replayed {len(run.plans)} steps, digests equal"
-    assert "14 blocks of 4 tokens; at most 8 sequences and 16 tokens a step" in output
+    assert "13 blocks of 4 tokens; at most 8 sequences and 16 tokens a step" in output
+    assert "prefix caching off, preemption by recompute, 0 host blocks to swap to, 0 in the host tier" in output
     assert "the code has changed since the run" in output
 
 
@@ -379,7 +451,7 @@ def test_the_state_after_a_step_is_the_run_s(tmp_path: Path, run_script):
     run.step()
     code, output, _ = run_script(path, "--until", 12)
     assert code == 0
-    assert f"blocks: {free} of 14 free" in output
+    assert f"blocks: {free} of 13 free" in output
     assert f"waiting: {len(waiting)}\n" in output
     assert f"running: {len(running)}\n" in output
     for sequence, table in zip(running, tables):
@@ -405,10 +477,10 @@ def test_the_last_step_of_a_cut_log_is_shown_without_its_ids(tmp_path: Path, run
 
 def test_a_row_s_history_tells_every_id_every_preemption_and_the_end(tmp_path: Path, run_script):
     run = write_log(tmp_path / "log")
-    group = next(group for group in run.ended if group.request.request_id == 6)
-    code, output, _ = run_script(tmp_path / "log", "--row", "row-6")
+    group = next(group for group in run.ended if group.request.request_id == 7)
+    code, output, _ = run_script(tmp_path / "log", "--row", "row-7")
     assert code == 0
-    assert output.count("preempted: loses") == group.num_preemptions > 0
+    assert output.count("preempted by recompute, loses: ") == group.num_preemptions > 0
     assert output.count("admitted after this step") == 1
     for sequence in group.sequences:
         lines = [line for line in output.splitlines() if f"  sample {sequence.sample_index}  " in line]
@@ -418,7 +490,8 @@ def test_a_row_s_history_tells_every_id_every_preemption_and_the_end(tmp_path: P
         expected = sequence.output_token_ids
         assert ids == (expected[1:] if sequence.sample_index else [expected[0], *first, *expected[1:]])
         assert lines[-1].endswith(f"ends: length, 9 tokens {expected}")
-    assert f"answered: 27 output tokens, {group.num_preemptions} preemptions" in output
+    words = f"answered: 27 output tokens, {group.num_preemptions} preemptions, 0 prompt tokens found in the cache\n"
+    assert words in output
 
 
 def test_the_history_of_an_aborted_row_says_so(tmp_path: Path, run_script):
@@ -446,7 +519,7 @@ def test_the_script_compares_two_logs(tmp_path: Path, run_script):
     assert output.endswith("steps, all the same\n")
     code, output, _ = run_script("--diff", first, other)
     assert code == 1
-    assert f"header: num_blocks is 14 in {first}, 20 in {other}\nstep " in output
+    assert f"header: num_blocks is 13 in {first}, 20 in {other}\nstep " in output
 
 
 def test_files_that_cannot_be_read_end_with_2_and_one_line(tmp_path: Path, run_script):

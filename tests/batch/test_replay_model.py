@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kv_cache.cache_engine import CacheEngine
 from spmd_worker.batch.job import run_job
-from spmd_worker.config import CacheConfig, JobConfig, ModelConfig, RunConfig, SamplingConfig
+from spmd_worker.batch.replay import read_messages
+from spmd_worker.config import CacheConfig, JobConfig, ModelConfig, RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.lockstep.step_log import StepLogWriter, read_step_log
 from spmd_worker.parallel.environment import RankEnvironment
 
@@ -20,17 +22,31 @@ DEMO = REPOSITORY / "scripts" / "demo"
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small job's log: sampled and greedy rows, one that forks, so little cache that some are preempted."""
-    folder = tmp_path_factory.mktemp("job")
-    rows = [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text().splitlines()[:10]]
+    return run_logged(tmp_path_factory.mktemp("job"), CacheConfig(num_blocks=16), "auto")
+
+
+@pytest.fixture(scope="module")
+def log_of_moves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same rows, swapped out and back, and prefix blocks stored on the host and loaded again."""
+    cache = CacheConfig(num_blocks=64, block_size=4, swap_space_gib=0.001, host_tier_gib=0.01)
+    return run_logged(tmp_path_factory.mktemp("moves"), cache, "swap")
+
+
+def run_logged(folder: Path, cache: CacheConfig, preemption_mode: str) -> Path:
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:10]
+    rows = [json.loads(line) for line in lines]
     rows = [{**row, "temperature": number % 2, "max_tokens": 24} for number, row in enumerate(rows)]
     rows[3]["n"] = 2
+    # Again with other names, once the cache has forgotten the first.
+    rows += [{**row, "custom_id": f"again-{number}"} for number, row in enumerate(rows)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = JobConfig(
         input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"), run_dir=str(folder), step_log=True
     )
     config = RunConfig(
         model=ModelConfig(path=str(DEMO / "model")),
-        cache=CacheConfig(num_blocks=16),
+        cache=cache,
+        scheduler=SchedulerConfig(max_num_seqs=16, preemption_mode=preemption_mode),
         sampling=SamplingConfig(),
         job=job,
         device="cpu",
@@ -66,6 +82,25 @@ def test_every_token_of_a_run_is_computed_again(log: Path, run_script):
     code, output, _ = run_script(log, "--with-model")
     assert code == 0
     assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+
+
+def test_every_token_of_a_run_that_moved_blocks_is_computed_again(log_of_moves: Path, run_script):
+    messages = list(read_messages(read_step_log(log_of_moves).messages()))
+    for kind in ("swap_out", "swap_in", "store", "load"):
+        assert any(getattr(message.plan.block_ops, kind) for message in messages), f"no {kind}"
+    code, output, _ = run_script(log_of_moves, "--with-model")
+    assert code == 0
+    assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+
+
+def test_blocks_that_did_not_move_are_noticed(log_of_moves: Path, run_script, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: what comes back from the host matters."""
+    right = CacheEngine.execute
+    monkeypatch.setattr(CacheEngine, "execute", lambda self, moves: right(self, replace(moves, swap_in=())))
+    code, output, _ = run_script(log_of_moves, "--with-model")
+    assert code == 1
+    num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
+    assert num_equal < num_all
 
 
 def test_other_weights_give_other_tokens_and_each_is_named_with_its_place(log: Path, tmp_path: Path, run_script):

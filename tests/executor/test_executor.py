@@ -98,7 +98,7 @@ def test_a_call_that_does_not_block_gives_futures_that_hold_the_answer_or_the_er
 
 
 def test_what_the_engine_asks_at_the_start(executor: UniProcExecutor):
-    assert executor.determine_num_available_blocks() == (32, 0)
+    assert executor.determine_num_available_blocks() == (32, 4096)
     assert executor.max_concurrent_batches == 1
     assert executor.get_kv_cache_specs()[0].block_size == 16
     executor.check_health()

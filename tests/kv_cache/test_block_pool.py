@@ -6,7 +6,6 @@ from kv_cache.block import BlockHash
 from kv_cache.block_hash import NUM_HASH_BYTES
 from kv_cache.block_pool import BlockPool
 
-
 A, B, C, D = (BlockHash(bytes([number]) * NUM_HASH_BYTES) for number in range(4))
 
 

@@ -1,10 +1,12 @@
 """CacheManager: literal tables, copy pairs and free lists first, then what a step does to the contents."""
 
 import pytest
-from cache_simulation import CacheSimulation, copy_nothing, copy_one_after_the_other
+from cache_simulation import Memories, make_simulation, move
 
+from kv_cache.block_hash import hash_blocks, root_hash
 from kv_cache.block_table import BlockTable, TableChange
 from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
 
 
 def free_ids(manager):
@@ -19,16 +21,16 @@ def test_a_table_grows_by_the_blocks_its_tokens_need():
     assert manager.extend(table, 8, 9) == TableChange(2, (2,))
     assert table.block_ids == [0, 1, 2]
     assert (manager.num_free_blocks, manager.num_used_blocks, manager.num_blocks) == (1, 3, 4)
-    assert manager.max_tokens() == 16
+    assert (manager.num_cached_blocks, manager.num_host_blocks, manager.num_used_host_blocks) == (0, 0, 0)
     assert manager.take_block_ops().is_empty
 
 
-def test_a_released_table_is_reused_tail_first():
+def test_a_released_table_without_names_is_used_again_before_untouched_blocks():
     manager, table = CacheManager(num_blocks=4, block_size=4), BlockTable()
     manager.extend(table, 0, 12)
     manager.release(table)
     assert table.block_ids == []
-    assert free_ids(manager) == [3, 2, 1, 0]
+    assert free_ids(manager) == [0, 1, 2, 3]
 
 
 def test_a_fork_takes_no_block_and_the_first_to_write_copies():
@@ -117,12 +119,48 @@ def test_impossible_positions_are_refused(first_token, num_tokens):
         manager.num_new_blocks(table, first_token, num_tokens)
 
 
+def test_a_block_that_can_be_found_is_replaced_before_it_is_written_to():
+    """The fork of a table that is extended and named already is shorter than what its blocks are known for. When it
+    outlived its parent, it wrote over contents that others could find.
+    """
+    manager, parent = CacheManager(num_blocks=4, block_size=4), BlockTable()
+    manager.extend(parent, 0, 2)
+    manager.take_block_ops()
+    names = hash_blocks(root_hash(), [1, 2, 3, 4], 4)
+    manager.extend(parent, 2, 4)
+    manager.name_blocks(parent, names, 0, num_written_tokens=2)
+    child = manager.fork(parent)
+    manager.take_block_ops()
+    manager.release(parent)
+    assert manager.num_new_blocks(child, 2, 3) == 1
+    assert manager.extend(child, 2, 3) == TableChange(0, (1,))
+    assert manager.take_block_ops().copy == ((0, 1),)
+    assert manager.find_prefix(names) == [0]
+    assert free_ids(manager) == [2, 3, 0]
+    assert manager.num_new_blocks(child, 3, 4) == 0
+    manager.check_integrity([child])
+
+
+def test_tables_that_share_a_full_block_may_both_name_it():
+    manager, parent = CacheManager(num_blocks=4, block_size=4), BlockTable()
+    manager.extend(parent, 0, 5)
+    manager.take_block_ops()
+    child = manager.fork(parent)
+    names = hash_blocks(root_hash(), [1, 2, 3, 4], 4)
+    manager.name_blocks(parent, names, 0, num_written_tokens=5)
+    manager.name_blocks(child, names, 0, num_written_tokens=5)
+    assert manager.find_prefix(names) == [0]
+    manager.release(parent)
+    manager.release(child)
+    manager.check_integrity([])
+
+
 # --- copies of one step -------------------------------------------------------------------------------------------
 
 
 def simulate(num_blocks, **keywords):
     """Sequence a with 6 tokens in blocks 0 and 1 of 4 tokens, b forked from it; nothing planned."""
-    simulation = CacheSimulation(CacheManager(num_blocks, block_size=4), **keywords)
+    simulation = make_simulation(num_blocks, 4, **keywords)
     simulation.start("a")
     simulation.extend("a", 6)
     simulation.run_step()
@@ -132,7 +170,7 @@ def simulate(num_blocks, **keywords):
 
 def pairs(simulation):
     """Pending (source, destination) pairs, without taking them."""
-    return [(source, destination) for destination, source in simulation.manager._copy_sources.items()]
+    return [(source, destination) for destination, source in simulation.manager._moves._copies.items()]
 
 
 def test_a_copy_of_a_pending_destination_is_made_from_the_first_source():
@@ -146,13 +184,29 @@ def test_a_copy_of_a_pending_destination_is_made_from_the_first_source():
     simulation.check_integrity()
 
 
-def test_a_pair_whose_destination_is_freed_again_is_dropped():
+def test_a_copy_into_a_block_that_is_freed_is_dropped_when_the_block_is_handed_out_again():
     simulation = simulate(4)
     simulation.extend("b", 1)
-    assert pairs(simulation) == [(1, 2)]
     simulation.release("b")
+    assert pairs(simulation) == [(1, 2)]
+    assert free_ids(simulation.manager) == [2, 3]
+    simulation.start("c")
+    simulation.extend("c", 1)
+    assert simulation.sequences["c"].table.block_ids == [2]
     assert pairs(simulation) == []
-    assert free_ids(simulation.manager) == [3, 2]
+    simulation.run_step()
+    simulation.check_integrity()
+
+
+def test_a_copy_into_a_block_that_stays_free_does_no_harm():
+    simulation = simulate(4)
+    simulation.extend("b", 1)
+    simulation.release("b")
+    simulation.run_step()
+    simulation.check_integrity()
+    simulation.start("c")
+    simulation.extend("c", 3)
+    assert simulation.sequences["c"].table.block_ids == [2]
     simulation.run_step()
 
 
@@ -163,13 +217,16 @@ def test_dropping_a_pair_leaves_the_copies_made_from_it_right():
     simulation.fork("b", "c")
     simulation.extend("c", 1)
     simulation.release("b")
+    simulation.start("d")
+    simulation.extend("d", 1)
+    assert simulation.sequences["d"].table.block_ids == [2]
     assert pairs(simulation) == [(1, 3)]
     simulation.run_step()
     simulation.check_integrity()
 
 
 def build_reused_source(**keywords):
-    """Block 1 is the source of b's copy, loses its last owner, and becomes the destination of d's copy from block 3."""
+    """Block 1 is the source of b's copy, loses its last owner, and becomes the destination of d's copy from block 2."""
     simulation = simulate(5, **keywords)
     simulation.start("c")
     simulation.extend("c", 2)
@@ -178,8 +235,6 @@ def build_reused_source(**keywords):
     simulation.extend("b", 1)
     simulation.release("a")
     simulation.fork("c", "d")
-    simulation.start("filler")
-    simulation.extend("filler", 4)
     simulation.extend("d", 1)
     assert simulation.sequences["b"].table.block_ids == [0, 3]
     assert simulation.sequences["d"].table.block_ids == [1]
@@ -193,21 +248,33 @@ def test_a_source_that_becomes_the_destination_of_another_copy_is_read_first():
     simulation.check_integrity()
 
 
-def copy_in_reverse(cells, block_ops):
-    for source, destination in reversed(block_ops.copy):
-        cells[destination] = list(cells[source])
+class CopiesNothing(Memories):
+    def copy(self, block_ops):
+        pass
 
 
-@pytest.mark.parametrize("execute_copies", [copy_nothing, copy_in_reverse])
-def test_copies_left_out_or_overtaken_are_seen_in_the_contents(execute_copies):
-    simulation = build_reused_source(execute_copies=execute_copies)
+class CopiesOneAfterTheOther(Memories):
+    def copy(self, block_ops):
+        for pair in block_ops.copy:
+            move(self.device, self.device, [pair])
+
+
+class CopiesInReverse(Memories):
+    def copy(self, block_ops):
+        for pair in reversed(block_ops.copy):
+            move(self.device, self.device, [pair])
+
+
+@pytest.mark.parametrize("memories", [CopiesNothing, CopiesInReverse])
+def test_copies_left_out_or_overtaken_are_seen_in_the_contents(memories):
+    simulation = build_reused_source(memories=memories)
     with pytest.raises(AssertionError, match=r"sequence . reads another's tokens"):
         simulation.run_step()
 
 
 def test_copies_one_after_the_other_break_a_step_that_swaps_two_blocks():
     """The contract of BlockOps is needed: two pairs can exchange blocks, and then no sequential order is right."""
-    simulation = CacheSimulation(CacheManager(4, block_size=2), execute_copies=copy_one_after_the_other)
+    simulation = make_simulation(4, 2, memories=CopiesOneAfterTheOther)
     for name in ("a", "b"):
         simulation.start(name)
         simulation.extend(name, 1)
@@ -217,8 +284,8 @@ def test_copies_one_after_the_other_break_a_step_that_swaps_two_blocks():
         simulation.extend(name + "2", 1)  # pairs (0, 2) and (1, 3)
     simulation.fork("a2", "a3")
     simulation.fork("b2", "b3")
-    simulation.release("b")
     simulation.release("a")
+    simulation.release("b")
     assert free_ids(simulation.manager) == [1, 0]
     simulation.extend("a3", 1)  # (0, 1)
     simulation.extend("b3", 1)  # (1, 0)
@@ -267,8 +334,16 @@ def test_a_table_that_lists_a_block_twice_is_found():
         manager.check_integrity([table])
 
 
-def test_a_copy_into_a_free_block_is_found():
+def test_a_block_that_a_transfer_owns_and_a_table_lists_is_found():
+    manager, table = CacheManager(num_blocks=4, block_size=4, connector=HostTier(2)), BlockTable()
+    manager.extend(table, 0, 4)
+    manager._transfers._loads.append((root_hash(), 0, 0))
+    with pytest.raises(AssertionError, match="block 0 counts 1 owners, 2 tables list it"):
+        manager.check_integrity([table])
+
+
+def test_a_copy_of_a_block_to_itself_is_found():
     manager = CacheManager(num_blocks=4, block_size=4)
-    manager._copy_sources[2] = 1
-    with pytest.raises(AssertionError, match="copy 1 to 2: the destination is free"):
+    manager._moves._copies[2] = 2
+    with pytest.raises(AssertionError, match="block 2 is to be copied to itself"):
         manager.check_integrity([])

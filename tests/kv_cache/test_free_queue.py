@@ -91,7 +91,9 @@ def test_a_block_that_is_not_queued_is_not_removed():
         FreeQueue(make_blocks(2)).remove(Block(BlockId(7)))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["append", "prepend", "pop_first", "remove"]), st.integers(0, 5)), max_size=60))
+@given(
+    st.lists(st.tuples(st.sampled_from(["append", "prepend", "pop_first", "remove"]), st.integers(0, 5)), max_size=60)
+)
 def test_the_queue_is_a_deque_with_cheap_removal(operations):
     blocks, queue, model = make_blocks(6), FreeQueue(), deque()
     for name, index in operations:

@@ -177,3 +177,20 @@ class Run:
     def _keys_of(self, status: SequenceStatus) -> list[tuple[int, int]]:
         groups = self.scheduler.queues.groups.values()
         return [tuple(each.key) for group in groups for each in group.sequences if each.status is status]
+
+
+def tokens(start: int, count: int) -> tuple[int, ...]:
+    """Different tokens for different starts."""
+    return tuple(range(start, start + count))
+
+
+def cached_run(**limits: object) -> Run:
+    return Run(caching=True, **limits)
+
+
+def asked_once(prompt: tuple[int, ...], max_tokens: int = 1, **limits: object) -> Run:
+    """Request 0 asked this and has ended."""
+    run = cached_run(**limits)
+    run.admit(0, prompt, max_tokens=max_tokens)
+    run.finish()
+    return run

@@ -36,6 +36,9 @@ class FakeWorker(WorkerBase):
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self._note("initialize_cache", num_device_blocks, num_host_blocks)
 
+    def initialize_host_tier(self, num_places: int) -> None:
+        self._note("initialize_host_tier", num_places)
+
     def compile_or_warm_up_model(self) -> None:
         self._note("compile_or_warm_up_model")
 
@@ -55,6 +58,12 @@ class FakeWorker(WorkerBase):
 
     def get_model_inspection(self) -> str:
         return "nothing"
+
+    def get_device_type(self) -> str:
+        return "cpu"
+
+    def get_arithmetic(self) -> str:
+        return "none"
 
     def get_cache_block_size_bytes(self) -> int:
         return self.get_kv_cache_spec().block_bytes

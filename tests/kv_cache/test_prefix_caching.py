@@ -1,0 +1,315 @@
+"""Contents found again: literal hits, partial hits, who is evicted first, and what must never be found."""
+
+import pytest
+from cache_simulation import make_simulation
+
+from kv_cache.block_hash import hash_blocks, root_hash
+from kv_cache.block_table import BlockTable, TableChange
+from kv_cache.cache_manager import CacheManager
+
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def names(token_ids, block_size=2, **root):
+    return hash_blocks(root_hash(**root), token_ids, block_size)
+
+
+def compute(manager, token_ids, **root):
+    """A sequence whose prompt is computed in one step and named; returns its table."""
+    table, hashes = BlockTable(), names(token_ids, manager.block_size, **root)
+    prefix = manager.find_prefix(hashes)
+    assert manager.can_start(prefix, len(token_ids))
+    manager.adopt(table, prefix)
+    manager.extend(table, len(prefix) * manager.block_size, len(token_ids))
+    manager.name_blocks(table, hashes, len(prefix), len(prefix) * manager.block_size)
+    manager.take_block_ops()
+    manager._pool.check_integrity()
+    return table
+
+
+def free_ids(manager):
+    return manager._pool.free_block_ids
+
+
+def test_a_prompt_that_was_computed_is_found_while_it_is_used_and_after_it_is_released():
+    manager = CacheManager(6, 2)
+    table = compute(manager, TOKENS[:5])
+    assert table.block_ids == [0, 1, 2]
+    assert manager.find_prefix(names(TOKENS)) == [0, 1]
+    manager.release(table)
+    assert manager.find_prefix(names(TOKENS)) == [0, 1]
+    assert (manager.num_free_blocks, manager.num_used_blocks, manager.num_cached_blocks) == (6, 0, 2)
+
+
+def test_a_hit_is_shared_and_takes_no_block_that_somebody_uses():
+    manager = CacheManager(6, 2)
+    first, second = compute(manager, TOKENS[:5]), BlockTable()
+    prefix = manager.find_prefix(names(TOKENS))
+    manager.adopt(second, prefix)
+    assert second.block_ids == [0, 1]
+    assert manager.num_free_blocks == 3
+    assert manager.extend(second, 4, 7) == TableChange(2, (3, 4))
+    assert manager.num_used_blocks == 5
+    manager.check_integrity([first, second])
+
+
+def test_a_hit_ends_where_the_tokens_part_and_counts_full_blocks_only():
+    manager = CacheManager(8, 2)
+    compute(manager, TOKENS)
+    assert manager.find_prefix(names([1, 2, 3, 4, 5, 9, 7, 8])) == [0, 1]
+    assert manager.find_prefix(names([1, 2, 3])) == [0]
+    assert manager.find_prefix(names([1])) == []
+    assert manager.find_prefix(names([9, 2, 3, 4])) == []
+    # The same tokens later in a sequence are other contents.
+    assert manager.find_prefix(names([9, 9, 1, 2, 3, 4])) == []
+
+
+def test_room_for_a_hit_counts_its_free_blocks_and_not_those_in_use():
+    manager, other = CacheManager(4, 2), BlockTable()
+    table = compute(manager, TOKENS[:4])
+    prefix = manager.find_prefix(names(TOKENS))
+    assert manager.can_start(prefix, 8)
+    manager.release(table)
+    assert manager.can_start(prefix, 8)
+    assert not manager.can_start(prefix, 9)
+    manager.extend(other, 0, 1)
+    assert manager.can_start(prefix, 6)
+    assert not manager.can_start(prefix, 7)
+    manager.adopt(table, prefix)
+    manager.extend(table, 4, 6)
+    assert manager.num_free_blocks == 0
+
+
+def test_the_watermark_is_left_to_those_who_run():
+    manager = CacheManager(4, 2, watermark_blocks=1)
+    assert manager.can_start([], 6, keep_watermark=True)
+    assert not manager.can_start([], 7, keep_watermark=True)
+    assert manager.can_start([], 8)
+
+
+def test_a_table_that_has_blocks_adopts_none():
+    manager = CacheManager(4, 2)
+    table = compute(manager, TOKENS[:4])
+    with pytest.raises(AssertionError, match="BlockTable"):
+        manager.adopt(table, [0])
+
+
+def test_rows_of_one_step_share_what_one_of_them_computes():
+    manager, second = CacheManager(6, 2), BlockTable()
+    first = BlockTable()
+    manager.extend(first, 0, 5)
+    manager.name_blocks(first, names(TOKENS[:5]), 0, 0)
+    prefix = manager.find_prefix(names(TOKENS))
+    assert prefix == [0, 1]
+    manager.adopt(second, prefix)
+    assert manager.extend(second, 4, 7) == TableChange(2, (3, 4))
+    assert manager.take_block_ops().is_empty
+    manager.check_integrity([first, second])
+
+
+def test_a_table_whose_named_blocks_are_not_written_yet_is_not_released():
+    manager, first, second = CacheManager(6, 2), BlockTable(), BlockTable()
+    manager.extend(first, 0, 4)
+    manager.name_blocks(first, names(TOKENS[:4]), 0, 0)
+    manager.adopt(second, manager.find_prefix(names(TOKENS)))
+    for table in (first, second):
+        with pytest.raises(AssertionError, match="released before the step that fills its named blocks"):
+            manager.release(table)
+    manager.take_block_ops()
+    manager.release(first)
+    manager.release(second)
+
+
+def test_blocks_that_earlier_steps_wrote_are_named_late_and_released_in_the_same_step():
+    manager, table = CacheManager(6, 2), BlockTable()
+    manager.extend(table, 0, 4)
+    manager.take_block_ops()
+    manager.extend(table, 4, 5)
+    manager.name_blocks(table, names(TOKENS[:4]), 0, num_written_tokens=4)
+    manager.release(table)
+    assert manager.find_prefix(names(TOKENS)) == [0, 1]
+    assert free_ids(manager) == [2, 3, 4, 5, 1, 0]
+
+
+def test_only_blocks_past_the_written_tokens_wait_for_the_step():
+    manager, table = CacheManager(6, 2, num_host_blocks=4), BlockTable()
+    manager.extend(table, 0, 3)
+    manager.take_block_ops()
+    manager.extend(table, 3, 4)
+    manager.name_blocks(table, names(TOKENS[:4]), 0, num_written_tokens=3)
+    assert list(manager._fresh) == [1]
+    assert manager.swap_out(table, names(TOKENS[:2])) is None
+    manager.take_block_ops()
+    assert manager.swap_out(table, names(TOKENS[:4])) is not None
+
+
+def test_the_second_to_compute_the_same_keeps_its_block_without_a_name():
+    manager, first, second = CacheManager(6, 2), BlockTable(), BlockTable()
+    for table in (first, second):
+        manager.extend(table, 0, 4)
+    for table in (first, second):
+        manager.name_blocks(table, names(TOKENS[:4]), 0, 0)
+    manager.take_block_ops()
+    assert (first.block_ids, second.block_ids) == ([0, 1], [2, 3])
+    assert manager.find_prefix(names(TOKENS)) == [0, 1]
+    manager.release(first)
+    manager.release(second)
+    assert free_ids(manager) == [2, 3, 4, 5, 1, 0]
+    assert manager.find_prefix(names(TOKENS)) == [0, 1]
+
+
+# --- who goes first ------------------------------------------------------------------------------------------------
+
+
+def test_blocks_without_a_name_go_first_then_the_tail_of_a_chain_before_its_head():
+    manager, other = CacheManager(6, 2), BlockTable()
+    manager.release(compute(manager, TOKENS[:7]))
+    assert free_ids(manager) == [3, 4, 5, 2, 1, 0]
+    manager.extend(other, 0, 8)
+    assert other.block_ids == [3, 4, 5, 2]
+    assert manager.find_prefix(names(TOKENS)) == [0, 1]
+
+
+def test_the_chain_that_was_released_first_goes_first():
+    manager = CacheManager(6, 2)
+    first, second = compute(manager, TOKENS[:4]), compute(manager, [9, 9, 9, 9])
+    assert (first.block_ids, second.block_ids) == ([0, 1], [2, 3])
+    manager.release(second)
+    manager.release(first)
+    assert free_ids(manager) == [4, 5, 3, 2, 1, 0]
+
+
+def test_a_chain_that_is_used_again_is_the_last_to_go():
+    manager = CacheManager(6, 2)
+    first, second = compute(manager, TOKENS[:4]), compute(manager, [9, 9, 9, 9])
+    manager.release(first)
+    manager.release(second)
+    assert free_ids(manager) == [4, 5, 1, 0, 3, 2]
+    manager.release(compute(manager, TOKENS[:4]))
+    assert free_ids(manager) == [4, 5, 3, 2, 1, 0]
+
+
+def test_a_head_that_two_chains_share_goes_after_both_tails():
+    manager = CacheManager(6, 2)
+    first, second = compute(manager, [1, 2, 3, 4]), compute(manager, [1, 2, 8, 8])
+    assert (first.block_ids, second.block_ids) == ([0, 1], [0, 2])
+    manager.release(first)
+    manager.release(second)
+    assert free_ids(manager) == [3, 4, 5, 1, 2, 0]
+
+
+def test_a_chain_that_lost_its_tail_is_found_in_part_and_computed_further():
+    manager, other = CacheManager(4, 2), BlockTable()
+    manager.release(compute(manager, TOKENS[:6]))
+    manager.extend(other, 0, 4)
+    manager.take_block_ops()
+    manager.release(other)
+    assert other.block_ids == []
+    assert manager.find_prefix(names(TOKENS)) == [0, 1]
+    table = compute(manager, TOKENS[:8])
+    assert table.block_ids[:2] == [0, 1]
+    assert manager.find_prefix(names(TOKENS)) == table.block_ids
+
+
+def test_a_chain_that_lost_its_head_is_not_found_until_the_head_is_computed_again():
+    manager, other = CacheManager(4, 2), BlockTable()
+    table = compute(manager, TOKENS[:4])
+    head = BlockTable([table.block_ids.pop(0)])
+    manager.release(head)
+    manager.extend(other, 0, 6)
+    assert manager.find_prefix(names(TOKENS)) == []
+    assert manager.find_prefix(names(TOKENS)[1:2]) == [1]
+    manager.take_block_ops()
+    manager.release(other)
+    again = compute(manager, TOKENS[:2])
+    assert manager.find_prefix(names(TOKENS)) == [*again.block_ids, 1]
+
+
+class HeadGoesFirst(CacheManager):
+    def release(self, table):
+        self._pool.release(table.block_ids)
+        table.block_ids.clear()
+
+
+def test_a_release_that_begins_at_the_head_leaves_nothing_to_be_found():
+    """The control of the order above."""
+    manager, other = HeadGoesFirst(4, 2), BlockTable()
+    manager.release(compute(manager, TOKENS[:6]))
+    manager.extend(other, 0, 4)
+    assert manager.find_prefix(names(TOKENS)) == []
+
+
+# --- what must not be found ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", [{"weight_version": 1}, {"adapter_id": 3}])
+def test_nothing_is_found_under_other_weights_or_another_adapter(root):
+    manager = CacheManager(8, 2)
+    manager.release(compute(manager, TOKENS))
+    assert manager.find_prefix(names(TOKENS, **root)) == []
+    manager.release(compute(manager, TOKENS, **root))
+    assert manager.find_prefix(names(TOKENS)) == [0, 1, 2, 3]
+    assert manager.find_prefix(names(TOKENS, **root)) == [4, 5, 6, 7]
+
+
+def test_nothing_is_found_after_a_reset_and_nothing_is_freed_or_lost_by_it():
+    manager = CacheManager(8, 2)
+    running = compute(manager, TOKENS[:4])
+    manager.release(compute(manager, [9, 9]))
+    manager.reset_prefix_cache()
+    assert manager.find_prefix(names(TOKENS)) == manager.find_prefix(names([9, 9])) == []
+    assert (manager.num_used_blocks, manager.num_free_blocks, manager.num_cached_blocks) == (2, 6, 0)
+    assert free_ids(manager) == [3, 4, 5, 6, 7, 2]
+    manager.release(running)
+    assert free_ids(manager) == [0, 1, 3, 4, 5, 6, 7, 2]
+    again = compute(manager, TOKENS[:4])
+    assert manager.find_prefix(names(TOKENS)) == again.block_ids == [0, 1]
+
+
+def test_a_reset_forgets_what_the_step_being_planned_named():
+    """Then the table may be released: nobody can find what is not written."""
+    manager, table = CacheManager(4, 2), BlockTable()
+    manager.extend(table, 0, 4)
+    manager.name_blocks(table, names(TOKENS[:4]), 0, 0)
+    manager.reset_prefix_cache()
+    manager.release(table)
+    assert manager.find_prefix(names(TOKENS)) == []
+    manager.check_integrity([])
+
+
+def test_a_block_that_is_taken_for_something_else_is_not_found_though_it_still_holds_the_same():
+    manager, other = CacheManager(2, 2), BlockTable()
+    manager.release(compute(manager, TOKENS[:4]))
+    manager.extend(other, 0, 4)
+    assert manager.find_prefix(names(TOKENS)) == []
+    assert manager.num_cached_blocks == 0
+
+
+# --- contents ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_found_reads_as_what_was_computed():
+    simulation = make_simulation(8, 2)
+    simulation.start("a", TOKENS)
+    simulation.extend("a", 7, is_named=True)
+    assert simulation.start_from_cache("b", [1, 2, 3, 4, 9, 9])
+    assert simulation.sequences["b"].table.block_ids == [0, 1]
+    simulation.extend("b", 2)
+    simulation.run_step()
+    assert simulation.read("b")[:4] == simulation.read("a")[:4]
+    assert simulation.read("b")[4:] != simulation.read("a")[4:6]
+    simulation.check_integrity()
+
+
+def test_a_hit_of_the_wrong_block_is_seen_in_the_contents():
+    """The control: a name that leads to a block of another sequence."""
+    simulation = make_simulation(8, 2)
+    for name, tokens in (("a", TOKENS), ("b", [9, 9, 9])):
+        simulation.start(name, tokens)
+        simulation.extend(name, 3, is_named=True)
+    simulation.run_step()
+    index = simulation.manager._pool._index._blocks
+    index[names(TOKENS)[0]] = simulation.sequences["b"].table.block_ids[0]
+    simulation.start_from_cache("c", TOKENS[:4])
+    with pytest.raises(AssertionError, match="sequence c reads another's tokens"):
+        simulation.run_step()
