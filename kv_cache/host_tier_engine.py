@@ -3,7 +3,7 @@
 Knows places and blocks. What is where, and when it goes, is decided by `host_tier.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kv_cache.block import BlockId
 from kv_cache.cache_engine import CacheEngine
@@ -19,14 +19,17 @@ class HostTierEngine:
     def __init__(self, cache_engine: CacheEngine, num_places: int) -> None:
         """Takes host memory for `num_places` blocks of an allocated cache; it goes with this object."""
         self._memory = new_host_memory(cache_engine.device_cache, num_places)
+        self._num_places = num_places
         self._finished: list[int] = []
 
     def store(self, number: int, pairs: Sequence[tuple[BlockId, int]]) -> None:
-        """See `TransferEngine.store`."""
+        """See `TransferEngine.store`. Raises ValueError, before anything moves, for a place that does not exist."""
+        self._check(place for _, place in pairs)
         self._memory.move_out(pairs)
 
     def load(self, number: int, pairs: Sequence[tuple[int, BlockId]]) -> None:
-        """See `TransferEngine.load`."""
+        """See `TransferEngine.load`. Raises ValueError, before anything moves, for a place that does not exist."""
+        self._check(place for place, _ in pairs)
         self._memory.move_in(pairs)
         if number:
             self._finished.append(number)
@@ -35,3 +38,8 @@ class HostTierEngine:
         """See `TransferEngine.finished`."""
         finished, self._finished = tuple(self._finished), []
         return finished
+
+    def _check(self, places: Iterable[int]) -> None:
+        for place in places:
+            if not 0 <= place < self._num_places:
+                raise ValueError(f"place {place} of the host tier does not exist, there are {self._num_places}")

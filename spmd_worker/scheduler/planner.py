@@ -6,7 +6,7 @@ and budgets. Knows nothing about what was sampled, or how a step is told and exe
 
 from dataclasses import dataclass, field
 
-from kv_cache.block import BlockId
+from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.scheduler.budget import StepBudget
@@ -40,6 +40,7 @@ class Planner:
 
     def __init__(self, limits: SchedulerLimits, queues: Queues, cache: CacheManager, residency: Residency) -> None:
         self._limits, self._queues, self._cache, self._residency = limits, queues, cache, residency
+        self._least_watermark_blocks = cache.watermark_blocks
 
     def decide(self) -> Decisions:
         """Decide and account for it: blocks are taken, sequences moved, tokens counted as computed."""
@@ -116,9 +117,8 @@ class Planner:
             sequence = self._queues.waiting.first()
             prefix = [] if sequence.status is SequenceStatus.SWAPPED else self._residency.find_prefix(sequence)
             width = self._queues.width(sequence)
-            if self._limits.watermark_blocks_per_sequence:
-                # Its forks copy a block each as soon as they exist.
-                self._cache.watermark_blocks = self._limits.watermark_blocks_per_sequence * (num_running + width - 1)
+            # Its forks copy a block each as soon as they exist.
+            self._set_watermark(num_running + width - 1)
             if not self._may_join(sequence, prefix, budget):
                 break
             self._queues.waiting.pop_first()
@@ -139,8 +139,20 @@ class Planner:
             return False
         if self._queues.width(sequence) > budget.num_sequences:
             return False
-        # The watermark leaves running sequences some blocks to grow into.
-        return self._residency.has_room(sequence, prefix, keep_watermark=bool(self._queues.running))
+        is_alone = not (self._queues.running or self._queues.loading)
+        return self._residency.has_room(sequence, prefix, keep_watermark=not is_alone)
+
+    def _set_watermark(self, num_running: int) -> None:
+        """Whoever joins leaves running sequences some blocks to grow into, and room for those that wait for a transfer:
+        else later ones would take it, and what was loaded would be evicted before it is used.
+        """
+        num_spared = self._limits.watermark_blocks_per_sequence * num_running
+        num_reserved = sum(
+            num_blocks_for(sequence.num_tokens, self._cache.block_size)
+            for waits in self._queues.loading.values()
+            for sequence in waits
+        )
+        self._cache.watermark_blocks = max(self._least_watermark_blocks, num_spared) + num_reserved
 
     def _waits_for_transfer(self, sequence: Sequence, prefix: list[BlockId]) -> bool:
         number = None if sequence.status is SequenceStatus.SWAPPED else self._residency.load_prefix(sequence, prefix)

@@ -27,7 +27,8 @@ from spmd_worker.parallel.environment import RankEnvironment
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 METRIC_KEYS = (
     *("load_s", "generate_s", "wall_s", "rows", "error_rows", "prompt_tokens", "cached_prompt_tokens"),
-    *("computed_prompt_tokens", "output_tokens", "preemptions", "steps", "peak_memory_bytes"),
+    *("computed_prompt_tokens", "output_tokens", "preemptions", "steps", "peak_memory_bytes", "computed_tokens"),
+    *("recomputed_tokens", "preemptions_by_swap", "tier_stored_blocks", "tier_loaded_blocks"),
 )
 
 
@@ -117,13 +118,39 @@ def test_openai_rows_get_openai_bodies(tmp_path: Path):
 
 def test_rows_preempted_for_want_of_blocks_get_the_same_bytes(tmp_path: Path):
     rows = [{"prompt_token_ids": [60 + index] * 30, "max_tokens": 40, "ignore_eos": True} for index in range(12)]
-    roomy, tight = tmp_path / "roomy", tmp_path / "tight"
-    for folder, num_blocks in ((roomy, 256), (tight, 16)):
+    rows[3] |= {"n": 2, "best_of": 3, "temperature": 1.0}
+    caches = {
+        "roomy": CacheConfig(num_blocks=256),
+        "tight": CacheConfig(num_blocks=16),
+        "swap": CacheConfig(num_blocks=16, swap_space_gib=0.01),
+        "tier": CacheConfig(num_blocks=16, swap_space_gib=0.01, host_tier_gib=0.01),
+    }
+    for name, cache in caches.items():
+        folder = tmp_path / name
         folder.mkdir()
         write_rows(folder, rows)
-        run(replace(config_of(folder), cache=CacheConfig(num_blocks=num_blocks)))
-    assert (read_metrics(roomy)["preemptions"], read_metrics(tight)["preemptions"] > 0) == (0, True)
-    assert (roomy / "out.jsonl").read_bytes() == (tight / "out.jsonl").read_bytes()
+        mode = "recompute" if name == "tight" else "swap"
+        scheduler = SchedulerConfig(preemption_mode=mode)
+        run(replace(config_of(folder), cache=cache, scheduler=scheduler))
+    metrics = {name: read_metrics(tmp_path / name) for name in caches}
+    assert metrics["roomy"]["preemptions"] == metrics["roomy"]["recomputed_tokens"] == 0
+    assert metrics["tight"]["preemptions"] > metrics["tight"]["preemptions_by_swap"] == 0
+    assert min(metrics["swap"]["preemptions_by_swap"], metrics["tier"]["tier_stored_blocks"]) > 0
+    assert len({(tmp_path / name / "out.jsonl").read_bytes() for name in caches}) == 1
+
+
+def test_rows_that_begin_alike_compute_their_beginning_once_and_get_the_same_bytes(tmp_path: Path):
+    rows = [{"prompt_token_ids": [*range(60, 92), 60 + index], "max_tokens": 4} for index in range(6)]
+    for name, is_cached in (("cached", True), ("cold", False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_rows(folder, rows)
+        run(replace(config_of(folder), cache=CacheConfig(num_blocks=64, enable_prefix_caching=is_cached)))
+    cached, cold = (read_metrics(tmp_path / name) for name in ("cached", "cold"))
+    assert (cached["cached_prompt_tokens"], cold["cached_prompt_tokens"]) == (5 * 32, 0)
+    assert cached["computed_prompt_tokens"] == cold["computed_prompt_tokens"] - 5 * 32 == 33 + 5
+    assert cached["computed_tokens"] == cold["computed_tokens"] - 5 * 32
+    assert (tmp_path / "cached" / "out.jsonl").read_bytes() == (tmp_path / "cold" / "out.jsonl").read_bytes()
 
 
 def test_a_second_run_writes_the_same_bytes(tmp_path: Path):
@@ -193,7 +220,7 @@ def test_the_run_directory_is_where_it_was_asked_for(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     run(config_of(tmp_path, run_dir=str(tmp_path / "deep" / "run"), output=str(tmp_path / "answers" / "out.jsonl")))
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert found == ["answers/out.jsonl", "deep/run/metrics.json", "rows.jsonl"]
+    assert found == ["answers/out.jsonl", "deep/run/metrics.json", "deep/run/steps.csv", "rows.jsonl"]
 
 
 def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loaded(

@@ -1,4 +1,4 @@
-"""What scripts/replay.py tells of a full cache: what was found, what went to the host and came back, what was awaited."""
+"""What scripts/replay.py tells of a full cache: what was found, what went to the host and came back, who waited."""
 
 import re
 from collections.abc import Callable
@@ -12,8 +12,7 @@ from spmd_worker.batch.replay import Replay
 from spmd_worker.batch.replay_history import RowHistory
 from spmd_worker.lockstep.step_log import read_step_log
 from spmd_worker.sequence.events import Admit, ResetPrefixCache, SetWeightVersion
-from spmd_worker.sequence.sequence import SequenceStatus
-from spmd_worker.sequence.step import StepPlan
+from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FEW_BLOCKS = {"num_blocks": 5, "watermark_blocks_per_sequence": 0}
@@ -124,15 +123,15 @@ def test_the_state_after_a_step_tells_the_events_that_came_with_it(tmp_path: Pat
     assert "\n  then the engine ends\n" in last
 
 
-def test_a_sequence_that_was_recomputed_and_waits_again_is_still_preempted(tmp_path: Path, run_script: Script):
-    """Its state is as a new one's once it has waited for a transfer; what it lost is not forgotten."""
-    run = two_rows(tmp_path / "log", "recompute")
-    step = next(plan.step for plan in run.plans if plan.step > 2 and not mentions(plan, 1))
-    assert re.search(r"\n +1 +0 +9 +0  preempted\n", run_script(tmp_path / "log", "--until", step))
-
-
-def mentions(plan: StepPlan, request_id: int) -> bool:
-    return any(key.request_id == request_id for key in (*plan.continuing, *plan.groups))
+def test_a_sequence_that_lost_its_blocks_is_told_from_a_new_one(tmp_path: Path, run_script: Script):
+    two_rows(tmp_path / "log", "recompute")
+    assert re.search(r"\n +1 +0 +9 +0  preempted\n", run_script(tmp_path / "log", "--until", 4))
+    # One that has waited for a transfer since is WAITING, as a new one is; what it lost is not forgotten.
+    sequence = Sequence(request(3, 5), sample_index=0)
+    waiting_line = import_module("replay").waiting_line
+    assert waiting_line(sequence)[-1] == "new"
+    sequence.num_lost_tokens = 4
+    assert waiting_line(sequence)[-1] == "preempted"
 
 
 # A run of everything: histories add up to what was counted.

@@ -46,6 +46,7 @@ limits = st.fixed_dictionaries(
         "block_size": st.sampled_from([1, 2, 4, 8]),
         "spare_blocks": st.integers(0, 12),
         "watermark": st.integers(0, 3),
+        "watermark_per_sequence": st.sampled_from([0, 0, 1, 2]),
         "max_num_seqs": st.integers(4, 8),
         "max_num_batched_tokens": st.sampled_from([8, 13, 24, 60]),
         "chunked": st.booleans(),

@@ -49,6 +49,7 @@ class Run:
         num_blocks: int = 100,
         block_size: int = 4,
         watermark: int = 0,
+        watermark_per_sequence: int = 0,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 100,
         chunked: bool = True,
@@ -69,7 +70,9 @@ class Run:
             connector=HostTier(num_tier_blocks) if num_tier_blocks else None,
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens)
-        self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, chunked, caching, policy)
+        self.limits = SchedulerLimits(
+            max_num_seqs, max_num_batched_tokens, chunked, caching, policy, watermark_per_sequence
+        )
         self.scheduler = Scheduler(self.limits, self.cache, StopChecker((EOS,), max_model_len, new_decoder))
         self.mirror = Mirror(num_blocks, block_size)
         self.contents = VisibleCache(num_blocks, block_size, num_host_blocks, num_tier_blocks)

@@ -126,7 +126,7 @@ def test_these_histories_reach_what_could_go_wrong():
     assert counters.num_cached_prompt_tokens > 50
     history = random_history(1, tiered, by_position)
     assert sum(len(block_ops.store) for _, block_ops in history) > 10
-    assert sum(len(block_ops.load) for _, block_ops in history) > 10
+    assert sum(len(block_ops.load) for _, block_ops in history) > 3
 
 
 @pytest.mark.parametrize("seed", range(5))

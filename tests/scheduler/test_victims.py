@@ -203,6 +203,32 @@ def test_the_property_sees_other_victims(monkeypatch: pytest.MonkeyPatch, choose
     assert run.num_seen > 3
 
 
+# What is left free, so that those who run do not give way at once.
+
+
+def test_who_joins_leaves_a_block_for_each_that_runs():
+    run = Run(num_blocks=6, watermark_per_sequence=1, max_model_len=24)
+    for _ in range(4):
+        run.admit(4)
+    assert [row.request for row in run.step()] == [0, 1, 2], "three blocks are left, and three need one soon"
+    assert [row.request for row in run.step()] == [0, 1, 2]
+    assert run.scheduler.counters.num_preemptions == 0
+    run = Run(num_blocks=6, max_model_len=24)
+    for _ in range(4):
+        run.admit(4)
+    assert [len(run.step()), len(run.step())] == [4, 3]
+    assert run.scheduler.counters.num_preemptions == 1
+
+
+def test_who_joins_leaves_a_block_for_each_sample_that_will_run():
+    run = Run(num_blocks=8, watermark_per_sequence=1, max_model_len=32)
+    run.admit(4, n=3)
+    for _ in range(3):
+        run.admit(4)
+    assert [row.request for row in run.step()] == [0, 1, 2], "five blocks are left for five"
+    assert [row[:2] for row in run.step()] == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0)]
+
+
 # How many sequences a group counts for.
 
 

@@ -1,0 +1,51 @@
+"""The half of the host tier that moves bytes."""
+
+import pytest
+import torch
+
+from kv_cache.cache_engine import CacheEngine
+from kv_cache.cache_spec import CacheSpec
+from kv_cache.host_tier_engine import HostTierEngine
+
+SPEC = CacheSpec(num_layers=3, num_kv_heads=1, head_size=4, dtype_bytes=4, block_size=2)
+
+
+@pytest.fixture
+def engine() -> CacheEngine:
+    made = CacheEngine(SPEC, (2, 2, 4), 4, 0, torch.float32, torch.device("cpu"))
+    made.allocate()
+    made.device_cache.copy_(torch.arange(made.device_cache.numel()).view_as(made.device_cache))
+    return made
+
+
+def test_a_stored_block_comes_back_into_another_block_in_every_layer(engine: CacheEngine):
+    tier = HostTierEngine(engine, num_places=2)
+    before = engine.device_cache.clone()
+    tier.store(1, ((1, 0), (2, 1)))
+    tier.load(1, ())
+    assert tier.finished() == (1,)
+    engine.device_cache.zero_()
+    tier.store(2, ())
+    tier.load(2, ((0, 3), (1, 0)))
+    assert tier.finished() == (2,)
+    assert tier.finished() == ()
+    assert torch.equal(engine.device_cache[:, [3, 0]], before[:, [1, 2]])
+    assert not engine.device_cache[:, [1, 2]].any()
+
+
+def test_a_step_without_transfers_finishes_none(engine: CacheEngine):
+    tier = HostTierEngine(engine, num_places=2)
+    tier.store(0, ())
+    tier.load(0, ())
+    assert tier.finished() == ()
+
+
+@pytest.mark.parametrize("place", [-1, 2])
+def test_a_place_that_does_not_exist_is_refused_before_anything_moves(engine: CacheEngine, place: int):
+    tier = HostTierEngine(engine, num_places=2)
+    before = engine.device_cache.clone()
+    with pytest.raises(ValueError, match=f"place {place} of the host tier does not exist, there are 2"):
+        tier.store(1, ((0, 0), (1, place)))
+    with pytest.raises(ValueError, match=f"place {place} of the host tier does not exist, there are 2"):
+        tier.load(1, ((0, 1), (place, 2)))
+    assert torch.equal(engine.device_cache, before)
