@@ -342,6 +342,27 @@ def test_a_block_that_a_transfer_owns_and_a_table_lists_is_found():
         manager.check_integrity([table])
 
 
+def damage_pool(manager):
+    manager._pool._num_free_named = 1
+
+
+def damage_swap_space(manager):
+    manager._swap._pool._num_free_named = 1
+
+
+def damage_connector(manager):
+    manager._transfers._connector._pool._num_free_named = 1
+
+
+@pytest.mark.parametrize("damage", [damage_pool, damage_swap_space, damage_connector])
+def test_damage_of_any_of_its_memories_is_found(damage):
+    manager = CacheManager(num_blocks=4, block_size=4, num_host_blocks=2, connector=HostTier(2))
+    manager.check_integrity([])
+    damage(manager)
+    with pytest.raises(AssertionError, match="0 free blocks carry a name, 1 are counted"):
+        manager.check_integrity([])
+
+
 def test_a_copy_of_a_block_to_itself_is_found():
     manager = CacheManager(num_blocks=4, block_size=4)
     manager._moves._copies[2] = 2

@@ -143,3 +143,10 @@ def test_a_block_on_its_way_to_a_free_place_is_found_by_the_check():
     tier._storing[A] = 1
     with pytest.raises(AssertionError, match="61 is stored in place 1, which is free"):
         tier.check_integrity()
+
+
+def test_damage_of_its_pool_is_found():
+    tier = tier_with(A)
+    tier._pool._num_free_named = 0
+    with pytest.raises(AssertionError, match="1 free blocks carry a name, 0 are counted"):
+        tier.check_integrity()

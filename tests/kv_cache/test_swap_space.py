@@ -121,3 +121,10 @@ def test_a_read_that_is_forgotten_is_found():
     swap._read_by_step.clear()
     with pytest.raises(AssertionError, match="host block 0 counts 1 owners, 0 tables list it"):
         swap.check_integrity([])
+
+
+def test_damage_of_its_pool_is_found():
+    swap = SwapSpace(3)
+    swap._pool._num_free_named = 1
+    with pytest.raises(AssertionError, match="0 free blocks carry a name, 1 are counted"):
+        swap.check_integrity([])

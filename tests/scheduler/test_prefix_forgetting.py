@@ -137,6 +137,14 @@ def test_old_weights_that_come_back_find_nothing_of_theirs():
         assert [row.first for row in run.step()] == [0]
 
 
+def test_other_weights_are_other_names_whatever_was_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CacheManager, "reset_prefix_cache", lambda self: None)
+    run = asked_once(tokens(1, 13))
+    run.set_weight_version(1)
+    run.admit(0, tokens(1, 13), max_tokens=1)
+    assert run.step() == [Row(1, 0, 0, 13, 1)]
+
+
 # Negative controls: the contents that the tests run on would see what is found wrongly.
 
 

@@ -319,6 +319,22 @@ def test_one_that_is_on_the_host_when_everything_is_forgotten_goes_on_and_is_fou
     assert run.step() == [Row(2, 0, 0, 8, 1)]
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_what_the_host_kept_is_forgotten_too(is_reset: bool):
+    """What came back leaves its copy on the host, for whoever gives way next with the same; after a reset for nobody."""
+    run = swapping_run(7, caching=True)
+    for _ in range(2):
+        run.admit(0, tokens(1, 8), max_tokens=2)
+        run.admit(0, tokens(100, 16), max_tokens=2)
+        run.step()
+        assert len(run.step()) == 1
+        swapped_out = run.last_plan.block_ops.swap_out
+        run.finish()
+        if is_reset:
+            run.reset_prefix_cache()
+    assert len(swapped_out) == (2 if is_reset else 0)
+
+
 # Negative controls.
 
 

@@ -18,7 +18,7 @@ from spmd_worker.scheduler.policy import choose_victim
 from spmd_worker.scheduler.queues import Queues
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sequence import Sequence
+from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 
 
 def started(run: Run, *prompt_lengths: int, **sampling: object) -> Run:
@@ -89,6 +89,17 @@ def test_only_as_many_give_way_as_the_step_needs():
     run.step()
     assert run.scheduler.counters.num_preemptions == 2
     assert [group.num_preemptions for group in run.scheduler.queues.groups.values()] == [1, 1, 0, 0]
+
+
+def test_nobody_gives_way_for_tokens_that_the_budget_leaves_for_later():
+    """Two half-computed prompts want four blocks between them, but this step computes two blocks of the first."""
+    requests = [Request(index, (1,) * 8, SamplingParams(), index) for index in range(2)]
+    running = [Sequence(request, 0, status=SequenceStatus.RUNNING) for request in requests]
+    run = Run(num_blocks=2, max_num_batched_tokens=8)
+    run.scheduler.queues.running += running
+    plan = run.scheduler.schedule()
+    assert [group.request_id for group in plan.groups] == [0]
+    assert run.scheduler.running == running
 
 
 def test_who_gave_way_comes_back_before_those_who_arrived_later():
