@@ -5,7 +5,7 @@ Knows block numbers, counts and names of contents. Knows nothing of tables or to
 
 from collections.abc import Iterable, Sequence
 
-from kv_cache.block import Block, BlockHash, BlockId
+from kv_cache.block import BlockHash, BlockId
 from kv_cache.free_queue import FreeQueue
 from kv_cache.prefix_index import PrefixIndex
 
@@ -25,8 +25,12 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, records_evictions: bool = False) -> None:
         """With `records_evictions` somebody calls `take_evicted` in every step."""
         self._records_evictions = records_evictions
-        self._blocks = [Block(BlockId(index)) for index in range(num_blocks)]
-        self._free = FreeQueue(self._blocks)
+        self._ref_counts = [0] * num_blocks
+        # Set while the block can be found by its contents, in use or free.
+        self._names: list[BlockHash | None] = [None] * num_blocks
+        # The same as a byte a block: looking at a name in the list would fetch it from wherever it lies in memory.
+        self._is_named = bytearray(num_blocks)
+        self._free = FreeQueue(num_blocks)
         self._index = PrefixIndex()
         self._num_free_named = 0
         self._evicted: list[tuple[BlockHash, BlockId]] = []
@@ -34,7 +38,7 @@ class BlockPool:
     @property
     def num_blocks(self) -> int:
         """Free or not."""
-        return len(self._blocks)
+        return len(self._ref_counts)
 
     @property
     def num_free_blocks(self) -> int:
@@ -54,16 +58,16 @@ class BlockPool:
     @property
     def free_block_ids(self) -> list[BlockId]:
         """The free blocks in the order in which `take` will give them. Costs a walk: for tests and messages."""
-        return [block.block_id for block in self._free]
+        return list(self._free)
 
     def ref_count(self, block_id: BlockId) -> int:
         """How many owners the block has; 0 when it is free."""
-        return self._block(block_id).ref_count
+        self._check(block_id)
+        return self._ref_counts[block_id]
 
     def is_shared(self, block_id: BlockId) -> bool:
         """Whether somebody would notice that its contents change: another owner, or whoever looks for its name."""
-        block = self._block(block_id)
-        return block.ref_count > 1 or block.block_hash is not None
+        return self._ref_counts[block_id] > 1 or bool(self._is_named[block_id])
 
     def take(self, count: int) -> list[BlockId]:
         """`count` blocks in eviction order, with one owner each. The caller has asked `num_free_blocks` before.
@@ -71,47 +75,49 @@ class BlockPool:
         A name that one of them carries is gone.
         """
         assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} of {self.num_blocks} are free"
-        taken: list[BlockId] = []
-        for _ in range(count):
-            block = self._free.pop_first()
-            block.ref_count = 1
-            if block.block_hash is not None:
-                self._evict(block, block.block_hash)
-            taken.append(block.block_id)
+        taken = [self._free.pop_first() for _ in range(count)]
+        for block_id in taken:
+            self._ref_counts[block_id] = 1
+            if self._is_named[block_id]:
+                self._evict(block_id)
         return taken
 
     def share(self, block_ids: Iterable[BlockId]) -> None:
         """One more owner for each of the blocks; a free one must carry a name, and leaves the free blocks."""
         for block_id in block_ids:
-            block = self._block(block_id)
-            if block.ref_count == 0:
-                assert block.block_hash is not None, f"block {block_id} is free and holds nothing that could be shared"
-                self._free.remove(block)
+            self._check(block_id)
+            if self._ref_counts[block_id] == 0:
+                assert self._is_named[block_id], f"block {block_id} is free and holds nothing that could be shared"
+                self._free.remove(block_id)
                 self._num_free_named -= 1
-            block.ref_count += 1
+            self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
         """One owner less for each of the blocks, in the order given: of named ones the first given goes first."""
+        ref_counts, is_named, free = self._ref_counts, self._is_named, self._free
         for block_id in block_ids:
-            block = self._block(block_id)
-            assert block.ref_count > 0, f"block {block_id} is released but it is free already"
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                if block.block_hash is None:
-                    self._free.prepend(block)
-                else:
-                    self._free.append(block)
-                    self._num_free_named += 1
+            self._check(block_id)
+            ref_count = ref_counts[block_id] - 1
+            assert ref_count >= 0, f"block {block_id} is released but it is free already"
+            ref_counts[block_id] = ref_count
+            if ref_count:
+                continue
+            if is_named[block_id]:
+                free.append(block_id)
+                self._num_free_named += 1
+            else:
+                free.prepend(block_id)
 
     def name(self, block_id: BlockId, block_hash: BlockHash) -> bool:
         """Make a full block in use findable. False, and nothing changes, where a block has that name already."""
-        block = self._block(block_id)
-        assert block.ref_count > 0, f"block {block_id} is free and cannot be named"
+        self._check(block_id)
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be named"
         # Tables that share a full block may both come to name it.
-        assert block.block_hash in (None, block_hash), f"block {block_id} carries another name already"
-        if block.block_hash is not None or not self._index.insert(block_hash, block_id):
+        assert self._names[block_id] in (None, block_hash), f"block {block_id} carries another name already"
+        if self._names[block_id] is not None or not self._index.insert(block_hash, block_id):
             return False
-        block.block_hash = block_hash
+        self._names[block_id] = block_hash
+        self._is_named[block_id] = True
         return True
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
@@ -124,13 +130,13 @@ class BlockPool:
 
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
         """How many of the blocks are free: as many fewer will `take` find once they are shared."""
-        blocks = self._blocks
-        return sum(1 for block_id in block_ids if blocks[block_id].ref_count == 0)
+        return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
 
     def forget_names(self) -> None:
         """No block can be found any more. Free blocks stay where they are in the queue."""
         for block_id in self._index.clear():
-            self._blocks[block_id].block_hash = None
+            self._names[block_id] = None
+            self._is_named[block_id] = False
         self._num_free_named = 0
         self._evicted.clear()
 
@@ -142,31 +148,30 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise AssertionError, with the values, where free queue, counts and names contradict each other."""
         self._free.check_integrity()
-        is_queued = [False] * self.num_blocks
         num_free_named = 0
-        for block in self._free:
-            assert self._block(block.block_id) is block, f"free queue holds {block}, which is not this pool's"
-            assert not is_queued[block.block_id], f"free queue holds {block} twice"
-            is_queued[block.block_id] = True
-            num_free_named += block.block_hash is not None
-        for block in self._blocks:
-            assert block.ref_count >= 0, f"{block} has a negative count"
-            assert is_queued[block.block_id] == (block.ref_count == 0), (
-                f"{block} {'is' if is_queued[block.block_id] else 'is not'} in the free queue"
+        for index, (ref_count, name) in enumerate(zip(self._ref_counts, self._names, strict=True)):
+            is_queued = BlockId(index) in self._free
+            assert ref_count >= 0, f"block {index} has a count of {ref_count}"
+            assert is_queued == (ref_count == 0), (
+                f"block {index} has {ref_count} owners and {'is' if is_queued else 'is not'} in the free queue"
             )
+            assert bool(self._is_named[index]) == (name is not None), f"block {index} is marked as named: {name!r}"
+            num_free_named += is_queued and name is not None
         assert num_free_named == self._num_free_named, (
             f"{num_free_named} free blocks carry a name, {self._num_free_named} are counted"
         )
-        named = [(block.block_hash, block.block_id) for block in self._blocks if block.block_hash is not None]
+        named = [(name, BlockId(index)) for index, name in enumerate(self._names) if name is not None]
         self._index.check_integrity(named)
 
-    def _evict(self, block: Block, block_hash: BlockHash) -> None:
+    def _evict(self, block_id: BlockId) -> None:
+        block_hash = self._names[block_id]
+        assert block_hash is not None, block_id
         self._index.remove(block_hash)
         if self._records_evictions:
-            self._evicted.append((block_hash, block.block_id))
-        block.block_hash = None
+            self._evicted.append((block_hash, block_id))
+        self._names[block_id] = None
+        self._is_named[block_id] = False
         self._num_free_named -= 1
 
-    def _block(self, block_id: BlockId) -> Block:
-        assert 0 <= block_id < len(self._blocks), f"block {block_id} is not one of {len(self._blocks)}"
-        return self._blocks[block_id]
+    def _check(self, block_id: BlockId) -> None:
+        assert 0 <= block_id < len(self._ref_counts), f"block {block_id} is not one of {len(self._ref_counts)}"

@@ -155,7 +155,10 @@ class Planner:
         self._cache.watermark_blocks = max(self._least_watermark_blocks, num_spared) + num_reserved
 
     def _waits_for_transfer(self, sequence: Sequence, prefix: list[BlockId]) -> bool:
-        number = None if sequence.status is SequenceStatus.SWAPPED else self._residency.load_prefix(sequence, prefix)
+        # Once: what was brought may be driven out by those who grow meanwhile, and is computed then.
+        if sequence.status is SequenceStatus.SWAPPED or sequence.has_loaded:
+            return False
+        number = self._residency.load_prefix(sequence, prefix)
         if number is None:
             return False
         self._queues.wait_for(number, sequence)

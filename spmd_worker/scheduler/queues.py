@@ -51,7 +51,7 @@ class Queues:
 
     def wait_for(self, number: int, sequence: Sequence) -> None:
         """A sequence, taken from `waiting`, goes on when the transfer has finished."""
-        sequence.status = SequenceStatus.LOADING
+        sequence.status, sequence.has_loaded = SequenceStatus.LOADING, True
         self.loading.setdefault(number, []).append(sequence)
 
     def finish_loading(self, numbers: Iterable[int]) -> None:

@@ -93,7 +93,7 @@ class Residency:
             sequence.num_computed_tokens = len(prefix) * self._cache.block_size
             sequence.num_named_blocks = len(prefix)
             self._count_found(sequence, group)
-        sequence.status = SequenceStatus.RUNNING
+        sequence.status, sequence.has_loaded = SequenceStatus.RUNNING, False
 
     def extend(self, sequence: Sequence, num_tokens: int) -> TableChange:
         """Room for the next `num_tokens` to be computed; those that fill a block can be found from now on."""

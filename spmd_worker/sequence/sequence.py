@@ -52,7 +52,7 @@ class Sequence:
     sequence at all, with its tokens. `block_hashes` are the names of its leading full blocks as far as they are worked
     out, None where nothing of it may be shared; the first `num_named_blocks` blocks of `table` carry theirs.
     `num_lost_tokens` were computed and must be again. `shares_tail`: it forked and has not written since, so the block
-    it writes to next may be another's too.
+    it writes to next may be another's too. `has_loaded`: a transfer was waited for since it last had blocks.
     """
 
     request: Request
@@ -65,6 +65,7 @@ class Sequence:
     num_named_blocks: int = 0
     num_lost_tokens: int = 0
     shares_tail: bool = False
+    has_loaded: bool = False
     status: SequenceStatus = SequenceStatus.WAITING
     is_known: bool = False
     num_sent_tokens: int = 0

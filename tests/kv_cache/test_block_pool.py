@@ -200,29 +200,29 @@ def used_pool():
 
 def test_a_count_that_fell_without_a_release_is_found():
     pool = used_pool()
-    pool._blocks[0].ref_count = 0
-    with pytest.raises(AssertionError, match=r"Block\(0, ref_count=0\) is not in the free queue"):
+    pool._ref_counts[0] = 0
+    with pytest.raises(AssertionError, match=r"block 0 has 0 owners and is not in the free queue"):
         pool.check_integrity()
 
 
 def test_a_free_block_with_an_owner_is_found():
     pool = used_pool()
-    pool._blocks[3].ref_count = 1
-    with pytest.raises(AssertionError, match=r"Block\(3, ref_count=1\) is in the free queue"):
+    pool._ref_counts[3] = 1
+    with pytest.raises(AssertionError, match=r"block 3 has 1 owners and is in the free queue"):
         pool.check_integrity()
 
 
 def test_a_queue_that_miscounts_is_found():
     pool = used_pool()
-    pool._free._num_blocks = 3
+    pool._free._num_queued = 3
     with pytest.raises(AssertionError, match="counts 3 blocks"):
         pool.check_integrity()
 
 
 def test_a_negative_count_is_found():
     pool = used_pool()
-    pool._blocks[2].ref_count = -1
-    with pytest.raises(AssertionError, match=r"Block\(2, ref_count=-1\) has a negative count"):
+    pool._ref_counts[2] = -1
+    with pytest.raises(AssertionError, match=r"block 2 has a count of -1"):
         pool.check_integrity()
 
 

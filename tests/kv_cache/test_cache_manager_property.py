@@ -184,9 +184,10 @@ class SwapsOutWhatArrives(PendingMoves):
 
 
 class FindsBlocksThatWereEvicted(BlockPool):
-    def _evict(self, block, block_hash):
-        super()._evict(block, block_hash)
-        self._index.insert(block_hash, block.block_id)
+    def _evict(self, block_id):
+        block_hash = self._names[block_id]
+        super()._evict(block_id)
+        self._index.insert(block_hash, block_id)
 
     def check_integrity(self):
         pass

@@ -341,9 +341,7 @@ def with_queue(queue, *memories):
             connector = self._transfers._connector if self._transfers is not None else None
             owners = {"device": self, "host": self._swap, "tier": connector}
             for owner in filter(None, map(owners.get, memories)):
-                free = [owner._pool._free.pop_first() for _ in range(owner._pool.num_blocks)]
-                owner._pool._free = FreeQueue(free)
-                owner._pool._free.__class__ = queue
+                owner._pool._free = queue(owner._pool.num_blocks)
 
     return ManagerWithQueue
 

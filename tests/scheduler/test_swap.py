@@ -321,7 +321,7 @@ def test_one_that_is_on_the_host_when_everything_is_forgotten_goes_on_and_is_fou
 
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_what_the_host_kept_is_forgotten_too(is_reset: bool):
-    """What came back leaves its copy on the host, for whoever gives way next with the same; after a reset for nobody."""
+    """What came back leaves its copy on the host for whoever gives way next with the same; after a reset for nobody."""
     run = swapping_run(7, caching=True)
     for _ in range(2):
         run.admit(0, tokens(1, 8), max_tokens=2)
