@@ -4,6 +4,7 @@ Knows tables, positions and names of contents. Knows nothing of requests, queues
 token: it answers from counts and names, so a step can be planned before the values of the one before it are known.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from kv_cache.block import BlockHash, BlockId, num_blocks_for
@@ -12,7 +13,7 @@ from kv_cache.block_table import BlockTable, TableChange
 from kv_cache.pending_moves import PendingMoves
 
 
-class DeviceTables:
+class DeviceTables(ABC):
     """Gives the device's blocks to tables and collects the copies that the step must make first.
 
     A step is everything between two calls of `CacheManager.take_block_ops`. Within one, tables may be extended, forked
@@ -149,10 +150,9 @@ class DeviceTables:
     def _has_room(self, num_blocks: int, keep_watermark: bool) -> bool:
         return num_blocks + (self.watermark_blocks if keep_watermark else 0) <= self._pool.num_free_blocks
 
+    @abstractmethod
     def _take(self, count: int) -> list[BlockId]:
-        taken = self._pool.take(count)
-        self._moves.overwrite(taken)
-        return taken
+        """Blocks of the pool, of which nobody waits for anything any more."""
 
     def _num_appended(self, table: BlockTable, num_tokens: int) -> int:
         return max(0, num_blocks_for(num_tokens, self._block_size) - table.num_blocks)

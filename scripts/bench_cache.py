@@ -1,4 +1,4 @@
-"""What the cache's bookkeeping costs a block, with few blocks and with many: a larger cache must not be a slower one.
+"""What the cache's bookkeeping costs for a block, with few blocks and with many: more of them must not cost more each.
 
     python scripts/bench_cache.py [--blocks 1000,1000000] [--rounds 400]
 
@@ -10,7 +10,7 @@ whatever else this machine does meets all of them alike.
     free      a table that has run for long
 
 Half of the blocks belong to tables of 64 that run, and whenever one is made another ends, whichever. So what is
-extended, freed or found was last touched long ago, as in an engine, and with many blocks it is in no cache of the
+extended, freed or found was last touched long ago, as in an engine, and with many blocks it is in no near cache of the
 processor. The free half, always in the random order in which tables ended, is in one of these states:
 
     plain     nothing in the cache has a name (prefix caching off)
@@ -18,9 +18,9 @@ processor. The free half, always in the random order in which tables ended, is i
     evicting  what is free has names, too: each block that is taken loses one
     worst     as evicting, and the blocks of each table lie far apart in memory
 
-`plain` and `filling` show what the algorithms cost, and their ratios must stay under 1.5. `evicting` and `worst` add
-what memory costs: a name leaves the index with each block that is taken, from a place as random as the name is. Any
-index pays for that; the line `dict` is a bare dict of as many names: one found, and one deleted for one inserted.
+`plain` and `filling` show what the algorithms cost: their ratios must stay under 1.5. `evicting` and `worst` add what
+memory costs: a name leaves the index with each block that is taken, from a place as random as the name is. Any index
+pays for that; the line `dict` is a bare dict of as many names, one deleted for one inserted, and one found.
 
 Last the names of a prompt of 100,000 tokens, worked out and found, which must take less than 20 ms. The last line is
 one JSON object; the exit code is 1 if one of the two is missed. Knows the cache's calls and nothing of models.

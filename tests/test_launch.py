@@ -288,7 +288,8 @@ def check_screen(done: ranks.CompletedRanks, metrics: dict[str, Any]) -> None:
     for line in (
         r"rows +1,000",
         r"error rows +100 \(.*10 invalid_json.*\)",
-        rf"prompt tokens +{metrics['prompt_tokens']:,} \({metrics['computed_prompt_tokens']:,} computed, 0 from .*\)",
+        rf"prompt tokens +{metrics['prompt_tokens']:,} \({metrics['computed_prompt_tokens']:,} computed, "
+        rf"{metrics['cached_prompt_tokens']:,} from the cache\)",
         rf"output tokens +{tokens:,}",
         r"time to load +[\d.]+ s",
         r"time to generate +[\d.]+ s",

@@ -83,7 +83,7 @@ def move(source_cells: list[list[int]], destination_cells: list[list[int]], pair
 class SimulatedSequence:
     """`future` are the tokens that are known already, as a prompt's are; after them every token is a new one.
 
-    `tokens` were written, to cells that hold `contents`; `num_planned` more are written by the step being planned.
+    `tokens` were written, to cells that hold `contents`; those in `planned` are written by the step being planned.
     """
 
     table: BlockTable
@@ -96,10 +96,6 @@ class SimulatedSequence:
     has_names: bool = True
     host_table: BlockTable | None = None
     transfer: int | None = None
-
-    @property
-    def num_planned(self) -> int:
-        return len(self.planned)
 
     @property
     def is_on_device(self) -> bool:
@@ -122,7 +118,7 @@ class CacheSimulation:
         self.sequences: dict[str, SimulatedSequence] = {}
         self.root = root_hash()
         self.fresh: list[int] = []
-        self.num_steps = self.num_started = 0
+        self.num_started = 0
         # What a cell holds after (what the cell before holds, token) with the weights of today.
         self._keys: dict[tuple[int, int, int], int] = {}
         self._weights = 0
@@ -228,11 +224,8 @@ class CacheSimulation:
         self._remember(hashes, sequence.contents)
         host_table = self.manager.swap_out(sequence.table, hashes)
         if host_table is None:
-            assert before == (
-                sequence.table.block_ids,
-                self.manager.num_free_blocks,
-                self.manager.num_used_host_blocks,
-            )
+            after = (sequence.table.block_ids, self.manager.num_free_blocks, self.manager.num_used_host_blocks)
+            assert before == after, f"{before} became {after}"
             return False
         assert sequence.table.block_ids == []
         assert host_table.num_blocks == len(before[0])
@@ -247,16 +240,13 @@ class CacheSimulation:
         hashes, num_tokens = self._named(sequence), len(sequence.tokens) + 1
         if not self.manager.can_swap_in(sequence.host_table, hashes, num_tokens):
             return False
-        num_blocks = sequence.host_table.num_blocks
         sequence.table = self.manager.swap_in(sequence.host_table, hashes)
         assert sequence.host_table.block_ids == []
-        assert sequence.table.num_blocks == num_blocks
         sequence.host_table, sequence.num_named = None, len(hashes)
         sequence.mirror = BlockTable(list(sequence.table.block_ids))
         self._remember(hashes, sequence.contents)
-        assert self.manager.num_new_blocks(sequence.table, len(sequence.tokens), num_tokens) <= (
-            self.manager.num_free_blocks
-        ), "what can_swap_in promised is not there"
+        num_needed = self.manager.num_new_blocks(sequence.table, len(sequence.tokens), num_tokens)
+        assert num_needed <= self.manager.num_free_blocks, "what can_swap_in promised is not there"
         return True
 
     def load_prefix(self, name: str, future) -> bool:
@@ -300,7 +290,6 @@ class CacheSimulation:
         self.memories.execute(block_ops)
         assert self.manager.take_block_ops().is_empty
         self.fresh.clear()
-        self.num_steps += 1
         for sequence in self.sequences.values():
             planned, sequence.planned = sequence.planned, []
             self._write(sequence, planned)
@@ -327,9 +316,8 @@ class CacheSimulation:
     def read(self, name: str) -> list[int]:
         """What the sequence reads of its written tokens, on the device or on the host."""
         sequence = self.sequences[name]
-        is_on_host = sequence.host_table is not None
         table, cells = sequence.table, self.memories.device
-        if is_on_host:
+        if sequence.host_table is not None:
             table, cells = sequence.host_table, self.memories.host
         slots = [divmod(table.slot(index, self.block_size), self.block_size) for index in range(len(sequence.tokens))]
         return [cells[block_id][offset] for block_id, offset in slots]
@@ -342,7 +330,6 @@ class CacheSimulation:
         )
         for sequence in sequences:
             assert sequence.mirror == sequence.table
-        assert self.manager.num_cached_blocks <= self.manager.num_free_blocks
 
     def _write(self, sequence: SimulatedSequence, planned: list[int]) -> None:
         first = len(sequence.tokens)

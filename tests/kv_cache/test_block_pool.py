@@ -175,9 +175,22 @@ def test_a_free_block_that_holds_nothing_cannot_be_shared():
 
 
 @pytest.mark.parametrize("block_id", [-1, 3])
-def test_a_block_of_another_memory_is_refused(block_id):
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pool, block_id: pool.release([block_id]),
+        lambda pool, block_id: pool.share([block_id]),
+        lambda pool, block_id: pool.name(block_id, A),
+        lambda pool, block_id: pool.ref_count(block_id),
+    ],
+    ids=["release", "share", "name", "ref_count"],
+)
+def test_a_block_of_another_memory_is_refused(use, block_id):
+    """-1 would be the last block's place in a list."""
+    pool = BlockPool(3)
+    pool.take(3)
     with pytest.raises(AssertionError, match=f"block {block_id} is not one of 3"):
-        BlockPool(3).release([block_id])
+        use(pool, block_id)
 
 
 def named_pool(**keywords):

@@ -215,14 +215,6 @@ class NeverEndsTheStep(SwapSpace):
         pass
 
 
-class StoresOverWhatIsHeld(SwapSpace):
-    def _held(self, hashes):
-        return {}
-
-    def check_integrity(self, tables):
-        pass
-
-
 class NamesWhatIsStillOnTheWay(Transfers):
     """What is loaded counts as soon as it is decided."""
 

@@ -234,6 +234,7 @@ def test_a_load_leaves_the_watermark():
 
 def test_nothing_is_loaded_where_nothing_is_stored_and_without_a_connector():
     manager = manager_with_stored_chain()
+    assert (manager.num_tier_blocks, CacheManager(4, 2).num_tier_blocks) == (4, 0)
     assert manager.load_prefix([], [], 1) is None
     assert manager.load_prefix([], hash_blocks(root_hash(), [9] * 8, 2), 8) is None
     assert CacheManager(4, 2).load_prefix([], NAMES, 8) is None
