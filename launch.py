@@ -132,13 +132,12 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
         return 0
     # Imported here so that composing and --help stay quick.
     from spmd_worker.memory.plan_text import describe_plan, make_plan
-    from spmd_worker.parallel.layout import RankLayout, check_divides
+    from spmd_worker.parallel.layout import check_divides, layout_of
 
     if not config.model.path:
         raise ConfigError("model.path is not set: give a Hugging Face model folder (config.json is enough for a plan)")
     shape = read_model_shape(Path(config.model.path))
-    parallel = config.parallel
-    layout = RankLayout(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
+    layout = layout_of(config.parallel)
     check_divides(layout, shape)
     return _say(lambda: describe_plan(make_plan(config, shape, layout)), environment)
 

@@ -45,16 +45,20 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks divide the work: world size = data x pipeline x tensor."""
+    """How ranks divide the work: world size = data x pipeline x tensor.
+
+    `pipeline_layers` is the number of layers of each stage, such as [10,8]; null shares the weights out evenly.
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    pipeline_layers: list[int] | None = None
 
     def __post_init__(self) -> None:
         """Check each key alone."""
         _check_at_least("parallel.tensor_parallel_size", self.tensor_parallel_size, 1)
-        _check_only("parallel.pipeline_parallel_size", self.pipeline_parallel_size, 1, "pipelines are not built yet")
+        _check_at_least("parallel.pipeline_parallel_size", self.pipeline_parallel_size, 1)
         _check_only("parallel.data_parallel_size", self.data_parallel_size, 1, "replicas are not built yet")
 
 

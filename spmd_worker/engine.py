@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from spmd_worker.executor.executor import Executor
 from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.lockstep.channel import ControlChannel
 from spmd_worker.lockstep.lockstep import Lockstep
+from spmd_worker.lockstep.result_coding import decode_result, encode_result
 from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config
 from spmd_worker.observability.step_stats import StepStats
@@ -75,6 +76,9 @@ class LLMEngine:
         self._num_requests = 0
         self._sampled_token_ids: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
+        parallel = config.parallel
+        # The replica's first rank that samples: of the last stage.
+        self._sampling_rank = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
         self._on_step: Callable[[StepPlan, StepResult], None] | None = None
         self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
 
@@ -245,6 +249,8 @@ class LLMEngine:
         self.times.end("lockstep")
         result = self.executor.execute_model(agreed.plan)
         assert isinstance(result, StepResult), type(result)
+        if self._sampling_rank and agreed.plan.has_rows:
+            result = self._shared(result)
         self.times.end("execute")
         self._sampled_token_ids, self._finished_transfers = result.token_ids, result.finished_transfers
         ended = self.scheduler.apply(result) if agreed.plan.has_rows else []
@@ -256,6 +262,12 @@ class LLMEngine:
         if self._on_step is not None:
             self._on_step(agreed.plan, result)
         return ended
+
+    def _shared(self, result: StepResult) -> StepResult:
+        """What the last stage of the pipeline sampled, on every rank."""
+        is_source = self.channel.rank == self._sampling_rank
+        payload = self.channel.broadcast(encode_result(result) if is_source else None, self._sampling_rank)
+        return replace(decode_result(payload), finished_transfers=result.finished_transfers)
 
     def _take_in(self, event: Event) -> list[SequenceGroup]:
         if isinstance(event, Close):

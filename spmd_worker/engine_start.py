@@ -33,7 +33,7 @@ from spmd_worker.memory.swap_cost import block_copy_tokens
 from spmd_worker.model_shape import ModelShape, read_model_shape
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
 from spmd_worker.parallel.groups import world_environment
-from spmd_worker.parallel.layout import RankLayout, check_divides
+from spmd_worker.parallel.layout import RankLayout, check_divides, layout_of
 from spmd_worker.parallel.process_group import single_group
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.residency import PreemptionPolicy
@@ -127,8 +127,7 @@ def read_run(config: RunConfig) -> tuple[ModelShape, RankLayout]:
     if config.model.path is None:
         raise ConfigError("model.path is not set: give a Hugging Face model folder, such as scripts/demo/model")
     shape = read_model_shape(Path(config.model.path))
-    parallel = config.parallel
-    layout = RankLayout(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size)
+    layout = layout_of(config.parallel)
     check_divides(layout, shape)
     resolve_max_model_len(config, shape)
     check_cache_setting(config, shape)

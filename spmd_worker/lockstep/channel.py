@@ -34,9 +34,9 @@ class ControlChannel:
         """This rank's place in the replica; 0 decides."""
         return self._group.rank
 
-    def broadcast(self, payload: bytes | None) -> bytes:
-        """Rank 0 gives the payload, the others give None; all return rank 0's."""
-        assert (payload is not None) == (self.rank == 0), "rank 0 gives the payload, the others None"
+    def broadcast(self, payload: bytes | None, source: int = 0) -> bytes:
+        """Rank `source` gives the payload, the others give None; all return that one."""
+        assert (payload is not None) == (self.rank == source), f"rank {source} gives the payload, the others None"
         if self.size == 1:
             assert payload is not None, "asserted above"
             return payload
@@ -44,7 +44,7 @@ class ControlChannel:
         if payload is not None:
             head = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[: _FIRST_BYTES - _LENGTH_BYTES]
             first[: len(head)] = _as_tensor(head)
-        received = _as_bytes(self._group.broadcast(first))
+        received = _as_bytes(self._group.broadcast(first, source))
         length = int.from_bytes(received[:_LENGTH_BYTES], "little")
         head = received[_LENGTH_BYTES : _LENGTH_BYTES + length]
         if length == len(head):
@@ -52,7 +52,7 @@ class ControlChannel:
         rest = torch.zeros(length - len(head), dtype=torch.uint8)
         if payload is not None:
             rest.copy_(_as_tensor(payload[len(head) :]))
-        return head + _as_bytes(self._group.broadcast(rest))
+        return head + _as_bytes(self._group.broadcast(rest, source))
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Each rank's payload, in rank order, on every rank; lengths may differ."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.model_shape import DTYPE_BYTES, ModelShape
-from spmd_worker.parallel.layout import RankLayout, shard_range, vocabulary_rows
+from spmd_worker.parallel.layout import RankLayout, shard_range, stage_of, vocabulary_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,11 @@ def weights_bytes(shape: ModelShape, layout: RankLayout, rank: int, dtype: str) 
     layer = hidden * (2 * query + 2 * key_value) + 3 * hidden * sizes.num_columns + 2 * hidden
     layer += (query + 2 * key_value) * shape.has_qkv_bias + hidden * shape.has_output_bias
     layer += (2 * sizes.num_columns + hidden) * shape.has_mlp_bias + 2 * shape.head_size * shape.has_qk_norm
-    embeddings = sizes.num_vocabulary_rows * hidden * (1 if shape.has_tied_embeddings else 2)
-    return (embeddings + shape.num_layers * layer + hidden) * DTYPE_BYTES[dtype]
+    stage = stage_of(layout, shape, rank)
+    # A tied head shares the embedding's rows only where one stage has both.
+    num_tables = stage.is_first + stage.is_last - (shape.has_tied_embeddings and stage.is_first and stage.is_last)
+    tables = num_tables * sizes.num_vocabulary_rows * hidden
+    return (tables + stage.num_layers * layer + hidden * stage.is_last) * DTYPE_BYTES[dtype]
 
 
 def activation_bytes(
@@ -64,4 +67,5 @@ def activation_bytes(
 def cache_spec(shape: ModelShape, layout: RankLayout, rank: int, dtype: str, block_size: int) -> CacheSpec:
     """One rank's share of the cache."""
     sizes = rank_sizes(shape, layout, rank)
-    return CacheSpec(shape.num_layers, sizes.num_kv_heads, shape.head_size, DTYPE_BYTES[dtype], block_size)
+    num_layers = stage_of(layout, shape, rank).num_layers
+    return CacheSpec(num_layers, sizes.num_kv_heads, shape.head_size, DTYPE_BYTES[dtype], block_size)

@@ -27,7 +27,7 @@ from spmd_worker.memory.plan import (
     size_rank,
 )
 from spmd_worker.model_shape import ModelShape
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.parallel.layout import RankLayout, stage_of
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
 """About what a process holds beside its tensors: torch itself, and on a GPU CUDA's context and libraries."""
@@ -186,7 +186,13 @@ def _table(plan: MemoryPlan) -> list[str]:
 def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...]:
     sizes = share.sizes
     cache = "measured" if plan.num_blocks is None else format_bytes(plan.num_blocks * share.block_bytes)
-    counts = (plan.shape.num_layers, sizes.num_heads, sizes.num_kv_heads, sizes.num_columns, sizes.num_vocabulary_rows)
+    counts = (
+        stage_of(plan.layout, plan.shape, ranks[0]).num_layers,
+        sizes.num_heads,
+        sizes.num_kv_heads,
+        sizes.num_columns,
+        sizes.num_vocabulary_rows,
+    )
     in_bytes = (format_bytes(share.weights_bytes), format_bytes(share.activation_bytes), cache)
     return (_spans(ranks), *(f"{count:,}" for count in counts), *in_bytes)
 

@@ -9,10 +9,14 @@ from typing import Final
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.model_shape import FAMILIES, ModelShape
 from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.parallel.layout import Stage, whole_model
 
 MODEL_CLASSES: Final[dict[str, type[DecoderForCausalLM]]] = dict.fromkeys(FAMILIES, DecoderForCausalLM)
 
 
-def build_model(context: LayerContext, shape: ModelShape) -> DecoderForCausalLM:
-    """The model of `shape` with uninitialised parameters; `read_model_shape` has refused unknown architectures."""
-    return MODEL_CLASSES[shape.architecture](context, shape).eval()
+def build_model(context: LayerContext, shape: ModelShape, stage: Stage | None = None) -> DecoderForCausalLM:
+    """The model of `shape`, or a stage of it, with uninitialised parameters.
+
+    `read_model_shape` has refused unknown architectures.
+    """
+    return MODEL_CLASSES[shape.architecture](context, shape, stage or whole_model(shape)).eval()

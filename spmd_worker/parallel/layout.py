@@ -6,7 +6,7 @@ Pure arithmetic, and the one place where the factorisation is checked. Knows not
 from dataclasses import dataclass
 from typing import Final
 
-from spmd_worker.config import ConfigError
+from spmd_worker.config import ConfigError, ParallelConfig
 from spmd_worker.model_shape import ModelShape
 
 VOCABULARY_ALIGNMENT: Final = 64
@@ -15,11 +15,15 @@ VOCABULARY_ALIGNMENT: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Sizes of the three axes. Rank = (data * pipeline_size + pipeline) * tensor_size + tensor."""
+    """Sizes of the three axes. Rank = (data * pipeline_size + pipeline) * tensor_size + tensor.
+
+    `pipeline_layers` are the layers of each stage; empty for stages of about equally many bytes of weights.
+    """
 
     tensor_parallel_size: int
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -51,6 +55,65 @@ class RankLayout:
             for start in range(0, self.world_size, replica_size)
             for offset in range(stride)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers [start, stop) of a model; the first stage has the embedding too, the last one the norm and the head."""
+
+    start: int
+    stop: int
+    is_first: bool
+    is_last: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stage."""
+        return self.stop - self.start
+
+
+def whole_model(shape: ModelShape) -> Stage:
+    """The only stage where there is no pipeline."""
+    return Stage(0, shape.num_layers, is_first=True, is_last=True)
+
+
+def layout_of(parallel: ParallelConfig) -> RankLayout:
+    """The layout that a configuration asks for."""
+    return RankLayout(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.data_parallel_size,
+        tuple(parallel.pipeline_layers or ()),
+    )
+
+
+def stage_of(layout: RankLayout, shape: ModelShape, rank: int) -> Stage:
+    """What a rank's stage of the pipeline has; the layout has been checked against the shape."""
+    counts, stage = (
+        layout.pipeline_layers or balanced_layers(shape, layout.pipeline_parallel_size),
+        layout.pipeline_rank(rank),
+    )
+    start = sum(counts[:stage])
+    return Stage(start, start + counts[stage], is_first=stage == 0, is_last=stage == len(counts) - 1)
+
+
+def balanced_layers(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, one at least, so that the largest share of weights is the smallest possible.
+
+    The first stage also holds the embedding and the last one the head, tied or not. Of equal shares the earlier stage's
+    is the larger.
+    """
+    counts = [1] * num_stages
+    table = shape.vocab_size * shape.hidden_size
+    extra = [0] * num_stages
+    extra[0] += table
+    extra[-1] += table
+    for _ in range(shape.num_layers - num_stages):
+        least = min(
+            range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * shape.num_layer_parameters
+        )
+        counts[least] += 1
+    return tuple(counts)
 
 
 def check_world_size(layout: RankLayout, world_size: int) -> None:
@@ -87,6 +150,7 @@ def check_divides(layout: RankLayout, shape: ModelShape) -> None:
     Query heads must divide. Key-value heads must divide or, when ranks outnumber them, each must serve a whole number
     of ranks. The feed-forward is cut into nearly equal parts and the vocabulary is padded, so these always divide.
     """
+    _check_stages(layout, shape)
     size = layout.tensor_parallel_size
     problem = _shard_problem(size, shape)
     if problem:
@@ -94,6 +158,29 @@ def check_divides(layout: RankLayout, shape: ModelShape) -> None:
         raise ConfigError(
             f"parallel.tensor_parallel_size={size} does not divide this model: {problem}; "
             f"sizes that do are {_spoken(valid)}"
+        )
+
+
+def _check_stages(layout: RankLayout, shape: ModelShape) -> None:
+    size, layers = layout.pipeline_parallel_size, layout.pipeline_layers
+    if size > shape.num_layers:
+        raise ConfigError(
+            f"parallel.pipeline_parallel_size={size} is more than the model's {shape.num_layers} layers: each stage "
+            f"has one at least; lower it to {shape.num_layers} or less"
+        )
+    if not layers:
+        return
+    spelled = f"parallel.pipeline_layers=[{','.join(map(str, layers))}]"
+    if len(layers) != size:
+        raise ConfigError(
+            f"{spelled} has {len(layers)} stages but parallel.pipeline_parallel_size is {size}: give one number "
+            f"a stage, or leave it null"
+        )
+    if min(layers) < 1 or sum(layers) != shape.num_layers:
+        example = ",".join(map(str, balanced_layers(shape, size)))
+        raise ConfigError(
+            f"{spelled} makes {sum(layers)} layers and the model has {shape.num_layers}, of which each stage takes "
+            f"one at least: give numbers that add up, such as [{example}], or leave it null"
         )
 
 

@@ -48,10 +48,19 @@ class GroupHandle:
         _all_gather(gathered, tensor.contiguous().view(-1), group=self.group)
         return gathered.view(self.size, *tensor.shape)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """The group's first rank decides, in place; returns its argument."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The rank at place `source` of the group decides, in place; returns its argument."""
         if self.group is not None:
-            dist.broadcast(tensor, src=self.ranks[0], group=self.group)
+            dist.broadcast(tensor, src=self.ranks[source], group=self.group)
+        return tensor
+
+    def send_next(self, tensor: Tensor) -> None:
+        """To the rank that follows in the group, which calls `receive_previous` with an equal shape and dtype."""
+        dist.send(tensor.contiguous(), dst=self.ranks[self.rank + 1], group=self.group)
+
+    def receive_previous(self, tensor: Tensor) -> Tensor:
+        """From the rank before in the group, in place; returns its argument."""
+        dist.recv(tensor, src=self.ranks[self.rank - 1], group=self.group)
         return tensor
 
 

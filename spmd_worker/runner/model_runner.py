@@ -13,6 +13,7 @@ from torch import Tensor
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.lockstep.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.parallel.process_group import GroupHandle
 from spmd_worker.runner.batch import Batch, build_batch
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.sampler import Sampler
@@ -30,22 +31,37 @@ class _Forwarded:
 
 
 class ModelRunner:
-    """`forward`, then `sample`, once each a step."""
+    """`forward`, then `sample`, once each a step.
 
-    def __init__(self, model: DecoderForCausalLM, cache_engine: CacheEngine, sampler: Sampler, block_size: int) -> None:
+    `pipeline` are the ranks that hold the other stages of this model's shard: hidden states come from the one before
+    and go to the one behind; only the last stage has a sampler and samples.
+    """
+
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        cache_engine: CacheEngine,
+        sampler: Sampler | None,
+        block_size: int,
+        pipeline: GroupHandle,
+    ) -> None:
         self._model, self._cache_engine, self._sampler = model, cache_engine, sampler
-        self._block_size = block_size
+        self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
         self._pending: _Forwarded | None = None
 
     @torch.inference_mode()
     def forward(self, step: int, scheduled: Sequence[ScheduledSequence]) -> None:
-        """Compute the step's tokens into the cache and keep the logits of the rows that sample."""
+        """Compute the step's tokens into the cache, and send them on or keep the logits of the rows that sample."""
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
         batch = build_batch(scheduled, self._block_size, self._device)
-        hidden = self._model(
-            batch.token_ids, batch.positions, batch.prompt_lengths, self._cache_engine.device_cache, batch.attention
-        )
+        cache = self._cache_engine.device_cache
+        incoming = None if self._model.stage.is_first else self._receive(len(batch.token_ids), cache.dtype)
+        hidden = self._model(batch.token_ids, batch.positions, batch.prompt_lengths, cache, batch.attention, incoming)
+        if self._sampler is None:
+            self._pipeline.send_next(hidden)
+            self._pending = _Forwarded(step, batch, hidden, ())
+            return
         rows = torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)
         logits = self._model.compute_logits(hidden[rows])
         reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._whole_logits)
@@ -56,10 +72,16 @@ class ModelRunner:
         """Choose the tokens of the last forward pass."""
         pending, self._pending = self._pending, None
         assert pending is not None, "sample follows forward"
-        if not pending.batch.rows:
+        if not pending.batch.rows or self._sampler is None:
             return StepResult(pending.step, prompt_logprobs=pending.prompt_logprobs)
         sampled = self._sampler.sample(pending.logits, list(pending.batch.rows))
         return StepResult(pending.step, sampled.token_ids, sampled.logprobs, pending.prompt_logprobs)
 
+    def _receive(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
+        """See `DecoderStack.forward`: [2, T, hidden]."""
+        shape = (2, num_tokens, self._model.shape.hidden_size)
+        return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
+
     def _whole_logits(self, hidden: Tensor) -> Tensor:
+        assert self._sampler is not None, "log-probabilities are the last stage's"
         return self._sampler.gather(self._model.compute_logits(hidden))

@@ -28,7 +28,7 @@ from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 from spmd_worker.parallel.environment import RankEnvironment
 from spmd_worker.parallel.groups import ParallelGroups, join_groups
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.parallel.layout import RankLayout, stage_of
 from spmd_worker.runner.largest_step import largest_step, prepared_step
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.sampling.sampler import Sampler
@@ -83,7 +83,7 @@ class Worker(WorkerBase):
             dtype=getattr(torch, self._dtype_name),
             device=self.device,
         )
-        model = build_model(context, self.shape)
+        model = build_model(context, self.shape, stage_of(self.layout, self.shape, self.environment.rank))
         slices, paddings = model.weight_slices(), model.padding_slices()
         if self.config.model.load_format == "dummy":
             fill_dummy(model, slices, paddings)
@@ -263,11 +263,14 @@ class Worker(WorkerBase):
     def _new_runner(self, engine: CacheEngine) -> ModelRunner:
         assert self._model is not None, "load_model comes first"
         assert self.groups is not None, "init_device comes first"
-        sampler = Sampler(
-            self.groups.tensor,
-            self._model.lm_head.shard.start,
+        sampler = self._new_sampler(self._model, self.groups) if self._model.stage.is_last else None
+        return ModelRunner(self._model, engine, sampler, self.config.cache.block_size, self.groups.pipeline)
+
+    def _new_sampler(self, model: DecoderForCausalLM, groups: ParallelGroups) -> Sampler:
+        return Sampler(
+            groups.tensor,
+            model.lm_head.shard.start,
             self.shape.vocab_size,
             self.shape.eos_token_ids,
             self.config.model.logprobs_mode,
         )
-        return ModelRunner(self._model, engine, sampler, self.config.cache.block_size)
