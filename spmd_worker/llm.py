@@ -49,6 +49,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
+        pipeline_layers: list[int] | None = None,
         dtype: str = "auto",
         seed: int = 0,
         max_model_len: int | None = None,
@@ -83,7 +84,7 @@ class LLM:
             scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
         config = RunConfig(
             model=ModelConfig(str(model), dtype, max_model_len, load_format, logprobs_mode),
-            parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size),
+            parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers),
             executor=ExecutorConfig(backend=distributed_executor_backend, **_given(timeout_s=timeout_s)),
             cache=CacheConfig(**cache),
             scheduler=SchedulerConfig(enable_chunked_prefill=enable_chunked_prefill, **scheduler),

@@ -224,7 +224,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str):
     assert "bad.yaml" in said or "gone" in said
 
 
-NOT_BUILT = ["parallel.pipeline_parallel_size=2", "parallel.data_parallel_size=2"]
+NOT_BUILT = ["parallel.data_parallel_size=2"]
 
 
 @pytest.mark.parametrize("override", NOT_BUILT)

@@ -53,9 +53,11 @@ def _read_all(reader: ByteReader) -> tuple[TokenLogprobs | None, ...]:
 
 
 def _read_entry(reader: ByteReader) -> TokenLogprobs | None:
-    num_tokens = reader.count() - 1
+    num_tokens = reader.unsigned() - 1
     if num_tokens < 0:
         return None
+    if num_tokens > reader.num_left:
+        raise MessageError(f"{num_tokens} log-probabilities announced with {reader.num_left} bytes left")
     entry: TokenLogprobs = {}
     for _ in range(num_tokens):
         token_id = reader.integer_64()

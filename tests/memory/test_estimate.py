@@ -11,7 +11,7 @@ from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory.estimate import activation_bytes, cache_spec, rank_sizes, weights_bytes
 from spmd_worker.model_shape import FAMILIES, ModelShape, shape_from_config
 from spmd_worker.models.registry import build_model
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.parallel.layout import RankLayout, Stage, stage_of
 from spmd_worker.parallel.process_group import GroupHandle
 
 
@@ -28,11 +28,11 @@ def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelSh
     return shape_from_config({"architectures": [architecture], **sizes, **keys}, "config.json")
 
 
-def parameter_bytes(shape: ModelShape, size: int, rank: int, dtype: str) -> int:
+def parameter_bytes(shape: ModelShape, size: int, rank: int, dtype: str, stage: Stage | None = None) -> int:
     group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
     backends = ReferenceKernels(), SdpaBackend()
     context = LayerContext(group, *backends, getattr(torch, dtype), torch.device("meta"))
-    return sum(parameter.nbytes for parameter in build_model(context, shape).parameters())
+    return sum(parameter.nbytes for parameter in build_model(context, shape, stage).parameters())
 
 
 VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
@@ -47,6 +47,17 @@ def test_weights_are_the_bytes_of_the_real_parameters_of_every_rank(architecture
             for dtype in ("float32", "bfloat16"):
                 expected = parameter_bytes(shape, size, rank, dtype)
                 assert weights_bytes(shape, RankLayout(size), rank, dtype) == expected, (size, rank, dtype)
+
+
+@pytest.mark.parametrize("keys", VARIANTS)
+@pytest.mark.parametrize("layers", [(3,), (1, 2), (2, 1), (1, 1, 1)])
+def test_weights_of_every_stage_are_the_bytes_of_its_real_parameters(layers: tuple[int, ...], keys: dict[str, bool]):
+    shape, layout = new_shape(**keys), RankLayout(2, len(layers), 1, layers)
+    for rank in range(layout.world_size):
+        stage = stage_of(layout, shape, rank)
+        expected = parameter_bytes(shape, 2, layout.tensor_rank(rank), "bfloat16", stage)
+        assert weights_bytes(shape, layout, rank, "bfloat16") == expected, rank
+        assert cache_spec(shape, layout, rank, "bfloat16", 16).num_layers == layers[layout.pipeline_rank(rank)]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,20 @@
 
 import pytest
 
-from spmd_worker.config import ConfigError
+from spmd_worker.config import ConfigError, ParallelConfig
+from spmd_worker.model_shape import shape_from_config
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
-from spmd_worker.parallel.layout import RankLayout, check_world_size, shard_range
+from spmd_worker.parallel.layout import (
+    RankLayout,
+    Stage,
+    balanced_layers,
+    check_divides,
+    check_world_size,
+    layout_of,
+    shard_range,
+    stage_of,
+    whole_model,
+)
 
 
 def test_ranks_of_two_by_two_by_two():
@@ -76,3 +87,52 @@ def test_half_an_environment_is_refused_with_what_is_missing():
         read_rank_environment(half)
     with pytest.raises(ConfigError, match="RANK='x' must be a whole number"):
         read_rank_environment({**TORCHRUN, "RANK": "x"})
+
+
+SHAPE = shape_from_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 4,
+    },
+    "config.json",
+)
+
+
+def test_stages_share_the_weights_with_embedding_and_head_counted():
+    table, layer = SHAPE.vocab_size * SHAPE.hidden_size, SHAPE.num_layer_parameters
+    assert 1 < table / layer < 2
+    assert balanced_layers(SHAPE, 1) == (10,)
+    assert balanced_layers(SHAPE, 2) == (5, 5)
+    assert balanced_layers(SHAPE, 4) == (2, 3, 3, 2)
+    assert balanced_layers(SHAPE, 10) == (1,) * 10
+
+
+def test_a_stage_is_a_run_of_layers_with_what_stands_at_the_ends():
+    layout = RankLayout(2, 3, 1, (1, 7, 2))
+    assert stage_of(layout, SHAPE, 0) == stage_of(layout, SHAPE, 1) == Stage(0, 1, is_first=True, is_last=False)
+    assert stage_of(layout, SHAPE, 3) == Stage(1, 8, is_first=False, is_last=False)
+    assert stage_of(layout, SHAPE, 5) == Stage(8, 10, is_first=False, is_last=True)
+    assert stage_of(RankLayout(1), SHAPE, 0) == whole_model(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (RankLayout(1, 11), "parallel.pipeline_parallel_size=11 is more than the model's 10 layers"),
+        (RankLayout(1, 2, 1, (10,)), r"\[10\] has 1 stages but parallel.pipeline_parallel_size is 2"),
+        (RankLayout(1, 2, 1, (5, 6)), r"\[5,6\] makes 11 layers and the model has 10.* such as \[5,5\]"),
+        (RankLayout(1, 2, 1, (10, 0)), r"\[10,0\] makes 10 layers.*each stage takes one at least"),
+    ],
+)
+def test_stages_that_are_no_cut_of_the_model_are_refused_with_one_that_is(layout: RankLayout, message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_divides(layout, SHAPE)
+
+
+def test_the_configuration_names_the_layers_of_each_stage():
+    assert layout_of(ParallelConfig(2, 2, 1, [4, 6])) == RankLayout(2, 2, 1, (4, 6))
+    assert layout_of(ParallelConfig()) == RankLayout(1)
