@@ -23,6 +23,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TOKEN_VARIABLE = "TESTS_RANKS_TOKEN"
 GRACE_S = 3.0
 STACKS_S = 0.5
+EXEC_S = 0.5
+# In /proc/PID/stat, counted from the field after the state: `vsize` is the 23rd field of proc(5).
+VIRTUAL_SIZE_FIELD = 19
 # What torchrun or an outer launcher would hand down, and what would then describe the wrong run.
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -130,7 +133,14 @@ def run_command(
 def processes_of(token: str) -> list[int]:
     """The ids of the living processes that carry `token` in the environment they were started with."""
     marker = f"{TOKEN_VARIABLE}={token}".encode()
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if marker in _proc_bytes(folder / "environ")]
+    deadline = time.monotonic() + EXEC_S
+    while True:
+        environments = {int(folder.name): _environment_of(folder) for folder in Path("/proc").glob("[0-9]*")}
+        # A process in the middle of its exec has an empty environment for an instant: one is looked at again.
+        is_complete = not any(environment == b"" and _is_running(pid) for pid, environment in environments.items())
+        if is_complete or time.monotonic() > deadline:
+            return [pid for pid, environment in environments.items() if environment and marker in environment]
+        time.sleep(0.01)
 
 
 def _environment(token: str, extra: Mapping[str, str]) -> dict[str, str]:
@@ -198,12 +208,26 @@ def _send(pid: int, signal_number: signal.Signals) -> None:
         return
 
 
+def _environment_of(folder: Path) -> bytes | None:
+    """What a process was started with; None where it has ended, is another user's, or is a thread of the kernel."""
+    try:
+        return (folder / "environ").read_bytes()
+    except OSError:
+        return None
+
+
+def _is_running(pid: int) -> bool:
+    """Whether `pid` still maps memory: a zombie does not, and its environment stays empty."""
+    state, *fields = _proc_bytes(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split() or [b"X"]
+    return state not in (b"Z", b"X") and int(fields[VIRTUAL_SIZE_FIELD]) > 0
+
+
 def _command_line(pid: int) -> str:
     return _proc_bytes(Path(f"/proc/{pid}/cmdline")).replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def _proc_bytes(path: Path) -> bytes:
-    """The file's bytes, or none where the process has ended (a zombie's environment is empty) or is another user's."""
+    """The file's bytes, or none where the process has ended or is another user's."""
     try:
         return path.read_bytes()
     except OSError:
