@@ -48,10 +48,10 @@ class GroupHandle:
         _all_gather(gathered, tensor.contiguous().view(-1), group=self.group)
         return gathered.view(self.size, *tensor.shape)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """The group's first rank decides, in place; returns its argument."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The rank in this place of the group, by default the first, decides, in place; returns its argument."""
         if self.group is not None:
-            dist.broadcast(tensor, src=self.ranks[0], group=self.group)
+            dist.broadcast(tensor, src=self.ranks[source], group=self.group)
         return tensor
 
 
