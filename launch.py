@@ -7,12 +7,15 @@ and every error are printed once, by rank 0.
 """
 
 import argparse
+import faulthandler
 import inspect
+import logging
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +24,14 @@ from typing import Final, NoReturn
 from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.config_compose import as_plain, as_yaml, compose_run, named_sets
 from spmd_worker.model_shape import ModelConfigError, read_model_shape
+from spmd_worker.observability.flight_recorder import flight_recorder_variables
+from spmd_worker.observability.roll_call import is_echo
+from spmd_worker.observability.watchdog import Watchdog
+from spmd_worker.parallel.cores import look_at_node, share_cores, take_share
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
 from spmd_worker.version import version
+
+logger = logging.getLogger("spmd_worker.launch")
 
 CONF: Final = Path(__file__).resolve().parent / "conf"
 
@@ -145,6 +154,7 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
 def _run(config: RunConfig, environment: RankEnvironment) -> int:
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.batch.job import JobError, run_job
+    from spmd_worker.batch.job_files import run_dir_of
     from spmd_worker.lockstep.errors import (
         DIVERGED_EXIT_CODE,
         RankFailedError,
@@ -152,22 +162,62 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
         ReplicaDivergedError,
     )
     from spmd_worker.observability.log import configure_logging
+    from spmd_worker.parallel.watch import watch_program
     from spmd_worker.tokenizer import TokenizerError
     from spmd_worker.weights.safetensors_header import CheckpointError
     from spmd_worker.worker.device import DeviceError
 
     configure_logging(environment.rank, environment.world_size)
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        # Stacks of a crash in native code.
+        faulthandler.enable(sys.__stderr__)
+    _share_the_node(config, environment)
+    watchdog = watch_program(environment, config.executor.timeout_s, run_dir_of(config.job))
     if environment.world_size > 1:
-        _outlive_the_signal_to_end()
+        _outlive_the_signal_to_end(watchdog.told_to_end)
+    watchdog.start()
     try:
-        run_job(config, environment)
-    except (ReplicaDivergedError, RanksDisagreeError) as error:
-        _leave_together(_fail(str(error), environment, DIVERGED_EXIT_CODE))
-    except (RankFailedError, JobError) as error:
+        run_job(config, environment, watchdog)
+    except (ConfigError, ModelConfigError, JobError) as error:
+        watchdog.fail(error)
         return _fail(str(error), environment)
-    except (OSError, DeviceError, TokenizerError, CheckpointError) as error:
-        return _fail(str(error), environment, is_own=True)
+    except (ReplicaDivergedError, RanksDisagreeError) as error:
+        watchdog.fail(error)
+        _leave_together(_fail(str(error), environment, DIVERGED_EXIT_CODE))
+    except (RankFailedError, OSError, DeviceError, TokenizerError, CheckpointError) as error:
+        return _end(error, environment, watchdog)
+    except Exception as error:  # a fault of ours: its traceback is wanted, and the other ranks must not wait
+        if environment.world_size == 1:
+            raise
+        if not is_echo(error):
+            traceback.print_exception(error)
+        return _end(error, environment, watchdog)
+    finally:
+        watchdog.stop()
     return 0
+
+
+def _end(error: Exception, environment: RankEnvironment, watchdog: Watchdog) -> int:
+    """End this rank after an error that concerns all: with several ranks the roll-call says who is to blame."""
+    if environment.world_size == 1:
+        return _fail(str(error), environment)
+    watchdog.fail(error)
+    return watchdog.leave(1)
+
+
+def _share_the_node(config: RunConfig, environment: RankEnvironment) -> None:
+    """Threads and cores for this rank, and where NCCL writes: both before torch computes or makes groups."""
+    import torch
+
+    from spmd_worker.batch.job_files import run_dir_of
+
+    share = share_cores(look_at_node(), environment.local_rank, environment.local_world_size, os.environ)
+    has_cuda = config.device != "cpu" and torch.cuda.is_available()
+    take_share(share, torch.set_num_threads, binds=not has_cuda)
+    if has_cuda:
+        os.environ.update(flight_recorder_variables(os.environ, run_dir_of(config.job)))
+    if environment.is_leader and environment.local_world_size > 1:
+        logger.info("%s", share.reason)
 
 
 def _leave_together(exit_code: int) -> NoReturn:
@@ -188,9 +238,9 @@ def _fail(message: str, environment: RankEnvironment, code: int = 1, *, is_own: 
     return code
 
 
-def _outlive_the_signal_to_end() -> None:
+def _outlive_the_signal_to_end(tell: Callable[[], None] = lambda: None) -> None:
     """When a rank has left, the launcher sends the others SIGTERM: stay a while to learn why and to exit with the code
-    that says so.
+    that says so. `tell` is called when the signal has come.
 
     A thread counts the time, because this one may wait in a collective, where Python's own handlers do not run.
     """
@@ -198,14 +248,15 @@ def _outlive_the_signal_to_end() -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    threading.Thread(target=_end_after_sigterm, args=(reader,), name="spmd-end", daemon=True).start()
+    threading.Thread(target=_end_after_sigterm, args=(reader, tell), name="spmd-end", daemon=True).start()
 
 
-def _end_after_sigterm(signal_numbers: int) -> NoReturn:
+def _end_after_sigterm(signal_numbers: int, tell: Callable[[], None]) -> NoReturn:
     """Read the numbers of signals as they come."""
     while os.read(signal_numbers, 1) != bytes([signal.SIGTERM]):
         continue
     _IS_ENDING.set()
+    tell()
     time.sleep(_PATIENCE_S)
     os._exit(128 + signal.SIGTERM)
 

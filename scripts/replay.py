@@ -33,7 +33,15 @@ from spmd_worker.batch.replay import (
 from spmd_worker.batch.replay_history import RowHistory, shorten
 from spmd_worker.lockstep.step_log import StepLog, StepLogError, StepLogHeader, read_step_log
 from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    EndRound,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 from spmd_worker.tokenizer import Tokenizer
 from spmd_worker.version import code_fingerprint
@@ -203,6 +211,8 @@ def event_in_words(event: Event) -> str:
         return f"the weights are of version {event.version}"
     if isinstance(event, FinishTransfers):
         return f"transfers {shorten(event.numbers)} have finished on every rank"
+    if isinstance(event, EndRound):
+        return "the replica has answered what it was given"
     return "the engine ends"
 
 

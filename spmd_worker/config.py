@@ -12,7 +12,7 @@ from typing import Any, Final
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "dummy")
-EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc")
+EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
 POLICIES: Final = ("fcfs",)
 RESUME_MODES: Final = ("auto", "never", "force")
@@ -59,21 +59,24 @@ class ParallelConfig:
         """Check each key alone."""
         _check_at_least("parallel.tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_at_least("parallel.pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        _check_only("parallel.data_parallel_size", self.data_parallel_size, 1, "replicas are not built yet")
+        _check_at_least("parallel.data_parallel_size", self.data_parallel_size, 1)
 
 
 @dataclass(frozen=True)
 class ExecutorConfig:
-    """Who starts the workers: `auto` is external_launcher under torchrun and uniproc elsewhere, and the qualified name
-    of a class (`package.module.Class`) is imported.
+    """Who starts the workers: `auto` is external_launcher under torchrun and uniproc elsewhere, multiproc starts them
+    on this node without a launcher, and the qualified name of a class (`package.module.Class`) is imported.
 
     The plan's digest is compared across ranks every `digest_every` steps (0: never). No rank waits for another longer
-    than `timeout_s` seconds.
+    than `timeout_s` seconds. `worker_cls` is the qualified name of another worker class, `worker_extension_cls` of one
+    whose methods every worker gets beside its own.
     """
 
     backend: str = "auto"
     digest_every: int = 1
     timeout_s: float = 300.0
+    worker_cls: str | None = None
+    worker_extension_cls: str | None = None
 
     def __post_init__(self) -> None:
         """Check each key alone."""

@@ -5,27 +5,27 @@ into the scheduler. Rank 0's requests and aborts become events of the next messa
 because only rank 0 touches the outside world. Knows how the parts fit together and no part's inside.
 """
 
-import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from hashlib import blake2b
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from spmd_worker.config import RunConfig
 from spmd_worker.engine_outputs import request_output
 from spmd_worker.engine_stats import StepRecorder
 from spmd_worker.executor.executor import Executor
-from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.lockstep.channel import ControlChannel
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.result_coding import decode_result, encode_result
+from spmd_worker.lockstep.step_channel import AbortedError
 from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config
+from spmd_worker.observability.heartbeat import CLOSING
 from spmd_worker.observability.step_stats import StepStats
 from spmd_worker.observability.step_times import StepTimes
+from spmd_worker.observability.watchdog import Watchdog
 from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.defaults import default_sampling
@@ -33,6 +33,7 @@ from spmd_worker.sequence.events import (
     Abort,
     Admit,
     Close,
+    EndRound,
     Event,
     FinishTransfers,
     ResetPrefixCache,
@@ -63,12 +64,16 @@ class LLMEngine:
         channel: ControlChannel,
         lockstep: Lockstep,
         scheduler: Scheduler,
+        engine_channel: ControlChannel | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.config, self.shape, self.tokenizer, self.executor = config, shape, tokenizer, executor
         self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
-        self.is_closed = False
+        self.engine_channel = engine_channel or channel
+        self.is_closed = self._is_round_over = False
         self._is_mid_step = False
-        self.times = StepTimes()
+        self.watchdog = watchdog
+        self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
         self.default_sampling = default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
         self.max_model_len = resolve_max_model_len(config, shape)
         self._events: list[Event] = []
@@ -84,8 +89,13 @@ class LLMEngine:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank's requests count."""
+        """Whether this rank's requests count: each replica has one such rank."""
         return self.channel.rank == 0
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank speaks for all replicas."""
+        return self.engine_channel.rank == 0
 
     @property
     def counters(self) -> SchedulerCounters:
@@ -189,34 +199,32 @@ class LLMEngine:
         while not self.is_closed:
             self._step()
 
+    def follow_round(self) -> None:
+        """Run steps until the leader ends the round: for ranks that do not know which requests their replica has."""
+        self._is_round_over = False
+        while not self._is_round_over:
+            self._step()
+
+    def end_round(self) -> None:
+        """The leader only: end the `follow_round` loops. The engine takes more requests afterwards."""
+        self._events.append(EndRound())
+        self.follow_round()
+
     def shutdown(self) -> None:
         """Give back memory and groups. Idempotent; every rank calls it."""
         self.is_closed = True
+        self.times.heartbeat.enter(CLOSING)
         self.lockstep.close()
         self.channel.close()
+        self.engine_channel.close()
         self.executor.shutdown()
+        if self.watchdog is not None and not self.watchdog.watched.exits:
+            self.watchdog.stop()
 
-    def agree_on(self, subject: str, value: Any) -> None:
-        """Raise RanksDisagreeError, naming the first difference, unless every rank gives an equal JSON value.
-
-        Compares nothing with `executor.digest_every` 0.
-        """
-        if self.config.executor.digest_every:
-            check_equal(subject, self.channel.gather(canonical(value)))
-
-    def agree_on_prompts(self, prompts: list[tuple[tuple[int, ...], SamplingParams]]) -> None:
-        """Raise RanksDisagreeError, naming prompt, field and both values, unless every rank gives equal prompts.
-
-        Digests are compared; only a prompt that differs is sent whole.
-        """
-        if not self.config.executor.digest_every or self.channel.size == 1:
-            return
-        digests = [blake2b(canonical(_as_json(prompt)), digest_size=8).hexdigest() for prompt in prompts]
-        lists = [json.loads(payload) for payload in self.channel.gather(canonical(digests))]
-        for index, entries in enumerate(zip(*lists)):
-            if len(dict.fromkeys(entries)) > 1:
-                self.agree_on("prompts", {f"prompts[{index}]": _as_json(prompts[index])})
-        check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in lists])
+    def tell(self, error: BaseException) -> None:
+        """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""
+        if not self._is_mid_step:
+            self.lockstep.explain(error)
 
     def _step(self) -> list[SequenceGroup]:
         """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
@@ -225,6 +233,8 @@ class LLMEngine:
         try:
             ended = self._run_step()
         except Exception as error:  # told to the other ranks, which may be waiting for this one, then raised again
+            if self.watchdog is not None and not isinstance(error, AbortedError):
+                self.watchdog.fail(error)
             explained = self.lockstep.explain(error)
             if explained is error:
                 raise
@@ -272,13 +282,14 @@ class LLMEngine:
     def _take_in(self, event: Event) -> list[SequenceGroup]:
         if isinstance(event, Close):
             self.is_closed = True
+        elif isinstance(event, EndRound):
+            self._is_round_over = True
+        elif isinstance(event, Admit):
+            # Requests that this rank did not add itself have taken their numbers too.
+            self._num_requests = max(self._num_requests, event.request.request_id + 1)
         aborted = self.scheduler.handle(event)
         return [aborted] if aborted is not None else []
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
         prompt = self._prompts.pop(group.request.request_id, None)
         return request_output(group, prompt, self.tokenizer)
-
-
-def _as_json(prompt: tuple[tuple[int, ...], SamplingParams]) -> dict[str, Any]:
-    return {"prompt_token_ids": list(prompt[0]), "sampling": asdict(prompt[1])}

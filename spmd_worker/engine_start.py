@@ -31,10 +31,13 @@ from spmd_worker.lockstep.step_channel import FollowerChannel, LeaderChannel
 from spmd_worker.memory.plan import check_cache_setting, resolve_dtype, resolve_max_model_len
 from spmd_worker.memory.swap_cost import block_copy_tokens
 from spmd_worker.model_shape import ModelShape, read_model_shape
+from spmd_worker.observability.heartbeat import BETWEEN_STEPS
+from spmd_worker.observability.watchdog import Watchdog
 from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
 from spmd_worker.parallel.groups import world_environment
 from spmd_worker.parallel.layout import RankLayout, check_divides, layout_of
 from spmd_worker.parallel.process_group import single_group
+from spmd_worker.parallel.watch import watch_guest
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.residency import PreemptionPolicy
 from spmd_worker.scheduler.scheduler import Scheduler
@@ -56,8 +59,12 @@ class CacheSizes(NamedTuple):
     num_tier_blocks: int = 0
 
 
-def start_engine(config: RunConfig, environment: RankEnvironment | None = None) -> LLMEngine:
+def start_engine(
+    config: RunConfig, environment: RankEnvironment | None = None, watchdog: Watchdog | None = None
+) -> LLMEngine:
     """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
+
+    `watchdog` is the program's own, and started; without one the engine has one for as long as it lives.
 
     Raises ConfigError or ModelConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the
     same on every rank, once the groups exist.
@@ -65,24 +72,51 @@ def start_engine(config: RunConfig, environment: RankEnvironment | None = None) 
     environment = world_environment(environment or read_rank_environment())
     shape, layout = read_run(config)
     executor = Executor.get_class(config.executor.backend, environment)(config, shape, layout, environment)
+    if watchdog is None:
+        num_ranks = layout.world_size if environment.is_launched else 1
+        watchdog = watch_guest(environment, num_ranks, config.executor.timeout_s)
+        watchdog.start()
+    try:
+        return _start(config, shape, environment, executor, watchdog)
+    except BaseException as error:  # told to the other ranks, which may be waiting for this one, then raised again
+        watchdog.fail(error)
+        if not watchdog.watched.exits:
+            watchdog.stop()
+        raise
+
+
+def _start(
+    config: RunConfig, shape: ModelShape, environment: RankEnvironment, executor: Executor, watchdog: Watchdog
+) -> LLMEngine:
+    watchdog.heartbeat.enter("joining the other ranks")
     executor.start()
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
+    engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
     try:
-        tokenizer, sizes = _load(config, shape, executor, channel)
+        tokenizer, sizes = _load(config, shape, executor, channel, engine_channel, watchdog)
+        watchdog.heartbeat.enter("agreeing on the start")
         device = str(executor.collective_rpc("get_device_type")[0])
         scheduler = new_scheduler(config, shape, tokenizer, sizes, device)
         if config.executor.digest_every:
-            _agree_on_computing(channel, executor, scheduler)
+            _agree_on_computing(channel, engine_channel, executor, scheduler)
         # The channel last: it starts a thread.
         lockstep = Lockstep(_open_channel(config, channel, environment), config.executor.digest_every)
-    except BaseException:
+    except BaseException as error:
+        # Before the groups are taken down, which may take a while.
+        watchdog.fail(error)
         executor.shutdown()
         raise
-    return LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler)
+    watchdog.heartbeat.enter(BETWEEN_STEPS)
+    return LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
 
 
-def _agree_on_computing(channel: ControlChannel, executor: Executor, scheduler: Scheduler) -> None:
-    """Blocks and the order of arithmetic: what is only known once the kernels are built and the memory is measured."""
+def _agree_on_computing(
+    channel: ControlChannel, engine_channel: ControlChannel, executor: Executor, scheduler: Scheduler
+) -> None:
+    """Blocks and the order of arithmetic: what is only known once the kernels are built and the memory is measured.
+
+    Another replica may have another number of blocks, but must compute the same bits.
+    """
     cache = {
         "num_blocks": scheduler.cache.num_blocks,
         "num_host_blocks": scheduler.cache.num_host_blocks,
@@ -90,26 +124,34 @@ def _agree_on_computing(channel: ControlChannel, executor: Executor, scheduler: 
     }
     check_equal("caches", channel.gather(canonical(cache)))
     arithmetic = executor.collective_rpc("get_arithmetic")[0]
-    check_equal("kernels", channel.gather(canonical({"arithmetic": arithmetic})))
+    check_equal("kernels", engine_channel.gather(canonical({"arithmetic": arithmetic})))
 
 
 def _load(
-    config: RunConfig, shape: ModelShape, executor: Executor, channel: ControlChannel
+    config: RunConfig,
+    shape: ModelShape,
+    executor: Executor,
+    channel: ControlChannel,
+    engine_channel: ControlChannel,
+    watchdog: Watchdog,
 ) -> tuple[Tokenizer | None, CacheSizes]:
-    """Everything that reads files or takes memory, agreed on step by step; returns the blocks that every rank has."""
+    """Everything that reads files or takes memory, agreed on step by step by all replicas; returns the blocks that
+    every rank of this one has.
+    """
     folder = Path(config.model.path or "")
-    tokenizer = _together(channel, "reading the tokenizer", partial(Tokenizer.open_if_present, folder))
+    together = partial(_together, engine_channel, watchdog)
+    tokenizer = together("reading the tokenizer", partial(Tokenizer.open_if_present, folder))
     if config.executor.digest_every:
-        _agree_on_start(channel, config, shape, tokenizer)
-    _together(channel, "loading the model", executor.load_model)
-    counts = _together(channel, "sizing the cache", executor.determine_num_available_blocks)
-    num_tier = int(config.cache.host_tier_gib * 2**30) // executor.collective_rpc("get_cache_block_size_bytes")[0]
+        _agree_on_start(engine_channel, watchdog, config, shape, tokenizer)
+    together("loading the model", executor.load_model)
+    counts = together("sizing the cache", executor.determine_num_available_blocks)
+    num_tier = int(config.cache.host_tier_gib * 2**30) // max(executor.collective_rpc("get_cache_block_size_bytes"))
     sizes = CacheSizes(*channel.minimum((*counts, num_tier)))
     allocate = partial(executor.initialize_from_config, sizes.num_blocks, sizes.num_host_blocks)
-    _together(channel, "allocating the cache", allocate)
+    together("allocating the cache", allocate)
     if sizes.num_tier_blocks:
         allocate_tier = partial(executor.collective_rpc, "initialize_host_tier", args=(sizes.num_tier_blocks,))
-        _together(channel, "allocating the host tier", allocate_tier)
+        together("allocating the host tier", allocate_tier)
     return tokenizer, sizes
 
 
@@ -168,7 +210,9 @@ def package_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **versions}
 
 
-def _agree_on_start(channel: ControlChannel, config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None) -> None:
+def _agree_on_start(
+    channel: ControlChannel, watchdog: Watchdog, config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None
+) -> None:
     """Configuration, code and model must be the same on every rank; where output goes is rank 0's business."""
     settings = asdict(config)
     del settings["job"]
@@ -184,33 +228,37 @@ def _agree_on_start(channel: ControlChannel, config: RunConfig, shape: ModelShap
     }
     check_equal("settings", channel.gather(canonical(value)))
     if config.model.load_format != "dummy":
-        _agree_on_weights(channel, Path(config.model.path or ""))
+        _agree_on_weights(channel, watchdog, Path(config.model.path or ""))
 
 
-def _agree_on_weights(channel: ControlChannel, folder: Path) -> None:
+def _agree_on_weights(channel: ControlChannel, watchdog: Watchdog, folder: Path) -> None:
     """Ranks that read the same files have the same weights; copies are compared by content, tensor by tensor."""
     identities = channel.gather(
-        canonical(_together(channel, "reading the checkpoint", partial(file_identities, folder)))
+        canonical(_together(channel, watchdog, "reading the checkpoint", partial(file_identities, folder)))
     )
     if len(dict.fromkeys(identities)) == 1:
         return
     # One rank of those that share files reads them for all.
     is_first = identities.index(identities[channel.rank]) == channel.rank
-    digests = _together(channel, "reading the checkpoint", partial(tensor_digests, folder) if is_first else dict)
+    digests = _together(
+        channel, watchdog, "reading the checkpoint", partial(tensor_digests, folder) if is_first else dict
+    )
     gathered = channel.gather(canonical(digests))
     check_equal("weights", [gathered[identities.index(identity)] for identity in identities])
 
 
-def _together(channel: ControlChannel, phase: str, action: Callable[[], Any]) -> Any:
+def _together(channel: ControlChannel, watchdog: Watchdog, phase: str, action: Callable[[], Any]) -> Any:
     """Run `action` on every rank; if it fails on any, all raise RankFailedError naming the first that did and why."""
     result: Any = None
     problem = ""
+    watchdog.heartbeat.enter(phase)
     try:
         result = action()
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if channel.size == 1:
             raise
         problem = f"{type(error).__name__}: {error}"
+        watchdog.fail(error, phase)
     for rank, other in enumerate(channel.gather(problem.encode("utf-8", "replace"))):
         if other:
             raise RankFailedError(f"rank {rank} failed while {phase}: {other.decode('utf-8', 'replace')}")

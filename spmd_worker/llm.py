@@ -5,6 +5,7 @@ rank gets every output. Knows prompts and messages. Knows nothing about steps, r
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,8 +24,10 @@ from spmd_worker.config import (
 )
 from spmd_worker.engine import LLMEngine
 from spmd_worker.engine_start import start_engine
+from spmd_worker.replicas.agreement import agree_on_prompts
+from spmd_worker.replicas.prompts import RoundPrompt, answer_alone, answer_together
+from spmd_worker.replicas.replicas import open_replicas
 from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer import Tokenizer
 
@@ -92,6 +95,7 @@ class LLM:
             seed=seed,
         )
         self.llm_engine: LLMEngine = start_engine(config)
+        self._replicas = open_replicas(self.llm_engine)
 
     def generate(
         self,
@@ -103,7 +107,8 @@ class LLM:
         """One output a prompt, in order. A prompt that cannot be answered gets an output with `error`; the rest is
         answered.
 
-        Under torchrun every rank must pass the same prompts: RanksDisagreeError names the first that differs.
+        Under torchrun every rank of an engine, those of all its replicas, must pass the same prompts:
+        RanksDisagreeError names the first that differs. Every rank gets every output.
         """
         encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
         return self._run(encoded, self._params(sampling_params, len(encoded)), use_tqdm)
@@ -144,7 +149,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Later prompts find nothing of what is cached now, on every rank; returns True. For weights that were changed
-        in place, under the same version.
+        in place, under the same version. Under torchrun the first rank of each replica speaks for it.
         """
         self.llm_engine.reset_prefix_cache()
         return True
@@ -152,7 +157,8 @@ class LLM:
     def set_weight_version(self, version: int) -> None:
         """Say that the weights were changed in place (`apply_model`, `collective_rpc`): what was cached is not found.
 
-        Under torchrun rank 0's word counts. Any other number than the last will do; a trainer gives its step.
+        Under torchrun the first rank of each replica speaks for it: call this on every rank. Any other number than the
+        last will do; a trainer gives its step.
         """
         self.llm_engine.set_weight_version(version)
 
@@ -169,28 +175,27 @@ class LLM:
         self.close()
 
     def _run(self, encoded: list["_Encoded"], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        engine = self.llm_engine
+        engine, replicas = self.llm_engine, self._replicas
         engine.check_idle()
-        engine.agree_on_prompts([(each.token_ids, sampling) for each, sampling in zip(encoded, params, strict=True)])
-        outputs: list[RequestOutput | None] = [None] * len(encoded)
-        places: dict[RequestId, int] = {}
+        if replicas is not None:
+            replicas.check_whole()
+        agree_on_prompts(engine, [(each.token_ids, sampling) for each, sampling in zip(encoded, params, strict=True)])
+        outputs: dict[int, RequestOutput] = {}
+        prompts: list[RoundPrompt] = []
         for index, (each, sampling) in enumerate(zip(encoded, params, strict=True)):
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
-                places[engine.add_request(each.token_ids, sampling, prompt=each.text, index=index)] = index
+                engine.check_request(each.token_ids, sampling)
+                prompts.append(RoundPrompt(index, each.text, each.token_ids, sampling))
             except ValueError as error:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
                 )
-        with _Bar(total=len(places), desc="prompts", disable=not (use_tqdm and engine.is_leader)) as bar:
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    index = places[RequestId(int(output.request_id))]
-                    output.request_id = str(index)
-                    outputs[index] = output
-                    bar.update()
-        return [output for output in outputs if output is not None]
+        answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
+        with _Bar(total=len(prompts), desc="prompts", disable=not (use_tqdm and engine.is_first_rank)) as bar:
+            outputs |= answer(prompts, bar.update)
+        return [outputs[index] for index in range(len(encoded))]
 
     def _encode(self, prompt: Prompt) -> "_Encoded":
         if isinstance(prompt, Mapping):

@@ -374,13 +374,21 @@ def nothing_is_left(is_exact: bool = True) -> Iterator[None]:
 def held() -> dict[str, object]:
     files = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     targets = sorted(os.readlink(each).split("[")[0] for each in files if os.path.lexists(each))
-    tasks = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    tasks = [name for task in os.listdir("/proc/self/task") if (name := thread_name(task)) is not None]
     return {
         "groups": len(distributed_c10d._world.pg_map),
         "python threads": sorted(thread.name for thread in threading.enumerate()),
         "threads": sorted(tasks),
         "files": targets,
     }
+
+
+def thread_name(task: str) -> str | None:
+    """None for a thread that has ended meanwhile: the system lists it a moment longer than Python does."""
+    try:
+        return Path(f"/proc/self/task/{task}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def random_states() -> list[object]:

@@ -149,11 +149,21 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("time to generate", _duration(metrics, "generate_s")),
         ("time in all", _duration(metrics, "wall_s")),
         ("peak memory", _memory(metrics)),
+        ("replicas", _replicas(metrics)),
         ("steps", _count(metrics, "steps")),
         ("lockstep", _lockstep(metrics)),
         ("preemptions", _preemptions(metrics)),
         ("host tier", _tier(metrics)),
     ]
+
+
+def _replicas(metrics: Mapping[str, Any]) -> str | None:
+    """How the rows were shared, and how long each replica computed."""
+    replicas = metrics.get("replicas")
+    if not replicas:
+        return None
+    rows, busy = ([each[key] for each in replicas] for key in ("rows", "busy_s"))
+    return f"{', '.join(f'{number:,}' for number in rows)} rows; busy {', '.join(map(format_seconds, busy))}"
 
 
 def _lockstep(metrics: Mapping[str, Any]) -> str | None:

@@ -32,7 +32,7 @@ def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
     """
     if not run_dir.is_dir():
         return None
-    path = run_dir / f"records.rank{engine.channel.rank}.log"
+    path = run_dir / f"records.rank{engine.engine_channel.rank}.log"
     encoder = Encoder()
     try:
         with StepLogWriter(path, step_log_header(engine)) as writer:

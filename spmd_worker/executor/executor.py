@@ -3,22 +3,29 @@
 Knows how to reach workers. Knows nothing about scheduling or requests. Names follow vLLM's.
 """
 
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config import ConfigError, RunConfig
+from spmd_worker.lockstep.transfers import TransferBook
 from spmd_worker.model_shape import ModelShape
 from spmd_worker.parallel.environment import RankEnvironment
 from spmd_worker.parallel.layout import RankLayout
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import resolve_class
 
+logger = logging.getLogger(__name__)
+
 BACKENDS = {
     "external_launcher": "spmd_worker.executor.external_launcher.ExternalLauncherExecutor",
     "uniproc": "spmd_worker.executor.uniproc.UniProcExecutor",
+    "multiproc": "spmd_worker.executor.multiproc.MultiprocExecutor",
 }
 
 
@@ -27,8 +34,20 @@ class Executor(ABC):
 
     def __init__(self, config: RunConfig, shape: ModelShape, layout: RankLayout, environment: RankEnvironment) -> None:
         self.config, self.shape, self.layout, self.environment = config, shape, layout, environment
-        self.is_failed = False
+        self._has_failed = False
         self._failure_callbacks: list[Callable[[], None]] = []
+        self._callback_lock = threading.Lock()
+        self._transfers = TransferBook(self.num_workers)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that this executor calls: one, where each rank has an executor of its own."""
+        return 1
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether no step can run any more."""
+        return self._has_failed
 
     @staticmethod
     def get_class(backend: str, environment: RankEnvironment) -> type["Executor"]:
@@ -60,7 +79,10 @@ class Executor(ABC):
         kwargs: Mapping[str, Any] | None = None,
         non_block: bool = False,
     ) -> list[Any]:
-        """Run a method on every worker of this executor; a callable gets the worker as its first argument."""
+        """Run a method on every worker of this executor: their answers, or futures of them, in rank order.
+
+        A callable gets the worker as its first argument; it must live in the worker's process.
+        """
 
     def load_model(self) -> None:
         """Every worker fills its shard."""
@@ -92,19 +114,41 @@ class Executor(ABC):
         """Raise when a worker can no longer compute."""
         if self.is_failed:
             raise RuntimeError("the executor has failed: make a new one")
-        self.collective_rpc("check_health")
+        self.collective_rpc("check_health", timeout=self.config.executor.timeout_s)
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         """`callback` runs once, when the executor fails for good; at once if it has failed already."""
-        if self.is_failed:
+        with self._callback_lock:
+            is_late = self._has_failed
+            if not is_late:
+                self._failure_callbacks.append(callback)
+        if is_late:
             callback()
-        else:
-            self._failure_callbacks.append(callback)
 
     @property
     def max_concurrent_batches(self) -> int:
         """Steps that may be under way at once."""
         return self.config.parallel.pipeline_parallel_size
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What every worker can be asked for, such as "generate"."""
+        first, *others = self.collective_rpc("get_supported_tasks")
+        return tuple(task for task in first if all(task in tasks for tasks in others))
+
+    def init_kv_output_aggregator(self) -> None:
+        """Count transfers anew: one is finished when every worker of this executor has finished it.
+
+        Across executors of one worker each, rank 0's lockstep counts the same way.
+        """
+        self._transfers = TransferBook(self.num_workers)
+
+    def reinitialize_distributed(self, layout: RankLayout) -> None:
+        """A new world size. Raises ConfigError here: these processes are not this executor's to start or to end."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot change its ranks to {layout.world_size}: close this LLM and make another "
+            f"with the sizes that you want, in the same processes"
+        )
 
     def shutdown(self) -> None:
         """End the workers. Idempotent."""
@@ -118,11 +162,32 @@ class Executor(ABC):
         except BaseException:
             self._fail()
             raise
-        assert isinstance(result, StepResult), type(result)
-        return result
+        return self._aggregate([result], 0)
+
+    def _aggregate(self, results: Sequence[StepResult], output_rank: int) -> StepResult:
+        """The step's one result: the output rank's ids, and the transfers that every worker has finished by now."""
+        for rank, result in enumerate(results):
+            self._transfers.add(rank, result.finished_transfers)
+        return replace(results[output_rank], finished_transfers=self._transfers.take_complete())
 
     def _fail(self) -> None:
-        self.is_failed = True
-        callbacks, self._failure_callbacks = self._failure_callbacks, []
+        """Run the callbacks; a second call finds none."""
+        with self._callback_lock:
+            self._has_failed = True
+            callbacks, self._failure_callbacks = self._failure_callbacks, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # the failure that it is told of is what the caller must hear
+                logger.exception("a failure callback raised")
+
+    def _worker_kwargs(self, environment: RankEnvironment) -> dict[str, Any]:
+        """What `WorkerWrapper.init_worker` makes a rank's worker of."""
+        return {
+            "worker_cls": self.config.executor.worker_cls,
+            "worker_extension_cls": self.config.executor.worker_extension_cls,
+            "config": self.config,
+            "shape": self.shape,
+            "layout": self.layout,
+            "environment": environment,
+        }

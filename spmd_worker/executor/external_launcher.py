@@ -22,5 +22,13 @@ class ExternalLauncherExecutor(UniProcExecutor):
         assert worker.groups is not None, "start comes first"
         return ControlChannel(worker.groups.control)
 
+    @property
+    def engine_channel(self) -> ControlChannel:
+        """The control channel of all replicas: the replica's own where there is one."""
+        worker = self.driver_worker.worker
+        assert isinstance(worker, Worker), type(worker)
+        assert worker.groups is not None, "start comes first"
+        return ControlChannel(worker.groups.engine)
+
     def _check_world(self) -> None:
         check_whole_engines(self.layout, self.environment.world_size)

@@ -21,9 +21,7 @@ class UniProcExecutor(Executor):
         """Raises ConfigError when the layout has more ranks than this process."""
         self._check_world()
         self.driver_worker = WorkerWrapper(rpc_rank=0, global_rank=self.environment.rank)
-        self.driver_worker.init_worker(
-            [{"config": self.config, "shape": self.shape, "layout": self.layout, "environment": self.environment}]
-        )
+        self.driver_worker.init_worker([self._worker_kwargs(self.environment)])
         self.collective_rpc("init_device")
 
     def collective_rpc(
@@ -57,5 +55,6 @@ class UniProcExecutor(Executor):
         if self.layout.world_size != 1:
             raise ConfigError(
                 f"executor.backend=uniproc runs one rank but the layout has {self.layout.world_size}: "
-                f"start them with torchrun and executor.backend=external_launcher"
+                f"start them with torchrun and executor.backend=external_launcher, or on this node with "
+                f"executor.backend=multiproc"
             )

@@ -65,6 +65,17 @@ class ControlChannel:
         rows = self._group.all_gather(padded) if longest else padded.expand(self.size, 0)
         return [_as_bytes(row)[:length] for row, length in zip(rows, lengths, strict=True)]
 
+    def collect(self, payload: bytes) -> list[bytes]:
+        """As `gather`, for payloads that are long on some ranks and empty on others: no rank pads what it sends."""
+        if self.size == 1:
+            return [payload]
+        lengths = self._group.all_gather(torch.tensor(len(payload))).tolist()
+        collected = []
+        for rank, length in enumerate(lengths):
+            part = _as_tensor(payload) if rank == self.rank else torch.empty(length, dtype=torch.uint8)
+            collected.append(_as_bytes(self._group.broadcast(part, source=rank)) if length else b"")
+        return collected
+
     def minimum(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """The least of each number over the ranks."""
         return tuple(self._group.all_reduce_min(torch.tensor(numbers, dtype=torch.int64)).tolist())

@@ -14,6 +14,7 @@ from spmd_worker.sequence.events import (
     Abort,
     Admit,
     Close,
+    EndRound,
     Event,
     FinishTransfers,
     ResetPrefixCache,
@@ -100,6 +101,8 @@ def _add_event(record: _Canonical, event: Event) -> None:
         record.integers((4,))
     elif isinstance(event, SetWeightVersion):
         record.integers((5, event.version))
+    elif isinstance(event, EndRound):
+        record.integers((7,))
     else:
         assert isinstance(event, FinishTransfers), event
         record.integers((6,))

@@ -16,6 +16,7 @@ from spmd_worker.sequence.events import (
     Abort,
     Admit,
     Close,
+    EndRound,
     Event,
     FinishTransfers,
     ResetPrefixCache,
@@ -31,6 +32,7 @@ _CLOSE: Final = 3
 _RESET_PREFIX_CACHE: Final = 4
 _SET_WEIGHT_VERSION: Final = 5
 _FINISH_TRANSFERS: Final = 6
+_END_ROUND: Final = 7
 
 _Write = Callable[[ByteWriter, Any], None]
 _Read = Callable[[ByteReader], Any]
@@ -170,6 +172,8 @@ def write_event(writer: ByteWriter, event: Event) -> None:
         writer.signed(event.request_id)
     elif isinstance(event, Close):
         writer.byte(_CLOSE)
+    elif isinstance(event, EndRound):
+        writer.byte(_END_ROUND)
     elif isinstance(event, ResetPrefixCache):
         writer.byte(_RESET_PREFIX_CACHE)
     elif isinstance(event, SetWeightVersion):
@@ -190,6 +194,8 @@ def read_event(reader: ByteReader) -> Event:
         return Abort(RequestId(reader.integer_64()))
     if kind == _CLOSE:
         return Close()
+    if kind == _END_ROUND:
+        return EndRound()
     if kind == _RESET_PREFIX_CACHE:
         return ResetPrefixCache()
     if kind == _SET_WEIGHT_VERSION:

@@ -132,7 +132,8 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"{layout.world_size} = {layout.data_parallel_size} data x {layout.pipeline_parallel_size} pipeline x "
         f"{layout.tensor_parallel_size} tensor"
     )
-    lines = [f"model      {model}", f"computes   {_where(plan)}", f"ranks      {ranks}", "", *_table(plan), ""]
+    lines = [f"model      {model}", f"computes   {_where(plan)}", f"ranks      {ranks}", *_replicas(plan)]
+    lines += ["", *_table(plan), ""]
     lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
     refusal = plan.refusal
     return "\n".join([*lines, *([f"refused    {refusal}"] if refusal else [])])
@@ -168,6 +169,16 @@ def _where(plan: MemoryPlan) -> str:
     if plan.config.device == "auto":
         return f"in {plan.dtype} on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)"
     return f"in {plan.dtype} on {'the CPU' if plan.device == 'cpu' else 'one GPU a rank'}"
+
+
+def _replicas(plan: MemoryPlan) -> list[str]:
+    num_replicas = plan.layout.data_parallel_size
+    if num_replicas == 1:
+        return []
+    size = plan.layout.world_size // num_replicas
+    ranks = "one rank" if size == 1 else f"{size} ranks"
+    what = "each with a whole model and a cache of its own; they draw rows from one queue"
+    return [f"replicas   {num_replicas} of {ranks}, {what}"]
 
 
 def _table(plan: MemoryPlan) -> list[str]:
@@ -223,9 +234,10 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
 
 
 def _sequences(plan: MemoryPlan, num_blocks: int) -> str:
+    where = " in each replica" if plan.layout.data_parallel_size > 1 else ""
     return (
         f"{num_blocks // plan.num_blocks_of_longest:,} of {plan.max_model_len:,} tokens (model.max_model_len) fit at "
-        f"once; scheduler.max_num_seqs is {plan.config.scheduler.max_num_seqs:,}"
+        f"once{where}; scheduler.max_num_seqs is {plan.config.scheduler.max_num_seqs:,}"
     )
 
 

@@ -1,22 +1,33 @@
-"""Where the time of the steps goes, on this rank: a few sums, read at the end of a run.
+"""Where the time of the steps goes, on this rank: a few sums, read at the end of a run; and where the step is now.
 
-Knows a clock. Knows nothing about what is timed; nothing that is decided may depend on it.
+Knows a clock, and whom to tell. Knows nothing about what is timed; nothing that is decided may depend on it.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
+
+from spmd_worker.observability.heartbeat import BETWEEN_STEPS, Heartbeat
+
+_NEXT_PHASES: Final = {"schedule": "lockstep", "lockstep": "execute", "execute": "apply", "apply": BETWEEN_STEPS}
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds by phase. `lockstep_s` is digest, messages and waiting for the other ranks to agree."""
+    """Seconds by phase. `lockstep_s` is digest, messages and waiting for the other ranks to agree.
 
+    `heartbeat` is told of every step and phase that begins.
+    """
+
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     schedule_s: float = 0.0
     lockstep_s: float = 0.0
     execute_s: float = 0.0
     apply_s: float = 0.0
     began_s: float = 0.0
     """When the last step began, on a clock of no particular origin."""
+    step: int = 0
+    """The step that began last, counted from 1."""
     _started_s: float = 0.0
 
     @property
@@ -33,12 +44,15 @@ class StepTimes:
         """The four sums, in the order in which the phases follow one another."""
         return self.schedule_s, self.lockstep_s, self.execute_s, self.apply_s
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, step: int | None = None) -> None:
+        """A step begins: the one after the last, or `step`."""
+        self.step = self.step + 1 if step is None else step
+        self.heartbeat.enter("schedule", self.step)
         self.began_s = self._started_s = time.perf_counter()
 
     def end(self, phase: str) -> None:
-        """The phase that began with `begin`, or with the `end` of the one before, is over."""
+        """The phase that began with `begin`, or with the `end` of the one before, is over; the next one begins."""
         now_s = time.perf_counter()
         setattr(self, f"{phase}_s", getattr(self, f"{phase}_s") + now_s - self._started_s)
+        self.heartbeat.enter(_NEXT_PHASES.get(phase, BETWEEN_STEPS))
         self._started_s = now_s

@@ -9,7 +9,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from spmd_worker.parallel.environment import RankEnvironment
@@ -19,12 +20,15 @@ from spmd_worker.parallel.process_group import GroupHandle, single_group
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
-    """`tensor` and `pipeline` carry device tensors; `control` spans one replica and is gloo on the CPU."""
+    """`tensor` and `pipeline` carry device tensors; `control` spans one replica and is gloo on the CPU, and so is
+    `engine`, which spans all replicas of an engine: the same group as `control` where there is one.
+    """
 
     layout: RankLayout
     tensor: GroupHandle
     pipeline: GroupHandle
     control: GroupHandle
+    engine: GroupHandle
     owns_world: bool
 
     def destroy(self) -> None:
@@ -32,7 +36,8 @@ class ParallelGroups:
         if self.owns_world:
             dist.destroy_process_group()
             return
-        for handle in (self.tensor, self.pipeline, self.control):
+        of_all_replicas = () if self.engine is self.control else (self.engine,)
+        for handle in (self.tensor, self.pipeline, self.control, *of_all_replicas):
             if handle.group is not None:
                 dist.destroy_process_group(handle.group)
 
@@ -47,7 +52,7 @@ def join_groups(
     """
     if layout.world_size == 1:
         alone = single_group()
-        return ParallelGroups(layout, alone, alone, alone, owns_world=False)
+        return ParallelGroups(layout, alone, alone, alone, alone, owns_world=False)
     timeout = timedelta(seconds=timeout_s)
     owns_world = not dist.is_initialized()
     if owns_world:
@@ -60,11 +65,14 @@ def join_groups(
         everywhere = in_every_engine(groups, layout, environment.world_size)
         return _join_one(everywhere, environment.rank, backend, timeout)
 
+    tensor, pipeline = (join(groups, data_backend) for groups in (layout.tensor_groups(), layout.pipeline_groups()))
+    control = join(replicas, "gloo")
     return ParallelGroups(
         layout=layout,
-        tensor=join(layout.tensor_groups(), data_backend),
-        pipeline=join(layout.pipeline_groups(), data_backend),
-        control=join(replicas, "gloo"),
+        tensor=tensor,
+        pipeline=pipeline,
+        control=control,
+        engine=control if len(replicas) == 1 else join([list(range(layout.world_size))], "gloo"),
         owns_world=owns_world,
     )
 
@@ -99,6 +107,13 @@ def _join_one(groups: list[list[int]], rank: int, backend: str, timeout: timedel
         if rank in ranks:
             mine = GroupHandle(ranks=tuple(ranks), rank=ranks.index(rank), group=group)
     return mine
+
+
+def shared_store() -> Store:
+    """The store of the world that these ranks are in: the launcher's, or the caller's own."""
+    assert dist.is_initialized(), "join_groups comes first"
+    # Torch offers no other way to the store of a world that somebody else initialised.
+    return distributed_c10d._get_default_store()
 
 
 def world_environment(environment: RankEnvironment) -> RankEnvironment:

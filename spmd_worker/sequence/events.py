@@ -28,6 +28,11 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class EndRound:
+    """What the replica was given is answered: ranks that follow return to their caller, and the engine goes on."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
     """Nothing that is in the cache now may be found by a later request; requests under way go on."""
 
@@ -46,4 +51,4 @@ class FinishTransfers:
     numbers: tuple[int, ...]
 
 
-Event = Admit | Abort | Close | ResetPrefixCache | SetWeightVersion | FinishTransfers
+Event = Admit | Abort | Close | EndRound | ResetPrefixCache | SetWeightVersion | FinishTransfers

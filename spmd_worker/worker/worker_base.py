@@ -1,17 +1,20 @@
 """The contract of a worker: what one rank does for an executor, whatever its device.
 
 Order of calls: `init_device`, `load_model`, `determine_num_available_blocks`, `initialize_cache`, then for each step
-`execute_model` and, when that returned nothing, `sample_tokens`; `shutdown` last. Names follow vLLM's.
+`execute_model` and, when that returned nothing, `sample_tokens`; `shutdown` last. Names follow vLLM's. Imports no torch
+when it runs, so that a process can learn its environment before torch reads it.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from kv_cache.cache_spec import CacheSpec
+from spmd_worker.memory import host
 from spmd_worker.sequence.step import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class WorkerBase(ABC):
@@ -58,10 +61,10 @@ class WorkerBase(ABC):
         """Raise when this worker can no longer compute."""
 
     @abstractmethod
-    def get_model(self) -> nn.Module:
+    def get_model(self) -> "nn.Module":
         """This rank's shard of the model."""
 
-    def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
+    def apply_model(self, function: "Callable[[nn.Module], Any]") -> Any:
         """Call `function` with the model; it must live in this process."""
         return function(self.get_model())
 
@@ -80,6 +83,14 @@ class WorkerBase(ABC):
     @abstractmethod
     def get_cache_block_size_bytes(self) -> int:
         """Bytes of one block on this rank, all layers."""
+
+    def get_peak_memory_bytes(self) -> int:
+        """The most host memory that this worker's process ever had."""
+        return host.peak_resident_bytes()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What this worker can be asked for."""
+        return ("generate",)
 
     @property
     @abstractmethod

@@ -1,21 +1,28 @@
 """One worker behind names: an executor's handle on a rank, before the worker itself exists.
 
 `rpc_rank` is the rank in this executor (0 under an external launcher, whose executors have one worker each),
-`global_rank` the rank in the world; they are different on purpose. Knows how to build a worker and call it. Knows
-nothing about steps.
+`global_rank` the rank in the world; they are different on purpose. Knows how to build a worker, of which classes and
+after which plug-ins, and how to call it. Knows nothing about steps. Imports no torch before it builds a worker.
 """
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
+from spmd_worker.config import ConfigError
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_WORKER_CLASS: Final = "spmd_worker.worker.worker.Worker"
+PLUGIN_GROUP: Final = "spmd_worker.plugins"
+"""Entry points of installed packages: functions without arguments, each called once a process before a worker is
+built.
+"""
 
 _STEP_METHODS: Final = ("execute_model", "sample_tokens")
 
@@ -37,9 +44,22 @@ class WorkerWrapper:
         os.environ.update(variables[self.rpc_rank])
 
     def init_worker(self, all_kwargs: Sequence[Mapping[str, Any]]) -> None:
-        """Build the worker from the entry of this `rpc_rank`; `worker_cls` in it is a qualified name."""
+        """Build the worker from the entry of this `rpc_rank`, once the plug-ins are loaded.
+
+        `worker_cls` and `worker_extension_cls` in it are qualified names, or None; the rest goes to the constructor.
+        Raises ConfigError for a class that cannot be used and PluginError for a plug-in that fails.
+        """
+        load_plugins()
         kwargs = dict(all_kwargs[self.rpc_rank])
-        self.worker = resolve_class(kwargs.pop("worker_cls", DEFAULT_WORKER_CLASS), WorkerBase)(**kwargs)
+        worker_name, extension_name = kwargs.pop("worker_cls", None), kwargs.pop("worker_extension_cls", None)
+        worker_class = _resolve("executor.worker_cls", worker_name or DEFAULT_WORKER_CLASS, WorkerBase)
+        if extension_name is None:
+            self.worker = worker_class(**kwargs)
+            return
+        extension = _resolve("executor.worker_extension_cls", extension_name, object)
+        worker = extend_class(worker_class, extension)(**kwargs)
+        _refuse_collisions(worker_class, extension, vars(worker))
+        self.worker = worker
 
     def initialize_from_config(self, all_configs: Sequence[tuple[int, int]]) -> None:
         """Allocate the cache from the entry of this `global_rank`: (device blocks, host blocks)."""
@@ -61,6 +81,61 @@ class WorkerWrapper:
             level = logging.WARNING if method in _STEP_METHODS else logging.DEBUG
             logger.log(level, "rank %d raised %s in %s", self.global_rank, type(error).__name__, method)
             raise
+
+
+class PluginError(ConfigError):
+    """A plug-in that is installed here could not be imported, or raised; the message names it."""
+
+
+@cache
+def load_plugins() -> None:
+    """Import and call every entry point of `PLUGIN_GROUP`, in the order of names; once a process.
+
+    Raises PluginError, each time it is called, where one fails.
+    """
+    for entry in sorted(entry_points(group=PLUGIN_GROUP), key=lambda each: (each.name, each.value)):
+        _load_plugin(entry)
+
+
+def _load_plugin(entry: EntryPoint) -> None:
+    try:
+        entry.load()()
+    except Exception as error:  # whatever somebody else's code raises
+        what = f"plug-in {entry.name!r} ({entry.value}) failed: {type(error).__name__}: {error}"
+        raise PluginError(what) from error
+    logger.debug("plug-in %s (%s) is loaded", entry.name, entry.value)
+
+
+def extend_class(worker_class: type[WorkerBase], extension: type) -> type[WorkerBase]:
+    """A worker class that has the extension's methods too. Raises ConfigError naming what both have."""
+    if "__init__" in [name for base in extension.__mro__[:-1] for name in vars(base)]:
+        raise ConfigError(
+            f"executor.worker_extension_cls: {_name(extension)} has an __init__, which would never run: remove it, and "
+            f"let a method that you call set up what you need"
+        )
+    _refuse_collisions(worker_class, extension, dir(worker_class))
+    return type(worker_class.__name__, (worker_class, extension), {"__module__": worker_class.__module__})
+
+
+def _refuse_collisions(worker_class: type, extension: type, taken: Iterable[str]) -> None:
+    own = [name for name in dir(extension) if not (name.startswith("__") and name.endswith("__"))]
+    both = sorted(dict.fromkeys(own) & dict.fromkeys(taken).keys())
+    if both:
+        raise ConfigError(
+            f"executor.worker_extension_cls: {_name(extension)} and {_name(worker_class)} both have "
+            f"{', '.join(both)}: rename the extension's"
+        )
+
+
+def _resolve(key: str, qualified_name: str, base: type) -> Any:
+    try:
+        return resolve_class(qualified_name, base)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def resolve_class(qualified_name: str, base: type) -> Any:

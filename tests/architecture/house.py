@@ -65,6 +65,7 @@ ROOMS = (
         ("spmd_worker.engine", "spmd_worker.engine_outputs", "spmd_worker.engine_start", "spmd_worker.engine_stats"),
         may_import_torch=True,
     ),
+    Room(("spmd_worker.replicas",), may_import_torch=True),
     Room(("spmd_worker.llm",), may_import_torch=True),
     Room(("spmd_worker.batch",)),
 )
@@ -76,12 +77,15 @@ TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
     "spmd_worker.lockstep.lockstep",
     "spmd_worker.lockstep.step_channel",
     "spmd_worker.batch.job",
+    "spmd_worker.batch.row_runner",
+    "spmd_worker.batch.shared_job",
     "spmd_worker.batch.replay_model",
     "spmd_worker.batch.run_records",
 )
 TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.parallel.layout",
     "spmd_worker.parallel.environment",
+    "spmd_worker.parallel.cores",
     "spmd_worker.layers.weight_slice",
     "spmd_worker.weights.safetensors_header",
     "spmd_worker.memory.estimate",
@@ -89,6 +93,9 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.memory.plan",
     "spmd_worker.memory.plan_text",
     "spmd_worker.memory.swap_cost",
+    "spmd_worker.replicas.output_coding",
+    "spmd_worker.replicas.round",
+    "spmd_worker.replicas.store",
 )
 
 TORCH_NAMES = ("torch", "safetensors.torch")

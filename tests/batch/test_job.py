@@ -12,6 +12,7 @@ from bad_rows import BAD_ROWS
 from ranks import REPOSITORY
 
 from spmd_worker.batch import job as job_module
+from spmd_worker.batch import row_runner
 from spmd_worker.batch.job import JobError, run_job
 from spmd_worker.config import (
     CacheConfig,
@@ -303,7 +304,7 @@ def test_an_exception_leaves_an_older_output_as_it_was_and_no_partial_one(
     def fail(*_: object) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(job_module, "format_result", fail)
+    monkeypatch.setattr(row_runner, "format_result", fail)
     with pytest.raises(OSError, match="No space left on device"):
         run(config_of(tmp_path))
     assert (tmp_path / "out.jsonl").read_text() == "older\n"

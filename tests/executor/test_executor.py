@@ -52,7 +52,8 @@ def test_backends_are_found_by_name_and_auto_follows_the_launcher():
     [
         (
             "ray",
-            "executor.backend=ray is not one of auto, external_launcher, uniproc, nor the qualified name of a class",
+            "executor.backend=ray is not one of auto, external_launcher, uniproc, multiproc, nor the qualified name of "
+            "a class",
         ),
         ("no_such.Thing", "executor.backend: 'no_such.Thing' cannot be imported: No module named 'no_such'"),
         (
@@ -72,7 +73,8 @@ def test_one_process_does_not_pretend_to_be_two_ranks():
         new_executor(tensor_parallel_size=2).start()
     assert str(refused.value) == (
         "executor.backend=uniproc runs one rank but the layout has 2: "
-        "start them with torchrun and executor.backend=external_launcher"
+        "start them with torchrun and executor.backend=external_launcher, or on this node with "
+        "executor.backend=multiproc"
     )
 
 

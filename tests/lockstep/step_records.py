@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from kv_cache.block_ops import BlockOps
 from spmd_worker.lockstep.message import StepMessage
-from spmd_worker.sequence.events import Abort, Admit, Close, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    Close,
+    EndRound,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -59,7 +67,8 @@ sampling_params = st.fixed_dictionaries(
 
 requests = st.builds(Request, words | few, token_ids, sampling_params, st.integers(0, 2**64 - 1))
 cache_events = st.just(ResetPrefixCache()) | words.map(SetWeightVersion) | token_ids.map(FinishTransfers)
-events = st.lists(requests.map(Admit) | words.map(Abort) | st.just(Close()) | cache_events, max_size=3).map(tuple)
+ends = st.sampled_from([Close(), EndRound()])
+events = st.lists(requests.map(Admit) | words.map(Abort) | ends | cache_events, max_size=3).map(tuple)
 sequence_data = st.builds(SequenceData, few, token_ids, token_ids, counts, counts, samples)
 sequence_deltas = st.builds(SequenceDataDelta, few, token_ids, counts, token_ids, counts, counts, samples)
 snapshots = st.builds(SequenceGroupMetadata, requests, st.lists(sequence_data, max_size=3).map(tuple))

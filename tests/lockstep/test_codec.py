@@ -16,7 +16,15 @@ from kv_cache.block_ops import BlockOps
 from spmd_worker.lockstep.codec import VERSION, Decoder, Encoder, decode_message, encode_message
 from spmd_worker.lockstep.message import MessageError, StepMessage
 from spmd_worker.lockstep.record_packing import SAMPLING_LAYOUT
-from spmd_worker.sequence.events import Abort, Admit, Close, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    Close,
+    EndRound,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,
@@ -60,7 +68,7 @@ FULL_MESSAGE = StepMessage(
     step=9,
     events=(
         *(Admit(Request(7, (1, 2), FULL_SAMPLING, 0)), Abort(2), ResetPrefixCache()),
-        *(SetWeightVersion(3), FinishTransfers((5, 6)), Close()),
+        *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Close()),
     ),
     plan=FULL_PLAN,
     sampled_token_ids=(11, 21, 31),

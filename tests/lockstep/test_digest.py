@@ -14,7 +14,7 @@ from test_codec import CHANGES, FULL_MESSAGE, message_with
 from kv_cache.block_ops import BlockOps
 from spmd_worker.lockstep.codec import decode_message, encode_message
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES, ChainedDigest
-from spmd_worker.sequence.events import Abort, Close, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.events import Abort, Close, EndRound, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 
 
@@ -98,10 +98,10 @@ def test_moves_and_events_of_different_kinds_do_not_run_together():
     ]
     events = [(), (ResetPrefixCache(),), (SetWeightVersion(0),), (SetWeightVersion(1),), (FinishTransfers(()),)]
     events += [(FinishTransfers((1,)),), (FinishTransfers((1, 2)),), (FinishTransfers((1,)), FinishTransfers((2,)))]
-    events += [(Abort(0),), (Close(),)]
+    events += [(Abort(0),), (Close(),), (EndRound(),)]
     plans = [dataclasses.replace(FULL_MESSAGE.plan, block_ops=each) for each in moves]
     found = [dataclasses.replace(FULL_MESSAGE, plan=plan, events=each) for plan in plans for each in events]
-    assert len(dict.fromkeys(map(digest_of, found))) == len(moves) * len(events) == 80
+    assert len(dict.fromkeys(map(digest_of, found))) == len(moves) * len(events) == 88
 
 
 def test_a_difference_is_remembered_for_ever():

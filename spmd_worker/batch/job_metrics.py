@@ -1,0 +1,66 @@
+"""What a job came to, as `metrics.json` has it: what every rank reports, added up.
+
+A report is JSON, because it travels to rank 0. Knows counters. Knows nothing about rows or files.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spmd_worker.batch.job_rows import JobCounts
+from spmd_worker.memory import host
+from spmd_worker.observability.step_times import StepTimes
+from spmd_worker.scheduler.counters import SchedulerCounters
+
+
+@dataclass(slots=True)
+class ReplicaCounts:
+    """What one replica answered."""
+
+    rows: int = 0
+    output_tokens: int = 0
+
+
+def report_of_rank() -> bytes:
+    """Of a rank that follows."""
+    return _packed({})
+
+
+def report_of_replica(answered: ReplicaCounts, counters: SchedulerCounters, times: StepTimes) -> bytes:
+    """Of a replica's leader."""
+    phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
+    replica = {**asdict(answered), "busy_s": times.total_s}
+    return _packed({"replica": replica, "counters": asdict(counters), "times": phases})
+
+
+def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
+    """`counts` is of all rows; `reports` are of all ranks."""
+    values = [json.loads(report) for report in reports]
+    leaders = [value for value in values if "replica" in value]
+
+    def total(part: str, name: str) -> Any:
+        return sum(leader[part][name] for leader in leaders)
+
+    metrics = {
+        "rows": counts.rows,
+        "error_rows": counts.error_rows,
+        "error_codes": counts.error_codes,
+        "prompt_tokens": counts.prompt_tokens,
+        "cached_prompt_tokens": counts.cached_prompt_tokens,
+        "computed_prompt_tokens": counts.prompt_tokens - counts.cached_prompt_tokens,
+        "output_tokens": counts.output_tokens,
+        "computed_tokens": total("counters", "num_computed_tokens"),
+        "recomputed_tokens": total("counters", "num_recomputed_tokens"),
+        "preemptions": total("counters", "num_preemptions"),
+        "preemptions_by_swap": total("counters", "num_swapped_out"),
+        "tier_stored_blocks": total("counters", "num_stored_blocks"),
+        "tier_loaded_blocks": total("counters", "num_loaded_blocks"),
+        "steps": total("counters", "num_steps"),
+        **{name: total("times", name) for name in leaders[0]["times"]},
+        "peak_memory_bytes": sum(value["peak_memory_bytes"] for value in values),
+    }
+    return metrics | ({"replicas": [leader["replica"] for leader in leaders]} if len(leaders) > 1 else {})
+
+
+def _packed(values: dict[str, Any]) -> bytes:
+    return json.dumps({"peak_memory_bytes": host.peak_resident_bytes(), **values}).encode("ascii")

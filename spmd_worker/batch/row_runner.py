@@ -1,0 +1,66 @@
+"""Rows through one engine: every row that is admitted comes back as its output line, whatever it holds.
+
+Knows rows and an engine. Knows nothing about where rows come from, the order of lines or who writes them.
+"""
+
+from spmd_worker.batch.row import EncodedRow, Row, RowError, shape_of
+from spmd_worker.batch.row_answer import RowAnswer, refusal
+from spmd_worker.batch.row_parser import resolve
+from spmd_worker.batch.row_writer import format_result
+from spmd_worker.engine import LLMEngine
+from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.request import RequestId
+
+
+class RowRunner:
+    """The rows that an engine has. Rank 0 of its replica has one; the other ranks follow.
+
+    `model_name` is what answers call the model when their row named none.
+    """
+
+    def __init__(self, engine: LLMEngine, model_name: str) -> None:
+        self._engine, self._model_name = engine, model_name
+        self._rows: dict[RequestId, EncodedRow] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Admitted and not answered."""
+        return len(self._rows)
+
+    @property
+    def num_sequences(self) -> int:
+        """Of those rows, all their samples."""
+        return sum(row.sampling.num_sequences for row in self._rows.values())
+
+    def admit(self, row: Row) -> RowAnswer | None:
+        """Queue a row for the next step; the answer, now, of one that cannot run."""
+        engine = self._engine
+        encoded = resolve(row, engine.tokenizer, vocab_size=engine.shape.vocab_size, max_model_len=engine.max_model_len)
+        if isinstance(encoded, RowError):
+            return refusal(encoded)
+        try:
+            request_id = engine.add_request(
+                encoded.prompt_token_ids,
+                encoded.sampling,
+                prompt=encoded.prompt,
+                custom_id=encoded.custom_id,
+                index=row.index,
+            )
+        except ValueError as error:
+            return refusal(RowError(row.index, row.custom_id, shape_of(row.kind), "request_refused", str(error)))
+        self._rows[request_id] = encoded
+        return None
+
+    def step(self) -> list[RowAnswer]:
+        """One step; the rows that ended in it."""
+        return [self._answer(output) for output in self._engine.step()]
+
+    def _answer(self, output: RequestOutput) -> RowAnswer:
+        row = self._rows.pop(RequestId(int(output.request_id)))
+        return RowAnswer(
+            row.index,
+            format_result(row, output, self._model_name),
+            num_prompt_tokens=len(output.prompt_token_ids),
+            num_cached_tokens=output.num_cached_tokens,
+            num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
+        )

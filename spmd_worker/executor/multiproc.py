@@ -1,0 +1,292 @@
+"""Worker processes on this node, started by this process, which itself computes nothing: no launcher is needed.
+
+The workers make a world of their own among themselves; a step is one message to all of them and one answer from each.
+Knows what an engine asks of an executor. Knows nothing about how processes are started, watched and ended
+(`worker_pool.py`).
+"""
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import replace
+from typing import Any, Final
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+
+from spmd_worker.config import ConfigError, RunConfig
+from spmd_worker.executor.errors import WorkerError
+from spmd_worker.executor.executor import Executor
+from spmd_worker.executor.rpc_coding import encode_call
+from spmd_worker.executor.worker_channel import FrameKind
+from spmd_worker.executor.worker_environment import LOOPBACK, open_store, process_environment, rank_environment
+from spmd_worker.executor.worker_pool import WorkerPool
+from spmd_worker.executor.worker_process import output_rank
+from spmd_worker.lockstep.codec import Encoder
+from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.model_shape import ModelShape
+from spmd_worker.observability.log import LOGGER_NAME
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import RankLayout, check_divides
+from spmd_worker.sequence.step import StepPlan, StepResult
+
+_STEP_SHARE: Final = 0.9
+"""How much of `executor.timeout_s` a step may take: this executor can name the rank that does not answer, and so it
+speaks before the workers' own groups, and this process's watchdog, give up.
+"""
+
+_SETTLE_S: Final = 1.0
+"""How long the other workers may take to answer, or to fail too, once one has failed."""
+
+
+class MultiprocExecutor(Executor):
+    """Tensor x pipeline workers. Calls may come from any thread; workers take them in one order."""
+
+    def __init__(self, config: RunConfig, shape: ModelShape, layout: RankLayout, environment: RankEnvironment) -> None:
+        super().__init__(config, shape, layout, environment)
+        self._pool = WorkerPool(config.executor.timeout_s, self._fail)
+        self._store: TCPStore | None = None
+        self._encoder = Encoder()
+        self._step_lock = threading.Lock()
+        self._last_sampled: tuple[int, ...] = ()
+        self._is_loaded = False
+        self._num_blocks: tuple[int, int] | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """See `Executor.num_workers`."""
+        return self.layout.world_size
+
+    @property
+    def is_failed(self) -> bool:
+        """See `Executor.is_failed`; true before any waiter hears of the failure."""
+        return self._pool.failure is not None
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The workers' processes, in rank order."""
+        return [worker.pid for worker in self._pool.workers]
+
+    def start(self) -> None:
+        """Raises ConfigError for a layout or a launch that this executor is not for, RankFailedError with the rank."""
+        self._check_world(self.layout)
+        atexit.register(self.shutdown)
+        self._pool.start()
+        try:
+            self._set_up()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def load_model(self) -> None:
+        """See `Executor.load_model`."""
+        super().load_model()
+        self._is_loaded = True
+
+    def initialize_from_config(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        """See `Executor.initialize_from_config`."""
+        entries = [(num_device_blocks, num_host_blocks)] * self.num_workers
+        self._call(FrameKind.SETUP, "initialize_from_config", (entries,))
+        self._num_blocks = (num_device_blocks, num_host_blocks)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> list[Any]:
+        """Run a method of the worker on all workers: answers, or `concurrent.futures.Future`s, in rank order.
+
+        Raises TypeError, before anything is sent, for what cannot cross processes, a function above all; WorkerError
+        naming rank, type and message where a worker raised, without waiting for workers that wait for that one;
+        WorkerDiedError; TimeoutError naming the ranks that have not answered in `timeout` seconds. A late answer is
+        dropped. For coroutines, give a future to `asyncio.wrap_future`.
+        """
+        if callable(method):
+            raise TypeError(
+                "collective_rpc was given a function, but the workers live in other processes and nothing is unpickled "
+                "from a wire: give the name of a worker's method; methods of your own come with "
+                "executor.worker_extension_cls"
+            )
+        if non_block:
+            return self._pool.submit(FrameKind.CALL, method, encode_call(method, args, kwargs or {}))
+        return self._call(FrameKind.CALL, method, args, kwargs or {}, timeout)
+
+    def execute_model(self, plan: StepPlan, non_block: bool = False) -> StepResult | Future[StepResult]:
+        """One step in one round trip. Fails for good when a worker raises or ends, or takes nearly `executor.timeout_s`
+        (a future has no time limit of its own).
+        """
+        if not non_block:
+            return self._run_step(plan)
+        answers = self._submit_step(plan)
+        return _StepFuture(answers, self._take_results, self._pool.fail).future
+
+    def check_health(self) -> None:
+        """Asks every worker. Raises where the executor has failed, or a worker cannot compute or does not answer."""
+        self._pool.check_usable()
+        super().check_health()
+
+    def reinitialize_distributed(self, layout: RankLayout) -> None:
+        """Go on with `layout.world_size` workers: processes that stay keep their pid, surplus ones end, missing ones
+        start.
+
+        Every worker leaves its groups and drops model and cache; then all join a new world, load their new shards and
+        allocate as many blocks as before. Call it while nothing is computed and no request is under way, and reset the
+        prefix cache afterwards: the cache is empty. Whatever was done to the workers through `collective_rpc` is gone.
+        Raises ConfigError, with everything as it was, for a layout that cannot run here; any later failure is for good.
+        """
+        self._check_world(layout)
+        check_divides(layout, self.shape)
+        if self.config.cache.host_tier_gib:
+            raise ConfigError(
+                f"cache.host_tier_gib={self.config.cache.host_tier_gib:g}: the world size cannot change while prefixes "
+                f"are kept on the host; set it to 0, or make another LLM"
+            )
+        sizes = {
+            "tensor_parallel_size": layout.tensor_parallel_size,
+            "pipeline_parallel_size": layout.pipeline_parallel_size,
+        }
+        config = replace(self.config, parallel=replace(self.config.parallel, **sizes))
+        try:
+            self.collective_rpc("shutdown")
+            self.config, self.layout = config, layout
+            self._set_up()
+            if self._is_loaded:
+                self.load_model()
+            if self._num_blocks is not None:
+                self.initialize_from_config(*self._num_blocks)
+        except Exception as error:
+            self._pool.fail(error)
+            self._pool.wait_until_ended()
+            raise
+
+    def shutdown(self) -> None:
+        """End the workers: no process, thread or socket is left. Idempotent; whoever waits gets an error."""
+        self._pool.close()
+        self._store = None
+        atexit.unregister(self.shutdown)
+
+    def _set_up(self) -> None:
+        """As many processes as the layout has ranks, each with a new worker that has joined the world."""
+        surplus = len(self._pool.workers) - self.num_workers
+        if surplus > 0:
+            self._pool.remove_workers(surplus)
+        elif surplus < 0:
+            level = logging.getLogger(LOGGER_NAME).getEffectiveLevel()
+            self._pool.add_workers(-surplus, process_environment(self.num_workers), level)
+        # One store a world: what an earlier world left in its own cannot be taken for this one's.
+        self._store = open_store(self.config.executor.timeout_s)
+        size, port = self.num_workers, self._store.port
+        variables = [rank_environment(rank, size, port) for rank in range(size)]
+        self._call(FrameKind.SETUP, "update_environment_variables", (variables,))
+        kwargs = [self._worker_kwargs(RankEnvironment(rank, size, rank, size, True, LOOPBACK)) for rank in range(size)]
+        self._call(FrameKind.SETUP, "init_worker", (kwargs,))
+        self._encoder = Encoder()
+        self._last_sampled = ()
+        self.init_kv_output_aggregator()
+        self.collective_rpc("init_device")
+
+    def _check_world(self, layout: RankLayout) -> None:
+        if self.environment.is_launched:
+            raise ConfigError(
+                f"executor.backend=multiproc starts its own workers, and this process is rank {self.environment.rank} "
+                f"of {self.environment.world_size} that a launcher started: start one process without torchrun, or set "
+                f"executor.backend=external_launcher"
+            )
+        if layout.data_parallel_size != 1:
+            raise ConfigError(
+                f"parallel.data_parallel_size={layout.data_parallel_size} cannot run with executor.backend=multiproc, "
+                f"which runs one replica: start the ranks with torchrun and executor.backend=external_launcher"
+            )
+
+    def _call(
+        self,
+        kind: FrameKind,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        futures = self._pool.submit(kind, method, encode_call(method, args, kwargs or {}))
+        return self._wait_for(futures, method, timeout)
+
+    def _wait_for(self, futures: list[Future[Any]], method: str, timeout: float | None) -> list[Any]:
+        done, late = wait(futures, timeout, FIRST_EXCEPTION)
+        if any(future.exception() is not None for future in done):
+            wait(late, _SETTLE_S)
+            raise _culprit([error for future in futures if future.done() and (error := future.exception())])
+        if late:
+            raise TimeoutError(f"{self._silent(futures)} not answered {method} within {timeout:g} s")
+        return [future.result() for future in futures]
+
+    def _silent(self, futures: list[Future[Any]]) -> str:
+        """Who has not answered, and what the kernel says of them."""
+        workers = [worker for worker, future in zip(self._pool.workers, futures) if not future.done()]
+        words = []
+        for worker in workers:
+            state = worker.state()
+            words.append(f"rank {worker.rank} (pid {worker.pid}{', ' if state else ''}{state})")
+        return f"{', '.join(words)} {'has' if len(words) == 1 else 'have'}"
+
+    def _run_step(self, plan: StepPlan) -> StepResult:
+        try:
+            answers = self._submit_step(plan)
+            results = self._wait_for(answers, "step", _STEP_SHARE * self.config.executor.timeout_s)
+            return self._take_results(results)
+        except BaseException as error:
+            self._pool.fail(error if isinstance(error, Exception) else RuntimeError(f"a step met {error!r}"))
+            self._pool.wait_until_ended()
+            raise
+
+    def _submit_step(self, plan: StepPlan) -> list[Future[StepResult]]:
+        """Coded once for all workers, against the plan before."""
+        with self._step_lock:
+            payload = self._encoder.encode(StepMessage(plan.step, (), plan, self._last_sampled, b""))
+            return self._pool.submit(FrameKind.STEP, "step", payload)
+
+    def _take_results(self, results: list[StepResult]) -> StepResult:
+        result = self._aggregate(results, output_rank(self.layout))
+        self._last_sampled = result.token_ids
+        return result
+
+
+class _StepFuture:
+    """One future for a step's answers: its result when all have come, its error with the first that is one."""
+
+    def __init__(
+        self,
+        answers: list[Future[StepResult]],
+        take: Callable[[list[StepResult]], StepResult],
+        fail: Callable[[Exception, Future[StepResult]], None],
+    ) -> None:
+        self.future: Future[StepResult] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._answers, self._take, self._fail = answers, take, fail
+        self._num_missing, self._has_failed = len(answers), False
+        self._lock = threading.Lock()
+        for answer in answers:
+            answer.add_done_callback(self._count)
+
+    def _count(self, answer: Future[StepResult]) -> None:
+        error = answer.exception()
+        with self._lock:
+            self._num_missing -= 1
+            is_news = error is not None and not self._has_failed
+            self._has_failed |= is_news
+        if is_news:
+            assert isinstance(error, Exception), error
+            self._fail(error, self.future)
+        elif self._num_missing == 0 and not self._has_failed:
+            self.future.set_result(self._take([each.result() for each in self._answers]))
+
+
+def _culprit(errors: Sequence[BaseException]) -> BaseException:
+    """The first failure that arrived, told by the lowest rank that failed for the same reason."""
+    raised = [error for error in errors if isinstance(error, WorkerError)]
+    if not raised:
+        return errors[0]
+    first = min(raised, key=lambda error: error.order)
+    return next(error for error in raised if error.cause == first.cause)

@@ -1,0 +1,126 @@
+"""Arguments and results of calls between processes, as JSON.
+
+Numbers, texts, lists and null are themselves; an object has one key, which says what it is: `tuple`, `bytes` (base64),
+`dict` (pairs, so keys keep their types), or the name of one of our own records. What is none of these is refused on the
+side that sends it, and nothing that arrives names code. Knows values. Knows nothing about sockets.
+"""
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
+
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker import config
+from spmd_worker.model_shape import ModelShape, RopeParameters
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.sequence.outputs import Logprob
+from spmd_worker.sequence.step import StepResult
+
+_PLAIN: Final = (type(None), bool, int, float, str)
+
+_CONFIG_RECORDS: Final = (
+    config.RunConfig,
+    config.ModelConfig,
+    config.ParallelConfig,
+    config.ExecutorConfig,
+    config.CacheConfig,
+    config.SchedulerConfig,
+    config.SamplingConfig,
+    config.JobConfig,
+)
+_RECORDS: Final[dict[str, type]] = {
+    record.__name__: record
+    for record in (
+        *_CONFIG_RECORDS,
+        CacheSpec,
+        Logprob,
+        ModelShape,
+        RankEnvironment,
+        RankLayout,
+        RopeParameters,
+        StepResult,
+    )
+}
+
+
+def encode_value(value: Any) -> bytes:
+    """Raises TypeError for what cannot cross processes, saying what can."""
+    return json.dumps(_to_json(value), separators=(",", ":")).encode()
+
+
+def decode_value(data: bytes) -> Any:
+    """The inverse of `encode_value`. Raises ValueError for bytes that it did not make."""
+    return _from_json(json.loads(data))
+
+
+def encode_call(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """A method's name and its arguments. Raises TypeError naming the method."""
+    try:
+        return encode_value((method, tuple(args), dict(kwargs)))
+    except TypeError as error:
+        raise TypeError(f"{method}: {error}") from None
+
+
+def decode_call(data: bytes) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The inverse of `encode_call`."""
+    method, args, kwargs = decode_value(data)
+    return method, args, kwargs
+
+
+def _to_json(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [_to_json(each) for each in value]
+    if kind is tuple:
+        return {"tuple": [_to_json(each) for each in value]}
+    if kind is dict:
+        return {"dict": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode("ascii")}
+    if _RECORDS.get(kind.__name__) is kind:
+        return {kind.__name__: [_to_json(getattr(value, name)) for name in _field_names(kind)]}
+    raise TypeError(_refusal(value))
+
+
+def _refusal(value: Any) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if callable(value) and not isinstance(value, type):
+        way_out = "call a method of the worker by its name; your own come with executor.worker_extension_cls"
+    else:
+        way_out = "numbers, texts, bytes, lists, tuples and dicts can"
+    return f"a value of type {kind} cannot cross processes, because nothing is unpickled from a wire: {way_out}"
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1:
+        raise ValueError(f"a value has the keys {sorted(value)} where one says what it is")
+    ((name, content),) = value.items()
+    if name in _READERS:
+        return _READERS[name](content)
+    if name not in _RECORDS:
+        raise ValueError(f"no record is called {name!r}")
+    names = _field_names(_RECORDS[name])
+    return _RECORDS[name](**dict(zip(names, map(_from_json, content), strict=True)))
+
+
+_READERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "tuple": lambda content: tuple([_from_json(each) for each in content]),
+    "dict": lambda content: {_from_json(key): _from_json(each) for key, each in content},
+    "bytes": lambda content: base64.b64decode(content, validate=True),
+}
+
+
+def _field_names(record: type) -> tuple[str, ...]:
+    if is_dataclass(record):
+        return tuple(spec.name for spec in fields(record))
+    names: tuple[str, ...] = record._fields  # type: ignore[attr-defined]  # a NamedTuple's
+    return names

@@ -1,0 +1,154 @@
+"""The driver's end of one worker process: its start, its queue, its lines, its end.
+
+Two threads belong to a worker. The monitor starts the process and waits for its end, so that the kernel, which ties a
+worker's life to the thread that started it, ties it to one that stays. The other copies the worker's lines. Knows one
+process. Knows nothing about results, or about other workers.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.executor.worker_channel import FrameKind, limit_sending, receive_piece, send_frame
+from spmd_worker.executor.worker_log import forward_lines, line_prefix
+
+_WORKER_MODULE: Final = "spmd_worker.executor.worker_process"
+_LAST_LINES_S: Final = 2.0
+"""How long to read on what an ended worker wrote: a child of its own may hold the pipes open."""
+
+_STATES: Final = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk or a device", "Z": "ended"}
+
+
+class WorkerHandle:
+    """One worker process. Call `start`, then `wait_until_started`."""
+
+    def __init__(self, rank: int, environment: Mapping[str, str], send_timeout_s: float, log_level: int) -> None:
+        self.rank = rank
+        self.exited = threading.Event()
+        self.is_leaving = False
+        """Whether its end is expected."""
+        self.connection, self._workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._environment, self._send_timeout_s, self._log_level = environment, send_timeout_s, log_level
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_error: OSError | None = None
+        self._has_started = threading.Event()
+        self._monitor: threading.Thread | None = None
+        self._log: threading.Thread | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 before it was started."""
+        return self._process.pid if self._process is not None else 0
+
+    def start(self, on_exit: Callable[[], None]) -> None:
+        """Begin to start the process; `on_exit` is called, in the monitor's thread, when it has ended."""
+        limit_sending(self.connection, self._send_timeout_s)
+        self._monitor = threading.Thread(
+            target=self._run, args=(on_exit,), name=f"spmd-monitor-{self.rank}", daemon=True
+        )
+        self._monitor.start()
+
+    def wait_until_started(self) -> None:
+        """Raises OSError where the process could not be started."""
+        self._has_started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def send(self, kind: FrameKind, number: int, payload: bytes) -> None:
+        """Raises PeerGoneError and TimeoutError as `send_frame` does."""
+        send_frame(self.connection, kind, number, payload)
+
+    def receive(self) -> bytes | None:
+        """What has come, without waiting: no bytes at the end of the stream, None where nothing has come."""
+        return receive_piece(self.connection, wait=False)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Nothing happens to a process that has ended."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def ending(self) -> str:
+        """How the process ended, in words. Call it once `exited` is set."""
+        code = self._process.returncode if self._process is not None else None
+        if code is None:
+            return "ended"
+        if code >= 0:
+            return f"exited with code {code}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+    def state(self) -> str:
+        """What the kernel says of a process that does not answer, such as "stopped"; empty for one that runs."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        # The name in parentheses may hold anything, parentheses too.
+        return _STATES.get(status.rpartition(")")[2].split()[0], "")
+
+    def close(self) -> None:
+        """Join the threads and close the queue of a process that has ended."""
+        for thread in (self._monitor, self._log):
+            if thread is not None:
+                thread.join(_LAST_LINES_S)
+        self.connection.close()
+        self._workers_end.close()
+
+    def _run(self, on_exit: Callable[[], None]) -> None:
+        """The monitor's thread."""
+        try:
+            self._process = self._start_process()
+        except OSError as error:
+            self._start_error = error
+            self.exited.set()
+            return
+        finally:
+            self._workers_end.close()
+            self._has_started.set()
+        self._log = self._start_log(self._process)
+        self._process.wait()
+        self.exited.set()
+        on_exit()
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        descriptor = self._workers_end.fileno()
+        arguments = {
+            "--rank": self.rank,
+            "--descriptor": descriptor,
+            "--driver-pid": os.getpid(),
+            "--log-level": self._log_level,
+        }
+        # -P: the current folder is on the import path only where it is on this process's.
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            _WORKER_MODULE,
+            *(str(word) for pair in arguments.items() for word in pair),
+        ]
+        return subprocess.Popen(
+            command,
+            env=dict(self._environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(descriptor,),
+        )
+
+    def _start_log(self, process: subprocess.Popen[bytes]) -> threading.Thread:
+        assert process.stdout is not None, "asked for"
+        assert process.stderr is not None, "asked for"
+        pipes = {"stdout": process.stdout, "stderr": process.stderr}
+        prefix = line_prefix(self.rank, process.pid)
+        thread = threading.Thread(target=forward_lines, args=(prefix, pipes), name=f"spmd-log-{self.rank}", daemon=True)
+        thread.start()
+        return thread

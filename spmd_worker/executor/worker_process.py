@@ -1,0 +1,152 @@
+"""A worker process of the multiprocess executor: takes tasks from its queue, one after another, and answers each.
+
+Started by `worker_handle.py` with its end of a socket pair. Ends when it is asked to, and at once when the driver is
+gone. Imports no torch: that comes with the worker, once this process has its environment. Knows tasks and answers.
+Knows nothing about what a step computes.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from queue import SimpleQueue
+from typing import Any, Final
+
+from spmd_worker.executor.rpc_coding import decode_call, encode_value
+from spmd_worker.executor.worker_channel import Frame, FrameKind, FrameParser, receive_piece, send_frame
+from spmd_worker.lockstep.codec import Decoder
+from spmd_worker.lockstep.frames import PeerGoneError
+from spmd_worker.observability.log import LOGGER_NAME, configure_logging
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.sequence.step import StepResult
+from spmd_worker.worker.worker_wrapper import WorkerWrapper
+
+logger = logging.getLogger(__name__)
+
+DRIVER_GONE_EXIT_CODE: Final = 1
+
+_SETUP_METHODS: Final = ("adjust_rank", "initialize_from_config", "init_worker", "update_environment_variables")
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="spmd-worker process")
+    for name in ("--rank", "--descriptor", "--driver-pid", "--log-level"):
+        parser.add_argument(name, type=int, required=True)
+    given = parser.parse_args()
+    die_with_the_driver(given.driver_pid)
+    # Ctrl-C reaches every process of the terminal: the driver decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not replaced in this process
+    _configure_logging(given.rank, given.log_level)
+    connection = socket.socket(fileno=given.descriptor)
+    connection.set_inheritable(False)
+    tasks: SimpleQueue[Frame] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, tasks), name="spmd-tasks", daemon=True).start()
+    WorkerTasks(connection, given.rank).run(tasks)
+    return 0
+
+
+class WorkerTasks:
+    """What this process does with its tasks."""
+
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        self._connection, self._rank = connection, rank
+        self._wrapper = WorkerWrapper(rpc_rank=rank)
+        self._decoder = Decoder()
+        self._output_rank = 0
+
+    def run(self, tasks: "SimpleQueue[Frame]") -> None:
+        """Until the task to stop is done."""
+        while True:
+            task = tasks.get()
+            kind, payload = self._answer(task)
+            send_frame(self._connection, kind, task.number, payload)
+            if task.kind is FrameKind.STOP:
+                return
+
+    def _answer(self, task: Frame) -> tuple[FrameKind, bytes]:
+        method = task.kind.name.lower()
+        try:
+            if task.kind is FrameKind.STEP:
+                return FrameKind.RESULT, encode_value(self._step(task.payload))
+            if task.kind is FrameKind.STOP:
+                self._stop()
+                return FrameKind.RESULT, encode_value(None)
+            method, args, kwargs = decode_call(task.payload)
+            call = self._set_up if task.kind is FrameKind.SETUP else self._wrapper.execute_method
+            return FrameKind.RESULT, encode_value(call(method, *args, **kwargs))
+        except Exception as error:  # handed to the driver, which raises it where the call was made
+            logger.debug("rank %d: %s failed", self._rank, method, exc_info=True)
+            return FrameKind.FAILURE, encode_value((type(error).__name__, str(error), traceback.format_exc()))
+
+    def _set_up(self, method: str, *args: Any) -> None:
+        assert method in _SETUP_METHODS, method
+        if method == "init_worker":
+            self._output_rank = output_rank(args[0][self._rank]["layout"])
+            self._decoder = Decoder()
+        getattr(self._wrapper, method)(*args)
+
+    def _step(self, payload: bytes) -> StepResult:
+        """Forward pass and sampling for one message. Only the output rank's ids are asked for."""
+        plan = self._decoder.decode(payload).plan
+        result = self._wrapper.execute_method("execute_model", plan)
+        if result is None:
+            result = self._wrapper.execute_method("sample_tokens")
+        assert isinstance(result, StepResult), type(result)
+        if self._rank == self._output_rank:
+            return result
+        return StepResult(result.step, finished_transfers=result.finished_transfers)
+
+    def _stop(self) -> None:
+        if self._wrapper.worker is not None:
+            self._wrapper.execute_method("shutdown")
+
+
+def output_rank(layout: RankLayout) -> int:
+    """Whose ids count: the first tensor rank of the last pipeline stage, in a layout of one replica."""
+    return (layout.pipeline_parallel_size - 1) * layout.tensor_parallel_size
+
+
+def die_with_the_driver(driver_pid: int) -> None:
+    """Have the kernel kill this process when the driver ends, even while this one is stopped. Linux only; elsewhere the
+    end of the task queue does, which `_receive` sees.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
+    if os.getppid() != driver_pid:
+        # It was gone before the kernel was told.
+        os._exit(DRIVER_GONE_EXIT_CODE)
+
+
+def _receive(connection: socket.socket, tasks: "SimpleQueue[Frame]") -> None:
+    """Read tasks in a thread of its own: the driver never waits for a worker that computes, and a worker that computes
+    learns that the driver is gone.
+    """
+    parser = FrameParser()
+    while piece := receive_piece(connection, wait=True):
+        for frame in parser.feed(piece):
+            tasks.put(frame)
+    os._exit(DRIVER_GONE_EXIT_CODE)
+
+
+def _configure_logging(rank: int, driver_level: int) -> None:
+    """As the driver's: its level on rank 0, warnings and worse from the others. The driver puts the rank before it."""
+    configure_logging(rank, world_size=1)
+    logging.getLogger(LOGGER_NAME).setLevel(driver_level if rank == 0 else max(driver_level, logging.WARNING))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except PeerGoneError:
+        sys.exit(DRIVER_GONE_EXIT_CODE)

@@ -1,0 +1,26 @@
+"""NCCL's flight recorder: which collectives each rank had begun when a group gave up, as files in the run directory.
+
+Read them with torch's `torchfrtrace`. Variables that are set already win. Knows names of variables. Knows nothing about
+torch or groups; they must be set before the first group is made.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+_NUM_ENTRIES: Final = "2000"
+DUMP_NAME: Final = "nccl_trace.rank"
+"""NCCL appends the rank's number."""
+
+_EACH: Final = (
+    # By the newer name and the older one, which torch 2.11 knows.
+    (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), _NUM_ENTRIES),
+    (("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"), "1"),
+)
+_FILE_NAMES: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def flight_recorder_variables(variables: Mapping[str, str], run_dir: Path) -> dict[str, str]:
+    """What to add to the environment. A setting that the user made under either name is left alone."""
+    wanted = (*_EACH, (_FILE_NAMES, str(run_dir.resolve() / DUMP_NAME)))
+    return {name: value for names, value in wanted if not any(each in variables for each in names) for name in names}

@@ -1,0 +1,216 @@
+"""What a rank is doing, and the record of it that the other ranks read.
+
+The main thread says when it enters a step or a phase; everything else is found out beside it, by the watchdog's thread:
+how long it has been there, in which line, and whether it waits for other ranks. Knows this process. Knows nothing about
+who reads it or what follows from it.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+STARTING: Final = "starting"
+BETWEEN_STEPS: Final = "between steps"
+"""No limit holds here: standard input may let a job wait for hours, and so may whoever calls an engine."""
+CLOSING: Final = "closing"
+
+_NUM_FRAMES: Final = 12
+_WAITING_PLACES: Final = ("/torch/distributed/", "/lockstep/step_channel.py", "/lockstep/channel.py")
+_OWN_PLACES: Final = ("/spmd_worker/", "/kv_cache/")
+
+
+class Moment(NamedTuple):
+    """Where the main thread is. A new one each time it moves: whoever sees the same object twice saw no progress."""
+
+    step: int
+    phase: str
+
+
+class Heartbeat:
+    """This rank's main thread, as far as it says. Any thread may read `now`."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = Moment(0, STARTING)
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """The main thread goes on to `phase`, in the same step or in `step`. One assignment: readers need no lock."""
+        self.now = Moment(self.now.step if step is None else step, phase)
+
+
+class FailureKind(StrEnum):
+    """What a rank has to say of its end."""
+
+    OWN = "own"
+    """Something failed here."""
+    ECHO = "echo"
+    """Something failed because another rank did."""
+    STALLED = "stalled"
+    """The main thread has not moved for as long as any rank may wait."""
+    ORPHANED = "orphaned"
+    """The launcher's process has ended before this one."""
+    TOLD = "told"
+    """Somebody outside wants this rank to end."""
+    SAID = "said"
+    """It has been, or is being, said on the terminal, and every rank knows: a wrong setting, replicas that diverged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank ends. `text` is a whole sentence that names the rank; `order` counts the failures of all ranks as they
+    reached the store, from 1, and is 0 where there is none.
+    """
+
+    kind: FailureKind
+    text: str
+    exit_code: int = 1
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A rank, as it published itself. `phase_age_s` is how long it had been in its phase; `where` is the line of code.
+
+    `node`, `pid` and `born` find its process again, and no other, on the same node.
+    """
+
+    rank: int
+    node: str
+    pid: int
+    born: int
+    count: int
+    step: int
+    phase: str
+    phase_age_s: float = 0.0
+    where: str = ""
+    is_waiting: bool = False
+    has_ended: bool = False
+    failure: Failure | None = None
+
+    def pack(self) -> bytes:
+        """For the store."""
+        return json.dumps(self.as_plain(), separators=(",", ":")).encode()
+
+    def as_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def unpack(payload: bytes | str) -> "Beat":
+        """From the store. Raises ValueError for anything else."""
+        return Beat.from_plain(json.loads(payload))
+
+    @staticmethod
+    def from_plain(value: Any) -> "Beat":
+        """From JSON. Raises ValueError for anything else."""
+        try:
+            failure = value["failure"]
+            if failure is not None:
+                failure = Failure(**{**failure, "kind": FailureKind(failure["kind"])})
+            return Beat(**{**value, "failure": failure})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no heartbeat: {error}") from None
+
+
+def node_name() -> str:
+    """The same for processes that see each other's process ids, and for no others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def born_at(pid: int) -> int | None:
+    """When the process began, in the kernel's ticks; None for one that has ended, as a zombie too."""
+    try:
+        # The name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def parent_of(pid: int) -> int | None:
+    """The process id of the parent; None for a process that is not there."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1])
+
+
+def stand_of(thread_id: int) -> tuple[str, bool]:
+    """The line a thread is in, as `file:line function`, and whether it waits there for other ranks.
+
+    The line is the innermost of this package's, else the innermost.
+    """
+    # Python has no other way to look at a thread from outside; it copies nothing and stops nobody.
+    innermost = sys._current_frames().get(thread_id)
+    frames: list[FrameType] = []
+    frame = innermost
+    while frame is not None and len(frames) < _NUM_FRAMES:
+        frames.append(frame)
+        frame = frame.f_back
+    if not frames:
+        return "", False
+    is_waiting = any(_is_within(frame, _WAITING_PLACES) for frame in frames)
+    shown = next((frame for frame in frames if _is_within(frame, _OWN_PLACES)), frames[0])
+    return f"{os.path.basename(shown.f_code.co_filename)}:{shown.f_lineno} {shown.f_code.co_name}", is_waiting
+
+
+def _is_within(frame: FrameType, places: tuple[str, ...]) -> bool:
+    return any(place in frame.f_code.co_filename for place in places)
+
+
+class WatchClock:
+    """Seconds during which this process ran: a pause of all of it, as when a container is frozen, hardly counts."""
+
+    MOST_S: Final = 1.0
+    """A watcher that looks several times a second and was away for longer did not run."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._last_s = time.monotonic()
+
+    def tick(self) -> float:
+        """Look at the clock. Returns the time."""
+        now_s = time.monotonic()
+        self.now_s += min(now_s - self._last_s, self.MOST_S)
+        self._last_s = now_s
+        return self.now_s
+
+
+class StallClock:
+    """How long the main thread has been where it is, on a watch clock.
+
+    While a rank starts, one phase is much work, and no other rank may need it: there, computing is progress too.
+    """
+
+    BUSY_SHARE: Final = 0.05
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        self._seen = heartbeat.now
+        self._since_s = self._progress_s = 0.0
+        self._last_s, self._last_cpu_s = 0.0, time.process_time()
+        self.age_s = self.stalled_s = 0.0
+        """Seconds in this phase, and seconds of them without progress."""
+
+    def look(self, now_s: float) -> Moment:
+        """Returns where the main thread is."""
+        now, cpu_s = self._heartbeat.now, time.process_time()
+        if now is not self._seen:
+            self._seen, self._since_s, self._progress_s = now, now_s, now_s
+        elif now.step == 0 and cpu_s - self._last_cpu_s > self.BUSY_SHARE * (now_s - self._last_s):
+            self._progress_s = now_s
+        self._last_s, self._last_cpu_s = now_s, cpu_s
+        self.age_s, self.stalled_s = now_s - self._since_s, now_s - self._progress_s
+        return now

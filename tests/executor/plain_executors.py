@@ -1,0 +1,76 @@
+"""Executors whose worker processes compute nothing, for tests of what stands around workers.
+
+Knows how to make and to end them. Knows nothing about what is tested.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ranks import REPOSITORY
+
+from spmd_worker.config import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.executor.multiproc import MultiprocExecutor
+from spmd_worker.model_shape import read_model_shape
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import RankLayout
+
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+PLAIN_WORKER = "plain_worker.PlainWorker"
+
+
+def new_plain(num_workers: int = 2, environment: RankEnvironment | None = None, **keys: Any) -> MultiprocExecutor:
+    """Not started yet; `keys` are those of ExecutorConfig."""
+    executor = ExecutorConfig(**{"backend": "multiproc", "worker_cls": PLAIN_WORKER, "timeout_s": 30.0, **keys})
+    config = RunConfig(
+        model=ModelConfig(path=str(MODEL)),
+        parallel=ParallelConfig(num_workers),
+        executor=executor,
+        cache=CacheConfig(num_blocks=32),
+        device="cpu",
+    )
+    layout = RankLayout(num_workers)
+    return MultiprocExecutor(config, read_model_shape(MODEL), layout, environment or RankEnvironment())
+
+
+@contextmanager
+def plain(num_workers: int = 2, **keys: Any) -> Iterator[MultiprocExecutor]:
+    """Started, and ended whatever happens."""
+    executor = new_plain(num_workers, **keys)
+    executor.start()
+    try:
+        yield executor
+    finally:
+        executor.shutdown()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process and it has not ended."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    """Whether it holds within the time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def open_descriptors() -> list[str]:
+    """What this process has open: sockets and pipes by what they are."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            # The one that lists.
+            continue
+    return found

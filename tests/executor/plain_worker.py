@@ -1,0 +1,169 @@
+"""A worker without torch, for tests of worker processes: it starts at once and does, on one rank, what it was told to.
+
+Knows the contract of a worker. Computes nothing: a step's token ids are its rank and its number.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker.config import RunConfig
+from spmd_worker.model_shape import ModelShape
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.sequence.outputs import Logprob
+from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.worker_base import WorkerBase
+
+
+class PlainWorker(WorkerBase):
+    """`arrange` says what the next step does on one rank: raise, die, exit, hang or stop."""
+
+    def __init__(self, config: RunConfig, shape: ModelShape, layout: RankLayout, environment: RankEnvironment) -> None:
+        self.config, self.shape, self.layout, self.environment = config, shape, layout, environment
+        self.arranged = ""
+        self.transfers: tuple[int, ...] = ()
+        self.num_initialized: tuple[int, int] | None = None
+        self.last_step = 0
+
+    @property
+    def rank(self) -> int:
+        return self.environment.rank
+
+    # What tests ask for.
+
+    def echo(self, *values: Any, **named: Any) -> Any:
+        return values, named
+
+    def nap(self, seconds: float, rank: int = -1) -> int:
+        if rank in (-1, self.rank):
+            time.sleep(seconds)
+        return self.rank
+
+    def fail_on(self, rank: int, message: str = "went wrong") -> str:
+        if rank in (-1, self.rank):
+            raise ValueError(message)
+        return "fine"
+
+    def fail_and_keep_the_other_waiting(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ValueError("went wrong")
+        time.sleep(60)
+
+    def act_on(self, rank: int, what: str) -> None:
+        if self.rank == rank:
+            self._act(what)
+
+    def arrange(self, rank: int, what: str) -> None:
+        self.arranged = what if self.rank == rank else ""
+
+    def finish_transfers(self, rank: int, numbers: tuple[int, ...]) -> None:
+        self.transfers = numbers if self.rank == rank else ()
+
+    def write(self, *pieces: str, stream: str = "stdout") -> None:
+        for piece in pieces:
+            getattr(sys, stream).write(piece)
+            getattr(sys, stream).flush()
+
+    def variables(self, *names: str) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in names}
+
+    def place(self) -> tuple[int, int, RankEnvironment]:
+        return os.getpid(), self.layout.tensor_parallel_size, self.environment
+
+    def has_torch(self) -> bool:
+        return "torch" in sys.modules
+
+    def initialized(self) -> tuple[int, int] | None:
+        return self.num_initialized
+
+    def give_object(self) -> object:
+        return object()
+
+    # The contract.
+
+    def init_device(self) -> None:
+        return None
+
+    def load_model(self) -> None:
+        return None
+
+    def get_kv_cache_spec(self) -> CacheSpec:
+        return CacheSpec(num_layers=1 + self.rank, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=16)
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        return 70 - self.rank, 5 + self.rank
+
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        self.num_initialized = (num_device_blocks, num_host_blocks)
+
+    def initialize_host_tier(self, num_places: int) -> None:
+        return None
+
+    def compile_or_warm_up_model(self) -> None:
+        return None
+
+    def execute_model(self, plan: StepPlan) -> StepResult | None:
+        arranged, self.arranged = self.arranged, ""
+        self._act(arranged)
+        self.last_step = plan.step
+        return None
+
+    def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
+        transfers, self.transfers = self.transfers, ()
+        logprobs = ({7: Logprob(-0.5, 1, "seven")},)
+        return StepResult(self.last_step, (self.rank, self.last_step), logprobs, finished_transfers=transfers)
+
+    def check_health(self) -> None:
+        return None
+
+    def get_model(self) -> Any:
+        return object()
+
+    def get_model_inspection(self) -> str:
+        return "plain"
+
+    def get_device_type(self) -> str:
+        return "cpu"
+
+    def get_arithmetic(self) -> str:
+        return "none"
+
+    def get_cache_block_size_bytes(self) -> int:
+        return self.get_kv_cache_spec().block_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return 10
+
+    @property
+    def max_model_len(self) -> int:
+        return 16
+
+    def shutdown(self) -> None:
+        return None
+
+    def _act(self, what: str) -> None:
+        if what == "raise":
+            raise ValueError("went wrong")
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "exit":
+            os._exit(3)
+        if what == "fault":
+            ctypes.string_at(0)
+        if what == "hang":
+            time.sleep(60)
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Extension:
+    """Methods that a plain worker does not have."""
+
+    def double_rank(self) -> int:
+        return 2 * self.rank  # type: ignore[attr-defined]  # the worker's

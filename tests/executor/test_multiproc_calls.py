@@ -1,0 +1,241 @@
+"""Calls to worker processes: by name, in rank order, with timeouts, as futures, in coroutines; errors name ranks."""
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+from plain_executors import new_plain, plain
+
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker.config import ConfigError
+from spmd_worker.executor.errors import WorkerError
+from spmd_worker.executor.executor import Executor
+from spmd_worker.executor.multiproc import MultiprocExecutor
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.sequence.outputs import Logprob
+from spmd_worker.sequence.step import StepPlan, StepResult
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[MultiprocExecutor]:
+    with plain(worker_extension_cls="plain_worker.Extension") as started:
+        yield started
+
+
+def test_the_backend_is_found_by_its_name():
+    assert Executor.get_class("multiproc", RankEnvironment()) is MultiprocExecutor
+
+
+def test_answers_come_in_rank_order(executor: MultiprocExecutor):
+    assert executor.collective_rpc("nap", args=(0.2, 0)) == [0, 1]
+
+
+def test_values_come_back_as_the_types_that_went_in(executor: MultiprocExecutor):
+    values = (None, True, 3, -2.5, math.inf, "ä\ud800", b"\x00\xff", [1, (2,)], {"key": (1, 2), 3: b""}, 2**70)
+    named = {"spec": CacheSpec(1, 2, 3, 4, 5), "logprob": Logprob(-1.0, 2)}
+    answers = executor.collective_rpc("echo", args=values, kwargs=named)
+    assert answers == [(values, named)] * 2
+    assert type(answers[0][1]["logprob"]) is Logprob
+
+
+def test_a_million_tokens_go_through_the_queue_both_ways(executor: MultiprocExecutor):
+    tokens = list(range(1_000_000))
+    assert executor.collective_rpc("echo", args=(tokens,))[1][0][0] == tokens
+
+
+def test_a_method_that_does_not_exist_is_an_error_of_the_rank_that_looked_for_it(executor: MultiprocExecutor):
+    with pytest.raises(WorkerError) as raised:
+        executor.collective_rpc("nonexistent")
+    assert str(raised.value) == (
+        "rank 0 raised AttributeError in nonexistent: rank 0: a worker has no method 'nonexistent'"
+    )
+    assert not executor.is_failed
+    assert executor.collective_rpc("echo") == [((), {})] * 2
+
+
+def test_an_exception_on_rank_1_only_is_rank_1s(executor: MultiprocExecutor):
+    with pytest.raises(WorkerError) as raised:
+        executor.collective_rpc("fail_on", args=(1,))
+    assert str(raised.value) == "rank 1 raised ValueError in fail_on: went wrong"
+    assert (raised.value.rank, raised.value.method, raised.value.type_name) == (1, "fail_on", "ValueError")
+    assert "rank 1's own traceback" in raised.value.__notes__[0]
+    assert "raise ValueError(message)" in raised.value.__notes__[0]
+
+
+def test_an_exception_on_every_rank_is_told_by_the_lowest(executor: MultiprocExecutor):
+    for _ in range(5):
+        with pytest.raises(WorkerError, match=r"^rank 0 raised ValueError in fail_on: went wrong"):
+            executor.collective_rpc("fail_on", args=(-1,))
+
+
+def test_one_workers_exception_is_not_held_back_by_another_that_waits_for_it():
+    with plain() as executor:
+        started_s = time.monotonic()
+        with pytest.raises(WorkerError, match=r"^rank 1 raised ValueError in fail_and_keep_the_other_waiting: went"):
+            executor.collective_rpc("fail_and_keep_the_other_waiting", args=(1,))
+        assert time.monotonic() - started_s < 5
+
+
+def test_a_timeout_names_the_ranks_that_have_not_answered(executor: MultiprocExecutor):
+    with pytest.raises(TimeoutError) as raised:
+        executor.collective_rpc("nap", timeout=0.6, args=(1.5, 1))
+    pid = executor.worker_pids[1]
+    assert str(raised.value) == f"rank 1 (pid {pid}) has not answered nap within 0.6 s"
+    with pytest.raises(TimeoutError, match=r"^rank 0 \(pid \d+\), rank 1 \(pid \d+\) have not answered nap within"):
+        executor.collective_rpc("nap", timeout=0.1, args=(1.0,))
+    # The late answers are nobody's: the next call gets its own.
+    assert executor.collective_rpc("echo", args=("next",)) == [(("next",), {})] * 2
+
+
+def test_what_cannot_cross_processes_is_refused_before_anything_is_sent(executor: MultiprocExecutor):
+    with pytest.raises(TypeError, match="nothing is unpickled from a wire: give the name of a worker's method"):
+        executor.collective_rpc(lambda worker: worker.rank)
+    with pytest.raises(TypeError) as refused:
+        executor.collective_rpc("apply_model", args=(lambda model: model,))
+    assert str(refused.value) == (
+        "apply_model: a value of type function cannot cross processes, because nothing is unpickled from a wire: call "
+        "a method of the worker by its name; your own come with executor.worker_extension_cls"
+    )
+    with pytest.raises(TypeError, match=r"echo: a value of type object cannot cross processes.*numbers, texts, bytes"):
+        executor.collective_rpc("echo", args=(object(),))
+
+
+def test_an_answer_that_cannot_cross_processes_is_an_error_of_its_rank(executor: MultiprocExecutor):
+    with pytest.raises(WorkerError, match=r"^rank 0 raised TypeError in give_object: a value of type object cannot"):
+        executor.collective_rpc("give_object")
+
+
+def test_a_call_that_does_not_block_gives_a_future_a_rank(executor: MultiprocExecutor):
+    futures = executor.collective_rpc("nap", args=(0.5,), non_block=True)
+    assert not any(future.done() for future in futures)
+    assert [future.result(timeout=5) for future in futures] == [0, 1]
+    good, bad = executor.collective_rpc("fail_on", args=(1,), non_block=True)
+    assert good.result(timeout=5) == "fine"
+    assert isinstance(bad.exception(timeout=5), WorkerError)
+
+
+def test_coroutines_wait_for_workers_while_others_run(executor: MultiprocExecutor):
+    async def main() -> tuple[list[int], int, str]:
+        futures = executor.collective_rpc("nap", args=(0.3,), non_block=True)
+        waiting = asyncio.gather(*map(asyncio.wrap_future, futures))
+        num_turns = 0
+        while not waiting.done():
+            await asyncio.sleep(0.01)
+            num_turns += 1
+        bad = executor.collective_rpc("fail_on", args=(0,), non_block=True)[0]
+        with pytest.raises(WorkerError) as raised:
+            await asyncio.wrap_future(bad)
+        return await waiting, num_turns, str(raised.value)
+
+    answers, num_turns, text = asyncio.run(main())
+    assert answers == [0, 1]
+    assert num_turns >= 3
+    assert text == "rank 0 raised ValueError in fail_on: went wrong"
+
+
+def test_a_coroutine_that_gives_up_leaves_the_queue_in_order(executor: MultiprocExecutor):
+    async def main() -> None:
+        future = executor.collective_rpc("nap", args=(0.3,), non_block=True)[0]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(future), 0.05)
+
+    asyncio.run(main())
+    assert executor.collective_rpc("echo", args=(1,)) == [((1,), {})] * 2
+
+
+def test_a_step_is_one_round_trip_and_the_output_ranks_ids(executor: MultiprocExecutor):
+    executor.init_kv_output_aggregator()
+    logprobs = ({7: Logprob(-0.5, 1, "seven")},)
+    assert executor.execute_model(StepPlan(step=1)) == StepResult(1, (0, 1), logprobs)
+    assert executor.execute_model(StepPlan(step=2)) == StepResult(2, (0, 2), logprobs)
+
+
+def test_steps_can_be_under_way_while_the_caller_goes_on(executor: MultiprocExecutor):
+    executor.collective_rpc("nap", args=(0.5,), non_block=True)
+    futures = [executor.execute_model(StepPlan(step=step), non_block=True) for step in (11, 12, 13)]
+    assert not any(future.done() for future in futures)
+    assert [future.result(timeout=5).token_ids for future in futures] == [(0, 11), (0, 12), (0, 13)]
+
+
+def test_a_transfer_counts_when_every_rank_has_finished_it(executor: MultiprocExecutor):
+    executor.init_kv_output_aggregator()
+    executor.collective_rpc("finish_transfers", args=(0, (4, 5)))
+    assert executor.execute_model(StepPlan(step=21)).finished_transfers == ()
+    executor.collective_rpc("finish_transfers", args=(1, (5,)))
+    assert executor.execute_model(StepPlan(step=22)).finished_transfers == (5,)
+    executor.collective_rpc("finish_transfers", args=(1, (4,)))
+    assert executor.execute_model(StepPlan(step=23)).finished_transfers == (4,)
+    assert executor.execute_model(StepPlan(step=24)).finished_transfers == ()
+
+
+def test_what_the_engine_asks_at_the_start(executor: MultiprocExecutor):
+    assert executor.determine_num_available_blocks() == (69, 5)
+    assert [spec.num_layers for spec in executor.get_kv_cache_specs()] == [1, 2]
+    executor.initialize_from_config(69, 5)
+    assert executor.collective_rpc("initialized") == [(69, 5)] * 2
+    assert executor.supported_tasks == ("generate",)
+    assert executor.max_concurrent_batches == 1
+    assert executor.num_workers == 2
+    executor.check_health()
+
+
+def test_workers_have_the_extensions_methods(executor: MultiprocExecutor):
+    assert executor.collective_rpc("double_rank") == [0, 2]
+
+
+def test_an_extension_that_collides_ends_the_start_with_both_names(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "colliding.py").write_text("class Extension:\n    def nap(self): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    executor = new_plain(worker_extension_cls="colliding.Extension")
+    with pytest.raises(WorkerError) as raised:
+        executor.start()
+    assert str(raised.value) == (
+        "rank 0 raised ConfigError in init_worker: executor.worker_extension_cls: colliding.Extension and "
+        "plain_worker.PlainWorker both have nap: rename the extension's"
+    )
+
+
+def test_a_worker_class_that_does_not_exist_ends_the_start():
+    with pytest.raises(WorkerError, match=r"ConfigError in init_worker: executor\.worker_cls: 'no_such\.Worker'"):
+        new_plain(worker_cls="no_such.Worker").start()
+
+
+def test_a_process_that_a_launcher_started_is_refused():
+    launched = RankEnvironment(rank=1, world_size=2, is_launched=True)
+    with pytest.raises(ConfigError) as refused:
+        new_plain(environment=launched).start()
+    assert str(refused.value) == (
+        "executor.backend=multiproc starts its own workers, and this process is rank 1 of 2 that a launcher started: "
+        "start one process without torchrun, or set executor.backend=external_launcher"
+    )
+
+
+def test_the_world_changes_its_size_and_processes_that_stay_keep_their_pid():
+    with plain(2) as executor:
+        executor.load_model()
+        executor.initialize_from_config(9, 3)
+        first = executor.worker_pids
+        executor.execute_model(StepPlan(step=1))
+        executor.reinitialize_distributed(RankLayout(1))
+        assert executor.worker_pids == first[:1]
+        assert executor.collective_rpc("place") == [(first[0], 1, RankEnvironment(0, 1, 0, 1, True, "127.0.0.1"))]
+        assert executor.execute_model(StepPlan(step=2)).token_ids == (0, 2)
+        executor.reinitialize_distributed(RankLayout(4))
+        places = executor.collective_rpc("place")
+        assert [(size, environment.rank) for _, size, environment in places] == [(4, 0), (4, 1), (4, 2), (4, 3)]
+        assert places[0][0] == first[0]
+        assert executor.collective_rpc("initialized") == [(9, 3)] * 4
+        assert executor.config.parallel.tensor_parallel_size == 4
+        assert executor.execute_model(StepPlan(step=3)).token_ids == (0, 3)
+
+
+def test_a_world_size_that_does_not_divide_the_model_changes_nothing(executor: MultiprocExecutor):
+    before = executor.worker_pids
+    with pytest.raises(ConfigError, match=re.escape("parallel.tensor_parallel_size=3 does not divide this model")):
+        executor.reinitialize_distributed(RankLayout(3))
+    assert executor.worker_pids == before
+    assert executor.collective_rpc("nap", args=(0,)) == [0, 1]

@@ -1,0 +1,171 @@
+"""An engine over worker processes: the tokens of one rank, in a script, in a job, after a change of world size."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from plain_executors import wait_until
+
+from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.executor.errors import WorkerError
+from spmd_worker.executor.multiproc import MultiprocExecutor
+from spmd_worker.observability.step_stats import STEP_STATS_NAME
+from spmd_worker.parallel.layout import RankLayout
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+PROMPTS = ["copy a m v s j l =", "reverse h x a f w =", "sort 21 87 57 15 =", "copy q =", "no such task"]
+PARAMS = [
+    SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=16, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=16, logprobs=3, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=8),
+]
+LOGPROB_TOLERANCE = 1e-4
+KEYS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_blocks": 64, "seed": 0}
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[RequestOutput]]:
+    with LLM(MODEL, **KEYS) as llm:
+        return answers(llm)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    with LLM(MODEL, **KEYS, tensor_parallel_size=2, distributed_executor_backend="multiproc") as llm:
+        yield llm
+
+
+def answers(llm: LLM) -> list[list[RequestOutput]]:
+    return [llm.generate(PROMPTS, params, use_tqdm=False) for params in PARAMS]
+
+
+def ids(outputs: list[list[RequestOutput]]) -> list[list[list[list[int]]]]:
+    return [[[one.token_ids for one in row.outputs] for row in rows] for rows in outputs]
+
+
+def logprobs(outputs: list[list[RequestOutput]]) -> list[dict[int, float]]:
+    """Every position's, of prompts and of outputs, one after another."""
+    rows = [row for rows in outputs for row in rows]
+    positions = [position for row in rows for position in row.prompt_logprobs or [] if position]
+    positions += [position for row in rows for one in row.outputs for position in one.logprobs or []]
+    return [{token: each.logprob for token, each in position.items()} for position in positions]
+
+
+def check_same(mine: list[list[RequestOutput]], theirs: list[list[RequestOutput]]) -> None:
+    assert ids(mine) == ids(theirs)
+    assert len(logprobs(mine)) > 200
+    for ours, other in zip(logprobs(mine), logprobs(theirs), strict=True):
+        assert ours == pytest.approx(other, abs=LOGPROB_TOLERANCE)
+
+
+def test_two_processes_give_one_ranks_tokens_and_logprobs_in_a_second_generate_too(
+    two: LLM, alone: list[list[RequestOutput]]
+):
+    assert isinstance(two.llm_engine.executor, MultiprocExecutor)
+    check_same(answers(two), alone)
+    check_same(answers(two), alone)
+
+
+def test_each_process_has_half_of_the_model_and_its_errors_have_its_rank(two: LLM):
+    shards = two.collective_rpc("get_model_inspection")
+    assert [shard.count("qkv_proj: ColumnParallelLinear weight [128, 128] float32") for shard in shards] == [1, 1]
+    assert two.llm_engine.executor.supported_tasks == ("generate",)
+    two.llm_engine.executor.check_health()
+    with pytest.raises(TypeError, match="a value of type function cannot cross processes"):
+        two.apply_model(lambda model: None)
+    with pytest.raises(WorkerError, match=r"^rank 0 raised TypeError in get_model: a value of type \S+\.DecoderFor"):
+        two.collective_rpc("get_model")
+
+
+def test_the_world_shrinks_and_grows_and_the_tokens_stay(alone: list[list[RequestOutput]]):
+    with LLM(MODEL, **KEYS, tensor_parallel_size=2, distributed_executor_backend="multiproc") as llm:
+        executor = llm.llm_engine.executor
+        check_same(answers(llm), alone)
+        first, _ = executor.worker_pids
+        for size in (1, 2):
+            executor.reinitialize_distributed(RankLayout(size))
+            llm.reset_prefix_cache()
+            check_same(answers(llm), alone)
+            assert len(executor.worker_pids) == size
+            assert executor.worker_pids[0] == first
+
+
+def test_prefixes_that_lost_their_place_come_back_once_every_process_has_stored_them():
+    prompts = [{"prompt_token_ids": [10 + 7 * row + token for token in range(48)]} for row in range(6)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    keys = {**KEYS, "num_blocks": 16, "host_tier_gib": 0.01, "max_num_seqs": 2}
+    expected: list[list[list[list[int]]]] = []
+    for backend, size in (("uniproc", 1), ("multiproc", 2)):
+        with LLM(MODEL, **keys, tensor_parallel_size=size, distributed_executor_backend=backend) as llm:
+            got = [llm.generate(prompts, sampling, use_tqdm=False) for _ in range(3)]
+            assert llm.llm_engine.counters.num_loaded_blocks > 0
+            expected.append(ids(got))
+    assert expected[0] == expected[1]
+
+
+def test_a_job_writes_the_rows_that_one_rank_writes(tmp_path: Path):
+    written = []
+    for backend in ("uniproc", "multiproc"):
+        (tmp_path / backend).mkdir()
+        rows = write_rows(tmp_path / backend, [{"prompt": prompt, "max_tokens": 12} for prompt in PROMPTS])
+        done = ranks.run_command(command(rows, backend), timeout_s=60)
+        assert done.returncode == 0, done.output
+        written.append((tmp_path / backend / "out.jsonl").read_bytes())
+    assert written[0] == written[1]
+    assert len(written[0].splitlines()) == len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_a_job_whose_workers_cannot_start_says_why_and_exits_1(tmp_path: Path):
+    rows = write_rows(tmp_path, [{"prompt": "x"}])
+    done = ranks.run_command(command(rows, "multiproc", "executor.worker_extension_cls=no_such.Thing"), timeout_s=60)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "error" in line] == [
+        "error: rank 0 raised ConfigError in init_worker: executor.worker_extension_cls: 'no_such.Thing' cannot be "
+        "imported: No module named 'no_such'"
+    ]
+
+
+def test_a_job_whose_worker_is_killed_names_it_and_leaves_nobody(tmp_path: Path):
+    rows = write_rows(tmp_path, [{"prompt": "copy q =", "max_tokens": 200, "ignore_eos": True}] * 600)
+    token = secrets.token_hex(16)
+    environment = {**os.environ, ranks.TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command(rows, "multiproc"), env=environment, cwd=ranks.REPOSITORY, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert wait_until((tmp_path / "out.jsonl.run" / STEP_STATS_NAME).exists, 30)
+        victim = max(pid for pid in ranks.processes_of(token) if "--rank 1 " in command_line(pid))
+        os.kill(victim, signal.SIGKILL)
+        _, errors = job.communicate(timeout=10)
+    assert job.returncode == 1
+    # Whether it was noticed in a step or between two.
+    assert errors.splitlines()[-1].startswith(f"error: worker rank 1 (pid {victim}) was killed by SIGKILL")
+    assert ranks.processes_of(token) == []
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(rows: Path, backend: str, *keys: str) -> list[str]:
+    """The output goes beside the rows."""
+    size = 2 if backend == "multiproc" else 1
+    return [
+        *(sys.executable, "launch.py", f"model.path={MODEL}", f"job.input={rows}"),
+        *(f"job.output={rows.parent / 'out.jsonl'}", "device=cpu", "cache.num_blocks=64"),
+        *(f"executor.backend={backend}", f"parallel.tensor_parallel_size={size}", *keys),
+    ]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")

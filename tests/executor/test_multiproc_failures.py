@@ -1,0 +1,321 @@
+"""Workers that die, raise, hang or are stopped, and drivers that die: everybody hears of it, and nobody is left."""
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from plain_executors import is_running, new_plain, open_descriptors, plain, wait_until
+from ranks import REPOSITORY, TOKEN_VARIABLE, processes_of
+
+from spmd_worker.executor.errors import WorkerDiedError, WorkerError
+from spmd_worker.executor.multiproc import MultiprocExecutor
+from spmd_worker.lockstep.errors import RankFailedError
+from spmd_worker.sequence.step import StepPlan
+
+DRIVER = """
+import sys, time
+sys.path[:0] = sys.argv[1:]
+from plain_executors import new_plain
+executor = new_plain(2)
+executor.start()
+print(*executor.worker_pids, flush=True)
+"""
+
+WORK = 'executor.collective_rpc("nap", args=(60.0, 1), non_block=True)\n'
+
+
+def test_a_worker_killed_while_a_future_waits_is_named_and_every_waiter_gets_the_error(
+    caplog: pytest.LogCaptureFixture,
+):
+    with plain(3) as executor, caplog.at_level(logging.ERROR, "spmd_worker"):
+        pids = executor.worker_pids
+        futures = executor.collective_rpc("nap", args=(60.0,), non_block=True)
+        os.kill(pids[1], signal.SIGKILL)
+        text = f"worker rank 1 (pid {pids[1]}) was killed by SIGKILL"
+        for future in futures:
+            error = future.exception(timeout=5)
+            assert isinstance(error, WorkerDiedError)
+            assert isinstance(error, RankFailedError)
+            assert str(error) == text
+        assert executor.is_failed
+        assert wait_until(lambda: not any(map(is_running, pids)))
+        assert caplog.messages == [f"{text}: the other workers are ended"]
+
+
+def test_a_blocking_call_ends_when_a_worker_does():
+    with plain() as executor:
+        pid = executor.worker_pids[0]
+        with pytest.raises(WorkerDiedError, match=r"^worker rank 0 \(pid \d+\) exited with code 3$"):
+            executor.collective_rpc("act_on", args=(0, "exit"))
+        for call in (lambda: executor.collective_rpc("echo"), executor.check_health):
+            with pytest.raises(RankFailedError) as raised:
+                call()
+            assert str(raised.value) == (
+                f"worker rank 0 (pid {pid}) exited with code 3 (the executor has failed: make a new one)"
+            )
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("raise", "rank 1 raised ValueError in step: went wrong"),
+        ("die", "worker rank 1 (pid {pid}) was killed by SIGKILL"),
+        ("exit", "worker rank 1 (pid {pid}) exited with code 3"),
+        ("fault", "worker rank 1 (pid {pid}) was killed by SIGSEGV"),
+        ("hang", "rank 1 (pid {pid}) has not answered step within 1.8 s"),
+        ("stop", "rank 1 (pid {pid}, stopped) has not answered step within 1.8 s"),
+    ],
+)
+def test_a_step_that_fails_on_rank_1_fails_the_executor_and_ends_all(what: str, text: str):
+    with plain(timeout_s=2.0) as executor:
+        called: list[bool] = []
+        executor.register_failure_callback(lambda: called.append(executor.is_failed))
+        pids = executor.worker_pids
+        executor.execute_model(StepPlan(step=1))
+        executor.collective_rpc("arrange", args=(1, what))
+        with pytest.raises((WorkerError, WorkerDiedError, TimeoutError)) as raised:
+            executor.execute_model(StepPlan(step=2))
+        assert str(raised.value) == text.format(pid=pids[1])
+        # Like an executor in one process: when the error is out, the callbacks have run, and nothing computes.
+        assert called == [True]
+        assert not any(map(is_running, pids))
+        executor.register_failure_callback(lambda: called.append(False))
+        assert called == [True, False]
+        with pytest.raises(RankFailedError, match="the executor has failed"):
+            executor.execute_model(StepPlan(step=3))
+
+
+def test_a_step_in_a_future_fails_the_executor_too():
+    with plain() as executor:
+        called = threading.Event()
+        executor.register_failure_callback(called.set)
+        executor.collective_rpc("arrange", args=(1, "raise"))
+        future = executor.execute_model(StepPlan(step=1), non_block=True)
+        assert str(future.exception(timeout=5)) == "rank 1 raised ValueError in step: went wrong"
+        assert executor.is_failed
+        assert called.wait(5)
+
+
+def test_a_coroutine_that_waits_hears_of_a_death():
+    async def main(executor: MultiprocExecutor) -> str:
+        futures = executor.collective_rpc("nap", args=(60.0,), non_block=True)
+        waiting = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        await asyncio.sleep(0.05)
+        os.kill(executor.worker_pids[0], signal.SIGTERM)
+        first, second = await asyncio.wait_for(waiting, 5)
+        assert str(first) == str(second)
+        return str(first)
+
+    with plain() as executor:
+        assert asyncio.run(main(executor)) == f"worker rank 0 (pid {executor.worker_pids[0]}) was killed by SIGTERM"
+
+
+def test_a_failure_callback_may_raise_or_shut_the_executor_down(caplog: pytest.LogCaptureFixture):
+    with plain() as executor:
+        called: list[str] = []
+
+        def break_down() -> None:
+            called.append("first")
+            raise KeyError("broken callback")
+
+        done = threading.Event()
+        for callback in (break_down, executor.shutdown, lambda: called.append("last"), done.set):
+            executor.register_failure_callback(callback)
+        os.kill(executor.worker_pids[1], signal.SIGKILL)
+        assert done.wait(5)
+        assert called == ["first", "last"]
+        assert "a failure callback raised" in caplog.text
+
+
+def test_a_queue_that_is_closed_while_somebody_waits_gives_an_error_at_once():
+    with plain() as executor:
+        futures = executor.collective_rpc("nap", args=(60.0, 1), non_block=True)
+        assert futures[0].result(timeout=5) == 0
+        step = executor.execute_model(StepPlan(step=1), non_block=True)
+        raised: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                executor.collective_rpc("echo")
+            except RuntimeError as error:
+                raised.append(error)
+
+        waiter = threading.Thread(target=call)
+        waiter.start()
+        time.sleep(0.1)
+        started_s = time.monotonic()
+        executor.shutdown()
+        assert time.monotonic() - started_s < 10
+        waiter.join(5)
+        text = "the executor was shut down while rank 1 was at work on"
+        assert str(futures[1].exception(timeout=0)) == f"{text} nap"
+        assert str(step.exception(timeout=0)) == f"{text} step"
+        assert [str(error) for error in raised] == [f"{text} echo"]
+        assert not executor.is_failed
+        with pytest.raises(RuntimeError, match=r"^the executor was shut down: make a new one$"):
+            executor.collective_rpc("echo")
+
+
+def test_shutdown_leaves_no_process_thread_descriptor_or_shared_memory():
+    with plain():
+        pass
+    threads, descriptors, shared = threading.enumerate(), sorted(open_descriptors()), sorted(os.listdir("/dev/shm"))
+    for how in ("idle", "busy", "failed"):
+        with plain() as executor:
+            pids = executor.worker_pids
+            assert all(map(is_running, pids))
+            if how == "busy":
+                executor.collective_rpc("nap", args=(60.0,), non_block=True)
+            if how == "failed":
+                os.kill(pids[0], signal.SIGKILL)
+                assert wait_until(lambda executor=executor: executor.is_failed)
+        executor.shutdown()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "not even a zombie"
+        assert threading.enumerate() == threads
+        assert sorted(open_descriptors()) == descriptors
+        assert sorted(os.listdir("/dev/shm")) == shared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_worker_that_dies_at_any_moment_is_named(num_workers: int, number: signal.Signals):
+    moments = random.Random(0)
+    for _ in range(10):
+        with plain(num_workers) as executor:
+            pids = executor.worker_pids
+            rank = moments.randrange(num_workers)
+            killer = threading.Timer(moments.uniform(0.0, 0.1), os.kill, (pids[rank], number))
+            killer.start()
+            with pytest.raises(WorkerDiedError) as raised:
+                run_steps(executor)
+            text = f"worker rank {rank} (pid {pids[rank]}) was killed by {number.name}"
+            assert str(raised.value).startswith(text)
+            assert wait_until(lambda pids=pids: not any(map(is_running, pids)))
+
+
+def test_an_executor_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    threads = threading.enumerate()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(FileNotFoundError, match="/no/such/python"):
+        new_plain().start()
+    assert threading.enumerate() == threads
+
+
+def test_the_store_listens_on_loopback_only():
+    with plain() as executor:
+        port = executor._store.port
+        places = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()]
+        assert f"0100007F:{port:04X}" in places
+        assert f"00000000:{port:04X}" not in places
+        with socket.create_connection(("127.0.0.1", port), timeout=2):
+            pass
+        everywhere = Path("/proc/net/tcp6")
+        assert not everywhere.exists() or f":{port:04X} 0000" not in everywhere.read_text()
+        assert executor.collective_rpc("variables", args=("GLOO_SOCKET_IFNAME",)) == [{"GLOO_SOCKET_IFNAME": "lo"}] * 2
+
+
+def test_a_worker_outlives_the_thread_that_made_the_executor():
+    made: list[MultiprocExecutor] = []
+
+    def make() -> None:
+        executor = new_plain()
+        executor.start()
+        made.append(executor)
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    maker.join()
+    time.sleep(0.2)
+    try:
+        assert made[0].collective_rpc("echo") == [((), {})] * 2
+    finally:
+        made[0].shutdown()
+
+
+@pytest.mark.parametrize("is_one_stopped", [False, True])
+def test_a_driver_that_is_killed_takes_its_workers_with_it(is_one_stopped: bool):
+    token = secrets.token_hex(16)
+    driver = start_driver(DRIVER + WORK + "time.sleep(60)", {TOKEN_VARIABLE: token})
+    try:
+        assert driver.stdout is not None
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        assert sorted(processes_of(token)) == sorted([driver.pid, *pids])
+        if is_one_stopped:
+            os.kill(pids[0], signal.SIGSTOP)
+        driver.kill()
+        driver.wait()
+        assert wait_until(lambda: processes_of(token) == [])
+    finally:
+        end_all(token, driver)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        pytest.param("", 0, id="idle"),
+        pytest.param(WORK, 0, id="at work"),
+        pytest.param("raise SystemExit(7)", 7, id="exit", marks=pytest.mark.slow),
+        pytest.param("raise KeyError('of the driver')", 1, id="exception", marks=pytest.mark.slow),
+    ],
+)
+def test_a_driver_that_just_ends_ends_its_workers_without_a_word(ending: str, code: int):
+    token = secrets.token_hex(16)
+    driver = start_driver(DRIVER + ending, {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"})
+    try:
+        _, errors = driver.communicate(timeout=20)
+        assert processes_of(token) == []
+        assert driver.returncode == code, errors
+        assert errors == "" or "KeyError: 'of the driver'" in errors.splitlines()[-1]
+    finally:
+        end_all(token, driver)
+
+
+def test_a_worker_without_a_driver_ends_by_itself():
+    ours, theirs = socket.socketpair()
+    arguments = [0, theirs.fileno(), os.getpid(), logging.WARNING]
+    names = ("--rank", "--descriptor", "--driver-pid", "--log-level")
+    words = [word for pair in zip(names, map(str, arguments), strict=True) for word in pair]
+    command = [sys.executable, "-m", "spmd_worker.executor.worker_process", *words]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=REPOSITORY) as worker:
+        theirs.close()
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                worker.wait(1)
+            ours.close()
+            assert worker.wait(5) == 1
+        finally:
+            worker.kill()
+
+
+def run_steps(executor: MultiprocExecutor) -> None:
+    for step in range(1, 1_000_000):
+        executor.execute_model(StepPlan(step=step))
+
+
+def start_driver(source: str, variables: Mapping[str, str]) -> "subprocess.Popen[str]":
+    folders = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "executor")]
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *folders],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end_all(token: str, driver: "subprocess.Popen[str]") -> None:
+    for pid in processes_of(token):
+        os.kill(pid, signal.SIGKILL)
+    driver.communicate()

@@ -1,0 +1,122 @@
+"""Values between processes: what may cross keeps its type, what may not is refused, and nothing names code."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker import config
+from spmd_worker.executor.rpc_coding import decode_call, decode_value, encode_call, encode_value
+from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.sequence.outputs import Logprob
+from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.step import StepResult
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+    ),
+    max_leaves=20,
+)
+
+RECORDS = [
+    CacheSpec(1, 2, 3, 4, 5),
+    RankEnvironment(1, 2, 1, 2, True, "127.0.0.1"),
+    RankLayout(2, 3),
+    StepResult(
+        4,
+        (1, 2),
+        ({3: Logprob(-0.25, 1, "a"), 4: Logprob(-math.inf, 2)}, None),
+        ((RequestId(9), 0, (None, {1: Logprob(-1.5, 1)})),),
+        (7,),
+    ),
+    config.RunConfig(sampling=config.SamplingConfig(stop=["x"]), job=config.JobConfig(input="rows.jsonl")),
+]
+
+
+def is_same(one: object, other: object) -> bool:
+    """Equal, and of equal types all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return is_same(list(one.items()), list(other.items()))
+    return one == other
+
+
+@given(VALUES)
+def test_values_come_back_equal_and_of_the_same_types(value: object):
+    assert is_same(decode_value(encode_value(value)), value)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_records_come_back_equal(record: object):
+    assert decode_value(encode_value(record)) == record
+
+
+def test_every_group_of_the_configuration_can_be_sent():
+    groups = [value for value in vars(config.RunConfig()).values() if dataclasses.is_dataclass(value)]
+    assert len(groups) >= 7
+    assert [decode_value(encode_value(group)) for group in groups] == groups
+
+
+def test_not_a_number_stays_one():
+    assert math.isnan(decode_value(encode_value(math.nan)))
+
+
+def test_a_call_is_a_name_and_arguments():
+    assert decode_call(encode_call("echo", [1, (2,)], {"key": b"x"})) == ("echo", (1, (2,)), {"key": b"x"})
+
+
+@dataclasses.dataclass
+class Unknown:
+    field: int = 0
+
+
+class CacheSpecOfSomebodyElse(CacheSpec):
+    """Not ours, whatever it is called."""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (
+            {1, 2},
+            "a value of type set cannot cross processes, because nothing is unpickled from a wire: numbers, ",
+        ),
+        (Unknown(), "a value of type test_rpc_coding.Unknown cannot cross processes"),
+        (CacheSpecOfSomebodyElse(1, 1, 1, 1, 1), "a value of type test_rpc_coding.CacheSpecOfSomebodyElse cannot"),
+        (lambda: None, "a value of type function cannot cross .*: call a method of the worker by its name; your own"),
+        ([{"deep": (object(),)}], "a value of type object cannot"),
+    ],
+)
+def test_what_is_unknown_is_refused_where_it_is_sent(value: object, text: str):
+    with pytest.raises(TypeError, match=f"^{text}"):
+        encode_value(value)
+    with pytest.raises(TypeError, match=f"^give: {text}"):
+        encode_call("give", (), {"key": value})
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b'{"os.system": ["true"]}', "no record is called 'os.system'"),
+        (b'{"tuple": [], "dict": []}', "a value has the keys"),
+        (b"{}", "a value has the keys"),
+        (b'{"RankLayout": [1]}', r"zip\(\) argument 2 is shorter"),
+        (b'{"bytes": "%%%%"}', "base64"),
+        (b"\x80\x04N.", "codec can't decode"),
+    ],
+)
+def test_bytes_that_are_no_value_are_refused(data: bytes, text: str):
+    with pytest.raises(ValueError, match=text):
+        decode_value(data)

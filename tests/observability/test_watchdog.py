@@ -1,0 +1,322 @@
+"""Watchdogs that share a board: one roll-call, the right one blamed, and nobody left. Ranks are threads here.
+
+`tests/test_fault_matrix.py` breaks real ranks.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from made_up_store import MadeUpStore
+from our_logger import logger_as_it_was
+
+from spmd_worker.config import ConfigError
+from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
+from spmd_worker.observability import bulletin, ending, watchdog
+from spmd_worker.observability.bulletin import Board
+from spmd_worker.observability.error_file import read_records
+from spmd_worker.observability.heartbeat import Beat, born_at, node_name
+from spmd_worker.observability.watchdog import Watchdog, Watched
+
+LONG_S = 1000.0
+
+# The end of a process is played by the end of a thread.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+HEADING = "the ranks when they were last heard of:"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bulletin, "PERIOD_S", 0.1)
+    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
+    monkeypatch.setattr(ending, "LEAVE_S", 0.5)
+    monkeypatch.setattr(watchdog, "_MIN_SOFT_LIMIT_S", 0.2)
+    with logger_as_it_was() as logger:
+        logger.propagate = True
+        yield
+
+
+class Ranks:
+    """`num_ranks` watchdogs over one store. `exits` are the codes with which processes would have ended, by rank."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_ranks: int, folder: Path, **options) -> None:
+        self.store = MadeUpStore()
+        self.exits: dict[int, int] = {}
+        ranks = tuple(range(num_ranks))
+        options = {"timeout_s": LONG_S, "run_dir": folder, "exits": True} | options
+        self.all = [Watchdog(Watched(rank, ranks, **options), lambda: Board(self.store, "watch")) for rank in ranks]
+        monkeypatch.setattr(watchdog, "exit_now", self._exit)
+
+    def start(self, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            self.all[rank].start()
+        wait_until(lambda: all(self.all[rank]._bulletin.is_shared for rank in ranks))
+        wait_until(lambda: all(f"watch/beat/{rank}" in self.store.values for rank in ranks))
+
+    def stop(self) -> None:
+        for each in self.all:
+            each.stop()
+
+    def wait_for_exits(self, num_exits: int, limit_s: float = 10.0) -> dict[int, int]:
+        wait_until(lambda: len(self.exits) == num_exits, limit_s)
+        return self.exits
+
+    def _exit(self, code: int) -> None:
+        for each in self.all:
+            if each._thread is threading.current_thread():
+                self.exits[each.watched.rank] = code
+        # What ends the process ends its thread.
+        raise SystemExit
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make_ranks(num_ranks: int, **options) -> Ranks:
+        made.append(Ranks(monkeypatch, num_ranks, tmp_path, **options))
+        return made[-1]
+
+    yield make_ranks
+    for each in made:
+        each.stop()
+
+
+def test_an_exception_of_one_rank_ends_all_with_one_roll_call(make, tmp_path: Path, capsys):
+    ranks = make(3)
+    ranks.start((0, 1, 2))
+    for each in ranks.all:
+        each.heartbeat.enter("execute", 812)
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(3) == {0: 1, 1: 1, 2: 1}
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert text.count("error: rank 1 raised ValueError at step 812: boom\n") == 1
+    assert [line.split("  ")[1:3] for line in text.splitlines() if line.startswith("  rank")] == [
+        ["rank 0", "step 812"],
+        ["rank 1", "step 812"],
+        ["rank 2", "step 812"],
+    ]
+    records = read_records(tmp_path)
+    assert [record.rank for record in records] == [0, 1, 2]
+    assert all(record.verdict.ranks == (1,) for record in records)
+    assert 'ValueError("boom")' in records[1].traceback or "ValueError: boom" in records[1].traceback
+    assert records[0].traceback == ""
+
+
+def test_a_rank_that_fails_because_of_another_is_not_the_one(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(RankFailedError("rank 1 is gone"))
+    ranks.all[1].fail(KeyError("w"), "loading the model")
+    ranks.wait_for_exits(2)
+    assert "error: rank 1 raised KeyError while loading the model: 'w'\n" in capsys.readouterr().err
+
+
+def test_the_lowest_living_rank_speaks_where_rank_0_is_dead(make, capsys):
+    ranks = make(3)
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pin(ranks.store, Beat(0, node_name(), dead.pid, born_at(dead.pid), 1, 5, "execute"))
+    ranks.start((1, 2))
+    wait_until(lambda: all(each._bulletin.standings()[0].beat for each in ranks.all[1:]))
+    dead.kill()
+    dead.wait()
+    assert sorted(ranks.wait_for_exits(2)) == [1, 2]
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
+
+
+def test_a_silent_rank_is_named_after_the_timeout_and_ended_where_it_is_ours(make, monkeypatch, capsys):
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(ending.os, "kill", lambda *arguments: killed.append(arguments))
+    ranks = make(2, timeout_s=3.0)
+    silent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(ending, "parent_of", lambda pid: 1)
+    pin(ranks.store, Beat(1, node_name(), silent.pid, born_at(silent.pid), 1, 5, "execute"))
+    started_s = time.monotonic()
+    ranks.start((0,))
+    ranks.all[0].heartbeat.enter("between steps")
+    ranks.wait_for_exits(1)
+    assert time.monotonic() - started_s > 3.0
+    assert "error: rank 1 is silent: last seen in step 5, phase execute, " in capsys.readouterr().err
+    assert killed == [(silent.pid, 9)]
+    silent.communicate(b"\n")
+
+
+def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
+    """Its number came over the network; only a sibling with the same birth is ended."""
+    killed: list[int] = []
+    monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
+    own = os.getpid()
+    for beat in (
+        Beat(1, node_name(), 1, born_at(1), 1, 5, "execute"),
+        Beat(1, node_name(), own, born_at(own) + 1, 1, 5, "execute"),
+        Beat(1, "another node", own, born_at(own), 1, 5, "execute"),
+    ):
+        standings = [
+            ending.Standing(0, Beat(0, node_name(), own, born_at(own), 1, 5, "execute")),
+            ending.Standing(1, beat, 60.0),
+        ]
+        ending.end_silent(standings, ending.Verdict((1,), "rank 1 is silent"), 0)
+    assert killed == []
+    sibling = Beat(1, node_name(), own, born_at(own), 1, 5, "execute")
+    ending.end_silent([standings[0], ending.Standing(1, sibling)], ending.Verdict((1,), "x"), 0)
+    assert killed == [own]
+
+
+def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
+    make, tmp_path, caplog, capsys
+):
+    ranks = make(1, timeout_s=1.5)
+    ranks.all[0].start()
+    ranks.all[0].heartbeat.enter("execute", 7)
+    assert ranks.wait_for_exits(1) == {0: 1}
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("step 7 does not go on in phase execute for 0.")
+    assert f"stacks are in {tmp_path / 'stacks.rank0.txt'}" in warnings[0]
+    assert "test_watchdog.py" in (tmp_path / "stacks.rank0.txt").read_text()
+    assert "error: rank 0 is stuck: step 7, phase execute, for " in capsys.readouterr().err
+    [record] = read_records(tmp_path)
+    assert record.standings[0].beat.failure.text.startswith("rank 0 is stuck: step 7")
+
+
+def test_a_main_thread_that_moves_is_left_alone(make, caplog):
+    ranks = make(1, timeout_s=1.0)
+    ranks.all[0].start()
+    for step in range(30):
+        ranks.all[0].heartbeat.enter("execute", step)
+        time.sleep(0.05)
+    ranks.all[0].heartbeat.enter("between steps")
+    time.sleep(1.3)
+    assert caplog.records == []
+    assert ranks.exits == {}
+
+
+def test_without_a_run_directory_stacks_go_to_stderr(make, caplog, capfd):
+    ranks = make(1, timeout_s=60.0, run_dir=None)
+    ranks.all[0].watched = Watched(0, (0,), 2.0)
+    ranks.all[0].heartbeat.enter("execute", 7)
+    ranks.all[0].start()
+    wait_until(lambda: bool(caplog.records))
+    assert "stacks are in stderr" in caplog.text
+    assert "[rank 0] stacks:" in capfd.readouterr().err
+
+
+def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].told_to_end()
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 143}
+    assert "error: rank 1 was told to end (SIGTERM) from outside the job\n" in capsys.readouterr().err
+
+
+def test_a_rank_that_ends_well_after_the_signal_ends_well(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.told_to_end()
+    ranks.stop()
+    assert ranks.exits == {}
+    assert capsys.readouterr().err == ""
+    assert Beat.unpack(ranks.store.values["watch/beat/1"]).has_ended
+
+
+@pytest.mark.parametrize("error", [ReplicaDivergedError("step 7 did not run"), ConfigError("seed=x")])
+def test_what_rank_0_says_itself_gets_no_roll_call(make, tmp_path, capsys, error):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(error)
+    code = 70 if isinstance(error, ReplicaDivergedError) else 1
+    assert ranks.wait_for_exits(2) == {0: code, 1: code}
+    assert capsys.readouterr().err == ""
+    assert read_records(tmp_path) == []
+
+
+def test_a_guest_says_what_it_knows_and_ends_nothing(make, caplog, capsys):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.all[1].fail(ValueError("boom"))
+    wait_until(lambda: "boom" in caplog.text)
+    time.sleep(0.5)
+    assert ranks.exits == {}
+    assert capsys.readouterr().err == ""
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("rank 1 raised ValueError while starting: boom; the ranks when they were last heard of:")
+
+
+def test_ranks_whose_store_is_gone_speak_for_themselves(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.store.is_gone = True
+    wait_until(lambda: all(each._bulletin.is_lost for each in ranks.all))
+    assert ranks.exits == {}
+    ranks.all[0].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(1) == {0: 1}
+    assert "error: rank 0 raised ValueError while starting: boom\n" in capsys.readouterr().err
+
+
+def test_a_disk_that_takes_nothing_does_not_keep_a_rank_from_ending(make, tmp_path, caplog, capsys):
+    for rank in range(2):
+        (tmp_path / f"error.rank{rank}.json.partial").symlink_to("/dev/full")
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+    assert "the error record could not be written" in caplog.text
+    assert "error: rank 1 raised ValueError while starting: boom\n" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchruns_error_file_is_the_culprits_and_has_its_form(make, tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(RankFailedError("rank 1 is gone"))
+    assert not path.exists()
+    ranks.all[1].fail(ValueError("boom"))
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == "rank 1 raised ValueError while starting: boom"
+    assert message["extraInfo"]["py_callstack"].endswith("ValueError: boom\n")
+    assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 5
+
+
+def test_the_main_thread_leaves_when_all_know_why(make):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(ValueError("boom"))
+    # The process ends in the watchdog's thread; this one, which waits for it, is left over here.
+    with pytest.raises(SystemExit):
+        ranks.all[0].leave(3)
+    assert ranks.exits[0] == 3
+    assert ranks.all[0]._bulletin.is_reported
+
+
+def test_stopping_leaves_no_thread(make):
+    before = threading.active_count()
+    ranks = make(2)
+    ranks.start((0, 1))
+    assert threading.active_count() == before + 4
+    ranks.stop()
+    ranks.stop()
+    assert threading.active_count() == before
+
+
+def pin(store: MadeUpStore, beat: Beat) -> None:
+    store.set(f"watch/beat/{beat.rank}", beat.pack().decode())

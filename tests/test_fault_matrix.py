@@ -1,0 +1,158 @@
+"""One rank breaks, at any moment: every rank is gone in seconds, with a failure, and the terminal names the one.
+
+Under torchrun, as people run it. The whole matrix is slow; SPMD_WORKER_FAULT_REPEATS sets how often each cell runs.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ranks
+
+SCRIPT = Path(__file__).with_name("faults.py")
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+REPEATS = int(os.environ.get("SPMD_WORKER_FAULT_REPEATS", "2"))
+TIMEOUT_S = 5.0
+MAX_S = 10.0
+LIMIT_S = 120.0
+SURE_S = 2.5
+"""So long after a rank's start every rank is watched: imports end at different times."""
+HEADING = "the ranks when they were last heard of:"
+
+WORDS = {
+    "SIGKILL": r"rank {rank} is gone: last seen in step \d+, phase [\w ]+, \d+\.\d s ago",
+    "SIGSTOP": r"rank {rank} is silent: last seen in step \d+, phase [\w ]+, \d+\.\d s ago",
+    "SIGTERM": r"rank {rank} was told to end \(SIGTERM\) from outside the job",
+    "exception in forward": r"rank {rank} raised ValueError at step \d+: planted",
+    "exception while loading": r"rank {rank} raised (ValueError|KeyError) while loading the model: '?planted'?",
+    "exit in the sampler": r"rank {rank} is gone: last seen in step \d+, phase execute, \d+\.\d s ago",
+    "full disk": r"rank 0 raised OSError at step \d+: \[Errno 28\] No space left on device",
+    "hang in forward": r"rank {rank} is stuck: step \d+, phase execute, for \d+\.\d s, at worker.py",
+}
+"""By fault: how the terminal names the culprit."""
+
+SILENT = ("SIGSTOP", "hang in forward")
+"""Faults that are none until the timeout."""
+
+FEW = [("SIGKILL", 0), ("SIGSTOP", 1), ("exception in forward", 1)]
+
+
+@pytest.mark.parametrize(("fault", "victim"), FEW)
+def test_a_fault_of_one_rank_ends_both_with_the_culprit_named(tmp_path: Path, fault: str, victim: int):
+    break_a_rank(tmp_path, fault, 2, victim, SURE_S)
+
+
+def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Path):
+    token = secrets.token_hex(16)
+    environment = {**os.environ, ranks.TOKEN_VARIABLE: token, "PYTHONPATH": str(ranks.REPOSITORY)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with open(tmp_path / "stderr", "wb") as stderr:
+        command = [*launcher, *map(str, command_of(tmp_path, "full disk", 2, 2, 0.0))]
+        process = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True)
+    try:
+        wait_until(lambda: len((tmp_path / "run" / "steps.csv").read_bytes().splitlines()) > 20, 60.0)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not ranks.processes_of(token), MAX_S)
+    finally:
+        for pid in ranks.processes_of(token):
+            os.kill(pid, signal.SIGKILL)
+    text = (tmp_path / "stderr").read_text()
+    assert text.count(HEADING) == 1, text
+    assert "error: the launcher is gone: torchrun's process has ended\n" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("fault", WORDS)
+def test_a_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ranks: int, repeat: int):
+    chance = random.Random(f"{fault}, {num_ranks} ranks, {repeat}")
+    victim = 0 if fault == "full disk" else chance.randrange(num_ranks)
+    break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5))
+
+
+def test_without_a_fault_the_same_job_ends_well_and_leaves_no_record(tmp_path: Path):
+    """Negative control."""
+    done = run(tmp_path, "exception in forward", 2, 2, 0.0, "job.max_rows=20")
+    assert done.returncode == 0, done.output
+    assert HEADING not in done.output
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.json", "steps.csv"]
+
+
+# Helpers.
+
+
+def break_a_rank(folder: Path, fault: str, num_ranks: int, victim: int, moment: float) -> None:
+    shared_memory = sorted(os.listdir("/dev/shm"))
+    # Raises for processes left behind.
+    done = run(folder, fault, num_ranks, victim, moment)
+    struck = folder / "struck"
+    assert struck.exists(), done.output
+    seconds = time.monotonic() - float(struck.read_text())
+    print(f"FAULT {fault}, {num_ranks} ranks, rank {victim}, {moment:.2f}: {seconds:.1f} s")
+    assert done.returncode != 0, done.output
+    assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0), done.output
+    assert sorted(os.listdir("/dev/shm")) == shared_memory
+    is_sure = moment >= SURE_S or fault not in ("SIGKILL", "SIGTERM", "SIGSTOP")
+    if is_sure or HEADING in done.output:
+        check_words(folder, done, WORDS[fault].format(rank=victim), num_ranks)
+    assert root_cause(done) == victim, done.output
+
+
+def check_words(folder: Path, done: ranks.CompletedRanks, words: str, num_ranks: int) -> None:
+    assert done.output.count(HEADING) == 1, done.output
+    lines = done.stderr.splitlines()
+    place = lines.index(HEADING)
+    for rank, line in enumerate(lines[place + 1 : place + 1 + num_ranks]):
+        assert re.match(rf"  rank {rank}  ", line), done.output
+    error = lines[place + 1 + num_ranks]
+    assert re.match(f"error: {words}", error), (words, done.output)
+    records = [json.loads(path.read_text()) for path in (folder / "run").glob("error.rank*.json")]
+    assert error.removeprefix("error: ") in [record["verdict"]["text"] for record in records], done.output
+
+
+def root_cause(done: ranks.CompletedRanks) -> int:
+    """Which rank torchrun's summary names."""
+    summary = done.stderr.partition("Root Cause")[2]
+    match = re.search(r"rank +: (\d+) ", summary)
+    assert match is not None, done.output
+    return int(match[1])
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        # A file may not be there yet.
+        with contextlib.suppress(FileNotFoundError):
+            if is_so():
+                return
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+def run(folder: Path, fault: str, num_ranks: int, victim: int, moment: float, *arguments: str) -> ranks.CompletedRanks:
+    command = [*command_of(folder, fault, num_ranks, victim, moment), *arguments]
+    return ranks.run_torchrun(command, num_ranks, LIMIT_S)
+
+
+def command_of(folder: Path, fault: str, num_ranks: int, victim: int, moment: float) -> list[str | Path]:
+    """A job of minutes; no rank breaks where there is no rank `victim`."""
+    rows = [{"prompt": f"add {index} 7 =", "max_tokens": 100, "ignore_eos": True} for index in range(3000)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return [
+        *(SCRIPT, fault, str(victim), str(moment), folder),
+        *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=512", "scheduler.max_num_seqs=8"),
+        *(f"parallel.tensor_parallel_size={num_ranks}", f"executor.timeout_s={TIMEOUT_S:g}"),
+        *(f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", f"job.run_dir={folder / 'run'}"),
+    ]
