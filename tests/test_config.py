@@ -166,7 +166,8 @@ REFUSED = [
     ("executor.timeout_s=inf", "executor.timeout_s=inf must be from 1 to 604800 seconds"),
     (
         "executor.backend=ray",
-        "executor.backend=ray is not one of auto, external_launcher, uniproc, multiproc, nor the qualified name of a class",
+        "executor.backend=ray is not one of auto, external_launcher, uniproc, multiproc, nor the qualified name of a "
+        "class",
     ),
     ("job.resume=maybe", "job.resume=maybe is not one of auto, never, force"),
     ("job.max_rows=1.5", "job.max_rows=1.5 must be a whole number or null"),

@@ -145,11 +145,13 @@ class MultiprocExecutor(Executor):
                 f"cache.host_tier_gib={self.config.cache.host_tier_gib:g}: the world size cannot change while prefixes "
                 f"are kept on the host; set it to 0, or make another LLM"
             )
-        sizes = {
-            "tensor_parallel_size": layout.tensor_parallel_size,
-            "pipeline_parallel_size": layout.pipeline_parallel_size,
-        }
-        config = replace(self.config, parallel=replace(self.config.parallel, **sizes))
+        parallel = replace(
+            self.config.parallel,
+            tensor_parallel_size=layout.tensor_parallel_size,
+            pipeline_parallel_size=layout.pipeline_parallel_size,
+            pipeline_layers=list(layout.pipeline_layers) or None,
+        )
+        config = replace(self.config, parallel=parallel)
         try:
             self.collective_rpc("shutdown")
             self.config, self.layout = config, layout
