@@ -258,7 +258,7 @@ def print_table(rows: list[tuple[object, ...]], heads: tuple[str, ...]) -> None:
 
 def with_history(log: StepLog, key: str, replay: Replay, steps: Iterator[ReplayedStep]) -> Iterator[ReplayedStep]:
     """The same steps; what they did to the request is printed as they go by. Raises ReplayError for an unknown key."""
-    request = find_request(read_messages(log.messages()), key, log.header.seed)
+    request = find_request(read_messages(log.messages(), log.header.pipeline_parallel_size), key, log.header.seed)
     if request is None:
         raise ReplayError(
             f"--row {key}: no such request. Give its custom_id, or index:N for row N of the input if it has none; or "

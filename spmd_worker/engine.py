@@ -2,13 +2,20 @@
 
 One step is three calls, all in one direction: `schedule`, `agree`, `execute_model`; then what was sampled goes back
 into the scheduler. Rank 0's requests and aborts become events of the next message; what other ranks ask for is ignored,
-because only rank 0 touches the outside world. Knows how the parts fit together and no part's inside.
+because only rank 0 touches the outside world.
+
+A pipeline of d stages has d steps under way: the ranks agree on a step at the same time, and stage s executes it s
+steps later, so that all stages compute at once. What a step sampled, and its events, are taken in d - 1 steps later, on
+all ranks at the same place between the same steps; at once where no request waits for what is under way. Knows how the
+parts fit together and no part's inside.
 """
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +24,7 @@ from spmd_worker.engine_outputs import request_output
 from spmd_worker.engine_stats import StepRecorder
 from spmd_worker.executor.executor import Executor
 from spmd_worker.lockstep.channel import ControlChannel
-from spmd_worker.lockstep.lockstep import Lockstep
+from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
 from spmd_worker.lockstep.result_coding import decode_result, encode_result
 from spmd_worker.lockstep.step_channel import AbortedError
 from spmd_worker.memory.plan import resolve_max_model_len
@@ -52,6 +59,14 @@ CHECK_VARIABLE: Final = "SPMD_WORKER_CHECK"
 """Environment: 1 checks queues, tables, pools and index against each other after every step. Slow; changes nothing."""
 
 
+@dataclass(slots=True)
+class _StepUnderWay:
+    """A step that is agreed on; `result` is what this rank's executor makes of it, None until it begins."""
+
+    agreed: AgreedStep
+    result: StepResult | Future[StepResult] | None = None
+
+
 class LLMEngine:
     """Use `start_engine`. Every rank of a replica makes the same calls of `step`, in the same order."""
 
@@ -81,9 +96,13 @@ class LLMEngine:
         self._num_requests = 0
         self._sampled_token_ids: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
-        parallel = config.parallel
+        self._under_way: deque[_StepUnderWay] = deque()
+        num_stages, num_shards = config.parallel.pipeline_parallel_size, config.parallel.tensor_parallel_size
+        self._max_under_way = num_stages
+        # An executor of all stages hands every step on at once.
+        self._stage = channel.rank // num_shards if channel.size > 1 else 0
         # The replica's first rank that samples: of the last stage.
-        self._sampling_rank = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+        self._sampling_rank = (num_stages - 1) * num_shards if channel.size > 1 else 0
         self._on_step: Callable[[StepPlan, StepResult], None] | None = None
         self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
 
@@ -256,21 +275,45 @@ class LLMEngine:
         events, self._events = tuple(self._events), []
         self.times.end("schedule")
         agreed = self.lockstep.agree(plan, self._sampled_token_ids, events, self._finished_transfers)
+        self._sampled_token_ids = self._finished_transfers = ()
+        self._under_way.append(_StepUnderWay(agreed))
         self.times.end("lockstep")
-        result = self.executor.execute_model(agreed.plan)
-        assert isinstance(result, StepResult), type(result)
-        if self._sampling_rank and agreed.plan.has_rows:
+        if len(self._under_way) > self._stage:
+            self._execute(self._under_way[-1 - self._stage])
+        ended: list[SequenceGroup] = []
+        while self._under_way and (len(self._under_way) == self._max_under_way or self._is_idle):
+            ended += self._settle(self._under_way.popleft())
+        self.times.end("execute")
+        return ended
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nobody waits for the steps under way: then none is left half done between two calls."""
+        return self.is_closed or not self.scheduler.has_unfinished
+
+    def _execute(self, step: _StepUnderWay) -> None:
+        step.result = self.executor.execute_model(step.agreed.plan, non_block=self._max_under_way > 1)
+
+    def _settle(self, step: _StepUnderWay) -> list[SequenceGroup]:
+        """The oldest step under way ends: wait for what it sampled, take that in, then its events."""
+        plan = step.agreed.plan
+        if step.result is None:
+            self._execute(step)
+        result = self.executor.wait_for_step(step.result) if isinstance(step.result, Future) else step.result
+        assert result is not None, plan.step
+        if self._sampling_rank and plan.has_rows:
             result = self._shared(result)
         self.times.end("execute")
-        self._sampled_token_ids, self._finished_transfers = result.token_ids, result.finished_transfers
-        ended = self.scheduler.apply(result) if agreed.plan.has_rows else []
-        for event in agreed.events:
+        self._sampled_token_ids += result.token_ids
+        self._finished_transfers += result.finished_transfers
+        ended = self.scheduler.apply(result) if plan.has_rows else []
+        for event in step.agreed.events:
             ended += self._take_in(event)
         if self._checks_integrity:
             self.scheduler.check_integrity()
         self.times.end("apply")
         if self._on_step is not None:
-            self._on_step(agreed.plan, result)
+            self._on_step(plan, result)
         return ended
 
     def _shared(self, result: StepResult) -> StepResult:

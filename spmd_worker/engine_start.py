@@ -100,7 +100,11 @@ def _start(
         if config.executor.digest_every:
             _agree_on_computing(channel, engine_channel, executor, scheduler)
         # The channel last: it starts a thread.
-        lockstep = Lockstep(_open_channel(config, channel, environment), config.executor.digest_every)
+        lockstep = Lockstep(
+            _open_channel(config, channel, environment),
+            config.executor.digest_every,
+            config.parallel.pipeline_parallel_size,
+        )
     except BaseException as error:
         # Before the groups are taken down, which may take a while.
         watchdog.fail(error)
@@ -188,6 +192,7 @@ def new_scheduler(
         config.cache.enable_prefix_caching,
         PreemptionPolicy(config.scheduler.preemption_mode, copy_tokens),
         WATERMARK_BLOCKS_PER_SEQUENCE,
+        config.parallel.pipeline_parallel_size,
     )
     cache = CacheManager(
         sizes.num_blocks,

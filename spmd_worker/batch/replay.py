@@ -5,6 +5,7 @@ gives the same plans or shows where they part. Knows the order in which the engi
 torch, ranks or models (`replay_model.py` recomputes the ids), nor how anything is shown.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +30,7 @@ from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceKey
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer import IncrementalDecoder, Tokenizer
 
-HEADER_KEYS_THAT_MAY_DIFFER = (
-    *("code", "model_path", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-)
+HEADER_KEYS_THAT_MAY_DIFFER = (*("code", "model_path", "tensor_parallel_size", "data_parallel_size"),)
 """Two runs that differ in these alone should have equal steps: that is what comparing them shows."""
 
 
@@ -82,19 +81,34 @@ class Replay:
         self.is_closed = False
         self._header, self._tokenizer = header, tokenizer
         self._digest = ChainedDigest()
+        # Steps under way, oldest first, and where their ids go.
+        self._under_way: deque[tuple[StepMessage, tuple[SampledPlace, ...]]] = deque()
 
     def steps(self, payloads: Iterable[bytes]) -> Iterator[ReplayedStep]:
         """Each step once what came of it is known. Raises ReplayDivergedError at the first that differs."""
-        last: StepMessage | None = None
-        places: tuple[SampledPlace, ...] = ()
-        for message in read_messages(payloads):
-            if last is not None:
-                yield self._finish(last, places, message.sampled_token_ids)
-            self._plan(message, () if last is None else last.events)
-            places = self._mirror(message.plan)
-            last = message
-        if last is not None:
-            yield self._finish(last, places, None if places else ())
+        last_events: tuple[Event, ...] = ()
+        for message in read_messages(payloads, self._header.pipeline_parallel_size):
+            yield from self._settle(message.sampled_token_ids)
+            self._plan(message, last_events)
+            self._under_way.append((message, self._mirror(message.plan)))
+            last_events = message.events
+        is_known = True
+        for message, places in self._under_way:
+            is_known = is_known and not places
+            yield self._finish(message, places, () if is_known else None)
+
+    def _settle(self, sampled_token_ids: tuple[int, ...]) -> Iterator[ReplayedStep]:
+        """What the engine does at the end of a step: the oldest under way ends, and all where nobody waits for them."""
+        step, num_samples = 0, 0
+        while self._under_way and (
+            len(self._under_way) == self._header.pipeline_parallel_size or not self.scheduler.has_unfinished
+        ):
+            message, places = self._under_way.popleft()
+            step, num_samples = message.step, len(places)
+            yield self._finish(message, places, sampled_token_ids[:num_samples])
+            sampled_token_ids = sampled_token_ids[num_samples:]
+        if sampled_token_ids and self.num_steps:
+            raise _wrong_count(step, num_samples, num_samples + len(sampled_token_ids))
 
     def _plan(self, message: StepMessage, last_events: tuple[Event, ...]) -> None:
         """Plan the message's step and compare plan and digest."""
@@ -147,9 +161,7 @@ class Replay:
         if sampled_token_ids is None:
             return ReplayedStep(plan, message.events, places, None, ())
         if len(sampled_token_ids) != len(places):
-            raise ReplayDivergedError(
-                f"step {plan.step} samples {len(places)} ids and the log has {len(sampled_token_ids)} of it"
-            )
+            raise _wrong_count(plan.step, len(places), len(sampled_token_ids))
         if plan.has_rows:
             ended += self.scheduler.apply(StepResult(plan.step, sampled_token_ids))
         for event in message.events:
@@ -170,9 +182,15 @@ class Replay:
                 )
 
 
-def read_messages(payloads: Iterable[bytes]) -> Iterator[StepMessage]:
-    """Decode a log's messages in order. Raises ReplayError for one that does not follow from those before."""
-    decoder = Decoder()
+def _wrong_count(step: int, num_samples: int, num_ids: int) -> ReplayDivergedError:
+    return ReplayDivergedError(f"step {step} samples {num_samples} ids and the log has {num_ids} of it")
+
+
+def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator[StepMessage]:
+    """Decode a log's messages in order, of a pipeline of `num_in_flight` stages. Raises ReplayError for one that does
+    not follow from those before.
+    """
+    decoder = Decoder(num_in_flight)
     for number, payload in enumerate(payloads, start=1):
         try:
             yield decoder.decode(payload)
@@ -222,17 +240,23 @@ def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str])
     Of logs that begin at different steps (the last records of two ranks), the common steps are compared. Raises
     ReplayError where a log cannot be read on.
     """
+    depths = [log.header.pipeline_parallel_size for log in (first, other)]
+    messages = [read_messages(log.messages(), depth) for log, depth in zip((first, other), depths)]
     last: StepMessage | None = None
-    for mine, theirs in _common_steps(read_messages(first.messages()), read_messages(other.messages())):
+    # Whose ids come with the next message, the oldest first.
+    under_way: deque[StepMessage] = deque(maxlen=depths[0])
+    for mine, theirs in _common_steps(*messages):
         if mine is None and theirs is None:
             return None
         if mine is None or theirs is None:
             longer, shorter = names if theirs is None else names[::-1]
             return f"{shorter} ends after step {0 if last is None else last.step}, {longer} goes on"
-        difference = _message_difference(mine, theirs, last, names)
+        sampled_by = under_way[0] if len(under_way) == depths[0] else None
+        difference = _message_difference(mine, theirs, sampled_by, names)
         if difference is not None:
             return difference
         last = mine
+        under_way.append(mine)
     return None
 
 
@@ -251,15 +275,15 @@ def _common_steps(
 
 
 def _message_difference(
-    mine: StepMessage, theirs: StepMessage, last: StepMessage | None, names: tuple[str, str]
+    mine: StepMessage, theirs: StepMessage, sampled_by: StepMessage | None, names: tuple[str, str]
 ) -> str | None:
-    if last is not None and mine.sampled_token_ids != theirs.sampled_token_ids:
-        # The message carries what the step before sampled: name that.
-        sampled = zip(sampled_keys(last.plan), mine.sampled_token_ids, theirs.sampled_token_ids)
+    if sampled_by is not None and mine.sampled_token_ids != theirs.sampled_token_ids:
+        # The message carries what an earlier step sampled: name that.
+        sampled = zip(sampled_keys(sampled_by.plan), mine.sampled_token_ids, theirs.sampled_token_ids)
         for key, one, two in sampled:
             if one != two:
                 who = f"request {key.request_id}, sample {key.sample_index}"
-                return f"step {last.step} sampled for {who}: {one} in {names[0]}, {two} in {names[1]}"
+                return f"step {sampled_by.step} sampled for {who}: {one} in {names[0]}, {two} in {names[1]}"
     records = [Record(each.plan, each.events, each.sampled_token_ids) for each in (mine, theirs)]
     difference = first_difference(records[0], records[1], 0, 1) if mine != theirs else None
     if difference is not None:
@@ -289,6 +313,7 @@ def _new_scheduler(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedu
         header.enable_prefix_caching,
         PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
         header.watermark_blocks_per_sequence,
+        header.pipeline_parallel_size,
     )
     cache = CacheManager(
         header.num_blocks,

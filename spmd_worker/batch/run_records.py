@@ -33,7 +33,7 @@ def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
     if not run_dir.is_dir():
         return None
     path = run_dir / f"records.rank{engine.engine_channel.rank}.log"
-    encoder = Encoder()
+    encoder = Encoder(engine.config.parallel.pipeline_parallel_size)
     try:
         with StepLogWriter(path, step_log_header(engine)) as writer:
             for message in engine.lockstep.records:

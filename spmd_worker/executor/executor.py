@@ -110,6 +110,10 @@ class Executor(ABC):
         future.set_result(result)
         return future
 
+    def wait_for_step(self, step: Future[StepResult]) -> StepResult:
+        """What `execute_model` promised, in the order of the calls. Raises what the step raised."""
+        return step.result()
+
     def check_health(self) -> None:
         """Raise when a worker can no longer compute."""
         if self.is_failed:

@@ -49,7 +49,7 @@ class MultiprocExecutor(Executor):
         self._store: TCPStore | None = None
         self._encoder = Encoder()
         self._step_lock = threading.Lock()
-        self._last_sampled: tuple[int, ...] = ()
+        self._sampled: dict[int, tuple[int, ...]] = {}
         self._is_loaded = False
         self._num_blocks: tuple[int, int] | None = None
 
@@ -121,8 +121,17 @@ class MultiprocExecutor(Executor):
         """
         if not non_block:
             return self._run_step(plan)
-        answers = self._submit_step(plan)
-        return _StepFuture(answers, self._take_results, self._pool.fail).future
+        return _StepFuture(self._submit_step(plan), self._take_results, self._pool.fail)
+
+    def wait_for_step(self, step: Future[StepResult]) -> StepResult:
+        """With the time limit that `execute_model` has where it blocks."""
+        assert isinstance(step, _StepFuture), type(step)
+        try:
+            self._wait_for(step.answers, "step", _STEP_SHARE * self.config.executor.timeout_s)
+            return step.result()
+        except BaseException as error:
+            self._fail_with(error)
+            raise
 
     def check_health(self) -> None:
         """Asks every worker. Raises where the executor has failed, or a worker cannot compute or does not answer."""
@@ -186,8 +195,8 @@ class MultiprocExecutor(Executor):
         self._call(FrameKind.SETUP, "update_environment_variables", (variables,))
         kwargs = [self._worker_kwargs(RankEnvironment(rank, size, rank, size, True, LOOPBACK)) for rank in range(size)]
         self._call(FrameKind.SETUP, "init_worker", (kwargs,))
-        self._encoder = Encoder()
-        self._last_sampled = ()
+        self._encoder = Encoder(self.layout.pipeline_parallel_size)
+        self._sampled.clear()
         self.init_kv_output_aggregator()
         self.collective_rpc("init_device")
 
@@ -239,23 +248,27 @@ class MultiprocExecutor(Executor):
             results = self._wait_for(answers, "step", _STEP_SHARE * self.config.executor.timeout_s)
             return self._take_results(results)
         except BaseException as error:
-            self._pool.fail(error if isinstance(error, Exception) else RuntimeError(f"a step met {error!r}"))
-            self._pool.wait_until_ended()
+            self._fail_with(error)
             raise
 
+    def _fail_with(self, error: BaseException) -> None:
+        self._pool.fail(error if isinstance(error, Exception) else RuntimeError(f"a step met {error!r}"))
+        self._pool.wait_until_ended()
+
     def _submit_step(self, plan: StepPlan) -> list[Future[StepResult]]:
-        """Coded once for all workers, against the plan before."""
+        """Coded once for all workers, against the plans before."""
         with self._step_lock:
-            payload = self._encoder.encode(StepMessage(plan.step, (), plan, self._last_sampled, b""))
+            sampled = self._sampled.pop(plan.step - self.layout.pipeline_parallel_size, ())
+            payload = self._encoder.encode(StepMessage(plan.step, (), plan, sampled, b""))
             return self._pool.submit(FrameKind.STEP, "step", payload)
 
     def _take_results(self, results: list[StepResult]) -> StepResult:
         result = self._aggregate(results, output_rank(self.layout))
-        self._last_sampled = result.token_ids
+        self._sampled[result.step] = result.token_ids
         return result
 
 
-class _StepFuture:
+class _StepFuture(Future[StepResult]):
     """One future for a step's answers: its result when all have come, its error with the first that is one."""
 
     def __init__(
@@ -264,9 +277,9 @@ class _StepFuture:
         take: Callable[[list[StepResult]], StepResult],
         fail: Callable[[Exception, Future[StepResult]], None],
     ) -> None:
-        self.future: Future[StepResult] = Future()
-        self.future.set_running_or_notify_cancel()
-        self._answers, self._take, self._fail = answers, take, fail
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self.answers, self._take, self._fail = answers, take, fail
         self._num_missing, self._has_failed = len(answers), False
         self._lock = threading.Lock()
         for answer in answers:
@@ -280,9 +293,9 @@ class _StepFuture:
             self._has_failed |= is_news
         if is_news:
             assert isinstance(error, Exception), error
-            self._fail(error, self.future)
+            self._fail(error, self)
         elif self._num_missing == 0 and not self._has_failed:
-            self.future.set_result(self._take([each.result() for each in self._answers]))
+            self.set_result(self._take([each.result() for each in self.answers]))
 
 
 def _culprit(errors: Sequence[BaseException]) -> BaseException:

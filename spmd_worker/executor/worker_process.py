@@ -91,8 +91,9 @@ class WorkerTasks:
     def _set_up(self, method: str, *args: Any) -> None:
         assert method in _SETUP_METHODS, method
         if method == "init_worker":
-            self._output_rank = output_rank(args[0][self._rank]["layout"])
-            self._decoder = Decoder()
+            layout = args[0][self._rank]["layout"]
+            self._output_rank = output_rank(layout)
+            self._decoder = Decoder(layout.pipeline_parallel_size)
         getattr(self._wrapper, method)(*args)
 
     def _step(self, payload: bytes) -> StepResult:

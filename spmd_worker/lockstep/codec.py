@@ -1,9 +1,10 @@
 """Step messages as bytes and back.
 
-A message is coded against the one before it, if that one's step is the step before: sequences in steady decoding go on
-with the token they sampled and cost nothing but that token, once. So both sides hold what the last plan sampled
-(`Encoder`, `Decoder`), messages must be decoded in order, each once, and a log is readable from its first message on. A
-message with nothing before it stands alone (`encode_message`, `decode_message`).
+A message is coded against those before it, if the last one's step is the step before: sequences in steady decoding go
+on with the token they sampled and cost nothing but that token, once. So both sides hold the plans whose samples are
+still to come (`Encoder`, `Decoder`): one, or with `num_in_flight` steps under way at once as many, the oldest of which
+the message's ids are of. Messages must be decoded in order, each once, and a log is readable from its first message on.
+A message with nothing before it stands alone (`encode_message`, `decode_message`).
 
     byte            version
     byte            flags: bit 0, coded against the message before
@@ -52,20 +53,31 @@ _MAX_DIGEST_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The message before. What it sampled is numbered when it is known how many ids that were (`sampling_keys`)."""
+    """The message before, and the plans whose samples are still to come, oldest first; its own is the last. What they
+    sampled is numbered when it is known how many ids that were (`sampling_keys`).
+    """
 
     checksum: bytes
-    plan: StepPlan
+    plans: tuple[StepPlan, ...]
 
     @property
     def next_step(self) -> int:
-        return self.plan.step + 1
+        return self.plans[-1].step + 1
+
+    def sampled_plan(self, num_in_flight: int) -> StepPlan | None:
+        """Whose ids the next message carries."""
+        return self.plans[0] if len(self.plans) == num_in_flight else None
+
+    def after(self, plan: StepPlan, num_in_flight: int) -> tuple[StepPlan, ...]:
+        """The plans once the next message is there."""
+        return (*self.plans, plan)[-num_in_flight:]
 
 
 class Encoder:
     """Codes the messages of one run, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_in_flight: int = 1) -> None:
+        self._num_in_flight = num_in_flight
         self._base: _Base | None = None
 
     def encode(self, message: StepMessage) -> bytes:
@@ -73,16 +85,17 @@ class Encoder:
         base = self._base if self._base is not None and self._base.next_step == message.step else None
         writer = ByteWriter()
         _write_head(writer, message, base)
-        _write_plan(writer, message, _last_keys(base, message.sampled_token_ids))
+        _write_plan(writer, message, _last_keys(base, message.sampled_token_ids, self._num_in_flight))
         checksum = _CHECKSUM.pack(crc32(writer.data))
-        self._base = _Base(checksum, message.plan)
+        self._base = _next_base(base, checksum, message.plan, self._num_in_flight)
         return bytes(writer.data + checksum)
 
 
 class Decoder:
-    """Reads the messages of one run, in order and each once."""
+    """Reads the messages of one run, in order and each once, with the `num_in_flight` they were coded with."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_in_flight: int = 1) -> None:
+        self._num_in_flight = num_in_flight
         self._base: _Base | None = None
 
     def decode(self, data: bytes) -> StepMessage:
@@ -94,10 +107,11 @@ class Decoder:
             raise MessageError(f"a digest of {len(digest)} bytes")
         sampled_token_ids = reader.counted()
         events = tuple(read_event(reader) for _ in range(reader.count()))
-        plan = _read_plan(reader, step, sampled_token_ids, _last_keys(base, sampled_token_ids))
+        last_keys = _last_keys(base, sampled_token_ids, self._num_in_flight)
+        plan = _read_plan(reader, step, sampled_token_ids, last_keys)
         if reader.num_left:
             raise MessageError(f"{reader.num_left} bytes left over")
-        self._base = _Base(data[-_CHECKSUM.size :], plan)
+        self._base = _next_base(base, data[-_CHECKSUM.size :], plan, self._num_in_flight)
         return StepMessage(step, events, plan, sampled_token_ids, digest)
 
     def _read_head(self, reader: ByteReader) -> tuple[int, _Base | None]:
@@ -129,9 +143,14 @@ def decode_message(data: bytes) -> StepMessage:
     return Decoder().decode(data)
 
 
-def _last_keys(base: _Base | None, sampled_token_ids: tuple[int, ...]) -> Keys:
-    """Whose the sampled ids are that a message carries, as far as the message before tells."""
-    return () if base is None else sampling_keys(base.plan, len(sampled_token_ids))
+def _last_keys(base: _Base | None, sampled_token_ids: tuple[int, ...], num_in_flight: int) -> Keys:
+    """Whose the sampled ids are that a message carries, as far as the messages before tell."""
+    plan = None if base is None else base.sampled_plan(num_in_flight)
+    return () if plan is None else sampling_keys(plan, len(sampled_token_ids))
+
+
+def _next_base(base: _Base | None, checksum: bytes, plan: StepPlan, num_in_flight: int) -> _Base:
+    return _Base(checksum, (plan,) if base is None else base.after(plan, num_in_flight))
 
 
 def _checked_end(data: bytes) -> int:

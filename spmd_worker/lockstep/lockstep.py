@@ -39,11 +39,13 @@ class AgreedStep:
 class Lockstep:
     """One replica's agreement, step after step. `channel` is None for a replica of one rank.
 
-    Digests are compared every `digest_every` steps, never for 0. `on_message`, when it is set, is given every message
-    on rank 0, before it is sent.
+    Digests are compared every `digest_every` steps, never for 0. The ids that come with a step are those of the step
+    `num_in_flight` before it. `on_message`, when it is set, is given every message on rank 0, before it is sent.
     """
 
-    def __init__(self, channel: LeaderChannel | FollowerChannel | None, digest_every: int) -> None:
+    def __init__(
+        self, channel: LeaderChannel | FollowerChannel | None, digest_every: int, num_in_flight: int = 1
+    ) -> None:
         self.records: deque[StepMessage] = deque(maxlen=NUM_KEPT_RECORDS)
         self.on_message: Callable[[bytes], None] | None = None
         self._channel, self._digest_every = channel, digest_every
@@ -51,7 +53,7 @@ class Lockstep:
         self._leader = cast("LeaderChannel", channel) if channel is not None and channel.rank == 0 else None
         self._follower = cast("FollowerChannel", channel) if channel is not None and channel.rank > 0 else None
         self._digest = ChainedDigest()
-        self._encoder, self._decoder = Encoder(), Decoder()
+        self._encoder, self._decoder = Encoder(num_in_flight), Decoder(num_in_flight)
         self._transfers = TransferBook(1 if channel is None else channel.size)
         self._finished_transfers: list[int] = []
         self._last_events: tuple[Event, ...] = ()

@@ -14,6 +14,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @dataclass(frozen=True, slots=True)
+class Sending:
+    """A tensor on its way, which must not be written to before `wait` has returned."""
+
+    tensor: Tensor
+    work: dist.Work
+
+    def wait(self) -> None:
+        """Until the tensor has left. Raises RuntimeError where the other rank is gone."""
+        self.work.wait()
+
+
+@dataclass(frozen=True, slots=True)
 class GroupHandle:
     """`ranks` are global, in group order; `rank` is this process's place among them; `group` is None for a group of
     one.
@@ -54,9 +66,14 @@ class GroupHandle:
             dist.broadcast(tensor, src=self.ranks[source], group=self.group)
         return tensor
 
-    def send_next(self, tensor: Tensor) -> None:
-        """To the rank that follows in the group, which calls `receive_previous` with an equal shape and dtype."""
-        dist.send(tensor.contiguous(), dst=self.ranks[self.rank + 1], group=self.group)
+    def send_next(self, tensor: Tensor) -> "Sending":
+        """To the rank that follows in the group, which calls `receive_previous` with an equal shape and dtype; returns
+        at once. Wait for what was sent before.
+        """
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, dst=self.ranks[self.rank + 1], group=self.group)
+        assert work is not None, "this rank is in its own group"
+        return Sending(tensor, work)
 
     def receive_previous(self, tensor: Tensor) -> Tensor:
         """From the rank before in the group, in place; returns its argument."""

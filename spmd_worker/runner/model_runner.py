@@ -13,7 +13,7 @@ from torch import Tensor
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.lockstep.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.parallel.process_group import GroupHandle
+from spmd_worker.parallel.process_group import GroupHandle, Sending
 from spmd_worker.runner.batch import Batch, build_batch
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.sampler import Sampler
@@ -49,6 +49,7 @@ class ModelRunner:
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
         self._pending: _Forwarded | None = None
+        self._sending: Sending | None = None
 
     @torch.inference_mode()
     def forward(self, step: int, scheduled: Sequence[ScheduledSequence]) -> None:
@@ -59,7 +60,7 @@ class ModelRunner:
         incoming = None if self._model.stage.is_first else self._receive(len(batch.token_ids), cache.dtype)
         hidden = self._model(batch.token_ids, batch.positions, batch.prompt_lengths, cache, batch.attention, incoming)
         if self._sampler is None:
-            self._pipeline.send_next(hidden)
+            self._send(hidden)
             self._pending = _Forwarded(step, batch, hidden, ())
             return
         rows = torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)
@@ -76,6 +77,12 @@ class ModelRunner:
             return StepResult(pending.step, prompt_logprobs=pending.prompt_logprobs)
         sampled = self._sampler.sample(pending.logits, list(pending.batch.rows))
         return StepResult(pending.step, sampled.token_ids, sampled.logprobs, pending.prompt_logprobs)
+
+    def _send(self, hidden: Tensor) -> None:
+        """On to the next stage, which may still compute the step before: only that one's tensor must have left."""
+        if self._sending is not None:
+            self._sending.wait()
+        self._sending = self._pipeline.send_next(hidden)
 
     def _receive(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
         """See `DecoderStack.forward`: [2, T, hidden]."""

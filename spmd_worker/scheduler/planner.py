@@ -22,7 +22,7 @@ class SchedulerLimits:
     """How much one step may hold, and what gives way. Without `enable_chunked_prefill` a prompt is computed in one
     piece. Who joins leaves `watermark_blocks_per_sequence` free for each sequence that runs: with none, sequences that
     decode would preempt those that have just joined (see `docs/decisions.md` for its size); 0 leaves the cache's own
-    watermark alone.
+    watermark alone. With `num_virtual_engines` steps under way at once, a step decodes its share of the sequences.
     """
 
     max_num_seqs: int
@@ -31,11 +31,20 @@ class SchedulerLimits:
     enable_prefix_caching: bool = False
     preemption: PreemptionPolicy = field(default_factory=PreemptionPolicy)
     watermark_blocks_per_sequence: int = 0
+    num_virtual_engines: int = 1
+
+
+def _place_of(decision: Decision) -> tuple[int, int]:
+    return service_order(decision.sequence)
 
 
 class Planner:
     """One step: where the blocks do not suffice for all that run, those with the least computed work give way until
     they do. Then the running sequences, in service order. What is left of the token budget goes to the waiting.
+
+    With several steps under way, a sequence whose next token is being sampled cannot go on, and is not put out either:
+    its token would come for one that is no longer there. All others can, whatever is under way: stages execute steps in
+    order, so what a later step reads has been written.
     """
 
     def __init__(self, limits: SchedulerLimits, queues: Queues, cache: CacheManager, residency: Residency) -> None:
@@ -51,6 +60,8 @@ class Planner:
         if self._queues.waiting and not is_short:
             # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
             self._decide_waiting(budget, decisions)
+        # A plan lists each group once: what joins beside others of its group is told, and sampled, beside them.
+        decisions.others.sort(key=_place_of)
         return decisions
 
     def _make_room(self) -> bool:
@@ -59,8 +70,12 @@ class Planner:
         # Each takes at most its tokens' blocks, and one more where they begin or end inside one.
         if self._cache.num_free_blocks >= tokens // self._cache.block_size + 2 * num_running:
             return False
-        while len(self._queues.running) > 1 and self._num_wanted_blocks() > self._cache.num_free_blocks:
-            victim = choose_victim(self._queues.running)
+        while self._num_wanted_blocks() > self._cache.num_free_blocks:
+            ready = [sequence for sequence in self._queues.running if sequence.num_uncomputed_tokens]
+            if len(ready) == 1:
+                # There is nobody else, or the others' tokens are being sampled: it waits, and nobody joins meanwhile.
+                return True
+            victim = choose_victim(ready)
             self._queues.running.remove(victim)
             self._residency.put_out(victim, self._queues.group_of(victim))
             self._queues.waiting.give_back(victim)
@@ -69,7 +84,7 @@ class Planner:
     def _num_wanted_blocks(self) -> int:
         """Free blocks that the running sequences take in this step; sequences that just forked count too many."""
         cache, num_left, num_wanted = self._cache, self._limits.max_num_batched_tokens, 0
-        for sequence in self._queues.running:
+        for sequence in self._served():
             first = sequence.num_computed_tokens
             num_tokens = min(sequence.num_uncomputed_tokens, num_left)
             num_left -= num_tokens
@@ -77,9 +92,23 @@ class Planner:
                 num_wanted += cache.num_new_blocks(sequence.table, first, first + num_tokens)
         return num_wanted
 
+    def _served(self) -> list[Sequence]:
+        """Who may go on in this step: with several steps under way, a share of those that decode."""
+        running, num_steps = self._queues.running, self._limits.num_virtual_engines
+        if num_steps == 1:
+            return running
+        num_left = -(-len(running) // num_steps)
+        served = []
+        for sequence in running:
+            num_tokens = sequence.num_uncomputed_tokens
+            if num_tokens > 1 or (num_tokens and num_left):
+                served.append(sequence)
+                num_left -= num_tokens == 1
+        return served
+
     def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:
         block_size = self._cache.block_size
-        for sequence in self._queues.running:
+        for sequence in self._served():
             if not budget.num_tokens:
                 break
             num_outputs = len(sequence.output_token_ids)
@@ -98,8 +127,9 @@ class Planner:
     ) -> None:
         """Steady decoding that appends a block stays steady; a copied block is told of."""
         first = sequence.num_computed_tokens
-        if len(self._queues.running) == 1 and not self._cache.can_extend(sequence.table, first, first + num_tokens):
-            # Nobody is left to give way: transfers under way hold the blocks, and end by themselves.
+        may_lack_room = len(self._queues.running) == 1 or self._limits.num_virtual_engines > 1
+        if may_lack_room and not self._cache.can_extend(sequence.table, first, first + num_tokens):
+            # Nobody is left to give way: transfers or steps under way hold the blocks, and end by themselves.
             return
         num_blocks = sequence.table.num_blocks
         decision = self._take(sequence, num_tokens, budget)

@@ -95,7 +95,9 @@ class Scheduler:
         return None
 
     def schedule(self) -> StepPlan:
-        """Decide the next step and account for it; `apply` must be called for each plan with groups, in order."""
+        """Decide the next step and account for it; `apply` must be called for each plan with rows, in order, before as
+        many more are decided as there are virtual engines.
+        """
         self._step += 1
         self.counters.num_steps += 1
         decisions = self._planner.decide()

@@ -214,7 +214,7 @@ class MadeUpExecutor:
         self._mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
         self._under_way: deque[tuple[int, int]] = deque()
 
-    def execute_model(self, plan: StepPlan) -> StepResult:
+    def execute_model(self, plan: StepPlan, non_block: bool) -> StepResult:
         rows = self._mirror.apply(plan)
         operations = plan.block_ops
         self.num_loaded_blocks += len(operations.load)

@@ -56,6 +56,7 @@ limits = st.fixed_dictionaries(
         "num_host_blocks": st.sampled_from([0, 1, 5, 40]),
         "num_tier_blocks": st.sampled_from([0, 1, 4, 30]),
         "transfer_steps": st.integers(0, 4),
+        "virtual_engines": st.sampled_from([1, 1, 2, 3, 4]),
     }
 )
 

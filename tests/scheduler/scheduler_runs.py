@@ -61,6 +61,7 @@ class Run:
         num_host_blocks: int = 0,
         num_tier_blocks: int = 0,
         transfer_steps: int = 2,
+        virtual_engines: int = 1,
     ) -> None:
         self.cache = CacheManager(
             num_blocks,
@@ -71,7 +72,7 @@ class Run:
         )
         policy = PreemptionPolicy(preemption, block_copy_tokens)
         self.limits = SchedulerLimits(
-            max_num_seqs, max_num_batched_tokens, chunked, caching, policy, watermark_per_sequence
+            max_num_seqs, max_num_batched_tokens, chunked, caching, policy, watermark_per_sequence, virtual_engines
         )
         self.scheduler = Scheduler(self.limits, self.cache, StopChecker((EOS,), max_model_len, new_decoder))
         self.mirror = Mirror(num_blocks, block_size)
@@ -81,6 +82,7 @@ class Run:
         self._num_requests = 0
         self._transfer_steps, self._transfers = transfer_steps, deque[tuple[int, int]]()
         self._was_transferring = False
+        self._under_way = deque[StepResult | None]()
 
     def admit(self, num_prompt_tokens: int, prompt: tuple[int, ...] | None = None, **sampling: object) -> int:
         """`prompt` is what the request asks, else `num_prompt_tokens` of the token 1."""
@@ -129,16 +131,23 @@ class Run:
                 named = SequenceKey(key.request_id, key.sample_index + offset)
                 token_ids.append(values if isinstance(values, int) else values(named, sequence.num_tokens))
         assert sum(row.num_tokens for row in rows) == plan.num_tokens <= self.limits.max_num_batched_tokens
-        if rows:
-            for group in self.scheduler.apply(StepResult(plan.step, tuple(token_ids))):
-                self.ended[group.request.request_id] = group
-            self.scheduler.check_integrity()
+        self._under_way.append(StepResult(plan.step, tuple(token_ids)) if rows else None)
+        self._settle()
         while self._transfers and self._transfers[0][0] <= plan.step:
             number = self._transfers.popleft()[1]
             self.contents.finish_transfer(number)
             self.scheduler.handle(FinishTransfers((number,)))
             self.scheduler.check_integrity()
         return sorted(rows)
+
+    def _settle(self) -> None:
+        """What the engine does: the oldest step under way ends, and all where nobody waits for them."""
+        depth = self.limits.num_virtual_engines
+        while self._under_way and (len(self._under_way) == depth or not self.scheduler.has_unfinished):
+            result = self._under_way.popleft()
+            for group in self.scheduler.apply(result) if result is not None else []:
+                self.ended[group.request.request_id] = group
+            self.scheduler.check_integrity()
 
     def steps(self, count: int) -> list[list[Row]]:
         return [self.step() for _ in range(count)]
@@ -150,7 +159,8 @@ class Run:
         for count in range(limit):
             if not self.scheduler.has_unfinished:
                 return count
-            is_busy = bool(self.step(values)) or self._was_transferring
+            was_under_way = any(self._under_way)
+            is_busy = bool(self.step(values)) or self._was_transferring or was_under_way
             assert is_busy, f"step {self.last_plan.step} computes nothing though requests wait"
         raise AssertionError(f"requests are left after {limit} steps")
 

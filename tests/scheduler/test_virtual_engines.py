@@ -1,0 +1,111 @@
+"""Several steps under way: who may go on, who may give way, and that nobody's answer depends on it."""
+
+import random
+
+import pytest
+from scheduler_runs import Row, Run
+
+from spmd_worker.scheduler import planner as planner_module
+from spmd_worker.scheduler.policy import choose_victim
+
+def started(num_requests: int, virtual_engines: int, **limits: int) -> Run:
+    """Requests whose prompts one step has computed."""
+    run = Run(virtual_engines=virtual_engines, **limits)
+    for _ in range(num_requests):
+        run.admit(3, max_tokens=20)
+    assert [row.num_tokens for row in run.step()] == [3] * num_requests
+    return run
+
+
+def requests_of(rows: list[Row]) -> list[int]:
+    return [row.request for row in rows]
+
+
+def by_place(key, position):
+    """A token that tells whose it is and where."""
+    return 1 + 50 * key.request_id + 10 * key.sample_index + position
+
+
+def test_two_steps_under_way_have_half_of_the_decoding_sequences_each():
+    run = started(6, 2)
+    # The first tokens are being sampled.
+    assert run.step() == []
+    assert [requests_of(run.step()) for _ in range(4)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]
+
+
+def test_shares_even_out_when_sequences_end():
+    run = started(6, 2)
+    run.step()
+    run.step()
+    for request in (0, 1, 2):
+        run.abort(request)
+    assert [len(run.step()) for _ in range(6)] == [2, 1, 2, 1, 2, 1]
+
+
+def test_three_steps_under_way_have_a_third_each():
+    run = started(6, 3)
+    run.steps(2)
+    assert [requests_of(run.step()) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [0, 1]]
+
+
+def test_the_pieces_of_a_prompt_follow_one_another_without_waiting():
+    run = Run(virtual_engines=2, max_num_batched_tokens=8)
+    run.admit(20)
+    assert [run.step() for _ in range(3)] == [[(0, 0, 0, 8, 0)], [(0, 0, 8, 8, 0)], [(0, 0, 16, 4, 1)]]
+
+
+def test_a_sequence_whose_token_is_being_sampled_does_not_go_on_and_does_not_give_way():
+    run = started(2, 2, num_blocks=7, max_model_len=24)
+    # Both fill their blocks together; one has to give way while the other's token is under way.
+    run.finish(by_place)
+    assert run.scheduler.counters.num_preemptions > 0
+    for request in (0, 1):
+        (output,) = run.tokens(request)
+        # The first token was sampled before `by_place` was asked.
+        assert output[1:] == [1 + 50 * request + position for position in range(4, 3 + len(output))]
+
+
+def test_a_victim_whose_token_is_under_way_would_be_answered_twice(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: choosing among all that run, as a scheduler with one step under way does."""
+
+    def any_victim(run: Run):
+        return lambda ready: choose_victim(run.scheduler.running)
+
+    def outputs() -> list[list[int]]:
+        found = []
+        for seed in range(20):
+            chance = random.Random(seed)
+            run = Run(virtual_engines=4, num_blocks=16, max_model_len=24, max_num_batched_tokens=16)
+            monkeypatch.setattr(planner_module, "choose_victim", victims(run))
+            for _ in range(10):
+                run.admit(chance.randint(1, 9), max_tokens=chance.randint(4, 12))
+            run.finish(by_place, limit=500)
+            for request, group in run.ended.items():
+                start = group.sequences[0].num_prompt_tokens
+                found += [
+                    token - 1 - 50 * request - start == place for place, token in enumerate(run.tokens(request)[0])
+                ]
+        return found
+
+    def victims(run: Run):
+        return choose_victim
+
+    assert all(outputs())
+    victims = any_victim
+    with pytest.raises(AssertionError):
+        assert all(outputs())
+
+
+@pytest.mark.parametrize("virtual_engines", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_answers_are_those_of_one_step_at_a_time(seed: int, virtual_engines: int):
+    crowded = {"num_blocks": 9, "max_num_batched_tokens": 16, "max_model_len": 24, "num_host_blocks": 4}
+    runs = [Run(preemption="auto", virtual_engines=each, **crowded) for each in (1, virtual_engines)]
+    for run in runs:
+        chance = random.Random(seed)
+        for _ in range(20):
+            run.admit(chance.randint(1, 14), n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 9))
+        run.finish(by_place)
+        assert run.scheduler.counters.num_preemptions > 0
+    first, other = ([run.tokens(request) for request in range(20)] for run in runs)
+    assert first == other
