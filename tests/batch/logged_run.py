@@ -4,6 +4,7 @@ The ids it samples are a function of the request's stream, sample and position, 
 other limits sample the same ids in other steps.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -121,6 +122,7 @@ class LoggedRun:
             header.enable_prefix_caching,
             PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
             header.watermark_blocks_per_sequence,
+            header.pipeline_parallel_size,
         )
         cache = CacheManager(
             header.num_blocks,
@@ -134,7 +136,9 @@ class LoggedRun:
         self.ended: list[SequenceGroup] = []
         self.aborted: list[tuple[RequestId, SequenceStatus]] = []
         self._has_digests = has_digests
-        self._encoder, self._digest = Encoder(), ChainedDigest()
+        self._max_under_way = header.pipeline_parallel_size
+        self._under_way: deque[tuple[StepPlan, tuple[int, ...], tuple[Event, ...]]] = deque()
+        self._encoder, self._digest = Encoder(self._max_under_way), ChainedDigest()
         self._last_events: tuple[Event, ...] = ()
         self._sampled: tuple[int, ...] = ()
         self._transfers: list[int] = [0, 0]
@@ -152,10 +156,15 @@ class LoggedRun:
         message = StepMessage(plan.step, events, plan, self._sampled, digest if self._has_digests else b"")
         self.log.write(self._encoder.encode(message))
         self.plans.append(plan)
-        self._last_events = events
-        self._sampled = self._sample(plan)
+        self._last_events, self._sampled = events, ()
+        self._under_way.append((plan, self._sample(plan), events))
+        while self._under_way and (len(self._under_way) == self._max_under_way or not self.scheduler.has_unfinished):
+            self._settle(*self._under_way.popleft())
+
+    def _settle(self, plan: StepPlan, sampled: tuple[int, ...], events: tuple[Event, ...]) -> None:
+        self._sampled += sampled
         if plan.has_rows:
-            self.ended += self.scheduler.apply(StepResult(plan.step, self._sampled))
+            self.ended += self.scheduler.apply(StepResult(plan.step, sampled))
         for event in events:
             aborted = self.scheduler.handle(event)
             self.ended += [aborted] if aborted is not None else []

@@ -133,6 +133,35 @@ def test_a_replay_with_another_policy_parts_from_the_run_and_names_the_field(tmp
     assert replay.num_steps > 0
 
 
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("write", [write_log, write_pressure_log])
+def test_a_pipeline_s_run_replays_with_as_many_steps_under_way_as_it_had(tmp_path: Path, write, num_stages: int):
+    run = write(tmp_path / "log", pipeline_parallel_size=num_stages)
+    log = read_step_log(tmp_path / "log")
+    replay = Replay(log.header, None)
+    steps = list(replay.steps(log.messages()))
+    assert replay.is_closed
+    assert replay.num_equal_digests == replay.num_steps == len(run.plans)
+    assert [step.plan for step in steps] == run.plans
+    assert replay.scheduler.counters == run.scheduler.counters
+    assert run.scheduler.counters.num_preemptions > 0
+    # Negative control: taking what was sampled in at once leads elsewhere.
+    with pytest.raises(ReplayError):
+        list(Replay(replace(log.header, pipeline_parallel_size=1), None).steps(log.messages()))
+
+
+def test_messages_of_a_pipeline_are_coded_against_the_step_whose_ids_they_carry(tmp_path: Path):
+    write_log(tmp_path / "log", pipeline_parallel_size=2)
+    log = read_step_log(tmp_path / "log")
+    payloads = list(log.messages())
+    messages = list(read_messages(payloads, 2))
+    # Negative control: against the step before, which sampled for others.
+    encoder = Encoder()
+    against_the_last = [encoder.encode(message) for message in messages]
+    assert sum(map(len, payloads)) < sum(map(len, against_the_last))
+    assert list(read_messages(against_the_last)) == messages
+
+
 def test_an_event_of_the_cache_that_is_dropped_is_found(tmp_path: Path):
     write_pressure_log(tmp_path / "log")
     for number, kind in enumerate((ResetPrefixCache, SetWeightVersion, FinishTransfers)):

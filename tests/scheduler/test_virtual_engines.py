@@ -8,6 +8,7 @@ from scheduler_runs import Row, Run
 from spmd_worker.scheduler import planner as planner_module
 from spmd_worker.scheduler.policy import choose_victim
 
+
 def started(num_requests: int, virtual_engines: int, **limits: int) -> Run:
     """Requests whose prompts one step has computed."""
     run = Run(virtual_engines=virtual_engines, **limits)
