@@ -21,6 +21,7 @@ from typing import Final
 
 from spmd_worker.config import RunConfig
 from spmd_worker.engine_outputs import request_output
+from spmd_worker.engine_requests import check_request
 from spmd_worker.engine_stats import StepRecorder
 from spmd_worker.executor.executor import Executor
 from spmd_worker.lockstep.channel import ControlChannel
@@ -128,25 +129,14 @@ class LLMEngine:
 
     def check_request(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
         """Raise ValueError for a request that could never be answered. Needs no other rank."""
-        if not prompt_token_ids:
-            raise ValueError("the prompt has no tokens: give at least one")
-        outside = next((token for token in prompt_token_ids if not 0 <= token < self.shape.vocab_size), None)
-        if outside is not None:
-            raise ValueError(f"token id {outside} is outside the vocabulary of {self.shape.vocab_size} tokens")
-        if len(prompt_token_ids) + 1 > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(prompt_token_ids)} tokens but model.max_model_len is {self.max_model_len}, which "
-                f"must hold the prompt and at least one output token: shorten the prompt or raise model.max_model_len"
-            )
-        if sampling.num_sequences > self.config.scheduler.max_num_seqs:
-            key = "n" if sampling.best_of is None else "best_of"
-            raise ValueError(
-                f"{key}={sampling.num_sequences} is more than scheduler.max_num_seqs="
-                f"{self.config.scheduler.max_num_seqs}: lower {key} or raise scheduler.max_num_seqs"
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer.json in the model folder: use stop_token_ids")
-        sampling.check_vocabulary(self.shape.vocab_size)
+        check_request(
+            prompt_token_ids,
+            sampling,
+            vocab_size=self.shape.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            has_tokenizer=self.tokenizer is not None,
+        )
 
     def add_request(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from spmd_worker.observability.heartbeat import BETWEEN_STEPS, Heartbeat
+from spmd_worker.observability.stage_times import now_us
 
 _NEXT_PHASES: Final = {"schedule": "lockstep", "lockstep": "execute", "execute": "apply", "apply": BETWEEN_STEPS}
 
@@ -26,6 +27,8 @@ class StepTimes:
     apply_s: float = 0.0
     began_s: float = 0.0
     """When the last step began, on a clock of no particular origin."""
+    first_began_us: int = 0
+    """When the first step began, in microseconds since the epoch."""
     step: int = 0
     """The step that began last, counted from 1."""
     _started_s: float = 0.0
@@ -49,6 +52,7 @@ class StepTimes:
         self.step = self.step + 1 if step is None else step
         self.heartbeat.enter("schedule", self.step)
         self.began_s = self._started_s = time.perf_counter()
+        self.first_began_us = self.first_began_us or now_us()
 
     def end(self, phase: str) -> None:
         """The phase that began with `begin`, or with the `end` of the one before, is over; the next one begins."""

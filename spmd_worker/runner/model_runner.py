@@ -13,6 +13,7 @@ from torch import Tensor
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.lockstep.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.observability.stage_times import StageClock
 from spmd_worker.parallel.process_group import GroupHandle, Sending
 from spmd_worker.runner.batch import Batch, build_batch
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
@@ -34,7 +35,7 @@ class ModelRunner:
     """`forward`, then `sample`, once each a step.
 
     `pipeline` are the ranks that hold the other stages of this model's shard: hidden states come from the one before
-    and go to the one behind; only the last stage has a sampler and samples.
+    and go to the one behind; only the last stage has a sampler and samples. `clock` is told when this stage computes.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class ModelRunner:
         sampler: Sampler | None,
         block_size: int,
         pipeline: GroupHandle,
+        clock: StageClock | None = None,
     ) -> None:
+        self._clock = clock or StageClock(pipeline.rank)
         self._model, self._cache_engine, self._sampler = model, cache_engine, sampler
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
@@ -58,8 +61,10 @@ class ModelRunner:
         batch = build_batch(scheduled, self._block_size, self._device)
         cache = self._cache_engine.device_cache
         incoming = None if self._model.stage.is_first else self._receive(len(batch.token_ids), cache.dtype)
+        self._clock.begin(step)
         hidden = self._model(batch.token_ids, batch.positions, batch.prompt_lengths, cache, batch.attention, incoming)
         if self._sampler is None:
+            self._clock.end()
             self._send(hidden)
             self._pending = _Forwarded(step, batch, hidden, ())
             return
@@ -73,9 +78,13 @@ class ModelRunner:
         """Choose the tokens of the last forward pass."""
         pending, self._pending = self._pending, None
         assert pending is not None, "sample follows forward"
-        if not pending.batch.rows or self._sampler is None:
+        if self._sampler is None:
+            return StepResult(pending.step)
+        if not pending.batch.rows:
+            self._clock.end()
             return StepResult(pending.step, prompt_logprobs=pending.prompt_logprobs)
         sampled = self._sampler.sample(pending.logits, list(pending.batch.rows))
+        self._clock.end()
         return StepResult(pending.step, sampled.token_ids, sampled.logprobs, pending.prompt_logprobs)
 
     def _send(self, hidden: Tensor) -> None:

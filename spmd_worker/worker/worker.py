@@ -7,6 +7,7 @@ about requests' text, files other than the checkpoint, or who decides what runs.
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from spmd_worker.memory.plan import is_estimate_enough, resolve_dtype, resolve_m
 from spmd_worker.model_shape import ModelShape
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
+from spmd_worker.observability.stage_times import StageClock
 from spmd_worker.parallel.environment import RankEnvironment
 from spmd_worker.parallel.groups import ParallelGroups, join_groups
 from spmd_worker.parallel.layout import RankLayout, stage_of
@@ -60,6 +62,7 @@ class Worker(WorkerBase):
         self._tier_engine: TransferEngine | None = None
         self._mirror: Mirror | None = None
         self._runner: ModelRunner | None = None
+        self._clock = StageClock(layout.pipeline_rank(environment.rank))
 
     def init_device(self) -> None:
         """Raises ConfigError for a device or dtype that this machine does not have."""
@@ -126,7 +129,7 @@ class Worker(WorkerBase):
         self._cache_engine = self._new_cache_engine(num_device_blocks, num_host_blocks)
         self._cache_engine.allocate()
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
-        self._runner = self._new_runner(self._cache_engine)
+        self._runner = self._new_runner(self._cache_engine, self._clock)
         self.compile_or_warm_up_model()
 
     def initialize_host_tier(self, num_places: int) -> None:
@@ -158,6 +161,10 @@ class Worker(WorkerBase):
         assert grammar_output is None, grammar_output
         assert self._runner is not None, "execute_model comes first"
         return replace(self._runner.sample(), finished_transfers=self._take_finished_transfers())
+
+    def get_stage_times(self) -> dict[str, Any]:
+        """See `WorkerBase.get_stage_times`."""
+        return self._clock.report()
 
     def get_device_type(self) -> str:
         """See `WorkerBase.get_device_type`."""
@@ -260,11 +267,11 @@ class Worker(WorkerBase):
         dtype = getattr(torch, self._dtype_name)
         return CacheEngine(spec, block_shape, num_device_blocks, num_host_blocks, dtype, self.device)
 
-    def _new_runner(self, engine: CacheEngine) -> ModelRunner:
+    def _new_runner(self, engine: CacheEngine, clock: StageClock | None = None) -> ModelRunner:
         assert self._model is not None, "load_model comes first"
         assert self.groups is not None, "init_device comes first"
         sampler = self._new_sampler(self._model, self.groups) if self._model.stage.is_last else None
-        return ModelRunner(self._model, engine, sampler, self.config.cache.block_size, self.groups.pipeline)
+        return ModelRunner(self._model, engine, sampler, self.config.cache.block_size, self.groups.pipeline, clock)
 
     def _new_sampler(self, model: DecoderForCausalLM, groups: ParallelGroups) -> Sampler:
         return Sampler(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.memory import host
+from spmd_worker.observability.stage_times import StageClock
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -71,6 +72,12 @@ class WorkerBase(ABC):
     @abstractmethod
     def get_model_inspection(self) -> str:
         """A readable tree of modules with the shapes of this rank's parameters."""
+
+    def get_stage_times(self) -> dict[str, Any]:
+        """When this rank's stage of the pipeline computed (`StageClock.report`); for a worker that takes no notes,
+        nothing.
+        """
+        return StageClock(0).report()
 
     @abstractmethod
     def get_device_type(self) -> str:

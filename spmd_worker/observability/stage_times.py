@@ -1,0 +1,107 @@
+"""When each stage of a pipeline computes: a rank's own notes, and as `stages.csv` everybody's.
+
+A stage is busy from the moment it has what it needs until it has passed on what it made; what is left is the bubble.
+Knows clocks and a file's format. Knows nothing about what is computed.
+"""
+
+import csv
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+STAGE_TIMES_NAME: Final = "stages.csv"
+NUM_KEPT_SPANS: Final = 20_000
+
+
+class StageSpan(NamedTuple):
+    """One step on one stage; microseconds since the run's first step began."""
+
+    replica: int
+    stage: int
+    step: int
+    start_us: int
+    end_us: int
+
+
+class StageClock:
+    """Call `begin` and `end` around each step's own work. The last `num_kept` steps are kept, sums are of all."""
+
+    def __init__(self, stage: int, num_kept: int = NUM_KEPT_SPANS) -> None:
+        self._stage = stage
+        self._spans: deque[tuple[int, int, int]] = deque(maxlen=num_kept)
+        self._busy_us = self._first_us = self._last_us = 0
+        self._step = self._began_us = 0
+
+    def begin(self, step: int) -> None:
+        """The stage has what step `step` needs."""
+        self._step, self._began_us = step, now_us()
+        self._first_us = self._first_us or self._began_us
+
+    def end(self) -> None:
+        """It has passed on what it made."""
+        self._last_us = now_us()
+        self._busy_us += self._last_us - self._began_us
+        self._spans.append((self._step, self._began_us, self._last_us))
+
+    def report(self) -> dict[str, Any]:
+        """As plain values, for rank 0; times in microseconds since the epoch."""
+        return {
+            "stage": self._stage,
+            "busy_us": self._busy_us,
+            "first_us": self._first_us,
+            "last_us": self._last_us,
+            "spans": [list(span) for span in self._spans],
+        }
+
+
+class BusyShare(NamedTuple):
+    """How much of the time from the first step to the last, on any stage of its replica, a stage computed."""
+
+    replica: int
+    stage: int
+    share: float
+
+
+def now_us() -> int:
+    """Microseconds since the epoch: what clocks of several nodes have in common."""
+    return time.time_ns() // 1000
+
+
+def busy_shares(replicas: Sequence[Sequence[dict[str, Any]]]) -> list[BusyShare]:
+    """`replicas` holds the reports of each replica's stages, in order. Stages that never ran are left out."""
+    shares = []
+    for replica, reports in enumerate(replicas):
+        ran = [report for report in reports if report["spans"]]
+        if not ran:
+            continue
+        wall_us = max(report["last_us"] for report in ran) - min(report["first_us"] for report in ran)
+        shares += [BusyShare(replica, report["stage"], report["busy_us"] / max(wall_us, 1)) for report in ran]
+    return shares
+
+
+def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], origin_us: int) -> None:
+    """One line a step and stage; `origin_us` is when the run's first step began. Raises OSError."""
+    with open(path, "w", newline="", encoding="ascii") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(StageSpan._fields)
+        for replica, reports in enumerate(replicas):
+            for report in reports:
+                for step, start_us, end_us in report["spans"]:
+                    writer.writerow((replica, report["stage"], step, start_us - origin_us, end_us - origin_us))
+
+
+def read_stage_times(path: Path) -> list[StageSpan]:
+    """The lines of a file that `write_stage_times` wrote. Raises ValueError naming the line, and OSError."""
+    with open(path, newline="", encoding="ascii", errors="replace") as stream:
+        header, *rows = csv.reader(stream) or [[]]
+    if tuple(header) != StageSpan._fields:
+        raise ValueError(f"{path}: line 1 does not name the columns of stage times")
+    spans = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            spans.append(StageSpan._make(map(int, row)))
+        except (TypeError, ValueError):
+            raise ValueError(f"{path}: line {number} is no stage time: {','.join(row)[:100]}") from None
+    return spans
