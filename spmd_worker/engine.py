@@ -12,21 +12,18 @@ parts fit together and no part's inside.
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from spmd_worker.config import RunConfig
 from spmd_worker.engine_outputs import request_output
+from spmd_worker.engine_pipeline import StepPipeline
 from spmd_worker.engine_requests import check_request
 from spmd_worker.engine_stats import StepRecorder
 from spmd_worker.executor.executor import Executor
 from spmd_worker.lockstep.channel import ControlChannel
 from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
-from spmd_worker.lockstep.result_coding import decode_result, encode_result
 from spmd_worker.lockstep.step_channel import AbortedError
 from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config
@@ -60,14 +57,6 @@ CHECK_VARIABLE: Final = "SPMD_WORKER_CHECK"
 """Environment: 1 checks queues, tables, pools and index against each other after every step. Slow; changes nothing."""
 
 
-@dataclass(slots=True)
-class _StepUnderWay:
-    """A step that is agreed on; `result` is what this rank's executor makes of it, None until it begins."""
-
-    agreed: AgreedStep
-    result: StepResult | Future[StepResult] | None = None
-
-
 class LLMEngine:
     """Use `start_engine`. Every rank of a replica makes the same calls of `step`, in the same order."""
 
@@ -97,13 +86,10 @@ class LLMEngine:
         self._num_requests = 0
         self._sampled_token_ids: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
-        self._under_way: deque[_StepUnderWay] = deque()
-        num_stages, num_shards = config.parallel.pipeline_parallel_size, config.parallel.tensor_parallel_size
-        self._max_under_way = num_stages
-        # An executor of all stages hands every step on at once.
-        self._stage = channel.rank // num_shards if channel.size > 1 else 0
-        # The replica's first rank that samples: of the last stage.
-        self._sampling_rank = (num_stages - 1) * num_shards if channel.size > 1 else 0
+        parallel = config.parallel
+        self._under_way = StepPipeline(
+            executor, channel, parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        )
         self._on_step: Callable[[StepPlan, StepResult], None] | None = None
         self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
 
@@ -266,13 +252,11 @@ class LLMEngine:
         self.times.end("schedule")
         agreed = self.lockstep.agree(plan, self._sampled_token_ids, events, self._finished_transfers)
         self._sampled_token_ids = self._finished_transfers = ()
-        self._under_way.append(_StepUnderWay(agreed))
         self.times.end("lockstep")
-        if len(self._under_way) > self._stage:
-            self._execute(self._under_way[-1 - self._stage])
+        self._under_way.add(agreed)
         ended: list[SequenceGroup] = []
-        while self._under_way and (len(self._under_way) == self._max_under_way or self._is_idle):
-            ended += self._settle(self._under_way.popleft())
+        while self._under_way.is_full or (self._under_way and self._is_idle):
+            ended += self._settle(*self._under_way.take_oldest())
         self.times.end("execute")
         return ended
 
@@ -281,36 +265,20 @@ class LLMEngine:
         """Whether nobody waits for the steps under way: then none is left half done between two calls."""
         return self.is_closed or not self.scheduler.has_unfinished
 
-    def _execute(self, step: _StepUnderWay) -> None:
-        step.result = self.executor.execute_model(step.agreed.plan, non_block=self._max_under_way > 1)
-
-    def _settle(self, step: _StepUnderWay) -> list[SequenceGroup]:
-        """The oldest step under way ends: wait for what it sampled, take that in, then its events."""
-        plan = step.agreed.plan
-        if step.result is None:
-            self._execute(step)
-        result = self.executor.wait_for_step(step.result) if isinstance(step.result, Future) else step.result
-        assert result is not None, plan.step
-        if self._sampling_rank and plan.has_rows:
-            result = self._shared(result)
+    def _settle(self, step: AgreedStep, result: StepResult) -> list[SequenceGroup]:
+        """The oldest step under way has ended: take in what it sampled, then its events."""
         self.times.end("execute")
         self._sampled_token_ids += result.token_ids
         self._finished_transfers += result.finished_transfers
-        ended = self.scheduler.apply(result) if plan.has_rows else []
-        for event in step.agreed.events:
+        ended = self.scheduler.apply(result) if step.plan.has_rows else []
+        for event in step.events:
             ended += self._take_in(event)
         if self._checks_integrity:
             self.scheduler.check_integrity()
         self.times.end("apply")
         if self._on_step is not None:
-            self._on_step(plan, result)
+            self._on_step(step.plan, result)
         return ended
-
-    def _shared(self, result: StepResult) -> StepResult:
-        """What the last stage of the pipeline sampled, on every rank."""
-        is_source = self.channel.rank == self._sampling_rank
-        payload = self.channel.broadcast(encode_result(result) if is_source else None, self._sampling_rank)
-        return replace(decode_result(payload), finished_transfers=result.finished_transfers)
 
     def _take_in(self, event: Event) -> list[SequenceGroup]:
         if isinstance(event, Close):

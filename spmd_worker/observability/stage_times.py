@@ -1,6 +1,7 @@
 """When each stage of a pipeline computes: a rank's own notes, and as `stages.csv` everybody's.
 
-A stage is busy from the moment it has what it needs until it has passed on what it made; what is left is the bubble.
+A stage is busy while it prepares or computes a step, and not while it waits for what the stage before it makes of the
+step, or for a step: that is the bubble.
 Knows clocks and a file's format. Knows nothing about what is computed.
 """
 
@@ -16,7 +17,7 @@ NUM_KEPT_SPANS: Final = 20_000
 
 
 class StageSpan(NamedTuple):
-    """One step on one stage; microseconds since the run's first step began."""
+    """A piece of one step on one stage; microseconds since the run's first step began."""
 
     replica: int
     stage: int
@@ -26,7 +27,7 @@ class StageSpan(NamedTuple):
 
 
 class StageClock:
-    """Call `begin` and `end` around each step's own work. The last `num_kept` steps are kept, sums are of all."""
+    """Call `begin` and `end` around each piece of work. The last `num_kept` pieces are kept, sums are of all."""
 
     def __init__(self, stage: int, num_kept: int = NUM_KEPT_SPANS) -> None:
         self._stage = stage
@@ -34,13 +35,13 @@ class StageClock:
         self._busy_us = self._first_us = self._last_us = 0
         self._step = self._began_us = 0
 
-    def begin(self, step: int) -> None:
-        """The stage has what step `step` needs."""
-        self._step, self._began_us = step, now_us()
+    def begin(self, step: int | None = None) -> None:
+        """The stage works on `step`, else goes on with the last one."""
+        self._step, self._began_us = self._step if step is None else step, now_us()
         self._first_us = self._first_us or self._began_us
 
     def end(self) -> None:
-        """It has passed on what it made."""
+        """It waits, or has passed on what it made."""
         self._last_us = now_us()
         self._busy_us += self._last_us - self._began_us
         self._spans.append((self._step, self._began_us, self._last_us))
@@ -82,7 +83,7 @@ def busy_shares(replicas: Sequence[Sequence[dict[str, Any]]]) -> list[BusyShare]
 
 
 def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], origin_us: int) -> None:
-    """One line a step and stage; `origin_us` is when the run's first step began. Raises OSError."""
+    """One line a piece of work; `origin_us` is when the run's first step began. Raises OSError."""
     with open(path, "w", newline="", encoding="ascii") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(StageSpan._fields)

@@ -14,14 +14,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
-    """A tensor on its way, which must not be written to before `wait` has returned."""
+class Transfer:
+    """A tensor on its way from or to this rank: neither read nor written to before `wait` has returned."""
 
     tensor: Tensor
     work: dist.Work
 
     def wait(self) -> None:
-        """Until the tensor has left. Raises RuntimeError where the other rank is gone."""
+        """Until the tensor has left or come. Raises RuntimeError where the other rank is gone."""
         self.work.wait()
 
 
@@ -66,19 +66,20 @@ class GroupHandle:
             dist.broadcast(tensor, src=self.ranks[source], group=self.group)
         return tensor
 
-    def send_next(self, tensor: Tensor) -> "Sending":
+    def send_next(self, tensor: Tensor) -> Transfer:
         """To the rank that follows in the group, which calls `receive_previous` with an equal shape and dtype; returns
         at once. Wait for what was sent before.
         """
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=self.ranks[self.rank + 1], group=self.group)
         assert work is not None, "this rank is in its own group"
-        return Sending(tensor, work)
+        return Transfer(tensor, work)
 
-    def receive_previous(self, tensor: Tensor) -> Tensor:
-        """From the rank before in the group, in place; returns its argument."""
-        dist.recv(tensor, src=self.ranks[self.rank - 1], group=self.group)
-        return tensor
+    def receive_previous(self, tensor: Tensor) -> Transfer:
+        """From the rank before in the group, in place; returns at once. What it sends comes in the order of calls."""
+        work = dist.irecv(tensor, src=self.ranks[self.rank - 1], group=self.group)
+        assert work is not None, "this rank is in its own group"
+        return Transfer(tensor, work)
 
 
 def single_group(rank: int = 0) -> GroupHandle:

@@ -4,6 +4,7 @@ The forward pass and the choice of tokens are two calls, so that something else 
 the device works. Knows a model, a cache and a sampler. Knows nothing about ranks' roles, queues or text.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from kv_cache.cache_engine import CacheEngine
 from spmd_worker.lockstep.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.observability.stage_times import StageClock
-from spmd_worker.parallel.process_group import GroupHandle, Sending
+from spmd_worker.parallel.process_group import GroupHandle, Transfer
 from spmd_worker.runner.batch import Batch, build_batch
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.sampler import Sampler
@@ -52,20 +53,25 @@ class ModelRunner:
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
         self._pending: _Forwarded | None = None
-        self._sending: Sending | None = None
+        self._sending: Transfer | None = None
+        self._expected: deque[Transfer] = deque()
+
+    def expect(self, num_tokens: int) -> None:
+        """Have what the stage before sends of the next unexpected step, of `num_tokens`, received meanwhile."""
+        self._expected.append(self._receiving(num_tokens))
 
     @torch.inference_mode()
     def forward(self, step: int, scheduled: Sequence[ScheduledSequence]) -> None:
         """Compute the step's tokens into the cache, and send them on or keep the logits of the rows that sample."""
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
+        self._clock.begin(step)
         batch = build_batch(scheduled, self._block_size, self._device)
         cache = self._cache_engine.device_cache
-        incoming = None if self._model.stage.is_first else self._receive(len(batch.token_ids), cache.dtype)
-        self._clock.begin(step)
+        incoming = None if self._model.stage.is_first else self._receive(len(batch.token_ids))
         hidden = self._model(batch.token_ids, batch.positions, batch.prompt_lengths, cache, batch.attention, incoming)
         if self._sampler is None:
-            self._clock.end()
             self._send(hidden)
+            self._clock.end()
             self._pending = _Forwarded(step, batch, hidden, ())
             return
         rows = torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)
@@ -93,9 +99,18 @@ class ModelRunner:
             self._sending.wait()
         self._sending = self._pipeline.send_next(hidden)
 
-    def _receive(self, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    def _receive(self, num_tokens: int) -> Tensor:
         """See `DecoderStack.forward`: [2, T, hidden]."""
+        self._clock.end()
+        incoming = self._expected.popleft() if self._expected else self._receiving(num_tokens)
+        incoming.wait()
+        self._clock.begin()
+        assert incoming.tensor.shape[1] == num_tokens, (incoming.tensor.shape, num_tokens)
+        return incoming.tensor
+
+    def _receiving(self, num_tokens: int) -> Transfer:
         shape = (2, num_tokens, self._model.shape.hidden_size)
+        dtype = self._cache_engine.device_cache.dtype
         return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
 
     def _whole_logits(self, hidden: Tensor) -> Tensor:

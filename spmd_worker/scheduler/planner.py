@@ -5,6 +5,8 @@ and budgets. Knows nothing about what was sampled, or how a step is told and exe
 """
 
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.block_table import TableChange
@@ -15,6 +17,12 @@ from spmd_worker.scheduler.queues import Queues
 from spmd_worker.scheduler.residency import PreemptionPolicy, Residency
 from spmd_worker.scheduler.updates import Decision, Decisions
 from spmd_worker.sequence.sequence import Sequence, SequenceStatus
+
+LEAST_PROMPT_SHARE: Final = 64
+"""Prompt tokens that a step may take however few there are: fewer would cost a pass over the weights each."""
+
+PROMPT_ROUNDS: Final = 2
+"""With several steps under way, the prompts at hand are computed in so many steps for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +62,9 @@ class Planner:
     def decide(self) -> Decisions:
         """Decide and account for it: blocks are taken, sequences moved, tokens counted as computed."""
         decisions = Decisions()
-        is_short = self._make_room()
-        budget = StepBudget(self._limits.max_num_batched_tokens, self._limits.max_num_seqs - len(self._queues.running))
+        num_tokens = self._most_tokens()
+        is_short = self._make_room(num_tokens)
+        budget = StepBudget(num_tokens, self._limits.max_num_seqs - len(self._queues.running))
         self._decide_running(budget, decisions)
         if self._queues.waiting and not is_short:
             # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
@@ -64,13 +73,28 @@ class Planner:
         decisions.others.sort(key=_place_of)
         return decisions
 
-    def _make_room(self) -> bool:
+    def _most_tokens(self) -> int:
+        """How many tokens this step may compute. With several steps under way, prompts are spread over them: a stage
+        waits for the step before its own, and so for every step that is much longer than its neighbours.
+        """
+        limits = self._limits
+        if limits.num_virtual_engines == 1 or not limits.enable_chunked_prefill:
+            return limits.max_num_batched_tokens
+        running = [sequence.num_uncomputed_tokens for sequence in self._served()]
+        num_decoding = running.count(1)
+        num_seats = max(limits.max_num_seqs - len(self._queues.running), 0)
+        waiting = [sequence.num_uncomputed_tokens for sequence in islice(self._queues.waiting, num_seats)]
+        num_prompt_tokens = sum(running) - num_decoding + sum(waiting)
+        share = -(-num_prompt_tokens // (PROMPT_ROUNDS * limits.num_virtual_engines))
+        return min(num_decoding + max(share, LEAST_PROMPT_SHARE), limits.max_num_batched_tokens)
+
+    def _make_room(self, num_tokens: int) -> bool:
         """Preempt until all that still run find the blocks for this step; whether there were too few."""
-        num_running, tokens = len(self._queues.running), self._limits.max_num_batched_tokens
+        num_running = len(self._queues.running)
         # Each takes at most its tokens' blocks, and one more where they begin or end inside one.
-        if self._cache.num_free_blocks >= tokens // self._cache.block_size + 2 * num_running:
+        if self._cache.num_free_blocks >= num_tokens // self._cache.block_size + 2 * num_running:
             return False
-        while self._num_wanted_blocks() > self._cache.num_free_blocks:
+        while self._num_wanted_blocks(num_tokens) > self._cache.num_free_blocks:
             ready = [sequence for sequence in self._queues.running if sequence.num_uncomputed_tokens]
             if len(ready) == 1:
                 # There is nobody else, or the others' tokens are being sampled: it waits, and nobody joins meanwhile.
@@ -81,9 +105,11 @@ class Planner:
             self._queues.waiting.give_back(victim)
         return len(self._queues.running) < num_running
 
-    def _num_wanted_blocks(self) -> int:
-        """Free blocks that the running sequences take in this step; sequences that just forked count too many."""
-        cache, num_left, num_wanted = self._cache, self._limits.max_num_batched_tokens, 0
+    def _num_wanted_blocks(self, num_left: int) -> int:
+        """Free blocks that the running sequences take in a step of `num_left` tokens; sequences that just forked count
+        too many.
+        """
+        cache, num_wanted = self._cache, 0
         for sequence in self._served():
             first = sequence.num_computed_tokens
             num_tokens = min(sequence.num_uncomputed_tokens, num_left)

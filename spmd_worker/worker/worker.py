@@ -140,6 +140,11 @@ class Worker(WorkerBase):
     def compile_or_warm_up_model(self) -> None:
         """Nothing is compiled on this path; a step's first run costs what every run costs."""
 
+    def expect_step(self, num_tokens: int) -> None:
+        """See `WorkerBase.expect_step`."""
+        assert self._runner is not None, "initialize_cache comes first"
+        self._runner.expect(num_tokens)
+
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Raises MirrorError, before anything runs, for a plan that does not follow from the last one."""
         assert self._mirror is not None, "initialize_cache comes first"

@@ -50,6 +50,12 @@ class WorkerBase(ABC):
         """Run what will be run, so that the first step is like the others."""
 
     @abstractmethod
+    def expect_step(self, num_tokens: int) -> None:
+        """On a stage behind another: the next step that was not expected yet has `num_tokens` (at least one), which
+        may come while this rank still computes the one before. A step may also run unexpected.
+        """
+
+    @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Cache operations and forward pass; None when `sample_tokens` must finish the step."""
 

@@ -63,8 +63,8 @@ ROOMS = (
     Room(("spmd_worker.executor",), may_import_torch=True),
     Room(
         (
-            *("spmd_worker.engine", "spmd_worker.engine_outputs", "spmd_worker.engine_requests"),
-            *("spmd_worker.engine_start", "spmd_worker.engine_stats"),
+            *("spmd_worker.engine", "spmd_worker.engine_outputs", "spmd_worker.engine_pipeline"),
+            *("spmd_worker.engine_requests", "spmd_worker.engine_start", "spmd_worker.engine_stats"),
         ),
         may_import_torch=True,
     ),

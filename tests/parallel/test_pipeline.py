@@ -114,7 +114,7 @@ def test_the_comparison_sees_a_stage_that_forgets_the_residual_stream(tmp_path: 
         "from spmd_worker.runner.model_runner import ModelRunner\n"
         "receive = ModelRunner._receive\n"
         "def forget(self, *args):\n"
-        "    incoming = receive(self, *args)\n"
+        "    incoming = receive(self, *args).clone()\n"
         "    incoming[1] = 0\n"
         "    return incoming\n"
         "ModelRunner._receive = forget\n"
