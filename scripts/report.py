@@ -19,6 +19,7 @@ from spmd_worker.batch.job_files import METRICS_NAME
 from spmd_worker.observability.report_data import make_totals
 from spmd_worker.observability.report_page import report_page
 from spmd_worker.observability.report_words import NO_METRICS, summary_figures, verdict
+from spmd_worker.observability.stage_times import STAGE_TIMES_NAME, StageSpan, read_stage_times
 from spmd_worker.observability.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
 from spmd_worker.observability.timeline import TIMELINE_NAME, write_timeline
 
@@ -58,7 +59,7 @@ def report_run(run_dir: Path, page_path: Path) -> None:
     name = os.fsencode(run_dir.resolve().name).decode("utf-8", "replace")
     timeline_path = page_path.with_name(TIMELINE_NAME)
     page_path.write_text(report_page(name, steps, metrics), encoding="utf-8")
-    write_timeline(steps, timeline_path, name)
+    write_timeline(steps, timeline_path, name, read_stages(run_dir))
     print_result(steps, metrics, page_path, timeline_path)
 
 
@@ -73,6 +74,16 @@ def read_steps(run_dir: Path) -> list[StepStats]:
         raise ReportError(f"{run_dir} has no {STEP_STATS_NAME}: {why_no_steps(run_dir)}") from None
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_stages(run_dir: Path) -> list[StageSpan]:
+    """None where there is no pipeline, or the run has not ended."""
+    try:
+        return read_stage_times(run_dir / STAGE_TIMES_NAME)
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise ReportError(f"{error}: remove it to see the steps without it") from None
 
 
 def why_no_steps(run_dir: Path) -> str:

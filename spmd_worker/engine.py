@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from spmd_worker.config import RunConfig
 from spmd_worker.engine_outputs import request_output
@@ -155,6 +155,11 @@ class LLMEngine:
         """Have every step from now on described to `write`."""
         recorder = StepRecorder(self.scheduler, self.times)
         self._on_step = lambda plan, result: write(recorder.record(plan, result))
+
+    def stage_times(self) -> list[dict[str, Any]]:
+        """What the workers of this rank's executor noted of a pipeline (`StageClock.report`); empty without one."""
+        has_pipeline = self.config.parallel.pipeline_parallel_size > 1
+        return self.executor.collective_rpc("get_stage_times") if has_pipeline else []
 
     def reset_prefix_cache(self) -> None:
         """From the next step on no request finds what is in the cache now. Running requests go on."""

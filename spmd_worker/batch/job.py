@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from spmd_worker.batch.job_files import METRICS_NAME, check_job, prepare_files, run_dir_of, write_json
-from spmd_worker.batch.job_metrics import ReplicaCounts, job_metrics, report_of_rank, report_of_replica
+from spmd_worker.batch.job_metrics import ReplicaCounts, job_metrics, report_of_rank, report_of_replica, stages_of
 from spmd_worker.batch.job_rows import JobCounts, JobInput, JobOutput, count_rows
 from spmd_worker.batch.progress import Progress, format_summary
 from spmd_worker.batch.row import RowError
@@ -26,6 +26,7 @@ from spmd_worker.engine_start import read_run, start_engine
 from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.model_shape import read_generation_config
 from spmd_worker.observability.error_file import clear_records
+from spmd_worker.observability.stage_times import STAGE_TIMES_NAME, write_stage_times
 from spmd_worker.observability.step_stats import STEP_STATS_NAME, StepStatsWriter
 from spmd_worker.observability.watchdog import Watchdog
 from spmd_worker.parallel.environment import RankEnvironment
@@ -79,7 +80,11 @@ def _follow(engine: LLMEngine, replicas: Replicas | None) -> None:
         engine.follow()
     else:
         answered = help_shared_job(replicas)
-    own = report_of_rank() if answered is None else report_of_replica(answered, engine.counters, engine.times)
+    stages = engine.stage_times()
+    if answered is None:
+        own = report_of_rank(stages)
+    else:
+        own = report_of_replica(answered, engine.counters, engine.times, stages)
     engine.engine_channel.gather(own)
 
 
@@ -100,7 +105,7 @@ def _lead(
         generated_s = time.perf_counter()
         if not engine.is_closed:
             engine.close_followers()
-    own = report_of_replica(answered, engine.counters, engine.times)
+    own = report_of_replica(answered, engine.counters, engine.times, engine.stage_times())
     reports = engine.engine_channel.gather(own)
     if replicas is not None:
         replicas.forget_round()
@@ -110,6 +115,8 @@ def _lead(
         "wall_s": time.perf_counter() - started_s,
     }
     write_json(run_dir / METRICS_NAME, metrics)
+    if "stages" in metrics:
+        write_stage_times(run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)
     print(format_summary(metrics), file=sys.stderr)
     most = config.job.max_error_rows
     if most is not None and counts.error_rows > most:

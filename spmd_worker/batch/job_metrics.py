@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_worker.batch.job_rows import JobCounts
 from spmd_worker.memory import host
+from spmd_worker.observability.stage_times import busy_shares
 from spmd_worker.observability.step_times import StepTimes
 from spmd_worker.scheduler.counters import SchedulerCounters
 
@@ -21,16 +22,18 @@ class ReplicaCounts:
     output_tokens: int = 0
 
 
-def report_of_rank() -> bytes:
-    """Of a rank that follows."""
-    return _packed({})
+def report_of_rank(stage_times: list[dict[str, Any]]) -> bytes:
+    """Of a rank that follows. `stage_times` are of the workers that its executor calls."""
+    return _packed({"stages": stage_times})
 
 
-def report_of_replica(answered: ReplicaCounts, counters: SchedulerCounters, times: StepTimes) -> bytes:
+def report_of_replica(
+    answered: ReplicaCounts, counters: SchedulerCounters, times: StepTimes, stage_times: list[dict[str, Any]]
+) -> bytes:
     """Of a replica's leader."""
     phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
     replica = {**asdict(answered), "busy_s": times.total_s}
-    return _packed({"replica": replica, "counters": asdict(counters), "times": phases})
+    return _packed({"replica": replica, "counters": asdict(counters), "times": phases, "stages": stage_times})
 
 
 def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
@@ -59,7 +62,30 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
         **{name: total("times", name) for name in leaders[0]["times"]},
         "peak_memory_bytes": sum(value["peak_memory_bytes"] for value in values),
     }
-    return metrics | ({"replicas": [leader["replica"] for leader in leaders]} if len(leaders) > 1 else {})
+    if len(leaders) > 1:
+        metrics["replicas"] = [leader["replica"] for leader in leaders]
+    shares = busy_shares(stages_of(reports))
+    if shares:
+        metrics["stages"] = [
+            {"replica": each.replica, "stage": each.stage, "busy_share": round(each.share, 4)} for each in shares
+        ]
+        metrics["bubble_share"] = round(1 - sum(each.share for each in shares) / len(shares), 4)
+    return metrics
+
+
+def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
+    """Of each replica, what the first rank of each of its stages noted; empty where there is no pipeline.
+
+    A replica's ranks follow one another, its leader first.
+    """
+    replicas: list[dict[int, dict[str, Any]]] = []
+    for report in reports:
+        value = json.loads(report)
+        if "replica" in value:
+            replicas.append({})
+        for stage in value["stages"]:
+            replicas[-1].setdefault(stage["stage"], stage)
+    return [list(stages.values()) for stages in replicas] if len(replicas[0]) > 1 else []
 
 
 def _packed(values: dict[str, Any]) -> bytes:

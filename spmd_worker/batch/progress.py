@@ -152,6 +152,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("replicas", _replicas(metrics)),
         ("steps", _count(metrics, "steps")),
         ("lockstep", _lockstep(metrics)),
+        ("stages busy", _stages(metrics)),
         ("preemptions", _preemptions(metrics)),
         ("host tier", _tier(metrics)),
     ]
@@ -164,6 +165,15 @@ def _replicas(metrics: Mapping[str, Any]) -> str | None:
         return None
     rows, busy = ([each[key] for each in replicas] for key in ("rows", "busy_s"))
     return f"{', '.join(f'{number:,}' for number in rows)} rows; busy {', '.join(map(format_seconds, busy))}"
+
+
+def _stages(metrics: Mapping[str, Any]) -> str | None:
+    """How much of the time each stage of a pipeline computed."""
+    stages = metrics.get("stages")
+    if not stages:
+        return None
+    shares = ", ".join(f"{stage['busy_share']:.0%}" for stage in stages)
+    return f"{shares} (bubble {metrics['bubble_share']:.0%})"
 
 
 def _lockstep(metrics: Mapping[str, Any]) -> str | None:

@@ -96,11 +96,11 @@ def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], 
 def read_stage_times(path: Path) -> list[StageSpan]:
     """The lines of a file that `write_stage_times` wrote. Raises ValueError naming the line, and OSError."""
     with open(path, newline="", encoding="ascii", errors="replace") as stream:
-        header, *rows = csv.reader(stream) or [[]]
-    if tuple(header) != StageSpan._fields:
+        rows = list(csv.reader(stream))
+    if not rows or tuple(rows[0]) != StageSpan._fields:
         raise ValueError(f"{path}: line 1 does not name the columns of stage times")
     spans = []
-    for number, row in enumerate(rows, start=2):
+    for number, row in enumerate(rows[1:], start=2):
         try:
             spans.append(StageSpan._make(map(int, row)))
         except (TypeError, ValueError):

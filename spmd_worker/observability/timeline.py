@@ -1,15 +1,16 @@
 """The steps as a Chrome trace event file, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Each step is a slice with its phases inside it; blocks, sequences and tokens are counters; preemptions, returns from the
-host and cache hits are marks on a track of their own. Knows step statistics and the format. Knows nothing about files
-of the run.
+host and cache hits are marks on a track of their own; each stage of a pipeline has a track of what it computed. Knows
+step statistics and the format. Knows nothing about files of the run.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from spmd_worker.observability.stage_times import StageSpan
 from spmd_worker.observability.step_stats import StepStats
 
 TIMELINE_NAME: Final = "timeline.json"
@@ -31,21 +32,37 @@ _COUNTERS: Final = (
 )
 _STEPS_TRACK: Final = 1
 _MARKS_TRACK: Final = 2
+_FIRST_STAGE_TRACK: Final = 10
 
 
-def write_timeline(steps: list[StepStats], path: Path, name: str) -> None:
+def write_timeline(steps: list[StepStats], path: Path, name: str, spans: Sequence[StageSpan] = ()) -> None:
     """One event a line. `name` is what the run is called; times are microseconds. Raises OSError."""
+    stages = sorted(dict.fromkeys((span.replica, span.stage) for span in spans))
+    tracks = {stage: track for track, stage in enumerate(stages, start=_FIRST_STAGE_TRACK)}
     with open(path, "w", encoding="utf-8") as stream:
         stream.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        stream.write(",\n".join(_names(name)))
+        stream.write(",\n".join(_names(name, tracks)))
         for events in _events(steps):
             stream.write(",\n" + events)
+        for span in spans:
+            stream.write(
+                f',\n{{"ph":"X","pid":1,"tid":{tracks[span.replica, span.stage]},"ts":{span.start_us},'
+                f'"dur":{span.end_us - span.start_us},"name":"step {span.step}"}}'
+            )
         stream.write("\n]}\n")
 
 
-def _names(name: str) -> list[str]:
+def _names(name: str, stage_tracks: dict[tuple[int, int], int]) -> list[str]:
     """Metadata events: what the process and its tracks are called, and in which order they stand."""
-    tracks = ((_STEPS_TRACK, "steps"), (_MARKS_TRACK, "preemptions and cache hits"))
+    has_replicas = any(replica for replica, _ in stage_tracks)
+    tracks = [
+        (_STEPS_TRACK, "steps"),
+        (_MARKS_TRACK, "preemptions and cache hits"),
+        *(
+            (track, f"replica {replica}, stage {stage}" if has_replicas else f"stage {stage}")
+            for (replica, stage), track in stage_tracks.items()
+        ),
+    ]
     return [
         _metadata("process_name", 0, {"name": f"run {name}"}),
         *(_metadata("thread_name", track, {"name": title}) for track, title in tracks),

@@ -21,7 +21,7 @@ from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 LEAST_PROMPT_SHARE: Final = 64
 """Prompt tokens that a step may take however few there are: fewer would cost a pass over the weights each."""
 
-PROMPT_ROUNDS: Final = 2
+PROMPT_ROUNDS: Final = 4
 """With several steps under way, the prompts at hand are computed in so many steps for each of them."""
 
 

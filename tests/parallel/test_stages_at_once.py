@@ -1,0 +1,70 @@
+"""Under torchrun: the stages of a pipeline compute at the same time, and a job says how much of it they did."""
+
+import json
+from pathlib import Path
+
+import pytest
+import ranks
+from reference_models import checkpoint_folder
+
+from spmd_worker.observability.stage_times import StageSpan, read_stage_times
+
+ONE_AT_A_TIME = """
+import sys
+import launch
+from spmd_worker.engine_pipeline import StepPipeline
+StepPipeline.is_full = property(lambda self: len(self) > 0)
+sys.exit(launch.main())
+"""
+"""The engine without virtual engines: a step ends before the next begins."""
+
+
+def job(folder: Path, model: str) -> list[str]:
+    asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    rows = [{"prompt_token_ids": [1 + index, 7, 9], **asked} for index in range(24)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return [
+        *(f"model.path={model}", "device=cpu", "parallel.pipeline_parallel_size=2", "cache.num_blocks=200"),
+        *(f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", f"job.run_dir={folder / 'run'}"),
+    ]
+
+
+def overlap_us(spans: list[StageSpan]) -> int:
+    """How long both stages computed at once."""
+    of_stage = [[(each.start_us, each.end_us) for each in spans if each.stage == stage] for stage in (0, 1)]
+    return sum(
+        max(0, min(end, other_end) - max(start, other_start))
+        for start, end in of_stage[0]
+        for other_start, other_end in of_stage[1]
+    )
+
+
+def busy_us(spans: list[StageSpan], stage: int) -> int:
+    return sum(each.end_us - each.start_us for each in spans if each.stage == stage)
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return str(checkpoint_folder("llama3"))
+
+
+def test_both_stages_compute_at_once_and_the_job_says_for_how_long(tmp_path: Path, model: str):
+    done = ranks.run_torchrun([ranks.REPOSITORY / "launch.py", *job(tmp_path, model)], 2, timeout_s=60)
+    assert done.returncode == 0, done.output
+    spans = read_stage_times(tmp_path / "run" / "stages.csv")
+    assert overlap_us(spans) > 0.3 * min(busy_us(spans, 0), busy_us(spans, 1))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert [(each["replica"], each["stage"]) for each in metrics["stages"]] == [(0, 0), (0, 1)]
+    shares = [each["busy_share"] for each in metrics["stages"]]
+    assert all(0 < share < 1 for share in shares)
+    assert metrics["bubble_share"] == pytest.approx(1 - sum(shares) / 2, abs=1e-3)
+    assert f"stages busy               {shares[0]:.0%}, {shares[1]:.0%}" in done.stderr
+
+
+def test_with_one_step_under_way_stages_take_turns(tmp_path: Path, model: str):
+    """Negative control."""
+    done = ranks.run_ranks(ONE_AT_A_TIME, 2, timeout_s=60, arguments=job(tmp_path, model))
+    assert done.returncode == 0, done.output
+    spans = read_stage_times(tmp_path / "run" / "stages.csv")
+    # What is prepared before the stage before has sent anything.
+    assert overlap_us(spans) < 0.3 * min(busy_us(spans, 0), busy_us(spans, 1))
