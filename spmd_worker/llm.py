@@ -69,6 +69,8 @@ class LLM:
         load_format: str = "auto",
         logprobs_mode: str = "raw_logprobs",
         distributed_executor_backend: str = "auto",
+        worker_cls: str | None = None,
+        worker_extension_cls: str | None = None,
         timeout_s: float | None = None,
         device: str = "auto",
     ) -> None:
@@ -85,10 +87,11 @@ class LLM:
         )
         if max_num_seqs is not None and max_num_batched_tokens is None:
             scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
+        executor = _given(timeout_s=timeout_s, worker_cls=worker_cls, worker_extension_cls=worker_extension_cls)
         config = RunConfig(
             model=ModelConfig(str(model), dtype, max_model_len, load_format, logprobs_mode),
             parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers),
-            executor=ExecutorConfig(backend=distributed_executor_backend, **_given(timeout_s=timeout_s)),
+            executor=ExecutorConfig(backend=distributed_executor_backend, **executor),
             cache=CacheConfig(**cache),
             scheduler=SchedulerConfig(enable_chunked_prefill=enable_chunked_prefill, **scheduler),
             device=device,
@@ -138,10 +141,17 @@ class LLM:
         return self.llm_engine.default_sampling
 
     def collective_rpc(
-        self, method: str | Callable[..., Any], timeout: float | None = None, args: Sequence[Any] = ()
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method on the workers of this process, by name or as a callable that gets the worker."""
-        return self.llm_engine.executor.collective_rpc(method, timeout, args)
+        """Run a method on the workers of this LLM's executor, by name or as a callable that gets the worker; answers in
+        rank order. Under torchrun each rank has one worker; with the multiproc backend, which takes names only, this
+        process has them all. Raises what the executor raises: an error that says which rank and what.
+        """
+        return self.llm_engine.executor.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call `function` with this rank's shard of the model."""

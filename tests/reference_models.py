@@ -106,6 +106,7 @@ CHECKPOINTS: dict[str, CheckpointSpec] = {
     "llama3": CheckpointSpec(LlamaConfig, {**_rope("llama3", 500000.0, **_LLAMA3)}),
     "llama3_older_keys": CheckpointSpec(LlamaConfig, {**_rope("llama3", 50000.0, **_LLAMA3)}, _older_rope_type),
     "llama_tied": CheckpointSpec(LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama_four_layers": CheckpointSpec(LlamaConfig, {"tie_word_embeddings": True, "num_hidden_layers": 4}),
     "llama_biased": CheckpointSpec(LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama_head_dim": CheckpointSpec(LlamaConfig, {"head_dim": 24}),
     "llama_sharded": CheckpointSpec(LlamaConfig, max_shard_size="100KB"),

@@ -80,11 +80,7 @@ def _follow(engine: LLMEngine, replicas: Replicas | None) -> None:
         engine.follow()
     else:
         answered = help_shared_job(replicas)
-    stages = engine.stage_times()
-    if answered is None:
-        own = report_of_rank(stages)
-    else:
-        own = report_of_replica(answered, engine.counters, engine.times, stages)
+    own = report_of_rank(engine) if answered is None else report_of_replica(engine, answered)
     engine.engine_channel.gather(own)
 
 
@@ -105,7 +101,7 @@ def _lead(
         generated_s = time.perf_counter()
         if not engine.is_closed:
             engine.close_followers()
-    own = report_of_replica(answered, engine.counters, engine.times, engine.stage_times())
+    own = report_of_replica(engine, answered)
     reports = engine.engine_channel.gather(own)
     if replicas is not None:
         replicas.forget_round()

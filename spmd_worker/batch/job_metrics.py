@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spmd_worker.batch.job_rows import JobCounts
-from spmd_worker.memory import host
+from spmd_worker.engine import LLMEngine
 from spmd_worker.observability.stage_times import busy_shares
-from spmd_worker.observability.step_times import StepTimes
-from spmd_worker.scheduler.counters import SchedulerCounters
 
 
 @dataclass(slots=True)
@@ -22,18 +20,18 @@ class ReplicaCounts:
     output_tokens: int = 0
 
 
-def report_of_rank(stage_times: list[dict[str, Any]]) -> bytes:
-    """Of a rank that follows. `stage_times` are of the workers that its executor calls."""
-    return _packed({"stages": stage_times})
+def report_of_rank(engine: LLMEngine) -> bytes:
+    """Of a rank that follows."""
+    return json.dumps(_of_workers(engine)).encode("ascii")
 
 
-def report_of_replica(
-    answered: ReplicaCounts, counters: SchedulerCounters, times: StepTimes, stage_times: list[dict[str, Any]]
-) -> bytes:
+def report_of_replica(engine: LLMEngine, answered: ReplicaCounts) -> bytes:
     """Of a replica's leader."""
+    times = engine.times
     phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
     replica = {**asdict(answered), "busy_s": times.total_s}
-    return _packed({"replica": replica, "counters": asdict(counters), "times": phases, "stages": stage_times})
+    report = {**_of_workers(engine), "replica": replica, "counters": asdict(engine.counters), "times": phases}
+    return json.dumps(report).encode("ascii")
 
 
 def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
@@ -88,5 +86,5 @@ def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
     return [list(stages.values()) for stages in replicas] if len(replicas[0]) > 1 else []
 
 
-def _packed(values: dict[str, Any]) -> bytes:
-    return json.dumps({"peak_memory_bytes": host.peak_resident_bytes(), **values}).encode("ascii")
+def _of_workers(engine: LLMEngine) -> dict[str, Any]:
+    return {"peak_memory_bytes": engine.executor.peak_memory_bytes(), "stages": engine.stage_times()}

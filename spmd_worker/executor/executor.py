@@ -140,6 +140,10 @@ class Executor(ABC):
         first, *others = self.collective_rpc("get_supported_tasks")
         return tuple(task for task in first if all(task in tasks for tasks in others))
 
+    def peak_memory_bytes(self) -> int:
+        """The most host memory that the processes of this executor have used, this one included."""
+        return sum(self.collective_rpc("get_peak_memory_bytes"))
+
     def init_kv_output_aggregator(self) -> None:
         """Count transfers anew: one is finished when every worker of this executor has finished it.
 

@@ -25,6 +25,7 @@ from spmd_worker.executor.worker_pool import WorkerPool
 from spmd_worker.executor.worker_process import output_rank
 from spmd_worker.lockstep.codec import Encoder
 from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.memory import host
 from spmd_worker.model_shape import ModelShape
 from spmd_worker.observability.log import LOGGER_NAME
 from spmd_worker.parallel.environment import RankEnvironment
@@ -132,6 +133,10 @@ class MultiprocExecutor(Executor):
         except BaseException as error:
             self._fail_with(error)
             raise
+
+    def peak_memory_bytes(self) -> int:
+        """See `Executor.peak_memory_bytes`: the workers' processes and this one."""
+        return super().peak_memory_bytes() + host.peak_resident_bytes()
 
     def check_health(self) -> None:
         """Asks every worker. Raises where the executor has failed, or a worker cannot compute or does not answer."""

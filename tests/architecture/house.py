@@ -80,6 +80,7 @@ TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
     "spmd_worker.lockstep.lockstep",
     "spmd_worker.lockstep.step_channel",
     "spmd_worker.batch.job",
+    "spmd_worker.batch.job_metrics",
     "spmd_worker.batch.row_runner",
     "spmd_worker.batch.shared_job",
     "spmd_worker.batch.replay_model",

@@ -99,6 +99,13 @@ def test_three_stages_of_one_layer_each_are_one_rank_bit_for_bit(tmp_path: Path,
     check(by_rank, expected, [[0, 1], [1, 2], [2, 3]])
 
 
+@pytest.mark.slow
+def test_four_stages_are_one_rank_bit_for_bit(tmp_path: Path):
+    by_rank = run({"pipeline_parallel_size": 4}, 4, ["llama_four_layers"], tmp_path)
+    expected = {"llama_four_layers": one_rank("llama_four_layers")}
+    check(by_rank, expected, [[0, 1], [1, 2], [2, 3], [3, 4]])
+
+
 def test_stages_of_two_tensor_parallel_ranks_give_one_ranks_tokens(tmp_path: Path, expected):
     by_rank = run({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 4, ["llama_tied"], tmp_path)
     for answers in by_rank:
