@@ -16,11 +16,11 @@ from typing import Final
 from spmd_worker.lockstep.channel import ControlChannel
 from spmd_worker.lockstep.frames import FrameError, FrameKind, PeerGoneError, receive_frame, send_frame
 from spmd_worker.lockstep.step_channel import FollowerChannel, GlooStepChannel, LeaderChannel, TcpFollower, TcpLeader
+from spmd_worker.parallel.interface import own_address
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 10.0
-_LOOPBACK: Final = "127.0.0.1"
 _TOKEN_BYTES: Final = 16
 _HELLO_TIMEOUT_S: Final = 2.0
 
@@ -52,7 +52,7 @@ def open_step_channel(
 def _lead(control: ControlChannel, master_address: str | None, timeout_s: float) -> TcpLeader | str:
     token = os.urandom(_TOKEN_BYTES)
     try:
-        listener = socket.create_server((_own_address(master_address), 0), backlog=control.size)
+        listener = socket.create_server((own_address(master_address), 0), backlog=control.size)
     except OSError as error:
         control.broadcast(json.dumps(None).encode())
         return f"rank 0 cannot listen ({error})"
@@ -111,13 +111,3 @@ def _join(control: ControlChannel, timeout_s: float) -> TcpFollower | str:
     except OSError as error:
         return f"rank {control.rank} cannot reach {host}:{port} ({error})"
     return TcpFollower(connection, control.rank, control.size, timeout_s)
-
-
-def _own_address(master_address: str | None) -> str:
-    """Loopback on one node; else the address of the interface over which this node talks to the launcher's store."""
-    if master_address is None:
-        return _LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing: it only asks the kernel which interface would be used.
-        probe.connect((master_address, 9))
-        return str(probe.getsockname()[0])

@@ -19,6 +19,9 @@ ALARMED_PERIOD_S: Final = 0.1
 MAX_RANKS_THAT_SEE_ALL: Final = 64
 """In a larger world ranks other than 0 look at rank 0 only, until there is an alarm."""
 
+_ANSWER_S: Final = 3.0
+"""A store answers in milliseconds; torch waits for one that is out of reach for as long as for one to connect to."""
+
 _LEAVE_S: Final = 2.0
 """How long a store in this process is kept for ranks that have not ended yet, and a silent one is waited for."""
 
@@ -90,7 +93,9 @@ class Bulletin:
         self._gone: dict[int, bool] = {}
         self._order = 0
         self._wants_alarm = self._wants_to_speak = self._has_spoken = self._is_stopping = False
-        self.is_connected = self.is_lost = False
+        self._asked_s: float | None = None
+        self._has_failed = False
+        self.is_connected = False
         self.is_alarmed = self.is_speaker = self.is_reported = False
         """Somebody has rung; this rank is the one that speaks; it, or another, has spoken."""
         self._wake = threading.Event()
@@ -108,6 +113,12 @@ class Bulletin:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(2 * _LEAVE_S)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the store is gone, or has not answered for so long that its machine must be."""
+        asked_s = self._asked_s
+        return self._has_failed or (asked_s is not None and self._clock.now_s - asked_s > _ANSWER_S)
 
     @property
     def is_shared(self) -> bool:
@@ -152,13 +163,15 @@ class Bulletin:
             board = self._connect()
             self.is_connected = True
             while not self._is_stopping:
+                self._asked_s = self._clock.now_s
                 self._exchange(board)
+                self._asked_s = None
                 self._wake.wait(ALARMED_PERIOD_S if self.is_alarmed else PERIOD_S)
                 self._wake.clear()
             self._leave(board)
         except (RuntimeError, OSError, ValueError):
             # A store that is gone does not come back, and whoever needs the board asks whether it is there.
-            self.is_lost = True
+            self._has_failed = True
             self._is_known.set()
 
     def _exchange(self, board: Board) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.interface import named_interface
 from spmd_worker.parallel.layout import RankLayout, in_every_engine
 from spmd_worker.parallel.process_group import GroupHandle, single_group
 
@@ -53,7 +54,13 @@ def join_groups(
     if layout.world_size == 1:
         alone = single_group()
         return ParallelGroups(layout, alone, alone, alone, alone, owns_world=False)
-    timeout = timedelta(seconds=timeout_s)
+    with named_interface(environment):
+        return _join_all(layout, environment, device, timedelta(seconds=timeout_s))
+
+
+def _join_all(
+    layout: RankLayout, environment: RankEnvironment, device: torch.device, timeout: timedelta
+) -> ParallelGroups:
     owns_world = not dist.is_initialized()
     if owns_world:
         _join_world(device, timeout)

@@ -90,6 +90,7 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.parallel.layout",
     "spmd_worker.parallel.environment",
     "spmd_worker.parallel.cores",
+    "spmd_worker.parallel.interface",
     "spmd_worker.layers.weight_slice",
     "spmd_worker.weights.safetensors_header",
     "spmd_worker.memory.estimate",

@@ -1,5 +1,7 @@
-"""Every layout over worker processes gives one process's tokens and log-probabilities; without tensor parallelism to the
-last bit."""
+"""Every layout over worker processes gives one process's tokens and log-probabilities.
+
+Without tensor parallelism to the last bit.
+"""
 
 from dataclasses import asdict
 from typing import Any
@@ -73,5 +75,6 @@ def test_with_tensor_parallelism_tokens_are_the_same_and_logprobs_near(alone: li
 
 
 def test_replicas_are_for_ranks_that_a_launcher_starts():
-    with pytest.raises(ConfigError, match=r"data_parallel_size=2 cannot run with executor\.backend=multiproc.*torchrun"):
+    words = r"data_parallel_size=2 cannot run with executor\.backend=multiproc.*torchrun"
+    with pytest.raises(ConfigError, match=words):
         answers(data_parallel_size=2)

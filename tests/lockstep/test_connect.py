@@ -90,7 +90,7 @@ def test_rank_0_listens_on_loopback_alone_on_one_node_and_stops_when_everybody_h
 def test_across_nodes_rank_0_listens_on_the_interface_towards_the_launcher_never_on_all():
     """No packet is sent: 192.0.2.1 is an address for documentation, which nobody has."""
     try:
-        address = connect._own_address("192.0.2.1")
+        address = connect.own_address("192.0.2.1")
     except OSError:
         # A machine without any route has no such interface, and rank 0 says that it cannot listen.
         return
