@@ -1,4 +1,4 @@
-"""Which interface groups use: loopback on one node, the one towards the launcher elsewhere, the user's if they say so."""
+"""Which interface groups use: loopback on one node, the one towards the launcher elsewhere, or the user's own."""
 
 import os
 import socket
