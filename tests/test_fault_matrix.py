@@ -21,7 +21,7 @@ import ranks
 
 SCRIPT = Path(__file__).with_name("faults.py")
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-REPEATS = int(os.environ.get("SPMD_WORKER_FAULT_REPEATS", "2"))
+REPEATS = int(os.environ.get("SPMD_WORKER_FAULT_REPEATS", "1"))
 TIMEOUT_S = 5.0
 MAX_S = 10.0
 LIMIT_S = 120.0
