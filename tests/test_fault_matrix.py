@@ -31,7 +31,9 @@ HEADING = "the ranks when they were last heard of:"
 
 WORDS = {
     "SIGKILL": r"rank {rank} is gone: last seen in step \d+, phase [\w ]+, \d+\.\d s ago",
-    "SIGSTOP": r"rank {rank} is silent: last seen in step \d+, phase [\w ]+, \d+\.\d s ago",
+    "SIGSTOP": (
+        r"rank {rank} is silent: (last seen in step \d+, phase [\w ]+, \d+\.\d s ago|never heard of since the start)"
+    ),
     "SIGTERM": r"rank {rank} was told to end \(SIGTERM\) from outside the job",
     "exception in forward": r"rank {rank} raised ValueError at step \d+: planted",
     "exception while loading": r"rank {rank} raised (ValueError|KeyError) while loading the model: '?planted'?",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 from spmd_worker.observability.bulletin import Bulletin
-from spmd_worker.observability.heartbeat import WatchClock, born_at, parent_of
+from spmd_worker.observability.heartbeat import WatchClock, born_at, parent_of, processes_of_rank
 from spmd_worker.observability.roll_call import SETTLE_S, Standing, Verdict, judge, roll_call
 
 logger = logging.getLogger(__name__)
@@ -111,16 +111,25 @@ class Ending:
 def end_silent(standings: Sequence[Standing], verdict: Verdict, own_rank: int) -> None:
     """A stopped process does not react to the launcher's SIGTERM, and would keep the job from ending for half a minute.
 
-    Only the very process that spoke, on this node, started by the same launcher as this one.
+    Only processes on this node that the same launcher started: the very one that spoke, or, of a rank that never did,
+    the one that was started as that rank.
     """
     own = next(each.beat for each in standings if each.rank == own_rank)
+    launcher = None if own is None else parent_of(own.pid)
+    if own is None or launcher is None:
+        return
     for each in standings:
         beat = each.beat
-        if own is None or beat is None or each.rank not in verdict.ranks or not own.node or beat.node != own.node:
+        if each.rank not in verdict.ranks or each.rank == own_rank:
             continue
-        if born_at(beat.pid) == beat.born and parent_of(beat.pid) == parent_of(own.pid):
+        if beat is None:
+            pids = processes_of_rank(launcher, each.rank)
+        else:
+            is_there = bool(own.node) and beat.node == own.node and born_at(beat.pid) == beat.born
+            pids = [beat.pid] if is_there and parent_of(beat.pid) == launcher else []
+        for pid in pids:
             with contextlib.suppress(OSError):
-                os.kill(beat.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def exit_now(code: int) -> NoReturn:

@@ -147,6 +147,21 @@ def parent_of(pid: int) -> int | None:
     return int(fields[1])
 
 
+def processes_of_rank(launcher: int, rank: int) -> list[int]:
+    """Processes that `launcher`, a process id, started on this node as that rank, whatever became of them since."""
+    wanted = f"RANK={rank}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        if parent_of(pid) == launcher:
+            try:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            found += [pid] if wanted in variables else []
+    return found
+
+
 def stand_of(thread_id: int) -> tuple[str, bool]:
     """The line a thread is in, as `file:line function`, and whether it waits there for other ranks.
 

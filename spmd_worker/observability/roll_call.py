@@ -113,7 +113,8 @@ def _judge_by_effects(standings: Sequence[Standing], stalled: list[Standing]) ->
     """No cause has shown itself."""
     unknown = [each for each in standings if each.beat is None]
     if unknown:
-        return Verdict(_ranks(unknown), f"{_are(unknown)} silent: never heard of since the start")
+        text = f"{_are(unknown)} silent: never heard of since the start"
+        return Verdict(_ranks(unknown), text, is_silence=True)
     if stalled:
         return _judge_the_stalled(stalled, "waiting for another rank, or for each other")
     echo = _first(standings, FailureKind.ECHO)
