@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 from spmd_worker.observability.bulletin import Bulletin
-from spmd_worker.observability.heartbeat import WatchClock, born_at, parent_of
+from spmd_worker.observability.heartbeat import born_at, parent_of
 from spmd_worker.observability.roll_call import SETTLE_S, Standing, Verdict, judge, roll_call
+from spmd_worker.observability.stall_clock import WatchClock
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,14 @@ class Ending:
         if self._bulletin.is_speaker or speaker == self._rank:
             self._say(verdict, standings)
             self._bulletin.has_spoken()
+            self._wait_until_reported()
+
+    def _wait_until_reported(self) -> None:
+        """The others wait for the word, and this process may end any moment."""
+        started_s = self._clock.tick()
+        while self._bulletin.is_shared and not self._bulletin.is_reported and self._clock.tick() - started_s < SPEAK_S:
+            if self._stop.wait(TICK_S):
+                return
 
     def _may_live(self, standing: Standing) -> bool:
         return standing.beat is None and not self._bulletin.is_shared
@@ -118,8 +127,8 @@ def end_silent(standings: Sequence[Standing], verdict: Verdict, own_rank: int) -
         beat = each.beat
         if own is None or beat is None or each.rank not in verdict.ranks or not own.node or beat.node != own.node:
             continue
-        if born_at(beat.pid) == beat.born and parent_of(beat.pid) == parent_of(own.pid):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if born_at(beat.pid) == beat.born and parent_of(beat.pid) == parent_of(own.pid):
                 os.kill(beat.pid, signal.SIGKILL)
 
 
