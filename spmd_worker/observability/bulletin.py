@@ -91,7 +91,8 @@ class Bulletin:
         node: str = "",
     ) -> None:
         self._rank, self._ranks = rank, tuple(ranks)
-        self._connect, self._beat, self._clock, self._node = connect, beat, clock, node
+        self.node = node
+        self._connect, self._beat, self._clock = connect, beat, clock
         self._beats: dict[int, Beat] = {}
         self._heard_s: dict[int, float] = {}
         self._gone: dict[int, bool] = {}
@@ -171,7 +172,12 @@ class Bulletin:
         if rank == self._rank:
             return Standing(rank, self._beat(self._order))
         heard_ago_s = self._clock.now_s - self._heard_s.get(rank, self._clock.now_s)
-        return Standing(rank, self._beats.get(rank), max(heard_ago_s, 0.0), self._gone.get(rank, False))
+        beat = self._beats.get(rank)
+        is_gone = self._gone.get(rank, False)
+        if self.is_lost and beat is not None:
+            # Nobody is heard of any more, but processes on this node can be seen.
+            is_gone = self._is_gone(rank) and not beat.has_ended
+        return Standing(rank, beat, max(heard_ago_s, 0.0), is_gone)
 
     def _run(self) -> None:
         assert self._connect is not None, "start comes first"
@@ -225,7 +231,7 @@ class Bulletin:
     def _is_gone(self, rank: int) -> bool:
         """Whether the process of a rank that was on this node is there no more."""
         beat = self._beats.get(rank)
-        if beat is None or not self._node or beat.node != self._node:
+        if beat is None or not self.node or beat.node != self.node:
             return False
         try:
             return born_at(beat.pid) != beat.born

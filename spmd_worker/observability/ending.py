@@ -11,8 +11,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NoReturn
 
+from spmd_worker.observability.bounded import within
 from spmd_worker.observability.bulletin import Bulletin
 from spmd_worker.observability.heartbeat import born_at, parent_of
 from spmd_worker.observability.roll_call import SETTLE_S, Standing, Verdict, judge, roll_call
@@ -26,6 +28,9 @@ SPEAK_S: Final = 1.0
 
 LEAVE_S: Final = 2.0
 """How long after the verdict the main thread may take to get out by itself, and whoever is to blame to leave first."""
+
+_TERMINAL_S: Final = 1.0
+"""A terminal that is held, or a pipe that nobody reads, takes nothing."""
 
 MOST_S: Final = SETTLE_S + SPEAK_S + 3 * LEAVE_S
 """All of it together."""
@@ -69,8 +74,7 @@ class Ending:
         """Exactly one rank does: rank 0, or the first that lives, or after a while whoever asks first. Returns when it
         was done.
         """
-        # Without a board one that was not heard of yet may live, and will not hear that this rank has spoken.
-        speaker = next((each.rank for each in standings if each.is_living or self._may_live(each)), self._rank)
+        speaker = next((each.rank for each in standings if self._may_speak(each)), self._rank)
         has_asked = False
         started_s = self._clock.tick()
         while self._bulletin.is_shared and not self._bulletin.is_speaker:
@@ -94,8 +98,11 @@ class Ending:
             if self._stop.wait(TICK_S):
                 return
 
-    def _may_live(self, standing: Standing) -> bool:
-        return standing.beat is None and not self._bulletin.is_shared
+    def _may_speak(self, standing: Standing) -> bool:
+        """Without a board nobody hears that another has spoken: then somebody on each node does."""
+        if standing.beat is None:
+            return not self._bulletin.is_connected
+        return standing.is_living and (self._bulletin.is_shared or standing.beat.node == self._bulletin.node)
 
     def wait_for_main(self, verdict: Verdict, is_out: Callable[[], bool]) -> None:
         """Give the main thread time, and whoever is to blame: the launcher's summary begins with who leaves first."""
@@ -111,10 +118,9 @@ class Ending:
         if not self._exits:
             logger.error("%s; the ranks when they were last heard of:\n%s", verdict.text, lines)
             return
-        # In one piece: the ranks share a terminal, which may be gone.
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"the ranks when they were last heard of:\n{lines}\nerror: {verdict.text}\n")
-            sys.stderr.flush()
+        # In one piece: the ranks share a terminal.
+        text = f"the ranks when they were last heard of:\n{lines}\nerror: {verdict.text}\n"
+        within(_TERMINAL_S, partial(_write, text))
 
 
 def end_silent(standings: Sequence[Standing], verdict: Verdict, own_rank: int) -> None:
@@ -134,7 +140,18 @@ def end_silent(standings: Sequence[Standing], verdict: Verdict, own_rank: int) -
 
 def exit_now(code: int) -> NoReturn:
     """The interpreter's own way out waits for threads, and native code for ranks that are gone."""
+    within(_TERMINAL_S, _flush)
+    os._exit(code)
+
+
+def _write(text: str) -> None:
+    """The terminal may be gone."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code)

@@ -18,9 +18,11 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn
 
+from spmd_worker.observability.bounded import within
 from spmd_worker.observability.bulletin import Board, Bulletin
 from spmd_worker.observability.ending import LEAVE_S, MOST_S, Ending, end_silent, exit_now
 from spmd_worker.observability.error_file import ErrorRecord, write_elastic_file, write_record, write_stacks
@@ -43,6 +45,8 @@ TICK_S: Final = 0.25
 _MIN_SOFT_LIMIT_S: Final = 3.0
 _PUBLISH_S: Final = 0.5
 _ABORT_S: Final = 1.0
+DISK_S: Final = 2.0
+"""A disk may hang, and what hangs with it must end all the same."""
 _JUDGE_S: Final = 1.0
 """How long after all is known the verdict takes at most."""
 _NUM_LAST_CALLS: Final = 2
@@ -224,10 +228,12 @@ class Watchdog:
 
     def _warn(self, moment: Moment, where: str, is_waiting: bool) -> None:
         """Of ranks that wait for others there may be many, for one reason: they leave the terminal to that one."""
-        has_folder = self.watched.run_dir is not None and self.watched.run_dir.is_dir()
+        run_dir = self.watched.run_dir
+        has_folder = run_dir is not None and within(DISK_S, run_dir.is_dir)
         stacks = ""
         if has_folder or not is_waiting:
-            stacks = f"; stacks are in {write_stacks(self.watched.run_dir, self.watched.rank)}"
+            place = within(DISK_S, partial(write_stacks, self.watched.run_dir, self.watched.rank))
+            stacks = f"; stacks are in {place}" if place else "; its disk does not answer"
         logger.log(
             logging.INFO if is_waiting else logging.WARNING,
             "step %d %s in phase %s for %.1f s now, at %s%s",
@@ -263,11 +269,11 @@ class Watchdog:
             self._failure = Failure(FailureKind.ECHO, verdict.text)
         if not verdict.is_said:
             record = ErrorRecord(self.watched.rank, time.time(), tuple(standings), verdict, self._traceback)
-            write_record(self.watched.run_dir, record)
+            within(DISK_S, partial(write_record, self.watched.run_dir, record))
             self._ending.speak(verdict, standings)
         if not self.watched.exits:
             return True
-        if self._failure.kind is FailureKind.STALLED and self._is_to_blame(verdict):
+        if self._is_to_blame(verdict) and not verdict.is_said and self._failure.kind is not FailureKind.OWN:
             write_elastic_file(verdict.text, verdict.text, time.time())
         if verdict.is_silence:
             end_silent(standings, verdict, self.watched.rank)
@@ -278,11 +284,9 @@ class Watchdog:
         return exit_now(self._code_of(verdict))
 
     def _abort_groups(self) -> None:
-        """In a thread of its own: what is aborted may hang, and this process ends all the same."""
+        """What is aborted may hang, and this process ends all the same."""
         if self.watched.abort_groups is not None and not self._is_out:
-            thread = threading.Thread(target=self.watched.abort_groups, name="spmd-abort", daemon=True)
-            thread.start()
-            thread.join(_ABORT_S)
+            within(_ABORT_S, self.watched.abort_groups)
 
     def _is_to_blame(self, verdict: Verdict) -> bool:
         return self.watched.rank in verdict.ranks

@@ -339,6 +339,22 @@ def test_ranks_whose_store_is_gone_speak_for_themselves(make, capsys):
     assert "error: rank 0 raised ValueError while starting: boom\n" in capsys.readouterr().err
 
 
+def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_them_speaks(make, capsys):
+    """A store in rank 0's process, as without torchrun. Nobody spoke once, because rank 0 had just been heard of."""
+    ranks = make(3)
+    host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pin(ranks.store, Beat(0, node_name(), host.pid, born_at(host.pid), 1, 5, "execute"))
+    ranks.start((1, 2))
+    wait_until(lambda: all(each._bulletin.standings()[0].beat for each in ranks.all[1:]))
+    host.kill()
+    host.wait()
+    ranks.store.is_gone = True
+    assert sorted(ranks.wait_for_exits(2)) == [1, 2]
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
+
+
 def test_a_disk_that_takes_nothing_does_not_keep_a_rank_from_ending(make, tmp_path, caplog, capsys):
     for rank in range(2):
         (tmp_path / f"error.rank{rank}.json.partial").symlink_to("/dev/full")
@@ -363,6 +379,22 @@ def test_torchruns_error_file_is_the_culprits_and_has_its_form(make, tmp_path, m
     assert message["message"] == "rank 1 raised ValueError while starting: boom"
     assert message["extraInfo"]["py_callstack"].endswith("ValueError: boom\n")
     assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 5
+
+
+def test_a_rank_that_computes_while_another_waits_in_vain_is_named_and_says_so_to_torchrun(
+    make, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].heartbeat.enter("execute", 7)
+    # So long that it cannot have begun after the wait.
+    wait_until(lambda: ranks.all[1]._stall.age_s > roll_call.SETTLE_S + 1)
+    ranks.all[0].fail(RuntimeError("gloo: Timed out waiting 5000ms"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+    assert "error: rank 1 is busy while others waited for too long: step 7, phase execute, " in capsys.readouterr().err
+    assert json.loads(path.read_text())["message"]["message"].startswith("rank 1 is busy while")
 
 
 def test_the_main_thread_leaves_when_all_know_why(make):
