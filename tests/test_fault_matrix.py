@@ -118,6 +118,7 @@ def test_a_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_r
     break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5))
 
 
+@pytest.mark.slow
 def test_without_a_fault_the_same_job_ends_well_and_leaves_no_record(tmp_path: Path):
     """Negative control."""
     done = run(tmp_path, "exception in forward", 2, 2, 0.0, "job.max_rows=8")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from spmd_worker.observability.heartbeat import Beat, born_at
-from spmd_worker.observability.roll_call import Standing
+from spmd_worker.observability.roll_call import SILENT_AFTER_S, Standing
 from spmd_worker.observability.stall_clock import WatchClock
 
 PERIOD_S: Final = 1.0
@@ -171,13 +171,13 @@ class Bulletin:
     def _standing(self, rank: int) -> Standing:
         if rank == self._rank:
             return Standing(rank, self._beat(self._order))
-        heard_ago_s = self._clock.now_s - self._heard_s.get(rank, self._clock.now_s)
+        heard_ago_s = max(self._clock.now_s - self._heard_s.get(rank, self._clock.now_s), 0.0)
         beat = self._beats.get(rank)
-        is_gone = self._gone.get(rank, False)
-        if self.is_lost and beat is not None:
-            # Nobody is heard of any more, but processes on this node can be seen.
-            is_gone = self._is_gone(rank) and not beat.has_ended
-        return Standing(rank, beat, max(heard_ago_s, 0.0), is_gone)
+        if self.is_lost and beat is not None and self._is_near(beat):
+            # Nobody is heard of any more, but processes on this node can be seen, and are not silent for that.
+            is_gone = self._has_no_process(beat) and not beat.has_ended
+            return Standing(rank, beat, min(heard_ago_s, SILENT_AFTER_S), is_gone)
+        return Standing(rank, beat, heard_ago_s, self._gone.get(rank, False))
 
     def _run(self) -> None:
         assert self._connect is not None, "start comes first"
@@ -200,8 +200,11 @@ class Bulletin:
         self._say(board)
         sees_all = self._rank == 0 or self.is_alarmed or len(self._ranks) <= MAX_RANKS_THAT_SEE_ALL
         others = [rank for rank in (self._ranks if sees_all else self._ranks[:1]) if rank != self._rank]
+        for rank in [rank for rank in self._beats if rank not in others]:
+            # Looked at during an alarm only: it is not silent because nobody listens.
+            del self._beats[rank]
         # The processes first, their heartbeats after: one that ended well has said so before it did.
-        gone = [rank for rank in others if self._is_gone(rank)]
+        gone = [rank for rank, beat in self._beats.items() if self._is_near(beat) and self._has_no_process(beat)]
         for rank, beat in board.find(others, self._beats).items():
             last = self._beats.get(rank)
             if last is None or (beat.pid, beat.count) != (last.pid, last.count):
@@ -228,11 +231,12 @@ class Bulletin:
             board.raise_flag("reported")
         self.is_reported = self.is_reported or board.has_flag("reported")
 
-    def _is_gone(self, rank: int) -> bool:
-        """Whether the process of a rank that was on this node is there no more."""
-        beat = self._beats.get(rank)
-        if beat is None or not self.node or beat.node != self.node:
-            return False
+    def _is_near(self, beat: Beat) -> bool:
+        """Whether a rank's process is on this node."""
+        return bool(self.node) and beat.node == self.node
+
+    def _has_no_process(self, beat: Beat) -> bool:
+        """For a rank on this node: whether its process is known to be there no more."""
         try:
             return born_at(beat.pid) != beat.born
         except OSError:

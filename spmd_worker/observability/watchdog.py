@@ -137,7 +137,7 @@ class Watchdog:
         """In somebody else's process, after `fail`: who is to blame for an error that tells of another rank's end, in
         one sentence; waits a moment for it. None for other errors, and where nothing is known but the error.
         """
-        if self.watched.exits or not is_echo(error):
+        if self.watched.exits or len(self.watched.ranks) == 1 or not is_echo(error):
             return None
         self._is_judged.wait(SETTLE_S + _JUDGE_S)
         verdict = self._verdict

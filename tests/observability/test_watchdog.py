@@ -36,12 +36,16 @@ HEADING = "the ranks when they were last heard of:"
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(bulletin, "PERIOD_S", 0.1)
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
-    monkeypatch.setattr(ending, "LEAVE_S", 0.5)
+    monkeypatch.setattr(ending, "LEAVE_S", 0.2)
+    monkeypatch.setattr(ending, "SPEAK_S", 0.4)
     monkeypatch.setattr(watchdog, "_MIN_SOFT_LIMIT_S", 0.2)
-    monkeypatch.setattr(roll_call, "SILENT_AFTER_S", 0.6)
+    for module in (roll_call, bulletin):
+        monkeypatch.setattr(module, "SILENT_AFTER_S", 0.6)
+    monkeypatch.setattr(roll_call, "GATHER_S", 0.15)
     monkeypatch.setattr(roll_call, "STALL_S", 0.4)
+    monkeypatch.setattr(watchdog, "_JUDGE_S", 0.3)
     for module in (roll_call, ending, watchdog):
-        monkeypatch.setattr(module, "SETTLE_S", 0.8)
+        monkeypatch.setattr(module, "SETTLE_S", 0.7)
     with logger_as_it_was() as logger:
         logger.propagate = True
         yield
@@ -186,7 +190,7 @@ def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
 def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
     make, tmp_path, caplog, capsys
 ):
-    ranks = make(1, timeout_s=1.5)
+    ranks = make(1, timeout_s=1.0)
     ranks.all[0].start()
     ranks.all[0].heartbeat.enter("execute", 7)
     assert ranks.wait_for_exits(1) == {0: 1}
@@ -261,8 +265,8 @@ def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch
     wait_until(lambda: not any(each._bulletin.is_alarmed for each in ranks.all))
     assert ranks.exits == {}
     # Silent for longer than would count during an alarm.
-    monkeypatch.setattr(bulletin, "PERIOD_S", 1.5)
-    time.sleep(1.6)
+    monkeypatch.setattr(bulletin, "PERIOD_S", 0.9)
+    time.sleep(1.0)
     assert ranks.exits == {}
     ranks.all[1].fail(ValueError("boom"))
     assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
@@ -355,6 +359,33 @@ def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_th
     assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
 
 
+def test_ranks_of_this_node_are_not_silent_because_the_store_is_gone(make):
+    """They would end each other."""
+    ranks = make(2, timeout_s=1.0)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+    ranks.store.is_gone = True
+    time.sleep(1.6)
+    assert ranks.exits == {}
+    assert not any(each.is_silent for each in ranks.all[0]._bulletin.standings())
+
+
+def test_in_a_large_world_who_was_looked_at_during_an_alarm_is_not_silent_after_it(make, monkeypatch):
+    monkeypatch.setattr(bulletin, "MAX_RANKS_THAT_SEE_ALL", 2)
+    ranks = make(3, timeout_s=1.0)
+    ranks.start((0, 1, 2))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+    ranks.all[2]._bulletin.alarm()
+    wait_until(lambda: ranks.all[1]._bulletin.is_alarmed)
+    wait_until(lambda: ranks.all[1]._bulletin.standings()[2].beat is not None)
+    wait_until(lambda: not any(each._bulletin.is_alarmed for each in ranks.all))
+    time.sleep(1.6)
+    assert ranks.exits == {}
+    assert ranks.all[1]._bulletin.standings()[2].beat is None
+
+
 def test_a_disk_that_takes_nothing_does_not_keep_a_rank_from_ending(make, tmp_path, caplog, capsys):
     for rank in range(2):
         (tmp_path / f"error.rank{rank}.json.partial").symlink_to("/dev/full")
@@ -390,7 +421,7 @@ def test_a_rank_that_computes_while_another_waits_in_vain_is_named_and_says_so_t
     ranks.start((0, 1))
     ranks.all[1].heartbeat.enter("execute", 7)
     # So long that it cannot have begun after the wait.
-    wait_until(lambda: ranks.all[1]._stall.age_s > roll_call.SETTLE_S + 1)
+    wait_until(lambda: ranks.all[1]._stall.age_s > 1.2)
     ranks.all[0].fail(RuntimeError("gloo: Timed out waiting 5000ms"))
     assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
     assert "error: rank 1 is busy while others waited for too long: step 7, phase execute, " in capsys.readouterr().err

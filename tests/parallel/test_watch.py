@@ -134,6 +134,7 @@ def test_a_users_script_hears_which_rank_raised_and_lives_on():
     assert "Thread 0x" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "what"), [("SIGKILL", "gone"), ("SIGSTOP", "silent")])
 def test_a_users_script_hears_which_rank_died_or_stopped_and_lives_on(fault: str, what: str):
     """torchrun ends the others when one has died, so here each rank is started by hand, with a store of ours."""
