@@ -34,7 +34,7 @@ HEADING = "the ranks when they were last heard of:"
 SEEN = r"(last seen in step \d+, phase [\w ]+, \d+\.\d s ago|never heard of since the start)"
 
 WORDS = {
-    "SIGKILL": rf"rank {{rank}} is gone: {SEEN}",
+    "SIGKILL": rf"rank {{rank}} is (gone|silent): {SEEN}",
     "SIGSTOP": rf"rank {{rank}} is silent: {SEEN}",
     "SIGTERM": r"rank {rank} was told to end \(SIGTERM\) from outside the job",
     "exception in forward": r"rank {rank} raised ValueError at step \d+: planted",

@@ -20,7 +20,7 @@ from spmd_worker.executor.errors import WorkerError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.rpc_coding import encode_call
 from spmd_worker.executor.worker_channel import FrameKind
-from spmd_worker.executor.worker_environment import LOOPBACK, open_store, process_environment, rank_environment
+from spmd_worker.executor.worker_environment import open_store, process_environment, rank_environment
 from spmd_worker.executor.worker_pool import WorkerPool
 from spmd_worker.executor.worker_process import output_rank
 from spmd_worker.lockstep.codec import Encoder
@@ -29,6 +29,7 @@ from spmd_worker.memory import host
 from spmd_worker.model_shape import ModelShape
 from spmd_worker.observability.log import LOGGER_NAME
 from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.parallel.interface import LOOPBACK
 from spmd_worker.parallel.layout import RankLayout, check_divides
 from spmd_worker.sequence.step import StepPlan, StepResult
 

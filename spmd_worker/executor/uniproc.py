@@ -3,8 +3,10 @@
 Knows one wrapper. Knows nothing about launchers.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 from spmd_worker.config import ConfigError
@@ -32,24 +34,39 @@ class UniProcExecutor(Executor):
         kwargs: Mapping[str, Any] | None = None,
         non_block: bool = False,
     ) -> list[Any]:
-        """One answer, or one future that holds it. The call runs here, so no timeout could cut it short."""
-        if not non_block:
-            return [self._call(method, args, kwargs or {})]
-        future: Future[Any] = Future()
-        try:
-            future.set_result(self._call(method, args, kwargs or {}))
-        except Exception as error:  # handed to whoever asks the future
-            future.set_exception(error)
-        return [future]
+        """One answer, or one future that holds it. What a call raises has a note that says which rank and method.
+
+        With a `timeout` the call runs in a thread of its own, which goes on when TimeoutError is raised.
+        """
+        call = partial(self._call, method, args, kwargs or {})
+        if non_block:
+            future: Future[Any] = Future()
+            _run_into(future, call)
+            return [future]
+        if timeout is None:
+            return [call()]
+        return [self._call_in_time(call, _name_of(method), timeout)]
 
     def initialize_from_config(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """The worker allocates its cache."""
         self.collective_rpc("initialize_cache", args=(num_device_blocks, num_host_blocks))
 
     def _call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if callable(method):
-            return method(self.driver_worker.worker, *args, **kwargs)
-        return self.driver_worker.execute_method(method, *args, **kwargs)
+        try:
+            if callable(method):
+                return method(self.driver_worker.worker, *args, **kwargs)
+            return self.driver_worker.execute_method(method, *args, **kwargs)
+        except Exception as error:
+            error.add_note(f"on rank {self.environment.rank}, in {_name_of(method)}")
+            raise
+
+    def _call_in_time(self, call: Callable[[], Any], name: str, timeout_s: float) -> Any:
+        future: Future[Any] = Future()
+        threading.Thread(target=_run_into, args=(future, call), name=f"spmd-{name}", daemon=True).start()
+        done, _ = wait([future], timeout_s)
+        if not done:
+            raise TimeoutError(f"rank {self.environment.rank} has not answered {name} within {timeout_s:g} s")
+        return future.result()
 
     def _check_world(self) -> None:
         if self.layout.world_size != 1:
@@ -58,3 +75,14 @@ class UniProcExecutor(Executor):
                 f"start them with torchrun and executor.backend=external_launcher, or on this node with "
                 f"executor.backend=multiproc"
             )
+
+
+def _run_into(future: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        future.set_result(call())
+    except Exception as error:  # handed to whoever asks the future
+        future.set_exception(error)
+
+
+def _name_of(method: str | Callable[..., Any]) -> str:
+    return method if isinstance(method, str) else str(getattr(method, "__name__", method))

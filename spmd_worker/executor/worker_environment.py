@@ -14,10 +14,10 @@ from typing import Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
+from spmd_worker.parallel.interface import INTERFACE_VARIABLES, LOOPBACK, interface_of
+
 logger = logging.getLogger(__name__)
 
-LOOPBACK: Final = "127.0.0.1"
-_LOOPBACK_INTERFACE: Final = "lo"
 
 _LAUNCHER_VARIABLES: Final = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
@@ -74,10 +74,8 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _loopback_interface(variables: Mapping[str, str]) -> dict[str, str]:
-    if _LOOPBACK_INTERFACE not in [name for _, name in socket.if_nameindex()]:
-        return {}
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: _LOOPBACK_INTERFACE for name in names if name not in variables}
+    name = interface_of(LOOPBACK)
+    return {} if name is None else {each: name for each in INTERFACE_VARIABLES if each not in variables}
 
 
 def _is_set_by_a_launcher(name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 
 from spmd_worker.observability.bounded import within
 from spmd_worker.observability.bulletin import Bulletin
-from spmd_worker.observability.heartbeat import born_at, parent_of
+from spmd_worker.observability.heartbeat import Beat, born_at, parent_of, processes_of_rank
 from spmd_worker.observability.roll_call import SETTLE_S, Standing, Verdict, judge, roll_call
 from spmd_worker.observability.stall_clock import WatchClock
 
@@ -126,16 +126,28 @@ class Ending:
 def end_silent(standings: Sequence[Standing], verdict: Verdict, own_rank: int) -> None:
     """A stopped process does not react to the launcher's SIGTERM, and would keep the job from ending for half a minute.
 
-    Only the very process that spoke, on this node, started by the same launcher as this one.
+    Only processes on this node that the same launcher started: the very one that spoke, or, of a rank that never did,
+    the one that was started as that rank.
     """
     own = next(each.beat for each in standings if each.rank == own_rank)
-    for each in standings:
-        beat = each.beat
-        if own is None or beat is None or each.rank not in verdict.ranks or not own.node or beat.node != own.node:
-            continue
-        with contextlib.suppress(OSError):
-            if born_at(beat.pid) == beat.born and parent_of(beat.pid) == parent_of(own.pid):
-                os.kill(beat.pid, signal.SIGKILL)
+    assert own is not None, "this rank knows itself"
+    # Where the system does not tell, or a process has gone meanwhile.
+    with contextlib.suppress(OSError):
+        for each in standings:
+            if each.rank in verdict.ranks and each.rank != own_rank:
+                for pid in _siblings(each, own):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _siblings(standing: Standing, own: Beat) -> list[int]:
+    """The processes of a rank, if they have the same parent as this one."""
+    launcher, beat = parent_of(own.pid), standing.beat
+    if launcher is None:
+        return []
+    if beat is None:
+        return processes_of_rank(launcher, standing.rank)
+    is_near = bool(own.node) and beat.node == own.node
+    return [beat.pid] if is_near and born_at(beat.pid) == beat.born and parent_of(beat.pid) == launcher else []
 
 
 def exit_now(code: int) -> NoReturn:

@@ -172,6 +172,25 @@ def _stat_of(place: str) -> list[str] | None:
     return text.rpartition(")")[2].split()
 
 
+def processes_of_rank(launcher: int, rank: int) -> list[int]:
+    """Processes that `launcher`, a process id, started on this node as that rank of this job, whatever became of them
+    since. Raises OSError as `born_at` does.
+    """
+    # A shell may have started ranks of several jobs.
+    shared = [f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    wanted = {f"RANK={rank}".encode(), *map(os.fsencode, shared)}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        if parent_of(pid) == launcher:
+            try:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            found += [pid] if wanted.issubset(variables) else []
+    return found
+
+
 def stand_of(thread_id: int) -> tuple[str, bool]:
     """The line a thread is in, as `file:line function`, and whether it waits there for other ranks.
 

@@ -118,7 +118,8 @@ def _judge_by_effects(standings: Sequence[Standing], stalled: list[Standing]) ->
     """No cause has shown itself."""
     unknown = [each for each in standings if each.beat is None]
     if unknown:
-        return Verdict(_ranks(unknown), f"{_are(unknown)} silent: never heard of since the start")
+        text = f"{_are(unknown)} silent: never heard of since the start"
+        return Verdict(_ranks(unknown), text, is_silence=True)
     echo = _first(standings, FailureKind.ECHO)
     busy = [each for each in standings if each.is_living and each.beat and _is_busy(each.beat)]
     if busy and (stalled or echo is not None):

@@ -119,11 +119,17 @@ def balanced_layers(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 def check_world_size(layout: RankLayout, world_size: int) -> None:
     """Raise ConfigError unless the launcher started as many ranks as the layout has."""
     if layout.world_size != world_size:
+        replica_size = layout.tensor_parallel_size * layout.pipeline_parallel_size
+        choices = [f"start {layout.world_size} (torchrun --nproc-per-node)"]
+        if world_size % replica_size == 0:
+            choices.append(f"set parallel.data_parallel_size to {world_size // replica_size}")
+        if world_size % layout.pipeline_parallel_size == 0:
+            size = world_size // layout.pipeline_parallel_size
+            choices.append(f"set parallel.tensor_parallel_size to {size} (and parallel.data_parallel_size to 1)")
         raise ConfigError(
             f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
             f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
-            f"{layout.world_size} ranks, but {world_size} were started: start {layout.world_size} "
-            f"(torchrun --nproc-per-node) or set parallel.tensor_parallel_size to {world_size}"
+            f"{layout.world_size} ranks, but {world_size} were started: {', or '.join(choices)}"
         )
 
 

@@ -187,6 +187,31 @@ def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
     assert killed == [own]
 
 
+def test_a_rank_that_stopped_before_it_ever_spoke_is_ended_by_what_it_was_started_as(monkeypatch):
+    killed: list[int] = []
+    monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
+    # This process stands for the launcher, or for a shell from which two jobs were started: its children are ranks.
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    ranks = {
+        (rank, port): subprocess.Popen(
+            [sys.executable, "-c", "input()"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "RANK": str(rank), "MASTER_PORT": port},
+        )
+        for rank, port in ((0, "29500"), (1, "29500"), (11, "29500"), (1, "29501"))
+    }
+    try:
+        own = ranks[0, "29500"].pid
+        beat = Beat(0, node_name(), own, born_at(own), 1, 5, "execute")
+        standings = [ending.Standing(0, beat), ending.Standing(1, None), ending.Standing(11, None)]
+        verdict = ending.Verdict((1,), "rank 1 is silent: never heard of since the start")
+        ending.end_silent(standings, verdict, 0)
+        assert killed == [ranks[1, "29500"].pid]
+    finally:
+        for process in ranks.values():
+            process.communicate(b"\n")
+
+
 def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
     make, tmp_path, caplog, capsys
 ):

@@ -45,6 +45,32 @@ def test_another_number_of_ranks_than_the_layout_is_refused_with_both():
 
 
 @pytest.mark.parametrize(
+    ("layout", "world_size", "choices"),
+    [
+        (
+            RankLayout(2),
+            4,
+            "start 2 (torchrun --nproc-per-node), or set parallel.data_parallel_size to 2, or set "
+            "parallel.tensor_parallel_size to 4 (and parallel.data_parallel_size to 1)",
+        ),
+        (
+            RankLayout(2, 2),
+            6,
+            "start 4 (torchrun --nproc-per-node), or set parallel.tensor_parallel_size to 3 (and "
+            "parallel.data_parallel_size to 1)",
+        ),
+        (RankLayout(2, 2), 5, "start 4 (torchrun --nproc-per-node)"),
+    ],
+)
+def test_a_world_of_another_size_is_refused_with_the_choices_there_are(
+    layout: RankLayout, world_size: int, choices: str
+):
+    with pytest.raises(ConfigError) as refusal:
+        check_world_size(layout, world_size)
+    assert str(refusal.value).endswith(f"ranks, but {world_size} were started: {choices}")
+
+
+@pytest.mark.parametrize(
     ("total", "size", "expected"),
     [
         (10, 2, [(0, 5), (5, 10)]),
