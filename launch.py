@@ -172,7 +172,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
         # Stacks of a crash in native code.
         faulthandler.enable(sys.__stderr__)
     _share_the_node(config, environment)
-    watchdog = watch_program(environment, config.executor.timeout_s, run_dir_of(config.job))
+    watchdog = watch_program(environment, config.executor.timeout_s, run_dir_of(config.job), config.device)
     if environment.world_size > 1:
         _outlive_the_signal_to_end(watchdog.told_to_end)
     watchdog.start()
@@ -210,11 +210,12 @@ def _share_the_node(config: RunConfig, environment: RankEnvironment) -> None:
     import torch
 
     from spmd_worker.batch.job_files import run_dir_of
+    from spmd_worker.parallel.watch import has_gpu
 
     share = share_cores(look_at_node(), environment.local_rank, environment.local_world_size, os.environ)
-    has_cuda = config.device != "cpu" and torch.cuda.is_available()
-    take_share(share, torch.set_num_threads, binds=not has_cuda)
-    if has_cuda:
+    is_on_gpu = has_gpu(config.device)
+    take_share(share, torch.set_num_threads, binds=not is_on_gpu)
+    if is_on_gpu:
         os.environ.update(flight_recorder_variables(os.environ, run_dir_of(config.job)))
     if environment.is_leader and environment.local_world_size > 1:
         logger.info("%s", share.reason)
@@ -227,13 +228,13 @@ def _leave_together(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _fail(message: str, environment: RankEnvironment, code: int = 1, *, is_own: bool = False) -> int:
-    """Print an error once: rank 0 speaks for all, and another rank only of an error that is its own. Returns `code`."""
+def _fail(message: str, environment: RankEnvironment, code: int = 1) -> int:
+    """Print an error once: rank 0 speaks for all, and another rank where rank 0 turns out well. Returns `code`."""
     if environment.is_leader:
         print(f"error: {message}", file=sys.stderr, flush=True)
         return code
     # Leaving first could end rank 0 before it has spoken: the launcher ends all ranks when one has left.
-    if is_own or not _IS_ENDING.wait(_PATIENCE_S):
+    if not _IS_ENDING.wait(_PATIENCE_S):
         print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
     return code
 

@@ -10,6 +10,7 @@ cannot tell.
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,9 @@ EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 LAST_RECORDS_GLOB = "records.rank*.log"
 RUNNING_S = 30.0
 """A run whose step statistics grew in the last seconds may be running still."""
+
+FULL_BYTES = 64 * 1024
+"""A disk with less room is full: an error record has this size."""
 
 ADVICE = (
     (
@@ -133,8 +137,11 @@ def well_lines(metrics: dict[str, Any]) -> list[str]:
 
 
 def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepStats] | None) -> list[str]:
-    """From the record of whoever knew first; the others' agree, or were written when that rank had left already."""
-    record = min(records, key=lambda each: (each.verdict is None, each.wall_s))
+    """From the record of whoever knew first; the others' agree, or were written when that rank had left already. Of
+    those that agree the lowest rank's, which was on the terminal.
+    """
+    first = min(records, key=lambda each: (each.verdict is None, each.wall_s))
+    record = next(each for each in records if ranks_to_blame(each) == ranks_to_blame(first))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.wall_s))
     lines = [f"The run failed at {when}; the ranks when they were last heard of:"]
     lines += [f"  {line}" for line in roll_call(record.standings)]
@@ -151,8 +158,12 @@ def stacks_lines(run_dir: Path) -> list[str]:
     return [f"Stacks of ranks that did not move: {', '.join(map(str, paths))}"] if paths else []
 
 
+def ranks_to_blame(record: ErrorRecord) -> tuple[int, ...] | None:
+    return None if record.verdict is None else record.verdict.ranks
+
+
 def traceback_lines(records: list[ErrorRecord], record: ErrorRecord) -> list[str]:
-    blamed = record.verdict.ranks if record.verdict is not None else ()
+    blamed = ranks_to_blame(record) or ()
     found = [each for each in records if each.rank in blamed and each.traceback]
     return [line for each in found for line in ("", f"Rank {each.rank}:", each.traceback.rstrip())]
 
@@ -167,6 +178,8 @@ def diverged_lines(paths: list[Path]) -> list[str]:
 def unfinished_lines(run_dir: Path, steps: list[StepStats]) -> list[str]:
     age_s = time.time() - (run_dir / STEP_STATS_NAME).stat().st_mtime
     what = f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no whole step"
+    if free_bytes(run_dir) < FULL_BYTES:
+        return [f"The run did not end: {what}, and no rank could leave a word.", f"What to do: {ADVICE[0][1]}"]
     if age_s < RUNNING_S:
         return [f"The run has not ended: {what}, recorded {age_s:.0f} s ago. It may be running still."]
     return [
@@ -175,6 +188,11 @@ def unfinished_lines(run_dir: Path, steps: list[StepStats]) -> list[str]:
         "machine that went down. Start it again.",
         *stacks_lines(run_dir),
     ]
+
+
+def free_bytes(run_dir: Path) -> int:
+    disk = os.statvfs(run_dir)
+    return disk.f_bavail * disk.f_frsize
 
 
 if __name__ == "__main__":

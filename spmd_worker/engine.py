@@ -23,11 +23,12 @@ from spmd_worker.engine_requests import check_request
 from spmd_worker.engine_stats import StepRecorder
 from spmd_worker.executor.executor import Executor
 from spmd_worker.lockstep.channel import ControlChannel
+from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
 from spmd_worker.lockstep.step_channel import AbortedError
 from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config
-from spmd_worker.observability.heartbeat import CLOSING
+from spmd_worker.observability.heartbeat import BETWEEN_STEPS, CLOSING
 from spmd_worker.observability.step_stats import StepStats
 from spmd_worker.observability.step_times import StepTimes
 from spmd_worker.observability.watchdog import Watchdog
@@ -233,14 +234,22 @@ class LLMEngine:
         try:
             ended = self._run_step()
         except Exception as error:  # told to the other ranks, which may be waiting for this one, then raised again
-            if self.watchdog is not None and not isinstance(error, AbortedError):
-                self.watchdog.fail(error)
-            explained = self.lockstep.explain(error)
+            explained = self._explain(error)
             if explained is error:
                 raise
             raise explained from error
         self._is_mid_step = False
+        self.times.heartbeat.enter(BETWEEN_STEPS)
         return ended
+
+    def _explain(self, error: Exception) -> BaseException:
+        """Tell the other ranks. Returns what to raise: where another rank is the cause, an error that names it."""
+        known: Exception = error
+        if self.watchdog is not None and not isinstance(error, AbortedError):
+            self.watchdog.fail(error)
+            cause = self.watchdog.find_cause(error)
+            known = RankFailedError(cause) if cause is not None else error
+        return self.lockstep.explain(known)
 
     def _check_whole(self) -> None:
         """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good."""

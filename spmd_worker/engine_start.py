@@ -74,15 +74,18 @@ def start_engine(
     executor = Executor.get_class(config.executor.backend, environment)(config, shape, layout, environment)
     if watchdog is None:
         num_ranks = layout.world_size if environment.is_launched else 1
-        watchdog = watch_guest(environment, num_ranks, config.executor.timeout_s)
+        watchdog = watch_guest(environment, num_ranks, config.executor.timeout_s, config.device)
         watchdog.start()
     try:
         return _start(config, shape, environment, executor, watchdog)
     except BaseException as error:  # told to the other ranks, which may be waiting for this one, then raised again
         watchdog.fail(error)
+        cause = watchdog.find_cause(error)
         if not watchdog.watched.exits:
             watchdog.stop()
-        raise
+        if cause is None:
+            raise
+        raise RankFailedError(cause) from error
 
 
 def _start(

@@ -2,9 +2,9 @@
 
     faults.py FAULT VICTIM MOMENT FOLDER ARGUMENT...
 
-Faults from outside strike MOMENT seconds after the victim began to be watched; those of the code, in step
-5 + 100 * MOMENT. The time of the strike, on the system's monotonic clock, is left in FOLDER/struck. Knows the runtime's
-insides, which it breaks; nothing of what the tests expect.
+Faults from outside strike MOMENT seconds after the victim began to be watched; those of the code, in step 5 + 40 *
+MOMENT. With ", unwatched" after FAULT no rank has a watchdog. The time of the strike, on the system's monotonic clock,
+is left in FOLDER/struck. Knows the runtime's insides, which it breaks; nothing of what the tests expect.
 """
 
 import errno
@@ -29,7 +29,7 @@ class Strike:
 
     def __init__(self, moment: float, folder: Path) -> None:
         self.moment, self.folder = moment, folder
-        self.step = 5 + int(100 * moment)
+        self.step = 5 + int(40 * moment)
 
     def note(self) -> None:
         path = self.folder / "struck"
@@ -80,6 +80,18 @@ def _no_step(*arguments: object) -> None:
     return None
 
 
+def _compute_for_ever() -> None:
+    while True:
+        continue
+
+
+def blind() -> None:
+    """Nobody watches, tells or ends."""
+    Watchdog.start = Watchdog.stop = lambda watchdog: None
+    Watchdog.fail = Watchdog.told_to_end = lambda watchdog, *arguments: None
+    Watchdog.leave = lambda watchdog, exit_code: sys.exit(exit_code)
+
+
 def plant(fault: str, strike: Strike) -> None:
     steps = [0]
 
@@ -93,6 +105,8 @@ def plant(fault: str, strike: Strike) -> None:
         strike.before(ModelRunner, "forward", _raise(ValueError("planted")), _step_of_forward)
     elif fault == "hang in forward":
         strike.before(ModelRunner, "forward", lambda: time.sleep(600), _step_of_forward)
+    elif fault == "endless loop in forward":
+        strike.before(ModelRunner, "forward", _compute_for_ever, _step_of_forward)
     elif fault == "exception while loading":
         # Half of the time of a kind that loading does not expect.
         error = ValueError("planted") if int(1000 * strike.moment) % 2 else KeyError("planted")
@@ -107,7 +121,10 @@ def plant(fault: str, strike: Strike) -> None:
 
 
 def main() -> int:
-    fault, victim, moment, folder, *arguments = sys.argv[1:]
+    words, victim, moment, folder, *arguments = sys.argv[1:]
+    fault, _, how = words.partition(", ")
+    if how == "unwatched":
+        blind()
     if int(os.environ["RANK"]) == int(victim):
         plant(fault, Strike(float(moment), Path(folder)))
     return launch.main(arguments)

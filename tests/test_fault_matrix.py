@@ -1,6 +1,7 @@
 """One rank breaks, at any moment: every rank is gone in seconds, with a failure, and the terminal names the one.
 
-Under torchrun, as people run it. The whole matrix is slow; SPMD_WORKER_FAULT_REPEATS sets how often each cell runs.
+Under torchrun, as people run it. The whole matrix is slow: SPMD_WORKER_FAULT_REPEATS sets how often each cell runs,
+each time at another moment, and with pytest's -s it ends with the figures.
 """
 
 import contextlib
@@ -9,11 +10,13 @@ import os
 import random
 import re
 import secrets
+import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,25 +31,35 @@ LIMIT_S = 120.0
 SURE_S = 2.5
 """So long after a rank's start every rank is watched: imports end at different times."""
 HEADING = "the ranks when they were last heard of:"
+SEEN = r"(last seen in step \d+, phase [\w ]+, \d+\.\d s ago|never heard of since the start)"
 
 WORDS = {
-    "SIGKILL": r"rank {rank} is gone: last seen in step \d+, phase [\w ]+, \d+\.\d s ago",
-    "SIGSTOP": (
-        r"rank {rank} is silent: (last seen in step \d+, phase [\w ]+, \d+\.\d s ago|never heard of since the start)"
-    ),
+    "SIGKILL": rf"rank {{rank}} is (gone|silent): {SEEN}",
+    "SIGSTOP": rf"rank {{rank}} is silent: {SEEN}",
     "SIGTERM": r"rank {rank} was told to end \(SIGTERM\) from outside the job",
     "exception in forward": r"rank {rank} raised ValueError at step \d+: planted",
     "exception while loading": r"rank {rank} raised (ValueError|KeyError) while loading the model: '?planted'?",
-    "exit in the sampler": r"rank {rank} is gone: last seen in step \d+, phase execute, \d+\.\d s ago",
+    "exit in the sampler": rf"rank {{rank}} is gone: {SEEN}",
     "full disk": r"rank 0 raised OSError at step \d+: \[Errno 28\] No space left on device",
     "hang in forward": r"rank {rank} is stuck: step \d+, phase execute, for \d+\.\d s, at worker.py",
+    "endless loop in forward": r"rank {rank} is busy while others waited for too long: step \d+, phase execute, for ",
 }
 """By fault: how the terminal names the culprit."""
 
-SILENT = ("SIGSTOP", "hang in forward")
+SILENT = ("SIGSTOP", "hang in forward", "endless loop in forward")
 """Faults that are none until the timeout."""
 
-FEW = [("SIGKILL", 0), ("SIGSTOP", 1), ("exception in forward", 1)]
+FEW = [("SIGKILL", 0), ("SIGSTOP", 1)]
+FIGURES: dict[tuple[str, int], list[float]] = {}
+"""Seconds from the fault to the end of all, by fault and number of ranks."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _figures() -> Iterator[None]:
+    yield
+    for (fault, num_ranks), seconds in FIGURES.items():
+        figures = f"median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s"
+        print(f"\n{fault}, {num_ranks} ranks, {len(seconds)} times: {figures}", end="")
 
 
 @pytest.mark.parametrize(("fault", "victim"), FEW)
@@ -55,23 +68,44 @@ def test_a_fault_of_one_rank_ends_both_with_the_culprit_named(tmp_path: Path, fa
 
 
 def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Path):
-    token = secrets.token_hex(16)
-    environment = {**os.environ, ranks.TOKEN_VARIABLE: token, "PYTHONPATH": str(ranks.REPOSITORY)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with open(tmp_path / "stderr", "wb") as stderr:
-        command = [*launcher, *map(str, command_of(tmp_path, "full disk", 2, 2, 0.0))]
-        process = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True)
-    try:
+    with started(tmp_path, "full disk", 2) as (launcher, token):
         wait_until(lambda: len((tmp_path / "run" / "steps.csv").read_bytes().splitlines()) > 20, 60.0)
-        process.kill()
-        process.wait()
+        launcher.kill()
+        launcher.wait()
         wait_until(lambda: not ranks.processes_of(token), MAX_S)
-    finally:
-        for pid in ranks.processes_of(token):
-            os.kill(pid, signal.SIGKILL)
     text = (tmp_path / "stderr").read_text()
     assert text.count(HEADING) == 1, text
     assert "error: the launcher is gone: torchrun's process has ended\n" in text
+
+
+@pytest.mark.slow
+def test_without_a_watchdog_a_stopped_rank_keeps_the_others_past_the_limit(tmp_path: Path):
+    """Negative control: torchrun asks the stopped process to end, which it cannot hear, for half a minute."""
+    with started(tmp_path, "SIGSTOP, unwatched", 1, SURE_S) as (launcher, token):
+        wait_until((tmp_path / "struck").exists, 60.0)
+        time.sleep(TIMEOUT_S + MAX_S)
+        assert launcher.poll() is None
+        assert ranks.processes_of(token)
+    assert HEADING not in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full_is_named_and_the_doctor_knows(tmp_path: Path):
+    """A file system of 16 KiB for the run directory, in a mount namespace of its own."""
+    (tmp_path / "run").mkdir()
+    mount = f"mount -t tmpfs -o size=16k none {tmp_path / 'run'}"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
+        pytest.skip("may not mount here")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = shlex.join(map(str, [*launcher, *command_of(tmp_path, "full disk", 2, 2, 0.0)]))
+    doctor = f"{sys.executable} {ranks.REPOSITORY / 'scripts' / 'doctor.py'} {tmp_path / 'run'}"
+    script = f"{mount} && {{ {words}; code=$?; {doctor}; exit $code; }}"
+    done = ranks.run_command(["unshare", "--mount", "sh", "-c", script], LIMIT_S)
+    assert done.returncode == 1, done.output
+    assert re.search(r"\nerror: rank 0 raised OSError at step \d+: \[Errno 28\] No space left on device\n", done.stderr)
+    assert done.stderr.count(HEADING) == 1, done.output
+    assert root_cause(done) == 0, done.output
+    assert "What to do: The disk is full" in done.stdout, done.output
 
 
 @pytest.mark.slow
@@ -84,9 +118,10 @@ def test_a_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_r
     break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5))
 
 
+@pytest.mark.slow
 def test_without_a_fault_the_same_job_ends_well_and_leaves_no_record(tmp_path: Path):
     """Negative control."""
-    done = run(tmp_path, "exception in forward", 2, 2, 0.0, "job.max_rows=20")
+    done = run(tmp_path, "exception in forward", 2, 2, 0.0, "job.max_rows=8")
     assert done.returncode == 0, done.output
     assert HEADING not in done.output
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.json", "steps.csv"]
@@ -102,7 +137,8 @@ def break_a_rank(folder: Path, fault: str, num_ranks: int, victim: int, moment: 
     struck = folder / "struck"
     assert struck.exists(), done.output
     seconds = time.monotonic() - float(struck.read_text())
-    print(f"FAULT {fault}, {num_ranks} ranks, rank {victim}, {moment:.2f}: {seconds:.1f} s")
+    FIGURES.setdefault((fault, num_ranks), []).append(seconds)
+    print(f"{fault}, {num_ranks} ranks, rank {victim}, moment {moment:.2f}: {seconds:.1f} s", flush=True)
     assert done.returncode != 0, done.output
     assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0), done.output
     assert sorted(os.listdir("/dev/shm")) == shared_memory
@@ -141,6 +177,26 @@ def wait_until(is_so: Callable[[], bool], limit_s: float) -> None:
                 return
         time.sleep(0.05)
     raise AssertionError("waited in vain")
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, fault: str, victim: int, moment: float = 0.0
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A job on two ranks that nobody waits for: its launcher, and the token of its processes, which end with this."""
+    token = secrets.token_hex(16)
+    environment = {**os.environ, ranks.TOKEN_VARIABLE: token, "PYTHONPATH": str(ranks.REPOSITORY)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with open(folder / "stderr", "wb") as stderr:
+        command = [*launcher, *map(str, command_of(folder, fault, 2, victim, moment))]
+        process = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True)
+    try:
+        yield process, token
+    finally:
+        for pid in ranks.processes_of(token):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def run(folder: Path, fault: str, num_ranks: int, victim: int, moment: float, *arguments: str) -> ranks.CompletedRanks:

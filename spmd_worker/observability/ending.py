@@ -11,11 +11,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NoReturn
 
+from spmd_worker.observability.bounded import within
 from spmd_worker.observability.bulletin import Bulletin
-from spmd_worker.observability.heartbeat import WatchClock, born_at, parent_of, processes_of_rank
+from spmd_worker.observability.heartbeat import Beat, born_at, parent_of, processes_of_rank
 from spmd_worker.observability.roll_call import SETTLE_S, Standing, Verdict, judge, roll_call
+from spmd_worker.observability.stall_clock import WatchClock
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,9 @@ SPEAK_S: Final = 1.0
 
 LEAVE_S: Final = 2.0
 """How long after the verdict the main thread may take to get out by itself, and whoever is to blame to leave first."""
+
+_TERMINAL_S: Final = 1.0
+"""A terminal that is held, or a pipe that nobody reads, takes nothing."""
 
 MOST_S: Final = SETTLE_S + SPEAK_S + 3 * LEAVE_S
 """All of it together."""
@@ -68,8 +74,7 @@ class Ending:
         """Exactly one rank does: rank 0, or the first that lives, or after a while whoever asks first. Returns when it
         was done.
         """
-        # Without a board one that was not heard of yet may live, and will not hear that this rank has spoken.
-        speaker = next((each.rank for each in standings if each.is_living or self._may_live(each)), self._rank)
+        speaker = next((each.rank for each in standings if self._may_speak(each)), self._rank)
         has_asked = False
         started_s = self._clock.tick()
         while self._bulletin.is_shared and not self._bulletin.is_speaker:
@@ -84,9 +89,20 @@ class Ending:
         if self._bulletin.is_speaker or speaker == self._rank:
             self._say(verdict, standings)
             self._bulletin.has_spoken()
+            self._wait_until_reported()
 
-    def _may_live(self, standing: Standing) -> bool:
-        return standing.beat is None and not self._bulletin.is_shared
+    def _wait_until_reported(self) -> None:
+        """The others wait for the word, and this process may end any moment."""
+        started_s = self._clock.tick()
+        while self._bulletin.is_shared and not self._bulletin.is_reported and self._clock.tick() - started_s < SPEAK_S:
+            if self._stop.wait(TICK_S):
+                return
+
+    def _may_speak(self, standing: Standing) -> bool:
+        """Without a board nobody hears that another has spoken: then somebody on each node does."""
+        if standing.beat is None:
+            return not self._bulletin.is_connected
+        return standing.is_living and (self._bulletin.is_shared or standing.beat.node == self._bulletin.node)
 
     def wait_for_main(self, verdict: Verdict, is_out: Callable[[], bool]) -> None:
         """Give the main thread time, and whoever is to blame: the launcher's summary begins with who leaves first."""
@@ -102,10 +118,9 @@ class Ending:
         if not self._exits:
             logger.error("%s; the ranks when they were last heard of:\n%s", verdict.text, lines)
             return
-        # In one piece: the ranks share a terminal, which may be gone.
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"the ranks when they were last heard of:\n{lines}\nerror: {verdict.text}\n")
-            sys.stderr.flush()
+        # In one piece: the ranks share a terminal.
+        text = f"the ranks when they were last heard of:\n{lines}\nerror: {verdict.text}\n"
+        within(_TERMINAL_S, partial(_write, text))
 
 
 def end_silent(standings: Sequence[Standing], verdict: Verdict, own_rank: int) -> None:
@@ -115,26 +130,40 @@ def end_silent(standings: Sequence[Standing], verdict: Verdict, own_rank: int) -
     the one that was started as that rank.
     """
     own = next(each.beat for each in standings if each.rank == own_rank)
-    launcher = None if own is None else parent_of(own.pid)
-    if own is None or launcher is None:
-        return
-    for each in standings:
-        beat = each.beat
-        if each.rank not in verdict.ranks or each.rank == own_rank:
-            continue
-        if beat is None:
-            pids = processes_of_rank(launcher, each.rank)
-        else:
-            is_there = bool(own.node) and beat.node == own.node and born_at(beat.pid) == beat.born
-            pids = [beat.pid] if is_there and parent_of(beat.pid) == launcher else []
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    assert own is not None, "this rank knows itself"
+    # Where the system does not tell, or a process has gone meanwhile.
+    with contextlib.suppress(OSError):
+        for each in standings:
+            if each.rank in verdict.ranks and each.rank != own_rank:
+                for pid in _siblings(each, own):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _siblings(standing: Standing, own: Beat) -> list[int]:
+    """The processes of a rank, if they have the same parent as this one."""
+    launcher, beat = parent_of(own.pid), standing.beat
+    if launcher is None:
+        return []
+    if beat is None:
+        return processes_of_rank(launcher, standing.rank)
+    is_near = bool(own.node) and beat.node == own.node
+    return [beat.pid] if is_near and born_at(beat.pid) == beat.born and parent_of(beat.pid) == launcher else []
 
 
 def exit_now(code: int) -> NoReturn:
     """The interpreter's own way out waits for threads, and native code for ranks that are gone."""
+    within(_TERMINAL_S, _flush)
+    os._exit(code)
+
+
+def _write(text: str) -> None:
+    """The terminal may be gone."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code)

@@ -1,14 +1,13 @@
 """What a rank is doing, and the record of it that the other ranks read.
 
 The main thread says when it enters a step or a phase; everything else is found out beside it, by the watchdog's thread:
-how long it has been there, in which line, and whether it waits for other ranks. Knows this process. Knows nothing about
-who reads it or what follows from it.
+in which line it is, and whether it waits there for other ranks. Knows this process. Knows nothing about who reads it or
+what follows from it.
 """
 
 import json
 import os
 import sys
-import time
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,11 +16,19 @@ from typing import Any, Final, NamedTuple
 
 STARTING: Final = "starting"
 BETWEEN_STEPS: Final = "between steps"
-"""No limit holds here: standard input may let a job wait for hours, and so may whoever calls an engine."""
+"""Outside every call of the engine. No limit holds here: standard input may let a job wait for hours, and so may
+whoever calls an engine.
+"""
 CLOSING: Final = "closing"
 
 _NUM_FRAMES: Final = 12
-_WAITING_PLACES: Final = ("/torch/distributed/", "/lockstep/step_channel.py", "/lockstep/channel.py")
+_WAITING_PLACES: Final = (
+    "/torch/distributed/",
+    "/lockstep/step_channel.py",
+    "/lockstep/channel.py",
+    "/replicas/round.py",
+    "/batch/shared_job.py",
+)
 _OWN_PLACES: Final = ("/spmd_worker/", "/kv_cache/")
 
 
@@ -129,27 +136,49 @@ def node_name() -> str:
 
 
 def born_at(pid: int) -> int | None:
-    """When the process began, in the kernel's ticks; None for one that has ended, as a zombie too."""
-    try:
-        # The name, in parentheses, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+    """When the process began, in the kernel's ticks; None for one that has ended, as a zombie too.
+
+    Raises OSError where it cannot be told, as when this process has too many files open.
+    """
+    fields = _stat_of(str(pid))
+    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
 
 
 def parent_of(pid: int) -> int | None:
-    """The process id of the parent; None for a process that is not there."""
+    """The process id of the parent; None for a process that is not there. Raises OSError as `born_at` does."""
+    fields = _stat_of(str(pid))
+    return None if fields is None else int(fields[1])
+
+
+def cpu_seconds_of(native_id: int) -> float | None:
+    """What a thread of this process has computed so far; None where the system does not say."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = _stat_of(f"self/task/{native_id}")
     except OSError:
         return None
-    return int(fields[1])
+    return None if fields is None else (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
+
+
+_TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
+
+
+def _stat_of(place: str) -> list[str] | None:
+    """The fields of `/proc/PLACE/stat` from the state on; None for a process or thread that is not there."""
+    try:
+        text = Path(f"/proc/{place}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name, in parentheses, may hold anything.
+    return text.rpartition(")")[2].split()
 
 
 def processes_of_rank(launcher: int, rank: int) -> list[int]:
-    """Processes that `launcher`, a process id, started on this node as that rank, whatever became of them since."""
-    wanted = f"RANK={rank}".encode()
+    """Processes that `launcher`, a process id, started on this node as that rank of this job, whatever became of them
+    since. Raises OSError as `born_at` does.
+    """
+    # A shell may have started ranks of several jobs.
+    shared = [f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    wanted = {f"RANK={rank}".encode(), *map(os.fsencode, shared)}
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
@@ -158,7 +187,7 @@ def processes_of_rank(launcher: int, rank: int) -> list[int]:
                 variables = (folder / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            found += [pid] if wanted in variables else []
+            found += [pid] if wanted.issubset(variables) else []
     return found
 
 
@@ -183,49 +212,3 @@ def stand_of(thread_id: int) -> tuple[str, bool]:
 
 def _is_within(frame: FrameType, places: tuple[str, ...]) -> bool:
     return any(place in frame.f_code.co_filename for place in places)
-
-
-class WatchClock:
-    """Seconds during which this process ran: a pause of all of it, as when a container is frozen, hardly counts."""
-
-    MOST_S: Final = 1.0
-    """A watcher that looks several times a second and was away for longer did not run."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._last_s = time.monotonic()
-
-    def tick(self) -> float:
-        """Look at the clock. Returns the time."""
-        now_s = time.monotonic()
-        self.now_s += min(now_s - self._last_s, self.MOST_S)
-        self._last_s = now_s
-        return self.now_s
-
-
-class StallClock:
-    """How long the main thread has been where it is, on a watch clock.
-
-    While a rank starts, one phase is much work, and no other rank may need it: there, computing is progress too.
-    """
-
-    BUSY_SHARE: Final = 0.05
-
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
-        self._seen = heartbeat.now
-        self._since_s = self._progress_s = 0.0
-        self._last_s, self._last_cpu_s = 0.0, time.process_time()
-        self.age_s = self.stalled_s = 0.0
-        """Seconds in this phase, and seconds of them without progress."""
-
-    def look(self, now_s: float) -> Moment:
-        """Returns where the main thread is."""
-        now, cpu_s = self._heartbeat.now, time.process_time()
-        if now is not self._seen:
-            self._seen, self._since_s, self._progress_s = now, now_s, now_s
-        elif now.step == 0 and cpu_s - self._last_cpu_s > self.BUSY_SHARE * (now_s - self._last_s):
-            self._progress_s = now_s
-        self._last_s, self._last_cpu_s = now_s, cpu_s
-        self.age_s, self.stalled_s = now_s - self._since_s, now_s - self._progress_s
-        return now

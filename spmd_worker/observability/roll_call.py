@@ -4,6 +4,7 @@ Pure functions of what is known: the same heartbeats give the same words, while 
 nothing about how heartbeats travel, or clocks.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +31,10 @@ _SAID: Final = {
     **dict.fromkeys(("ConfigError", "ModelConfigError", "JobError"), 1),
 }
 _MAX_TEXT: Final = 2000
+
+# What gloo puts around its errors, which is of no use to anybody here.
+_SOURCE_LINE: Final = re.compile(r"\[/[^\]\s]*gloo[^\]\s]*:\d+\] ")
+_COMMON_ADVICE: Final = ". This is typically caused by"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +120,12 @@ def _judge_by_effects(standings: Sequence[Standing], stalled: list[Standing]) ->
     if unknown:
         text = f"{_are(unknown)} silent: never heard of since the start"
         return Verdict(_ranks(unknown), text, is_silence=True)
-    if stalled:
-        return _judge_the_stalled(stalled, "waiting for another rank, or for each other")
     echo = _first(standings, FailureKind.ECHO)
     busy = [each for each in standings if each.is_living and each.beat and _is_busy(each.beat)]
-    if echo is not None and busy:
+    if busy and (stalled or echo is not None):
         return _judge_the_stalled(busy, "busy while others waited for too long")
+    if stalled:
+        return _judge_the_stalled(stalled, "waiting for another rank, or for each other")
     if echo is not None:
         return Verdict((echo[0],), echo[1].text)
     told = [each for each in standings if each.failure and each.failure.kind is FailureKind.TOLD]
@@ -159,8 +164,10 @@ def roll_call(standings: Sequence[Standing]) -> list[str]:
 
 
 def _remark(standing: Standing, beat: Beat) -> str:
-    if _explains_its_end(beat.failure) and beat.failure is not None:
-        return _first_line(beat.failure.text.removeprefix(f"rank {standing.rank} "))
+    if beat.failure is not None and _explains_its_end(beat.failure):
+        own = f"rank {standing.rank} "
+        is_of_itself = beat.failure.text.startswith(own) or beat.failure.kind is not FailureKind.ECHO
+        return _first_line(beat.failure.text.removeprefix(own) if is_of_itself else f"leaves: {beat.failure.text}")
     if standing.is_gone:
         return "gone"
     if beat.has_ended:
@@ -191,7 +198,7 @@ def is_echo(error: BaseException) -> bool:
 
 def describe(error: BaseException, rank: int, step: int, phase: str) -> str:
     """A sentence that names rank, exception and step; an error that names its rank already is left as it is."""
-    text = str(error)[:_MAX_TEXT]
+    text = _SOURCE_LINE.sub("", str(error)[:_MAX_TEXT]).partition(_COMMON_ADVICE)[0]
     if type(error).__name__ in ("RankFailedError", "AbortedError"):
         return text
     where = f"at step {step}" if step else f"while {phase}"

@@ -7,10 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from spmd_worker.observability.heartbeat import BETWEEN_STEPS, Heartbeat
+from spmd_worker.observability.heartbeat import Heartbeat
 from spmd_worker.observability.stage_times import now_us
 
-_NEXT_PHASES: Final = {"schedule": "lockstep", "lockstep": "execute", "execute": "apply", "apply": BETWEEN_STEPS}
+_NEXT_PHASES: Final = {"schedule": "lockstep", "lockstep": "execute", "execute": "apply", "apply": "execute"}
+"""What a rank goes on to, as far as it can be known: where several steps are under way, the next of them."""
 
 
 @dataclass(slots=True)
@@ -55,8 +56,10 @@ class StepTimes:
         self.first_began_us = self.first_began_us or now_us()
 
     def end(self, phase: str) -> None:
-        """The phase that began with `begin`, or with the `end` of the one before, is over; the next one begins."""
+        """The phase that began with `begin`, or with the `end` of the one before, is over; the next one begins. Phases
+        may come in any order and number: that a step is over the caller tells the heartbeat.
+        """
         now_s = time.perf_counter()
         setattr(self, f"{phase}_s", getattr(self, f"{phase}_s") + now_s - self._started_s)
-        self.heartbeat.enter(_NEXT_PHASES.get(phase, BETWEEN_STEPS))
+        self.heartbeat.enter(_NEXT_PHASES[phase])
         self._started_s = now_s

@@ -1,8 +1,8 @@
 """How the ranks of a node share its cores: threads and cores for each, unless the user has said otherwise.
 
 Without this every rank would compute with as many threads as the node has cores, or, as torchrun sets it, with one. A
-user's own word wins: SPMD_WORKER_THREADS, OMP_NUM_THREADS, or a binding of each rank by a wrapper (numactl, srun).
-Knows the kernel's and the launcher's ways. Knows nothing about torch.
+user's own word wins: SPMD_WORKER_THREADS, OMP_NUM_THREADS, OpenMP's variables of binding, or a binding of each rank by
+a wrapper (numactl, srun). Knows the kernel's and the launcher's ways. Knows nothing about torch.
 """
 
 import os
@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Final
 
 from spmd_worker.config import ConfigError
+from spmd_worker.observability.heartbeat import parent_of
 
 THREADS_VARIABLE: Final = "SPMD_WORKER_THREADS"
 _OMP_VARIABLE: Final = "OMP_NUM_THREADS"
+_BINDING_VARIABLES: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_RANK_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
+"""What torchrun gives to each rank, and does not have itself."""
+_TOPOLOGY: Final = "/sys/devices/system/cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +33,9 @@ class CoreShare:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What can be known of this node: the cores this process may run on, how many of them the container may use at once
-    (None: all), the cores of the launcher, and the variables that the launcher was started with (None: not known).
+    """What can be known of this node: the cores this process may run on, those near each other side by side; how many
+    of them the container may use at once (None: all); the cores of the launcher, and the variables that it was started
+    with (None: not known).
     """
 
     cores: tuple[int, ...]
@@ -53,14 +59,14 @@ def share_cores(node: Node, local_rank: int, num_local_ranks: int, variables: Ma
         return CoreShare(None, None, f"{_OMP_VARIABLE}={variables[_OMP_VARIABLE]} is the user's own")
     if num_local_ranks == 1 and (node.quota is None or node.quota >= len(node.cores)):
         return CoreShare(None, None, "one rank on this node: all cores are its own")
-    if node.launcher_cores is not None and node.launcher_cores != node.cores:
+    if node.launcher_cores is not None and sorted(node.launcher_cores) != sorted(node.cores):
         # Each rank was given cores of its own already.
         return CoreShare(len(node.cores), None, f"bound by the user: {_threads(len(node.cores))}")
     usable = len(node.cores) if node.quota is None else min(len(node.cores), int(node.quota))
     num_threads = max(usable // num_local_ranks, 1)
     num_own = len(node.cores) // num_local_ranks
     reason = f"{num_local_ranks} ranks share {usable} cores: {_threads(num_threads)} each"
-    if num_own == 0 or num_local_ranks == 1:
+    if num_own == 0 or num_local_ranks == 1 or any(variables.get(name) for name in _BINDING_VARIABLES):
         return CoreShare(num_threads, None, reason)
     cores = node.cores[local_rank * num_own : (local_rank + 1) * num_own]
     return CoreShare(num_threads, cores, f"{reason}, on cores of their own")
@@ -92,8 +98,44 @@ def take_share(share: CoreShare, set_num_threads: Callable[[int], None], *, bind
 
 def look_at_node() -> Node:
     """As this process finds it."""
-    launcher = os.getppid()
-    return Node(_cores_of(0) or tuple(range(os.cpu_count() or 1)), _quota(), _cores_of(launcher), _variables(launcher))
+    launcher, variables = _find_launcher()
+    cores = _cores_of(0) or tuple(range(os.cpu_count() or 1))
+    return Node(tuple(sorted(cores, key=place_of)), _quota(), _cores_of(launcher), variables)
+
+
+def place_of(core: int, topology: str = _TOPOLOGY) -> tuple[int, int, int]:
+    """Its processor, its physical core there, itself: what is near sorts together, whatever the numbers are. Zeros for
+    what the system does not say.
+    """
+    folder = Path(f"{topology}/cpu{core}/topology")
+    return _number_in(folder / "physical_package_id"), _number_in(folder / "core_id"), core
+
+
+def _number_in(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _find_launcher() -> tuple[int, dict[str, str] | None]:
+    """The process that started this rank, and the variables that it was started with itself: the first ancestor that is
+    no rank, as a wrapper around each rank is.
+    """
+    pid = os.getppid()
+    while True:
+        variables = _variables(pid)
+        parent = _parent_of(pid) if variables is not None and _RANK_VARIABLE in variables else None
+        if not parent:
+            return pid, variables
+        pid = parent
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return parent_of(pid)
+    except OSError:
+        return None
 
 
 def _cores_of(pid: int) -> tuple[int, ...] | None:

@@ -6,11 +6,12 @@ torchrun's variables, a store in rank 0's process. Knows torch's stores and grou
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -26,27 +27,41 @@ _CONNECT_S: Final = 60.0
 _ANSWER_S: Final = 5.0
 
 
-def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path) -> Watchdog:
+def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path, device: str) -> Watchdog:
     """For a program of ours, which owns its process and its world. Not started yet."""
-    ranks = tuple(range(environment.world_size))
-    is_agents = _has_agent()
-    watched = Watched(environment.rank, ranks, timeout_s, run_dir, True, _abort_groups, has_launcher=is_agents)
-    return Watchdog(watched, _connector(environment, len(ranks), may_host=True))
+    has_agent = _has_agent()
+    watched = Watched(
+        environment.rank,
+        tuple(range(environment.world_size)),
+        timeout_s,
+        run_dir,
+        exits=True,
+        abort_groups=_abort_groups,
+        has_launcher=has_agent,
+        spins=has_gpu(device),
+    )
+    return Watchdog(watched, _connector(watched, may_host=True))
 
 
-def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float) -> Watchdog:
+def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, device: str) -> Watchdog:
     """For an engine of `num_ranks` ranks in somebody else's process. Not started yet."""
     first = environment.rank // num_ranks * num_ranks
-    watched = Watched(environment.rank, tuple(range(first, first + num_ranks)), timeout_s)
-    return Watchdog(watched, _connector(environment, num_ranks, may_host=False))
+    ranks = tuple(range(first, first + num_ranks))
+    watched = Watched(environment.rank, ranks, timeout_s, spins=has_gpu(device))
+    return Watchdog(watched, _connector(watched, may_host=False))
 
 
-def _connector(environment: RankEnvironment, num_ranks: int, *, may_host: bool) -> Callable[[], Board] | None:
+def has_gpu(device: str) -> bool:
+    """Whether `device`, as it is configured, is a GPU here: whoever waits for one computes all the time."""
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def _connector(watched: Watched, *, may_host: bool) -> Callable[[], Board] | None:
     """None where there is nobody to watch, or no store but one that belongs to somebody else."""
-    if num_ranks == 1 or "MASTER_ADDR" not in os.environ or not (_has_agent() or may_host):
+    if len(watched.ranks) == 1 or "MASTER_ADDR" not in os.environ or not (_has_agent() or may_host):
         return None
-    is_host = environment.rank == 0 and not _has_agent()
-    return lambda: open_board(environment.rank, is_host=is_host)
+    is_host = watched.rank == 0 and not _has_agent()
+    return lambda: open_board(watched.rank, watched.ranks, is_host=is_host)
 
 
 def _has_agent() -> bool:
@@ -54,9 +69,11 @@ def _has_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def open_board(rank: int, *, is_host: bool, variables: Mapping[str, str] = os.environ) -> Board:
-    """Connect. The store outlives every run in it, a restart too, so each has keys of its own: every rank counts its
-    own runs, and they run in the same order. Raises RuntimeError when there is no store.
+def open_board(rank: int, ranks: Sequence[int], *, is_host: bool, variables: Mapping[str, str] = os.environ) -> Board:
+    """Connect. The store outlives every run in it, a restart too, so each has keys of its own, and so has each engine
+    of a world with several: every rank counts its own runs, and the `ranks` of one run in the same order.
+
+    Raises RuntimeError when there is no store.
     """
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs do not export it
         variables["MASTER_ADDR"],
@@ -68,7 +85,8 @@ def open_board(rank: int, *, is_host: bool, variables: Mapping[str, str] = os.en
         multi_tenant=True,
     )
     store.set_timeout(timedelta(seconds=_ANSWER_S))
-    prefix = f"spmd_worker/watch/restart {variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    restart = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"spmd_worker/watch/restart {restart}/ranks {ranks[0]} to {ranks[-1]}"
     return Board(store, f"{prefix}/run {store.add(f'{prefix}/runs of rank {rank}', 1)}", is_host)
 
 

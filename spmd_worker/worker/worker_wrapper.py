@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from spmd_worker.config import ConfigError
+from spmd_worker.observability.roll_call import is_echo
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,10 @@ class WorkerWrapper:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            # Other failures are exchanged between the ranks, and the engine reports them once.
-            level = logging.WARNING if method in _STEP_METHODS else logging.DEBUG
+            # Other failures are exchanged between the ranks, and the engine reports them once. When a rank has left,
+            # the others fail too, of which there is one line for all.
+            is_news = method in _STEP_METHODS and not is_echo(error)
+            level = logging.WARNING if is_news else logging.DEBUG
             logger.log(level, "rank %d raised %s in %s", self.global_rank, type(error).__name__, method)
             raise
 

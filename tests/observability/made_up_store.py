@@ -11,9 +11,9 @@ class MadeUpStore:
         self.is_gone = False
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> bytes:
+    def multi_get(self, keys: list[str]) -> list[bytes]:
         self._check()
-        return self.values[key]
+        return [self.values[key] for key in keys]
 
     def set(self, key: str, value: str) -> None:
         self._check()

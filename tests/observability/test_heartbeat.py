@@ -15,9 +15,8 @@ from spmd_worker.observability.heartbeat import (
     Failure,
     FailureKind,
     Heartbeat,
-    StallClock,
-    WatchClock,
     born_at,
+    cpu_seconds_of,
     node_name,
     parent_of,
     stand_of,
@@ -42,9 +41,25 @@ def test_the_phases_of_a_step_follow_one_another():
         (1, "lockstep"),
         (1, "execute"),
         (1, "apply"),
-        (1, BETWEEN_STEPS),
+        (1, "execute"),
         (2, "schedule"),
     ]
+
+
+def test_with_several_steps_under_way_phases_come_in_another_order_and_each_is_a_move():
+    """A step is begun while two others are under way, of which the older is then taken in."""
+    beat = Heartbeat()
+    times = StepTimes(beat)
+    seen = []
+    times.begin(7)
+    for phase in ("schedule", "lockstep", "execute", "apply", "execute", "apply", "execute"):
+        times.end(phase)
+        seen.append(beat.now)
+    assert [moment.phase for moment in seen] == ["lockstep", "execute", "apply", "execute", "apply", "execute", "apply"]
+    assert {moment.step for moment in seen} == {7}
+    assert len({id(moment) for moment in seen}) == len(seen)
+    beat.enter(BETWEEN_STEPS)
+    assert beat.now == (7, BETWEEN_STEPS)
 
 
 def test_saying_where_a_step_is_takes_less_than_a_microsecond_or_two():
@@ -106,42 +121,29 @@ def test_the_line_of_a_thread_is_named_and_so_is_waiting_for_other_ranks(monkeyp
     assert stand_of(thread.ident) == ("", False)
 
 
-def test_a_stall_counts_from_the_last_move():
-    beat = Heartbeat()
-    beat.enter("execute", 3)
-    stall = StallClock(beat)
-    stall.look(10.0)
-    assert stall.look(12.0) == (3, "execute")
-    assert stall.stalled_s == 12.0
-    beat.enter("execute", 4)
-    stall.look(13.0)
-    stall.look(15.0)
-    assert (stall.age_s, stall.stalled_s) == (2.0, 2.0)
+def test_what_a_thread_computed_is_known_and_nothing_of_one_that_is_not_there():
+    is_there, may_go = threading.Event(), threading.Event()
+    idle = threading.Thread(target=lambda: (is_there.set(), may_go.wait()))
+    idle.start()
+    is_there.wait()
+    before_s = cpu_seconds_of(threading.get_native_id())
+    deadline_s = time.thread_time() + 0.1
+    while time.thread_time() < deadline_s:
+        continue
+    assert 0.05 < cpu_seconds_of(threading.get_native_id()) - before_s < 1.0
+    assert cpu_seconds_of(idle.native_id) < 0.05
+    may_go.set()
+    idle.join()
+    assert cpu_seconds_of(2**22 + 1) is None
 
 
-def test_computing_is_progress_while_a_rank_starts_and_not_in_a_step(monkeypatch: pytest.MonkeyPatch):
-    beat, cpu_s = Heartbeat(), [0.0]
-    monkeypatch.setattr(heartbeat.time, "process_time", lambda: cpu_s[0])
-    beat.enter("loading the model")
-    stall = StallClock(beat)
-    for now_s in (100.0, 200.0, 300.0):
-        cpu_s[0] += 50
-        stall.look(now_s)
-    assert (stall.age_s, stall.stalled_s) == (300.0, 0.0)
-    stall.look(400.0)
-    assert stall.stalled_s == 100.0
-    beat.enter("execute", 1)
-    stall.look(500.0)
-    cpu_s[0] += 50
-    stall.look(600.0)
-    assert stall.stalled_s == 100.0
+def test_a_process_about_which_nothing_can_be_told_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch):
+    """With too many files open /proc cannot be read, and every other rank would look dead."""
 
+    def fail(*arguments: object, **options: object) -> str:
+        raise OSError(24, "Too many open files")
 
-def test_a_pause_of_the_whole_process_hardly_counts(monkeypatch: pytest.MonkeyPatch):
-    now_s = [1000.0]
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now_s[0])
-    clock = WatchClock()
-    now_s[0] += 0.25
-    assert clock.tick() == 0.25
-    now_s[0] += 3600
-    assert clock.tick() == 1.25
+    monkeypatch.setattr(heartbeat.Path, "read_text", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        born_at(os.getpid())
+    assert cpu_seconds_of(os.getpid()) is None

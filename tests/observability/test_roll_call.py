@@ -84,6 +84,12 @@ BLAMED = {
         "rank 1 is busy while others waited for too long: step 812, phase between steps, for 300.0 s, at "
         "row_writer.py:7 write",
     ),
+    "a rank that computes in a step for which another waits": (
+        [WAITS, well(1, phase_age_s=5.1, where="model_runner.py:88 forward")],
+        (1,),
+        "rank 1 is busy while others waited for too long: step 812, phase execute, for 5.1 s, at "
+        "model_runner.py:88 forward",
+    ),
     "nobody but effects": ([ECHO, well(1)], (0,), ECHO.failure.text),
     "a signal to one": ([well(0), TOLD], (1,), "rank 1 was told to end (SIGTERM) from outside the job"),
     "a signal to all": (
@@ -148,6 +154,8 @@ def test_the_roll_call_has_one_line_a_rank():
         Standing(10, None),
         Standing(11, beat(11, step=9, has_ended=True), 3.0),
         replace(TOLD, rank=12, heard_ago_s=0.0),
+        failed(13, FailureKind.ECHO, "rank 1 raised ValueError at step 812: boom"),
+        failed(14, FailureKind.ECHO, "rank 14 raised RuntimeError at step 812: gloo"),
     ]
     assert roll_call(standings) == [
         "rank  0  step 812  execute    0.3 s ago  waits for others at channel.py:4 broadcast, 2.0 s in this phase",
@@ -157,6 +165,8 @@ def test_the_roll_call_has_one_line_a_rank():
         "rank 10  never heard of",
         "rank 11  step   9  execute    3.0 s ago  has ended",
         "rank 12  step 812  execute    0.0 s ago  was told to end (SIGTERM)",
+        "rank 13  step 812  execute    0.3 s ago  leaves: rank 1 raised ValueError at step 812: boom",
+        "rank 14  step 812  execute    0.3 s ago  raised RuntimeError at step 812: gloo",
     ]
 
 
@@ -186,6 +196,18 @@ def test_a_failure_names_rank_exception_and_place():
     assert describe(ValueError("boom"), 1, 812, "execute") == "rank 1 raised ValueError at step 812: boom"
     assert describe(KeyError("w"), 2, 0, "loading the model") == "rank 2 raised KeyError while loading the model: 'w'"
     assert describe(RankFailedError("rank 3 is gone"), 2, 5, "lockstep") == "rank 3 is gone"
+
+
+def test_where_in_its_sources_gloo_noticed_is_left_out():
+    error = RuntimeError(
+        "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:406: Connection "
+        "reset by peer. This is typically caused by a remote worker crashing. Check the logs of the remote worker."
+    )
+    assert describe(error, 1, 7, "execute") == (
+        "rank 1 raised RuntimeError at step 7: Read error [127.0.0.1]:406: Connection reset by peer"
+    )
+    own = "[/home/me/model.py:7] shapes differ"
+    assert describe(ValueError(own), 1, 7, "execute") == f"rank 1 raised ValueError at step 7: {own}"
 
 
 def test_what_is_said_in_another_way_needs_no_roll_call():

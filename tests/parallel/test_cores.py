@@ -65,6 +65,25 @@ def test_ranks_that_were_bound_to_cores_stay_there_and_use_all_of_them():
     assert (share.num_threads, share.cores) == (3, None)
 
 
+def test_openmps_own_variables_of_binding_win():
+    share = share_cores(EIGHT, 0, 2, TORCHRUNS | {"OMP_PROC_BIND": "close"})
+    assert (share.num_threads, share.cores) == (4, None)
+
+
+def test_cores_that_are_near_each_other_go_to_the_same_rank(tmp_path: Path):
+    """Two processors of two cores of two threads, numbered as kernels do: a slice of numbers would span both."""
+    for core in range(8):
+        folder = tmp_path / f"cpu{core}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{core % 4 // 2}\n")
+        (folder / "core_id").write_text(f"{core % 2}\n")
+    near = tuple(sorted(range(8), key=lambda core: cores.place_of(core, str(tmp_path))))
+    assert near == (0, 4, 1, 5, 2, 6, 3, 7)
+    node = replace(EIGHT, cores=near)
+    assert [share_cores(node, rank, 2, TORCHRUNS).cores for rank in range(2)] == [(0, 4, 1, 5), (2, 6, 3, 7)]
+    assert cores.place_of(3, str(tmp_path / "nosuch")) == (0, 0, 3)
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "\u0661"])
 def test_a_number_of_threads_that_is_none_is_refused(value: str):
     with pytest.raises(ConfigError, match=f"SPMD_WORKER_THREADS={value} must be a whole number"):
@@ -97,7 +116,7 @@ def test_a_share_is_taken_as_far_as_the_system_allows(monkeypatch: pytest.Monkey
 
 def test_this_node_is_seen_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     node = look_at_node()
-    assert node.cores == tuple(sorted(os.sched_getaffinity(0)))
+    assert sorted(node.cores) == sorted(os.sched_getaffinity(0))
     assert node.launcher_variables is not None
     assert named_values(["A=1", "B=x=y", ""]) == {"A": "1", "B": "x=y"}
     (tmp_path / "cpu.max").write_text("150000 100000\n")
@@ -125,16 +144,35 @@ os.write(1, f"{torch.get_num_threads()} {len(own)} {own[0]}\\n".encode())
 """
 
 
-def test_under_torchrun_ranks_have_their_cores_unless_the_user_said_otherwise(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(SOURCE)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    num_cores = len(os.sched_getaffinity(0))
-    done = ranks.run_command(["env", "-u", "OMP_NUM_THREADS", *launcher], 60.0)
+def lines_of(launcher_arguments: list[str], variables: dict[str, str] | None = None) -> list[list[int]]:
+    """Threads, number of cores and first core of each of two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    unset = [] if variables else ["env", "-u", "OMP_NUM_THREADS"]
+    done = ranks.run_command([*unset, *launcher, *launcher_arguments], 60.0, variables)
     assert done.returncode == 0, done.output
-    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert [line[0] for line in lines] == [max(num_cores // 2, 1)] * 2, done.output
-    assert [line[1] for line in lines] == [num_cores // 2 or 1] * 2
+    return [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def test_under_torchrun_ranks_have_their_cores_unless_the_user_said_otherwise(script: str):
+    num_cores = len(os.sched_getaffinity(0))
+    lines = lines_of([script])
+    num_own = num_cores // 2 or 1
+    assert [line[:2] for line in lines] == [[num_own, num_own]] * 2
     assert num_cores < 2 or lines[0][2] != lines[1][2]
-    done = ranks.run_command(launcher, 60.0, {"OMP_NUM_THREADS": "1"})
-    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["1", str(num_cores)]] * 2, done.output
+    assert [line[:2] for line in lines_of([script], {"OMP_NUM_THREADS": "1"})] == [[1, num_cores]] * 2
+
+
+@pytest.mark.slow
+def test_a_wrapper_around_each_rank_is_not_taken_for_torchrun(script: str, tmp_path: Path):
+    """It inherits the 1 that torchrun has set, which would look like a user's own."""
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(f'{sys.executable} "$@"; exit $?\n')
+    num_own = len(os.sched_getaffinity(0)) // 2 or 1
+    assert [line[1] for line in lines_of(["--no-python", "bash", str(wrapper), script])] == [num_own] * 2
