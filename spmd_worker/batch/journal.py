@@ -14,6 +14,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -60,6 +61,35 @@ class JournalRecord(NamedTuple):
             return None
         *numbers, code = _RECORD.unpack(data[: _RECORD.size])
         return JournalRecord._make([*numbers, code.rstrip(b"\0").decode("ascii", "replace") or None])
+
+
+def read_journal(folder: Path) -> list[tuple[int, bytes]]:
+    """(row, line) of every committed row in order of the rows, of a job that may be running; changes nothing.
+
+    Raises FileNotFoundError where there is no journal, JournalError for what is none.
+    """
+    with open(folder / JOURNAL_NAME, "rb") as records, open(folder / LINES_NAME, "rb") as lines:
+        if records.read(len(_HEADER)) != _HEADER:
+            raise JournalError(f"{folder / JOURNAL_NAME} is no journal of this version")
+        found: list[tuple[int, bytes]] = []
+        while (record := JournalRecord.unpack(records.read(_RECORD_BYTES))) is not None:
+            line = _read_at(lines.fileno(), record.offset, record.length)
+            if crc32(line) != record.checksum:
+                raise JournalError(f"{folder / LINES_NAME} does not hold the line of row {record.row}")
+            found.append((record.row, line))
+    return sorted(found)
+
+
+def remove_journal(folder: Path) -> None:
+    """What a journal has left, if there was one. Raises OSError."""
+    # The records first: lines without records are nothing, records without lines would be damage.
+    for name in (JOURNAL_NAME, LINES_NAME):
+        (folder / name).unlink(missing_ok=True)
+
+
+def row_key(line: bytes) -> int:
+    """Of an input line: another line has, all but certainly, another key."""
+    return int.from_bytes(blake2b(line, digest_size=8).digest(), "little")
 
 
 class RowJournal:

@@ -88,6 +88,8 @@ class Watchdog:
         self._count = 0
         self._has_ended = self._is_warned = self._is_told = self._is_out = False
         self._exit_code: int | None = None
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called, in the watchdog's thread, before it ends the process: what must not be lost."""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._ending = Ending(watched.rank, watched.exits, self._bulletin, self._clock, self._stop, self._wake)
@@ -244,7 +246,20 @@ class Watchdog:
         if self._stop.is_set():
             return True
         self._abort_groups()
+        self._prepare_exit()
         return exit_now(self._code_of(verdict))
+
+    def _prepare_exit(self) -> None:
+        """In a thread of its own: a disk that hangs must not keep this process from ending."""
+        thread = threading.Thread(target=self._run_before_exit, name="spmd-before-exit", daemon=True)
+        thread.start()
+        thread.join(LEAVE_S)
+
+    def _run_before_exit(self) -> None:
+        try:
+            self.before_exit()
+        except Exception:  # whatever it is, the process ends
+            logger.exception("what was to be kept could not be")
 
     def _abort_groups(self) -> None:
         """In a thread of its own: what is aborted may hang, and this process ends all the same."""
