@@ -10,6 +10,7 @@ import pytest
 from ranks import REPOSITORY, run_command
 from ranks import sys as system
 
+from spmd_worker.batch import journal as journal_module
 from spmd_worker.batch.job import JobError, run_job
 from spmd_worker.batch.job_files import MANIFEST_NAME
 from spmd_worker.batch.journal import JOURNAL_NAME, RowJournal
@@ -217,3 +218,28 @@ def test_what_is_finished_can_be_read_while_the_job_has_not_ended(tmp_path: Path
     done = run_command(script, timeout_s=30)
     assert (done.returncode, done.stdout) == (2, "")
     assert "the job has ended and its output is complete" in done.stderr
+
+
+def test_records_that_are_written_before_their_lines_do_not_go_unnoticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control: a journal that writes in the other order, and ends in between."""
+    write_rows(tmp_path)
+    config = config_of(tmp_path, commit_rows=4)
+    write_all, held = journal_module._write_all, []
+
+    def records_first(descriptor: int, data: bytes) -> None:
+        is_header = data == journal_module._HEADER
+        if is_header or held:
+            write_all(descriptor, data)
+        if held:
+            raise Ended
+        if not is_header:
+            held.append(data)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(journal_module, "_write_all", records_first)
+        with pytest.raises(Ended):
+            run(config)
+    with pytest.raises(ConfigError, match=r"record 0 \(row \d+\) names bytes 0 to \d+ of rows\.part"):
+        run(config)
