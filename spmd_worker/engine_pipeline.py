@@ -31,9 +31,10 @@ class StepPipeline:
         self._executor, self._channel, self._num_stages = executor, channel, num_stages
         self._steps: deque[_StepUnderWay] = deque()
         # An executor of all stages hands every step on at once.
-        self._stage = channel.rank // num_shards if channel.size > 1 else 0
+        has_own_stage = num_stages > 1 and channel.size > 1
+        self._stage = channel.rank // num_shards if has_own_stage else 0
         # The replica's first rank that samples: of the last stage.
-        self._sampling_rank = (num_stages - 1) * num_shards if channel.size > 1 else 0
+        self._sampling_rank = (num_stages - 1) * num_shards if has_own_stage else 0
 
     def __len__(self) -> int:
         """Steps under way."""

@@ -127,7 +127,7 @@ def test_after_a_preemption_nobody_joins_in_that_step():
 
 def test_the_tests_see_one_that_joins_in_the_step_in_which_it_gave_way(monkeypatch: pytest.MonkeyPatch):
     make_room = Planner._make_room
-    monkeypatch.setattr(Planner, "_make_room", lambda self: make_room(self) and False)
+    monkeypatch.setattr(Planner, "_make_room", lambda self, *given: make_room(self, *given) and False)
     with pytest.raises(AssertionError):
         test_after_a_preemption_nobody_joins_in_that_step()
 
