@@ -7,6 +7,7 @@ and every error are printed once, by rank 0.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import inspect
 import logging
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), environment)
     except KeyboardInterrupt:
         # Every rank gets the signal, so none has to wait for rank 0.
-        return _fail("interrupted: there is no output", environment) if environment.is_leader else 1
+        text = "interrupted: what is finished is kept, and the same command goes on from there"
+        return _fail(text, environment) if environment.is_leader else 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -174,7 +176,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     _share_the_node(config, environment)
     watchdog = watch_program(environment, config.executor.timeout_s, run_dir_of(config.job), config.device)
     if environment.world_size > 1:
-        _outlive_the_signal_to_end(watchdog.told_to_end)
+        _outlive_the_signal_to_end(watchdog.told_to_end, lambda: watchdog.before_exit())
     watchdog.start()
     try:
         run_job(config, environment, watchdog)
@@ -239,9 +241,11 @@ def _fail(message: str, environment: RankEnvironment, code: int = 1) -> int:
     return code
 
 
-def _outlive_the_signal_to_end(tell: Callable[[], None] = lambda: None) -> None:
+def _outlive_the_signal_to_end(
+    tell: Callable[[], None] = lambda: None, before_exit: Callable[[], None] = lambda: None
+) -> None:
     """When a rank has left, the launcher sends the others SIGTERM: stay a while to learn why and to exit with the code
-    that says so. `tell` is called when the signal has come.
+    that says so. `tell` is called when the signal has come, `before_exit` when the process ends for it.
 
     A thread counts the time, because this one may wait in a collective, where Python's own handlers do not run.
     """
@@ -249,15 +253,19 @@ def _outlive_the_signal_to_end(tell: Callable[[], None] = lambda: None) -> None:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    threading.Thread(target=_end_after_sigterm, args=(reader, tell), name="spmd-end", daemon=True).start()
+    arguments = (reader, tell, before_exit)
+    threading.Thread(target=_end_after_sigterm, args=arguments, name="spmd-end", daemon=True).start()
 
 
-def _end_after_sigterm(signal_numbers: int, tell: Callable[[], None]) -> NoReturn:
+def _end_after_sigterm(signal_numbers: int, tell: Callable[[], None], before_exit: Callable[[], None]) -> NoReturn:
     """Read the numbers of signals as they come."""
     while os.read(signal_numbers, 1) != bytes([signal.SIGTERM]):
         continue
     _IS_ENDING.set()
     tell()
+    # At once: whoever sent the signal may not wait.
+    with contextlib.suppress(OSError):
+        before_exit()
     time.sleep(_PATIENCE_S)
     os._exit(128 + signal.SIGTERM)
 

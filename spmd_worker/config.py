@@ -181,6 +181,8 @@ class SamplingConfig:
 class JobConfig:
     """A batch job: rows in, rows out. `run_dir` null is `<output>.run` beside the output.
 
+    A job that was ended goes on where it was (`resume` auto; force: although it has changed; never: refuses a run
+    directory that holds a run). Finished rows are made durable every `commit_rows` rows or `commit_s` seconds.
     `step_log` writes the stream of step messages to `steps.log` in the run directory, for `scripts/replay.py`.
     """
 
@@ -190,6 +192,8 @@ class JobConfig:
     resume: str = "auto"
     max_rows: int | None = None
     max_error_rows: int | None = None
+    commit_rows: int = 256
+    commit_s: float = 5.0
     step_log: bool = False
 
     def __post_init__(self) -> None:
@@ -197,6 +201,8 @@ class JobConfig:
         _check_choice("job.resume", self.resume, RESUME_MODES)
         _check_at_least("job.max_rows", self.max_rows, 0)
         _check_at_least("job.max_error_rows", self.max_error_rows, 0)
+        _check_at_least("job.commit_rows", self.commit_rows, 1)
+        _check_at_least("job.commit_s", self.commit_s, 0)
 
 
 @dataclass(frozen=True)

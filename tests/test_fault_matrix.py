@@ -124,7 +124,12 @@ def test_without_a_fault_the_same_job_ends_well_and_leaves_no_record(tmp_path: P
     done = run(tmp_path, "exception in forward", 2, 2, 0.0, "job.max_rows=8")
     assert done.returncode == 0, done.output
     assert HEADING not in done.output
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.json", "steps.csv"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "lock",
+        "manifest.json",
+        "metrics.json",
+        "steps.csv",
+    ]
 
 
 # Helpers.

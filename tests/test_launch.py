@@ -217,8 +217,9 @@ def test_a_thousand_rows_with_a_hundred_bad_ones_of_ten_kinds_have_a_thousand_an
     assert done.returncode == 0, done.output
     # Rank 0 made one run directory, beside the output, and nothing else.
     assert folder_listing(tmp_path) == [
-        *("answers", "answers/out.jsonl", "answers/out.jsonl.run", "answers/out.jsonl.run/metrics.json"),
-        *("answers/out.jsonl.run/steps.csv", "rows.jsonl"),
+        *("answers", "answers/out.jsonl", "answers/out.jsonl.run"),
+        *(f"answers/out.jsonl.run/{name}" for name in ("lock", "manifest.json", "metrics.json", "steps.csv")),
+        "rows.jsonl",
     ]
     outputs = read_rows(tmp_path / "answers" / "out.jsonl")
     check_rows(rows, outputs, bad)

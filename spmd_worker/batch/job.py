@@ -5,24 +5,28 @@ Rank 0 reads, admits, writes and reports; the other ranks follow, or answer rows
 files and rows. Knows nothing about steps' insides.
 """
 
+import logging
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from spmd_worker.batch.job_files import METRICS_NAME, check_job, prepare_files, run_dir_of, write_json
 from spmd_worker.batch.job_metrics import ReplicaCounts, job_metrics, report_of_rank, report_of_replica, stages_of
 from spmd_worker.batch.job_rows import JobCounts, JobInput, JobOutput, count_rows
+from spmd_worker.batch.journal import JournalError, RowJournal, remove_journal
+from spmd_worker.batch.manifest import check_manifest, end_manifest, make_manifest
 from spmd_worker.batch.progress import Progress, format_summary
 from spmd_worker.batch.row import RowError
 from spmd_worker.batch.row_answer import refusal
 from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.batch.row_writer import OrderedWriter
+from spmd_worker.batch.run_lock import RunLock
 from spmd_worker.batch.run_records import open_step_log, write_last_records
 from spmd_worker.batch.shared_job import help_shared_job, lead_shared_job
-from spmd_worker.config import RunConfig
+from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.engine import LLMEngine
-from spmd_worker.engine_start import read_run, start_engine
+from spmd_worker.engine_start import package_versions, read_run, start_engine
 from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.model_shape import read_generation_config
 from spmd_worker.observability.error_file import clear_records
@@ -33,6 +37,10 @@ from spmd_worker.parallel.environment import RankEnvironment
 from spmd_worker.parallel.layout import check_world_size
 from spmd_worker.replicas.replicas import Replicas, open_replicas
 from spmd_worker.sequence.defaults import default_sampling
+from spmd_worker.tokenizer import Tokenizer
+from spmd_worker.worker.device import device_type
+
+logger = logging.getLogger(__name__)
 
 
 class JobError(RuntimeError):
@@ -52,17 +60,49 @@ def run_job(config: RunConfig, environment: RankEnvironment, watchdog: Watchdog 
         # Several engines would all read the same rows and write the same file.
         check_world_size(layout, environment.world_size)
     default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
-    run_dir = prepare_files(config.job) if environment.is_leader else None
-    if run_dir is not None:
-        clear_records(run_dir)
+    with ExitStack() as held:
+        journal = _open_run(config, held) if environment.is_leader else None
+        _run(config, environment, watchdog, journal, started_s)
+
+
+def _open_run(config: RunConfig, held: ExitStack) -> RowJournal:
+    """The run directory is this job's until `held` ends; the journal of what is done in it, by an earlier start too."""
+    run_dir = prepare_files(config.job)
+    held.enter_context(RunLock(run_dir))
+    tokenizer = Tokenizer.open_if_present(Path(config.model.path or ""))
+    fingerprint = None if tokenizer is None else tokenizer.fingerprint()
+    manifest = make_manifest(config, device_type(config.device), package_versions(), fingerprint)
+    if not check_manifest(run_dir, manifest, config.job.resume):
+        remove_journal(run_dir)
+    clear_records(run_dir)
+    (run_dir / METRICS_NAME).unlink(missing_ok=True)
+    try:
+        journal = RowJournal(run_dir, config.job.commit_rows, config.job.commit_s)
+    except JournalError as error:
+        raise ConfigError(f"{error}: remove the run directory to start over, or give another job.run_dir") from None
+    held.callback(journal.close)
+    if journal.num_rows:
+        logger.info("%d rows were answered before this start; the job goes on with the others", journal.num_rows)
+    return journal
+
+
+def _run(
+    config: RunConfig,
+    environment: RankEnvironment,
+    watchdog: Watchdog | None,
+    journal: RowJournal | None,
+    started_s: float,
+) -> None:
     engine = start_engine(config, environment, watchdog)
     loaded_s = time.perf_counter()
     try:
         replicas = open_replicas(engine)
-        if run_dir is None:
+        if journal is None:
             _follow(engine, replicas)
         else:
-            _lead(engine, replicas, config, run_dir, started_s, loaded_s)
+            if watchdog is not None:
+                watchdog.before_exit = journal.commit
+            _lead(engine, replicas, config, journal, started_s, loaded_s)
     except BaseException as error:  # told to the other ranks, before anything is taken down, and raised again
         if engine.watchdog is not None:
             engine.watchdog.fail(error)
@@ -88,16 +128,17 @@ def _lead(
     engine: LLMEngine,
     replicas: Replicas | None,
     config: RunConfig,
-    run_dir: Path,
+    journal: RowJournal,
     started_s: float,
     loaded_s: float,
 ) -> None:
+    run_dir = journal.folder
     with (
         open_step_log(engine, run_dir) if config.job.step_log else nullcontext(),
         StepStatsWriter(run_dir / STEP_STATS_NAME) as stats,
     ):
         engine.watch_steps(stats.write)
-        counts, answered = _answer_rows(engine, replicas, config)
+        counts, answered = _answer_rows(engine, replicas, config, journal)
         generated_s = time.perf_counter()
         if not engine.is_closed:
             engine.close_followers()
@@ -116,27 +157,42 @@ def _lead(
     print(format_summary(metrics), file=sys.stderr)
     most = config.job.max_error_rows
     if most is not None and counts.error_rows > most:
+        # The journal stays: a launcher that starts the job again must not have everything computed again.
         raise JobError(f"{counts.error_rows} error rows are more than job.max_error_rows={most}")
+    end_manifest(run_dir)
+    journal.close()
+    remove_journal(run_dir)
 
 
-def _answer_rows(engine: LLMEngine, replicas: Replicas | None, config: RunConfig) -> tuple[JobCounts, ReplicaCounts]:
+def _answer_rows(
+    engine: LLMEngine, replicas: Replicas | None, config: RunConfig, journal: RowJournal
+) -> tuple[JobCounts, ReplicaCounts]:
     """Every row's line into the output; what all rows came to, and what this replica answered."""
     job = config.job
-    assert job.output is not None, "check_job comes first"
     model_name = Path(config.model.path or "").name
     progress = Progress(count_rows(job))
-    rows = JobInput(job, engine.default_sampling)
+    rows = JobInput(job, engine.default_sampling, journal)
+    output = JobOutput(journal, rows.keys, progress)
     try:
-        with OrderedWriter.open(Path(job.output)) as writer:
-            output = JobOutput(writer, progress)
-            if replicas is None:
-                _answer_alone(engine, rows, output, model_name)
-                answered = ReplicaCounts(output.counts.rows, output.counts.output_tokens)
-            else:
-                answered = lead_shared_job(replicas, rows, output, model_name)
+        if replicas is None:
+            _answer_alone(engine, rows, output, model_name)
+            before = output.counts.resumed_rows
+            answered = ReplicaCounts(output.counts.rows - before, engine.counters.num_output_tokens)
+        else:
+            answered = lead_shared_job(replicas, rows, output, model_name)
+        journal.commit()
     finally:
         progress.close()
+    _write_output(journal, Path(job.output or ""), rows.num_rows)
     return output.counts, answered
+
+
+def _write_output(journal: RowJournal, path: Path, num_rows: int) -> None:
+    """All lines, in the order of the rows, into a file that appears when it is complete."""
+    with OrderedWriter.open(path) as writer:
+        for index, line in enumerate(journal.lines()):
+            writer.write(index, line)
+        assert writer.next_index == num_rows, (writer.next_index, num_rows)
 
 
 def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_name: str) -> None:
@@ -144,7 +200,7 @@ def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_na
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
     most_unfinished = 2 * engine.config.scheduler.max_num_seqs
     while not rows.has_ended or runner.num_rows:
-        while not rows.has_ended and runner.num_rows < most_unfinished and not output.is_crowded:
+        while not rows.has_ended and runner.num_rows < most_unfinished:
             _admit_next(rows, runner, output)
         if runner.num_rows:
             output.take_all(runner.step())

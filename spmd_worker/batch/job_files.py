@@ -11,6 +11,7 @@ from typing import Any, Final
 from spmd_worker.batch.row_writer import OrderedWriter
 from spmd_worker.config import ConfigError, JobConfig
 
+MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"
 
 
@@ -37,7 +38,7 @@ def prepare_files(job: JobConfig) -> Path:
     if job.input != "-" and not Path(job.input or "").is_file():
         raise ConfigError(f"job.input={job.input} is not a file: give a JSONL file of rows, or - for standard input")
     run_dir = run_dir_of(job)
-    if job.resume == "never" and (run_dir / METRICS_NAME).exists():
+    if job.resume == "never" and any((run_dir / name).exists() for name in (MANIFEST_NAME, METRICS_NAME)):
         raise ConfigError(
             f"job.run_dir={run_dir} holds a run already and job.resume=never: give another job.run_dir or remove it"
         )

@@ -1,23 +1,20 @@
-"""The two ends of a job, both on rank 0: rows of the input in order, lines of the output in order.
+"""The two ends of a job, both on rank 0: rows of the input that are not done yet, answers into the journal.
 
 Knows files, counts and the progress display. Knows nothing about engines or who answers a row.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
+from spmd_worker.batch.journal import JournalRecord, RowJournal, row_key
 from spmd_worker.batch.progress import Progress
 from spmd_worker.batch.row import Row, RowError
 from spmd_worker.batch.row_answer import RowAnswer
 from spmd_worker.batch.row_parser import CustomIds, parse_row
 from spmd_worker.batch.row_reader import RowReader
-from spmd_worker.batch.row_writer import OrderedWriter
-from spmd_worker.config import JobConfig
+from spmd_worker.config import ConfigError, JobConfig
 from spmd_worker.sequence.sampling_params import SamplingParams
-
-_MAX_WAITING_LINES: Final = 100_000
-"""Finished rows that may wait for an earlier one before no more are admitted."""
 
 
 class InputRow(NamedTuple):
@@ -28,25 +25,41 @@ class InputRow(NamedTuple):
 
 
 class JobInput:
-    """Reads rows one by one, up to `job.max_rows`, and remembers every custom id."""
+    """Reads rows one by one, up to `job.max_rows`, and remembers every custom id. Rows that `journal` has are read and
+    not given; `keys` are those of rows that were given and are not done.
+    """
 
-    def __init__(self, job: JobConfig, defaults: SamplingParams) -> None:
+    def __init__(self, job: JobConfig, defaults: SamplingParams, journal: RowJournal) -> None:
         assert job.input is not None, "check_job comes first"
         self.num_rows = 0
         self.has_ended = False
+        self.keys: dict[int, int] = {}
+        self._journal, self._input = journal, job.input
         self._max_rows, self._defaults = job.max_rows, defaults
         self._lines: Iterator[tuple[int, bytes]] = iter(RowReader(job.input))
         self._custom_ids = CustomIds()
 
     def next_row(self) -> InputRow | None:
-        """The next row; None when there are no more."""
-        is_enough = self._max_rows is not None and self.num_rows >= self._max_rows
-        index, line = (-1, b"") if is_enough else next(self._lines, (-1, b""))
-        if index < 0:
-            self.has_ended = True
-            return None
-        self.num_rows += 1
-        return InputRow(line, self._custom_ids.check(parse_row(index, line, self._defaults)))
+        """The next row that is to be done; None when there are no more. Raises ConfigError for a row that was done and
+        has changed since.
+        """
+        while self._max_rows is None or self.num_rows < self._max_rows:
+            index, line = next(self._lines, (-1, b""))
+            if index < 0:
+                break
+            self.num_rows += 1
+            row = self._custom_ids.check(parse_row(index, line, self._defaults))
+            key = row_key(line)
+            if not self._journal.has(index):
+                self.keys[index] = key
+                return InputRow(line, row)
+            if self._journal.key_of(index) != key:
+                raise ConfigError(
+                    f"job.input={self._input}: row {index} is not the one that was answered before: give the input "
+                    f"that the run began with, or another job.run_dir"
+                )
+        self.has_ended = True
+        return None
 
 
 def count_rows(job: JobConfig) -> int | None:
@@ -59,9 +72,10 @@ def count_rows(job: JobConfig) -> int | None:
 
 @dataclass(slots=True)
 class JobCounts:
-    """What the answered rows came to."""
+    """What the answered rows came to; `resumed_rows` of them were answered before this start."""
 
     rows: int = 0
+    resumed_rows: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
@@ -81,24 +95,30 @@ class JobCounts:
         if answer.error_code is not None:
             self.error_codes[answer.error_code] = self.error_codes.get(answer.error_code, 0) + 1
 
+    def add_record(self, record: JournalRecord) -> None:
+        """One more row, which an earlier start of the job answered."""
+        counts = (record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens)
+        self.add(RowAnswer(record.row, b"", record.error_code, *counts))
+        self.resumed_rows += 1
+
 
 class JobOutput:
-    """Takes answers in any order; writes them in order, counts them and shows how far the job is."""
+    """Takes answers in any order, keeps them in the journal, counts them and shows how far the job is.
 
-    def __init__(self, writer: OrderedWriter, progress: Progress) -> None:
+    `keys` are of the rows that are under way (`JobInput.keys`).
+    """
+
+    def __init__(self, journal: RowJournal, keys: dict[int, int], progress: Progress) -> None:
         self.counts = JobCounts()
-        self._writer, self._progress = writer, progress
+        self._journal, self._keys, self._progress = journal, keys, progress
+        for record in journal.recovered:
+            self.counts.add_record(record)
         self._shown = (0, 0)
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether so many lines wait for an earlier one that no more rows should be begun."""
-        return self._writer.num_waiting >= _MAX_WAITING_LINES
-
     def take(self, answer: RowAnswer) -> None:
-        """One row's answer; every row comes once."""
+        """One row's answer; every row comes once. Raises OSError."""
         self.counts.add(answer)
-        self._writer.write(answer.index, answer.line)
+        self._journal.append(self._keys.pop(answer.index), answer)
 
     def take_all(self, answers: Iterable[RowAnswer]) -> None:
         """Several."""
@@ -107,6 +127,7 @@ class JobOutput:
 
     def show(self, num_output_tokens: int) -> None:
         """Call once a step, also while no row has ended: tokens are counted as they are generated."""
+        self._journal.tick()
         now = (self.counts.rows, num_output_tokens)
         self._progress.update(now[0] - self._shown[0], now[1] - self._shown[1])
         self._shown = now

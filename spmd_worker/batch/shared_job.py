@@ -128,8 +128,7 @@ class JobSharer:
 
     def _publish(self) -> None:
         self._window.read_on()
-        missing = 0 if self._output.is_crowded else _CHUNKS_AHEAD * self._round.num_replicas - self._sender.num_ahead
-        for _ in range(missing):
+        for _ in range(_CHUNKS_AHEAD * self._round.num_replicas - self._sender.num_ahead):
             rows = self._window.take(self._round.num_replicas, self._most_rows)
             if not rows:
                 break

@@ -98,6 +98,8 @@ class Watchdog:
         self._exit_code: int | None = None
         self._verdict: Verdict | None = None
         self._is_judged = threading.Event()
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called, in the watchdog's thread, before it ends the process: what must not be lost."""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._ending = Ending(watched.rank, watched.exits, self._bulletin, self._clock, self._stop, self._wake)
@@ -281,7 +283,15 @@ class Watchdog:
         if self._stop.is_set():
             return True
         self._abort_groups()
+        # A disk that hangs must not keep this process from ending.
+        within(LEAVE_S, self._run_before_exit)
         return exit_now(self._code_of(verdict))
+
+    def _run_before_exit(self) -> None:
+        try:
+            self.before_exit()
+        except Exception:  # whatever it is, the process ends
+            logger.exception("what was to be kept could not be")
 
     def _abort_groups(self) -> None:
         """What is aborted may hang, and this process ends all the same."""

@@ -12,6 +12,11 @@ class DeviceError(RuntimeError):
     """This rank's device is missing, though other ranks may have theirs."""
 
 
+def device_type(wanted: str) -> str:
+    """What `choose_device` takes, as `cpu` or `cuda`, without looking whether it is there."""
+    return wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """`auto` takes CUDA where there is some. Raises ConfigError or DeviceError naming what is missing."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

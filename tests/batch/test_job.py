@@ -221,7 +221,8 @@ def test_the_run_directory_is_where_it_was_asked_for(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     run(config_of(tmp_path, run_dir=str(tmp_path / "deep" / "run"), output=str(tmp_path / "answers" / "out.jsonl")))
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert found == ["answers/out.jsonl", "deep/run/metrics.json", "deep/run/steps.csv", "rows.jsonl"]
+    names = ("lock", "manifest.json", "metrics.json", "steps.csv")
+    assert found == ["answers/out.jsonl", *(f"deep/run/{name}" for name in names), "rows.jsonl"]
 
 
 def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loaded(

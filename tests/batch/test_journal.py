@@ -1,0 +1,187 @@
+"""The journal: commits in order, torn tails at every byte, disks that fill and syncs that fail."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmd_worker.batch import journal as journal_module
+from spmd_worker.batch.journal import JOURNAL_NAME, LINES_NAME, JournalError, JournalRecord, RowJournal
+from spmd_worker.batch.row_answer import RowAnswer
+
+RECORD_BYTES = journal_module._RECORD_BYTES
+HEADER_BYTES = len(journal_module._HEADER)
+
+
+def answer(index: int) -> RowAnswer:
+    code = "not_json" if index % 3 == 0 else None
+    return RowAnswer(index, f'{{"index": {index}, "text": "{"x" * index}"}}\n'.encode(), code, index, index // 2, 7)
+
+
+def opened(folder: Path, commit_rows: int = 1000, **settings) -> RowJournal:
+    return RowJournal(folder, commit_rows, settings.pop("commit_s", 1e9), **settings)
+
+
+def filled(folder: Path, indices: list[int], **settings) -> None:
+    journal = opened(folder, **settings)
+    for index in indices:
+        journal.append(100 + index, answer(index))
+    journal.close()
+
+
+def test_what_was_committed_is_there_again_with_its_counts(tmp_path: Path):
+    filled(tmp_path, [2, 0, 1])
+    journal = opened(tmp_path)
+    assert [record.row for record in journal.recovered] == [2, 0, 1]
+    assert [record.error_code for record in journal.recovered] == [None, "not_json", None]
+    assert journal.recovered[0][5:8] == (2, 1, 7)
+    assert [journal.key_of(index) for index in range(3)] == [100, 101, 102]
+    assert (journal.has(2), journal.has(3), journal.num_rows) == (True, False, 3)
+    assert list(journal.lines()) == [answer(index).line for index in range(3)]
+
+
+def test_lines_end_where_a_row_is_missing(tmp_path: Path):
+    filled(tmp_path, [0, 1, 3])
+    assert list(opened(tmp_path).lines()) == [answer(0).line, answer(1).line]
+
+
+def test_a_commit_comes_after_so_many_rows_or_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now_s = [0.0]
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: now_s[0])
+    journal = opened(tmp_path, commit_rows=3, commit_s=5.0)
+
+    def on_disk() -> int:
+        return ((tmp_path / JOURNAL_NAME).stat().st_size - HEADER_BYTES) // RECORD_BYTES
+
+    journal.append(0, answer(0))
+    journal.append(0, answer(1))
+    assert on_disk() == 0
+    journal.append(0, answer(2))
+    assert on_disk() == 3
+    journal.append(0, answer(3))
+    now_s[0] = 4.9
+    journal.tick()
+    assert on_disk() == 3
+    now_s[0] = 5.0
+    journal.tick()
+    assert on_disk() == 4
+
+
+def test_lines_are_durable_before_the_records_that_name_them(tmp_path: Path):
+    synced: list[tuple[str, int, int]] = []
+
+    def sync(descriptor: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((name, (tmp_path / LINES_NAME).stat().st_size, (tmp_path / JOURNAL_NAME).stat().st_size))
+
+    journal = opened(tmp_path, sync=sync)
+    synced.clear()
+    journal.append(0, answer(0))
+    journal.commit()
+    length = len(answer(0).line)
+    assert synced == [(LINES_NAME, length, HEADER_BYTES), (JOURNAL_NAME, length, HEADER_BYTES + RECORD_BYTES)]
+
+
+def test_a_torn_record_at_every_byte_costs_its_row_and_no_other(tmp_path: Path):
+    filled(tmp_path, [0, 1, 2])
+    whole = {name: (tmp_path / name).read_bytes() for name in (LINES_NAME, JOURNAL_NAME)}
+    for cut in range(RECORD_BYTES):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / LINES_NAME).write_bytes(whole[LINES_NAME])
+        (folder / JOURNAL_NAME).write_bytes(whole[JOURNAL_NAME][: HEADER_BYTES + 2 * RECORD_BYTES + cut])
+        journal = opened(folder)
+        assert [record.row for record in journal.recovered] == [0, 1]
+        assert (folder / LINES_NAME).read_bytes() == answer(0).line + answer(1).line
+        journal.append(102, answer(2))
+        journal.close()
+        assert {name: (folder / name).read_bytes() for name in whole} == whole
+
+
+@pytest.mark.parametrize("num_bytes", range(9))
+def test_a_journal_cut_within_its_header_begins_anew(tmp_path: Path, num_bytes: int):
+    filled(tmp_path, [0])
+    os.truncate(tmp_path / JOURNAL_NAME, min(num_bytes, HEADER_BYTES))
+    journal = opened(tmp_path)
+    assert journal.recovered == []
+    assert (tmp_path / LINES_NAME).read_bytes() == b""
+
+
+def test_lines_without_a_record_are_cut_off(tmp_path: Path):
+    filled(tmp_path, [0])
+    with open(tmp_path / LINES_NAME, "ab") as lines:
+        lines.write(answer(1).line[:7])
+    opened(tmp_path).close()
+    assert (tmp_path / LINES_NAME).read_bytes() == answer(0).line
+
+
+def test_records_before_their_lines_are_found(tmp_path: Path):
+    """Negative control: the other order of writing leaves records of lines that are not there."""
+    filled(tmp_path, [0, 1])
+    os.truncate(tmp_path / LINES_NAME, len(answer(0).line) + 3)
+    with pytest.raises(JournalError, match=r"record 1 \(row 1\) names bytes \d+ to \d+ of rows.part"):
+        opened(tmp_path)
+
+
+def test_another_file_is_no_journal(tmp_path: Path):
+    (tmp_path / JOURNAL_NAME).write_bytes(b"hello, world")
+    with pytest.raises(JournalError, match="no journal of this version"):
+        opened(tmp_path)
+    (tmp_path / JOURNAL_NAME).write_bytes(b"hey")
+    with pytest.raises(JournalError, match="is no journal: it begins with b'hey'"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("fails_at", range(2))
+def test_a_sync_that_fails_is_an_error_and_nothing_is_written_after_it(tmp_path: Path, fails_at: int):
+    calls = [0]
+
+    def sync(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] == 4 + fails_at:
+            raise OSError(5, "Input/output error")
+
+    journal = opened(tmp_path, commit_rows=1, sync=sync)
+    journal.append(0, answer(0))
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.append(1, answer(1))
+    sizes = [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)]
+    journal.append(2, answer(2))
+    journal.close()
+    assert [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)] == sizes
+    again = opened(tmp_path)
+    assert [record.row for record in again.recovered] in ([0], [0, 1])
+
+
+def test_a_disk_that_fills_is_an_error_and_what_was_committed_stays(tmp_path: Path):
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_journal import answer, opened
+from pathlib import Path
+journal = opened(Path({str(tmp_path)!r}), commit_rows=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+for index in range(1000):
+    journal.append(index, answer(index))
+"""
+    # Without its handler the signal would end the process, as the system's default is.
+    ignore = f"import signal; signal.signal({int(signal.SIGXFSZ)}, signal.SIG_IGN)\n"
+    done = subprocess.run([sys.executable, "-c", ignore + script], capture_output=True, text=True, check=False)
+    assert "OSError: [Errno 27] File too large" in done.stderr
+    records = opened(tmp_path).recovered
+    assert len(records) > 3
+    assert [record.row for record in records] == list(range(len(records)))
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1500
+
+
+def test_a_record_is_read_as_it_was_written_and_damage_is_seen():
+    record = JournalRecord(2**63, 2**64 - 1, 2**40, 2**31, 2**32 - 1, 1, 2, 3, "prompt_too_long")
+    assert JournalRecord.unpack(record.pack()) == record
+    for place in range(RECORD_BYTES):
+        damaged = bytearray(record.pack())
+        damaged[place] ^= 1
+        assert JournalRecord.unpack(bytes(damaged)) is None

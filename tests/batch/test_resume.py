@@ -1,0 +1,245 @@
+"""A job that ended goes on: what is finished is not done again, what has changed is refused. One rank, in process."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import REPOSITORY, run_command
+from ranks import sys as system
+
+from spmd_worker.batch import journal as journal_module
+from spmd_worker.batch.job import JobError, run_job
+from spmd_worker.batch.job_files import MANIFEST_NAME
+from spmd_worker.batch.journal import JOURNAL_NAME, RowJournal
+from spmd_worker.batch.run_lock import RunLock
+from spmd_worker.config import CacheConfig, ConfigError, JobConfig, ModelConfig, RunConfig, SamplingConfig
+from spmd_worker.engine import LLMEngine
+from spmd_worker.parallel.environment import RankEnvironment
+
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+NUM_ROWS = 40
+
+
+class Ended(BaseException):
+    """As a process is that is killed: nothing of ours catches it."""
+
+
+def config_of(folder: Path, **job: Any) -> RunConfig:
+    places = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl")}
+    return RunConfig(
+        model=ModelConfig(path=str(MODEL)),
+        cache=CacheConfig(num_blocks=64),
+        sampling=SamplingConfig(max_tokens=8, temperature=0.9),
+        job=JobConfig(**{**places, "commit_rows": 1, **job}),
+        device="cpu",
+    )
+
+
+def write_rows(folder: Path) -> None:
+    rows = [{"prompt": f"add {index} 7 =", "custom_id": f"row {index}"} for index in range(NUM_ROWS)]
+    rows[5] = {"prompt": 7}
+    rows[9] = {"prompt": "again", "custom_id": "row 3"}
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    run_job(config, RankEnvironment())
+    metrics: dict[str, Any] = json.loads((run_dir(config) / "metrics.json").read_text())
+    return metrics
+
+
+def run_dir(config: RunConfig) -> Path:
+    return Path(f"{config.job.output}.run")
+
+
+def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """The job ends when so many rows are in the journal."""
+    append = RowJournal.append
+
+    def counted(journal: RowJournal, key: int, answer: Any) -> None:
+        append(journal, key, answer)
+        if journal.num_rows >= num_rows:
+            raise Ended
+
+    monkeypatch.setattr(RowJournal, "append", counted)
+
+
+def ended_job(folder: Path, num_rows: int, **job: Any) -> RunConfig:
+    write_rows(folder)
+    config = config_of(folder, **job)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        end_after(monkeypatch, num_rows)
+        with pytest.raises(Ended):
+            run(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, Any]]:
+    """The output and the metrics of a job that nothing ended."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_rows(folder)
+    metrics = run(config_of(folder))
+    return (folder / "out.jsonl").read_bytes(), metrics
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 20, NUM_ROWS])
+def test_an_ended_job_goes_on_to_the_same_bytes_without_doing_a_row_again(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    config = ended_job(tmp_path, num_rows)
+    assert not (tmp_path / "out.jsonl").exists()
+    asked: list[str | None] = []
+    add_request = LLMEngine.add_request
+
+    def noting(engine: LLMEngine, *arguments: Any, **named: Any) -> Any:
+        asked.append(named["custom_id"])
+        return add_request(engine, *arguments, **named)
+
+    monkeypatch.setattr(LLMEngine, "add_request", noting)
+    metrics = run(config)
+    output, expected = whole
+    assert (tmp_path / "out.jsonl").read_bytes() == output
+    assert metrics["resumed_rows"] == num_rows
+    for key in ("rows", "error_rows", "error_codes", "prompt_tokens", "output_tokens"):
+        assert metrics[key] == expected[key], key
+    # Two of the rows are none.
+    assert NUM_ROWS - num_rows - 2 <= len(asked) <= NUM_ROWS - num_rows
+
+
+def test_a_job_may_end_again_and_again(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
+    for num_rows in (3, 4, 11, 30):
+        config = ended_job(tmp_path, num_rows)
+    assert run(config)["resumed_rows"] == 30
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+def test_a_run_that_has_ended_keeps_nothing_twice_and_starts_anew(tmp_path: Path):
+    write_rows(tmp_path)
+    for _ in range(2):
+        assert run(config_of(tmp_path))["resumed_rows"] == 0
+        names = sorted(path.name for path in (tmp_path / "out.jsonl.run").iterdir())
+        assert names == ["lock", "manifest.json", "metrics.json", "steps.csv"]
+
+
+@pytest.mark.parametrize("change", ["seed", "sampling.temperature", "job.max_rows", "model.dtype"])
+def test_what_answers_depend_on_must_not_have_changed(tmp_path: Path, change: str):
+    config = ended_job(tmp_path, 5)
+    changed = {
+        "seed": replace(config, seed=1),
+        "sampling.temperature": replace(config, sampling=SamplingConfig(max_tokens=8, temperature=0.5)),
+        "job.max_rows": replace(config, job=replace(config.job, max_rows=30)),
+        "model.dtype": replace(config, model=ModelConfig(path=str(MODEL), dtype="bfloat16")),
+    }[change]
+    with pytest.raises(
+        ConfigError, match=rf"^{change} is \S+, and \S+ in the run that job\.run_dir=.*job\.resume=force"
+    ):
+        run(changed)
+    # Nothing is lost by the refusal.
+    assert run(config)["resumed_rows"] == 5
+
+
+def test_force_goes_on_all_the_same_and_writes_down_what_was_overridden(tmp_path: Path):
+    config = ended_job(tmp_path, 5)
+    forced = replace(config, seed=1, job=replace(config.job, resume="force"))
+    assert run(forced)["resumed_rows"] == 5
+    manifest = json.loads((run_dir(config) / MANIFEST_NAME).read_text())
+    assert manifest["overridden"] == [{"seed": [0, 1]}]
+
+
+def test_layout_memory_and_batch_sizes_may_change(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
+    config = ended_job(tmp_path, 5)
+    scheduler = replace(config.scheduler, max_num_seqs=3, max_num_batched_tokens=64)
+    assert run(replace(config, cache=CacheConfig(num_blocks=32), scheduler=scheduler))["resumed_rows"] == 5
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+def test_another_input_is_refused_and_so_is_a_changed_row_of_standard_input(tmp_path: Path):
+    config = ended_job(tmp_path, 5)
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(rows.replace('{"prompt": 7}', '{"prompt": 8}'))
+    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes, .*and .*in the run that"):
+        run(config)
+    forced = replace(config, job=replace(config.job, resume="force"))
+    with pytest.raises(ConfigError, match=r"row 5 is not the one that was answered before"):
+        run(forced)
+
+
+def test_never_refuses_a_run_that_has_not_ended_too(tmp_path: Path):
+    config = ended_job(tmp_path, 5)
+    with pytest.raises(ConfigError, match=r"holds a run already and job\.resume=never"):
+        run(replace(config, job=replace(config.job, resume="never")))
+
+
+def test_a_second_job_is_kept_out_of_the_run_directory(tmp_path: Path):
+    write_rows(tmp_path)
+    config = config_of(tmp_path)
+    run_dir(config).mkdir()
+    with (
+        RunLock(run_dir(config)),
+        pytest.raises(ConfigError, match=rf"belongs to a job that runs now \(process {os.getpid()}\)"),
+    ):
+        run(config)
+    run(config)
+
+
+def test_too_many_error_rows_fail_again_without_anything_being_computed_again(tmp_path: Path):
+    write_rows(tmp_path)
+    config = config_of(tmp_path, max_error_rows=1)
+    for resumed_rows in (0, NUM_ROWS):
+        with pytest.raises(JobError, match=r"2 error rows are more than job\.max_error_rows=1"):
+            run(config)
+        metrics = json.loads((run_dir(config) / "metrics.json").read_text())
+        assert metrics["resumed_rows"] == resumed_rows
+
+
+def test_damage_in_the_journal_is_told_and_loses_nothing(tmp_path: Path):
+    config = ended_job(tmp_path, 5)
+    journal = run_dir(config) / JOURNAL_NAME
+    journal.write_bytes(b"something else")
+    with pytest.raises(ConfigError, match="no journal of this version: remove the run directory to start over"):
+        run(config)
+    assert journal.read_bytes() == b"something else"
+
+
+def test_what_is_finished_can_be_read_while_the_job_has_not_ended(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
+    config = ended_job(tmp_path, 12)
+    script = [system.executable, str(REPOSITORY / "scripts" / "collect.py"), str(run_dir(config))]
+    done = run_command(script, timeout_s=30)
+    assert done.returncode == 0, done.output
+    lines = done.stdout.encode().splitlines(keepends=True)
+    assert len(lines) == 12
+    assert [line for line in whole[0].splitlines(keepends=True) if line in lines] == lines
+    assert done.stderr.startswith("12 rows are finished, the last of them is row ")
+    run(config)
+    done = run_command(script, timeout_s=30)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the job has ended and its output is complete" in done.stderr
+
+
+def test_records_that_are_written_before_their_lines_do_not_go_unnoticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control: a journal that writes in the other order, and ends in between."""
+    write_rows(tmp_path)
+    config = config_of(tmp_path, commit_rows=4)
+    write_all, held = journal_module._write_all, []
+
+    def records_first(descriptor: int, data: bytes) -> None:
+        is_header = data == journal_module._HEADER
+        if is_header or held:
+            write_all(descriptor, data)
+        if held:
+            raise Ended
+        if not is_header:
+            held.append(data)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(journal_module, "_write_all", records_first)
+        with pytest.raises(Ended):
+            run(config)
+    with pytest.raises(ConfigError, match=r"record 0 \(row \d+\) names bytes 0 to \d+ of rows\.part"):
+        run(config)
