@@ -8,6 +8,7 @@ to read.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -19,19 +20,24 @@ EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    num_rows, last_row = 0, -1
     try:
-        finished = read_journal(options.run_dir)
+        for last_row, line in read_journal(options.run_dir):  # noqa: B007  # the last is told below
+            sys.stdout.buffer.write(line)
+            num_rows += 1
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        # The reader has seen enough, as in `collect.py RUN_DIR | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
     except FileNotFoundError:
         print(f"collect.py: {options.run_dir}: {why_nothing(options.run_dir)}", file=sys.stderr)
         return EXIT_CANNOT_TELL
     except (JournalError, OSError) as error:
         print(f"collect.py: {error}", file=sys.stderr)
         return EXIT_CANNOT_TELL
-    for _, line in finished:
-        sys.stdout.buffer.write(line)
-    sys.stdout.buffer.flush()
-    last = f", the last of them is row {finished[-1][0]}" if finished else ""
-    print(f"{len(finished)} rows are finished{last}", file=sys.stderr)
+    last = f", the last of them is row {last_row}" if num_rows else ""
+    print(f"{num_rows} rows are finished{last}", file=sys.stderr)
     return EXIT_DONE
 
 

@@ -178,12 +178,44 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class RowLimits:
+    """What a single row may be and ask for: one that goes beyond is an error row. Null is no limit but the model's.
+
+    `max_line_bytes` of its line, `max_nesting` levels of JSON, `max_prompt_tokens`, `max_n` samples (best_of too),
+    `max_tokens` of output (of rows that name no number, the most they get), `max_stop_strings` (stop token ids too),
+    `max_logit_bias` entries.
+    """
+
+    max_line_bytes: int = 16 * 1024 * 1024
+    max_nesting: int = 64
+    max_prompt_tokens: int | None = None
+    max_n: int = 1024
+    max_tokens: int | None = None
+    max_stop_strings: int = 64
+    max_logit_bias: int = 1024
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        for spec in dataclasses.fields(self):
+            _check_at_least(f"limits.{spec.name}", getattr(self, spec.name), 0 if spec.name in _MAY_BE_NONE else 1)
+        if self.max_nesting > _MAX_NESTING:
+            raise ConfigError(f"limits.max_nesting={self.max_nesting} must be at most {_MAX_NESTING}")
+
+
+_MAY_BE_NONE: Final = ("max_stop_strings", "max_logit_bias")
+_MAX_NESTING: Final = 256
+"""What readers of JSON, whose stacks end somewhere, take everywhere."""
+
+
+@dataclass(frozen=True)
 class JobConfig:
     """A batch job: rows in, rows out. `run_dir` null is `<output>.run` beside the output.
 
     A job that was ended goes on where it was (`resume` auto; force: although it has changed; never: refuses a run
     directory that holds a run). Finished rows are made durable every `commit_rows` rows or `commit_s` seconds.
     `step_log` writes the stream of step messages to `steps.log` in the run directory, for `scripts/replay.py`.
+    `prometheus_file` is rewritten while the job runs, for node_exporter's textfile collector. With `private` only the
+    user can read what the job writes.
     """
 
     input: str | None = None
@@ -195,6 +227,8 @@ class JobConfig:
     commit_rows: int = 256
     commit_s: float = 5.0
     step_log: bool = False
+    prometheus_file: str | None = None
+    private: bool = False
 
     def __post_init__(self) -> None:
         """Check each key alone."""
@@ -215,6 +249,7 @@ class RunConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    limits: RowLimits = field(default_factory=RowLimits)
     job: JobConfig = field(default_factory=JobConfig)
     device: str = "auto"
     seed: int = 0
@@ -223,10 +258,26 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Check the top keys, and rules between groups."""
         _check_choice("device", self.device, DEVICES)
+        _check_defaults(self.sampling, self.limits)
         if self.cache.host_tier_gib and not self.executor.digest_every:
             raise ConfigError(
                 f"cache.host_tier_gib={self.cache.host_tier_gib:g} cannot run with executor.digest_every=0: ranks say "
                 f"that a transfer has finished with their digests; set executor.digest_every to 1 or more"
+            )
+
+
+def _check_defaults(sampling: SamplingConfig, limits: RowLimits) -> None:
+    """Defaults beyond a limit would make an error of every row that names nothing else."""
+    asked = {
+        "sampling.n": (sampling.n, "max_n", limits.max_n),
+        "sampling.best_of": (sampling.best_of, "max_n", limits.max_n),
+        "sampling.max_tokens": (sampling.max_tokens, "max_tokens", limits.max_tokens),
+        "sampling.stop": (len(sampling.stop or ()), "max_stop_strings", limits.max_stop_strings),
+    }
+    for key, (value, name, most) in asked.items():
+        if value is not None and most is not None and value > most:
+            raise ConfigError(
+                f"{key} asks for {value}, more than limits.{name}={most}: lower the one or raise the other"
             )
 
 
@@ -239,8 +290,3 @@ def _check_at_least(key: str, value: float | None, least: int) -> None:
     # Written so that NaN fails.
     if value is not None and not value >= least:
         raise ConfigError(f"{key}={value} must be {least} or more")
-
-
-def _check_only(key: str, value: int, only: int, reason: str) -> None:
-    if value != only:
-        raise ConfigError(f"{key}={value} cannot run: {reason}; leave it at {only}")

@@ -225,12 +225,15 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str):
     assert "bad.yaml" in said or "gone" in said
 
 
-NOT_BUILT: list[str] = []
-
-
-@pytest.mark.parametrize("override", NOT_BUILT)
-def test_what_is_not_built_yet_is_refused_and_not_ignored(override: str):
-    assert refusal(override).startswith(f"{override} cannot run: ")
+def test_limits_are_checked_and_defaults_beyond_them_are_refused():
+    assert refusal("limits.max_n=0") == "limits.max_n=0 must be 1 or more"
+    assert refusal("limits.max_stop_strings=-1") == "limits.max_stop_strings=-1 must be 0 or more"
+    assert refusal("limits.max_nesting=1000") == "limits.max_nesting=1000 must be at most 256"
+    assert refusal("limits.max_tokens=10", "sampling.max_tokens=11") == (
+        "sampling.max_tokens asks for 11, more than limits.max_tokens=10: lower the one or raise the other"
+    )
+    assert refusal("limits.max_n=2", "sampling.n=3").startswith("sampling.n asks for 3, more than limits.max_n=2")
+    assert refusal("limits.max_stop_strings=0", "sampling.stop=[a]").startswith("sampling.stop asks for 1, more than")
 
 
 def test_a_host_tier_without_prefix_blocks_or_without_digests_is_refused_with_the_way_out():

@@ -9,18 +9,31 @@ import logging
 import sys
 import time
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from spmd_worker.batch.job_files import METRICS_NAME, check_job, prepare_files, run_dir_of, write_json
-from spmd_worker.batch.job_metrics import ReplicaCounts, job_metrics, report_of_rank, report_of_replica, stages_of
-from spmd_worker.batch.job_rows import JobCounts, JobInput, JobOutput, count_rows
+from spmd_worker.batch.job_files import METRICS_NAME, PROOF_NAME, check_job, prepare_files, run_dir_of, write_json
+from spmd_worker.batch.job_metrics import (
+    ReplicaCounts,
+    chain_heads,
+    job_metrics,
+    report_of_rank,
+    report_of_replica,
+    stages_of,
+)
+from spmd_worker.batch.job_rows import JobInput, JobOutput, count_rows
 from spmd_worker.batch.journal import JournalError, RowJournal, remove_journal
 from spmd_worker.batch.manifest import check_manifest, end_manifest, make_manifest
+from spmd_worker.batch.output_file import OutputFile
 from spmd_worker.batch.progress import Progress, format_summary
+from spmd_worker.batch.prometheus import PrometheusFile
+from spmd_worker.batch.proof import OutputDigest, write_proof
 from spmd_worker.batch.row import RowError
 from spmd_worker.batch.row_answer import refusal
+from spmd_worker.batch.row_reader import RowReader
 from spmd_worker.batch.row_runner import RowRunner
-from spmd_worker.batch.row_writer import OrderedWriter
 from spmd_worker.batch.run_lock import RunLock
 from spmd_worker.batch.run_records import open_step_log, write_last_records
 from spmd_worker.batch.shared_job import help_shared_job, lead_shared_job
@@ -43,6 +56,15 @@ from spmd_worker.worker.device import device_type
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """What rank 0 holds while the job runs."""
+
+    journal: RowJournal
+    manifest: dict[str, Any]
+    reader: RowReader
+
+
 class JobError(RuntimeError):
     """The job ran to its end and is a failure all the same."""
 
@@ -61,21 +83,30 @@ def run_job(config: RunConfig, environment: RankEnvironment, watchdog: Watchdog 
         check_world_size(layout, environment.world_size)
     default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
     with ExitStack() as held:
-        journal = _open_run(config, held) if environment.is_leader else None
-        _run(config, environment, watchdog, journal, started_s)
+        run = _open_run(config, held) if environment.is_leader else None
+        _run(config, environment, watchdog, run, started_s)
 
 
-def _open_run(config: RunConfig, held: ExitStack) -> RowJournal:
-    """The run directory is this job's until `held` ends; the journal of what is done in it, by an earlier start too."""
+def _open_run(config: RunConfig, held: ExitStack) -> OpenRun:
+    """The run directory is this job's until `held` ends; the journal has what is done, by an earlier start too."""
     run_dir = prepare_files(config.job)
     held.enter_context(RunLock(run_dir))
     tokenizer = Tokenizer.open_if_present(Path(config.model.path or ""))
     fingerprint = None if tokenizer is None else tokenizer.fingerprint()
-    manifest = make_manifest(config, device_type(config.device), package_versions(), fingerprint)
+    reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes)
+    manifest = make_manifest(
+        config,
+        device_type(config.device),
+        package_versions(),
+        fingerprint,
+        inputs=reader.paths,
+        num_rows=count_rows(reader, config.job),
+    )
     if not check_manifest(run_dir, manifest, config.job.resume):
         remove_journal(run_dir)
     clear_records(run_dir)
-    (run_dir / METRICS_NAME).unlink(missing_ok=True)
+    for name in (METRICS_NAME, PROOF_NAME):
+        (run_dir / name).unlink(missing_ok=True)
     try:
         journal = RowJournal(run_dir, config.job.commit_rows, config.job.commit_s)
     except JournalError as error:
@@ -83,26 +114,26 @@ def _open_run(config: RunConfig, held: ExitStack) -> RowJournal:
     held.callback(journal.close)
     if journal.num_rows:
         logger.info("%d rows were answered before this start; the job goes on with the others", journal.num_rows)
-    return journal
+    return OpenRun(journal, manifest, reader)
 
 
 def _run(
     config: RunConfig,
     environment: RankEnvironment,
     watchdog: Watchdog | None,
-    journal: RowJournal | None,
+    run: OpenRun | None,
     started_s: float,
 ) -> None:
     engine = start_engine(config, environment, watchdog)
     loaded_s = time.perf_counter()
     try:
         replicas = open_replicas(engine)
-        if journal is None:
+        if run is None:
             _follow(engine, replicas)
         else:
             if watchdog is not None:
-                watchdog.before_exit = journal.commit
-            _lead(engine, replicas, config, journal, started_s, loaded_s)
+                watchdog.before_exit = run.journal.commit
+            _lead(engine, replicas, config, run, started_s, loaded_s)
     except BaseException as error:  # told to the other ranks, before anything is taken down, and raised again
         if engine.watchdog is not None:
             engine.watchdog.fail(error)
@@ -128,71 +159,75 @@ def _lead(
     engine: LLMEngine,
     replicas: Replicas | None,
     config: RunConfig,
-    journal: RowJournal,
+    run: OpenRun,
     started_s: float,
     loaded_s: float,
 ) -> None:
-    run_dir = journal.folder
+    job, run_dir = config.job, run.journal.folder
+    num_rows = run.manifest["num_rows"]
+    rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal)
+    prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
+    output = JobOutput(run.journal, rows.keys, Progress(num_rows), num_rows, prometheus)
     with (
-        open_step_log(engine, run_dir) if config.job.step_log else nullcontext(),
+        output,
+        open_step_log(engine, run_dir) if job.step_log else nullcontext(),
         StepStatsWriter(run_dir / STEP_STATS_NAME) as stats,
     ):
         engine.watch_steps(stats.write)
-        counts, answered = _answer_rows(engine, replicas, config, journal)
+        answered = _answer_rows(engine, replicas, rows, output, Path(config.model.path or "").name)
+        run.journal.commit()
         generated_s = time.perf_counter()
         if not engine.is_closed:
             engine.close_followers()
-    own = report_of_replica(engine, answered)
-    reports = engine.engine_channel.gather(own)
-    if replicas is not None:
-        replicas.forget_round()
-    metrics = job_metrics(counts, reports) | {
+        # The other ranks do not wait for the output, which may take its time.
+        reports = engine.engine_channel.gather(report_of_replica(engine, answered))
+        if replicas is not None:
+            replicas.forget_round()
+        digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows)
+        output.is_complete = True
+    metrics = job_metrics(output.counts, reports) | {
         "load_s": loaded_s - started_s,
         "generate_s": generated_s - loaded_s,
         "wall_s": time.perf_counter() - started_s,
     }
     write_json(run_dir / METRICS_NAME, metrics)
+    write_proof(run_dir, run.manifest, job.output or "", digest, chain_heads(reports))
     if "stages" in metrics:
         write_stage_times(run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)
     print(format_summary(metrics), file=sys.stderr)
-    most = config.job.max_error_rows
-    if most is not None and counts.error_rows > most:
+    _end_run(run, job.max_error_rows, output.counts.error_rows)
+
+
+def _end_run(run: OpenRun, most: int | None, error_rows: int) -> None:
+    if most is not None and error_rows > most:
         # The journal stays: a launcher that starts the job again must not have everything computed again.
-        raise JobError(f"{counts.error_rows} error rows are more than job.max_error_rows={most}")
-    end_manifest(run_dir)
-    journal.close()
-    remove_journal(run_dir)
+        raise JobError(f"{error_rows} error rows are more than job.max_error_rows={most}")
+    end_manifest(run.journal.folder, run.manifest)
+    run.journal.close()
+    remove_journal(run.journal.folder)
 
 
 def _answer_rows(
-    engine: LLMEngine, replicas: Replicas | None, config: RunConfig, journal: RowJournal
-) -> tuple[JobCounts, ReplicaCounts]:
-    """Every row's line into the output; what all rows came to, and what this replica answered."""
-    job = config.job
-    model_name = Path(config.model.path or "").name
-    progress = Progress(count_rows(job))
-    rows = JobInput(job, engine.default_sampling, journal)
-    output = JobOutput(journal, rows.keys, progress)
-    try:
-        if replicas is None:
-            _answer_alone(engine, rows, output, model_name)
-            before = output.counts.resumed_rows
-            answered = ReplicaCounts(output.counts.rows - before, engine.counters.num_output_tokens)
-        else:
-            answered = lead_shared_job(replicas, rows, output, model_name)
-        journal.commit()
-    finally:
-        progress.close()
-    _write_output(journal, Path(job.output or ""), rows.num_rows)
-    return output.counts, answered
+    engine: LLMEngine, replicas: Replicas | None, rows: JobInput, output: JobOutput, model_name: str
+) -> ReplicaCounts:
+    """Every row's answer into the journal; what this replica answered."""
+    if replicas is not None:
+        return lead_shared_job(replicas, rows, output, model_name)
+    _answer_alone(engine, rows, output, model_name)
+    num_before = output.counts.resumed_rows
+    return ReplicaCounts(output.counts.rows - num_before, engine.counters.num_output_tokens)
 
 
-def _write_output(journal: RowJournal, path: Path, num_rows: int) -> None:
+def _write_output(journal: RowJournal, path: Path, num_rows: int) -> OutputDigest:
     """All lines, in the order of the rows, into a file that appears when it is complete."""
-    with OrderedWriter.open(path) as writer:
-        for index, line in enumerate(journal.lines()):
-            writer.write(index, line)
-        assert writer.next_index == num_rows, (writer.next_index, num_rows)
+    digest, num_lines, num_bytes = sha256(), 0, 0
+    with OutputFile.open(path) as output:
+        for line in journal.lines():
+            output.write(line)
+            digest.update(line)
+            num_lines, num_bytes = num_lines + 1, num_bytes + len(line)
+        assert num_lines == num_rows, (num_lines, num_rows)
+    return OutputDigest(num_lines, num_bytes, digest.hexdigest())
 
 
 def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_name: str) -> None:

@@ -8,21 +8,21 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.batch.row_writer import OrderedWriter
+from spmd_worker.batch.input_files import STANDARD_INPUT, find_inputs
+from spmd_worker.batch.output_file import OutputFile, sync_folder
 from spmd_worker.config import ConfigError, JobConfig
 
 MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"
+PROOF_NAME: Final = "proof.json"
 
 
 def check_job(job: JobConfig) -> None:
     """Raise ConfigError unless there is something to read and somewhere to write: the same on every rank."""
     if not job.input:
-        raise ConfigError("job.input is not set: give a JSONL file of rows, or - for standard input")
+        raise ConfigError("job.input is not set: give a JSONL or Parquet file of rows, or - for standard input")
     if not job.output:
-        raise ConfigError("job.output is not set: give the JSONL file to write")
-    if job.input != "-" and Path(job.input).resolve() == Path(job.output).resolve():
-        raise ConfigError(f"job.output={job.output} is job.input, which it would replace: give another file to write")
+        raise ConfigError("job.output is not set: give the file to write")
 
 
 def run_dir_of(job: JobConfig) -> Path:
@@ -35,20 +35,25 @@ def prepare_files(job: JobConfig) -> Path:
 
     Raises ConfigError now for what would otherwise fail when the rows are there.
     """
-    if job.input != "-" and not Path(job.input or "").is_file():
-        raise ConfigError(f"job.input={job.input} is not a file: give a JSONL file of rows, or - for standard input")
+    output = Path(job.output or "")
+    if job.input != STANDARD_INPUT:
+        found = [path for path in find_inputs(job.input or "") if path.resolve() == output.resolve()]
+        if found:
+            raise ConfigError(
+                f"job.output={job.output} is read too (job.input={job.input}), and would be replaced: give another file"
+            )
     run_dir = run_dir_of(job)
     if job.resume == "never" and any((run_dir / name).exists() for name in (MANIFEST_NAME, METRICS_NAME)):
         raise ConfigError(
             f"job.run_dir={run_dir} holds a run already and job.resume=never: give another job.run_dir or remove it"
         )
-    _try_output(Path(job.output or ""))
+    _try_output(output)
     _make_folder("job.run_dir", run_dir)
     return run_dir
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Whole or not at all, and durable. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as stream:
         json.dump(value, stream, indent=2)
@@ -56,12 +61,13 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(partial, path)
+    sync_folder(path.parent)
 
 
 def _try_output(path: Path) -> None:
     _make_folder("the folder of job.output", path.parent)
     try:
-        OrderedWriter.open(path).discard()
+        OutputFile.open(path).discard()
     except FileExistsError:
         raise ConfigError(f"job.output={path} exists and is not a regular file: give another file to write") from None
     except OSError as error:

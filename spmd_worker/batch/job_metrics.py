@@ -31,6 +31,7 @@ def report_of_replica(engine: LLMEngine, answered: ReplicaCounts) -> bytes:
     phases = dict(zip(("schedule_s", "lockstep_s", "execute_s", "apply_s"), times.phases(), strict=True))
     replica = {**asdict(answered), "busy_s": times.total_s}
     report = {**_of_workers(engine), "replica": replica, "counters": asdict(engine.counters), "times": phases}
+    report["chain_head"] = engine.lockstep.chain_head.hex()
     return json.dumps(report).encode("ascii")
 
 
@@ -85,6 +86,12 @@ def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
         for stage in value["stages"]:
             replicas[-1].setdefault(stage["stage"], stage)
     return [list(stages.values()) for stages in replicas] if len(replicas[0]) > 1 else []
+
+
+def chain_heads(reports: list[bytes]) -> list[dict[str, Any]]:
+    """Of each replica, how many steps its ranks agreed on and the digest that they came to."""
+    leaders = [value for value in map(json.loads, reports) if "replica" in value]
+    return [{"steps": leader["counters"]["num_steps"], "digest_chain_head": leader["chain_head"]} for leader in leaders]
 
 
 def _of_workers(engine: LLMEngine) -> dict[str, Any]:

@@ -5,15 +5,17 @@ Knows files, counts and the progress display. Knows nothing about engines or who
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import NamedTuple
 
 from spmd_worker.batch.journal import JournalRecord, RowJournal, row_key
 from spmd_worker.batch.progress import Progress
+from spmd_worker.batch.prometheus import PrometheusFile
 from spmd_worker.batch.row import Row, RowError
 from spmd_worker.batch.row_answer import RowAnswer
 from spmd_worker.batch.row_parser import CustomIds, parse_row
 from spmd_worker.batch.row_reader import RowReader
-from spmd_worker.config import ConfigError, JobConfig
+from spmd_worker.config import ConfigError, JobConfig, RowLimits
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 
@@ -29,14 +31,16 @@ class JobInput:
     not given; `keys` are those of rows that were given and are not done.
     """
 
-    def __init__(self, job: JobConfig, defaults: SamplingParams, journal: RowJournal) -> None:
-        assert job.input is not None, "check_job comes first"
+    def __init__(
+        self, reader: RowReader, job: JobConfig, limits: RowLimits, defaults: SamplingParams, journal: RowJournal
+    ) -> None:
         self.num_rows = 0
         self.has_ended = False
+        self.limits = limits
         self.keys: dict[int, int] = {}
         self._journal, self._input = journal, job.input
         self._max_rows, self._defaults = job.max_rows, defaults
-        self._lines: Iterator[tuple[int, bytes]] = iter(RowReader(job.input))
+        self._lines: Iterator[tuple[int, bytes]] = iter(reader)
         self._custom_ids = CustomIds()
 
     def next_row(self) -> InputRow | None:
@@ -48,7 +52,7 @@ class JobInput:
             if index < 0:
                 break
             self.num_rows += 1
-            row = self._custom_ids.check(parse_row(index, line, self._defaults))
+            row = self._custom_ids.check(parse_row(index, line, self._defaults, self.limits))
             key = row_key(line)
             if not self._journal.has(index):
                 self.keys[index] = key
@@ -62,12 +66,10 @@ class JobInput:
         return None
 
 
-def count_rows(job: JobConfig) -> int | None:
-    """Rows of the input, for the progress display; None for standard input, which can be read once only."""
-    if job.input is None or job.input == "-":
-        return None
-    num_rows = sum(1 for _ in RowReader(job.input))
-    return num_rows if job.max_rows is None else min(num_rows, job.max_rows)
+def count_rows(reader: RowReader, job: JobConfig) -> int | None:
+    """Rows that the job will answer; None for standard input. Raises OSError."""
+    num_rows = reader.count()
+    return num_rows if num_rows is None or job.max_rows is None else min(num_rows, job.max_rows)
 
 
 @dataclass(slots=True)
@@ -105,13 +107,24 @@ class JobCounts:
 class JobOutput:
     """Takes answers in any order, keeps them in the journal, counts them and shows how far the job is.
 
-    `keys` are of the rows that are under way (`JobInput.keys`).
+    `keys` are of the rows that are under way (`JobInput.keys`); `num_rows` is of the whole input, where it is known.
+    As a context manager it ends the display, and tells those who watch from outside how the job ended.
     """
 
-    def __init__(self, journal: RowJournal, keys: dict[int, int], progress: Progress) -> None:
+    def __init__(
+        self,
+        journal: RowJournal,
+        keys: dict[int, int],
+        progress: Progress,
+        num_rows: int | None = None,
+        prometheus: PrometheusFile | None = None,
+    ) -> None:
         self.counts = JobCounts()
+        self.is_complete = False
+        """Set by whoever wrote the whole output."""
         self._journal, self._keys, self._progress = journal, keys, progress
-        for record in journal.recovered:
+        self._num_rows, self._prometheus = num_rows, prometheus
+        for record in journal.records():
             self.counts.add_record(record)
         self._shown = (0, 0)
 
@@ -131,3 +144,25 @@ class JobOutput:
         now = (self.counts.rows, num_output_tokens)
         self._progress.update(now[0] - self._shown[0], now[1] - self._shown[1])
         self._shown = now
+        if self._prometheus is not None:
+            self._prometheus.update(self._values())
+
+    def __enter__(self) -> "JobOutput":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.close()
+        if self._prometheus is not None:
+            self._prometheus.end(self._values(), is_complete=self.is_complete)
+
+    def _values(self) -> dict[str, float | None]:
+        return {
+            "rows": self._num_rows,
+            "rows_done": self.counts.rows,
+            "rows_resumed": self.counts.resumed_rows,
+            "error_rows": self.counts.error_rows,
+            "prompt_tokens": self.counts.prompt_tokens,
+            "output_tokens": self._shown[1],
+        }

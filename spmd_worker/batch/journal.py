@@ -63,7 +63,7 @@ class JournalRecord(NamedTuple):
         return JournalRecord._make([*numbers, code.rstrip(b"\0").decode("ascii", "replace") or None])
 
 
-def read_journal(folder: Path) -> list[tuple[int, bytes]]:
+def read_journal(folder: Path) -> Iterator[tuple[int, bytes]]:
     """(row, line) of every committed row in order of the rows, of a job that may be running; changes nothing.
 
     Raises FileNotFoundError where there is no journal, JournalError for what is none.
@@ -71,13 +71,16 @@ def read_journal(folder: Path) -> list[tuple[int, bytes]]:
     with open(folder / JOURNAL_NAME, "rb") as records, open(folder / LINES_NAME, "rb") as lines:
         if records.read(len(_HEADER)) != _HEADER:
             raise JournalError(f"{folder / JOURNAL_NAME} is no journal of this version")
-        found: list[tuple[int, bytes]] = []
+        places = array("Q")
         while (record := JournalRecord.unpack(records.read(_RECORD_BYTES))) is not None:
-            line = _read_at(lines.fileno(), record.offset, record.length)
-            if crc32(line) != record.checksum:
-                raise JournalError(f"{folder / LINES_NAME} does not hold the line of row {record.row}")
-            found.append((record.row, line))
-    return sorted(found)
+            places.extend((record.row, record.offset, record.length, record.checksum))
+        order = sorted(range(0, len(places), 4), key=places.__getitem__)
+        for start in order:
+            row, offset, length, checksum = places[start : start + 4]
+            line = _read_at(lines.fileno(), offset, length)
+            if crc32(line) != checksum:
+                raise JournalError(f"{folder / LINES_NAME} does not hold the line of row {row}")
+            yield row, line
 
 
 def remove_journal(folder: Path) -> None:
@@ -111,7 +114,8 @@ class RowJournal:
         self.num_rows = 0
         self._lines = _open_to_append(folder / LINES_NAME)
         self._records = _open_to_append(folder / JOURNAL_NAME)
-        self.recovered = self._recover()
+        self._recover()
+        self.num_recovered = self.num_rows
         self._last_commit_s = time.monotonic()
 
     def has(self, index: int) -> bool:
@@ -168,6 +172,13 @@ class RowJournal:
             self._sync(self._records)
             self._is_broken = False
 
+    def records(self) -> Iterator[JournalRecord]:
+        """The rows that were done when the journal was opened, in the order in which they ended."""
+        for number in range(self.num_recovered):
+            record = JournalRecord.unpack(_read_at(self._records, len(_HEADER) + number * _RECORD_BYTES, _RECORD_BYTES))
+            assert record is not None, number
+            yield record
+
     def lines(self) -> Iterator[bytes]:
         """The committed lines in order of the rows, as long as none is missing."""
         for index in range(len(self._lengths)):
@@ -187,8 +198,8 @@ class RowJournal:
             os.close(self._records)
             self._lines = self._records = -1
 
-    def _recover(self) -> list[JournalRecord]:
-        """Read what is there, cut off what is torn, and return the records."""
+    def _recover(self) -> None:
+        """Read what is there, and cut off what is torn."""
         size = os.fstat(self._records).st_size
         if size < len(_HEADER):
             head = _read_at(self._records, 0, size)
@@ -198,8 +209,7 @@ class RowJournal:
             os.ftruncate(self._lines, 0)
             _write_all(self._records, _HEADER)
             self._sync(self._records)
-            return []
-        records: list[JournalRecord] = []
+            return
         end, lines_end = len(_HEADER), 0
         if _read_at(self._records, 0, end) != _HEADER:
             raise JournalError(f"{self.folder / JOURNAL_NAME} is no journal of this version")
@@ -208,18 +218,16 @@ class RowJournal:
             is_whole = record.offset == lines_end and record.offset + record.length <= num_line_bytes
             if not is_whole or crc32(_read_at(self._lines, record.offset, record.length)) != record.checksum:
                 raise JournalError(
-                    f"{self.folder / JOURNAL_NAME}: record {len(records)} (row {record.row}) names bytes "
+                    f"{self.folder / JOURNAL_NAME}: record {self.num_rows} (row {record.row}) names bytes "
                     f"{record.offset} to {record.offset + record.length} of {LINES_NAME}, which are not that row's line"
                 )
             if self.has(record.row):
                 raise JournalError(f"{self.folder / JOURNAL_NAME}: row {record.row} is recorded twice")
             self._note(record.row, record.key, record.offset, record.length)
-            records.append(record)
             end += _RECORD_BYTES
             lines_end += record.length
         os.ftruncate(self._records, end)
         os.ftruncate(self._lines, lines_end)
-        return records
 
     def _note(self, index: int, key: int, offset: int, length: int) -> None:
         missing = index + 1 - len(self._lengths)

@@ -5,8 +5,8 @@ memory and in which steps, may differ. Knows configurations and fingerprints. Kn
 """
 
 import json
-import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -25,17 +25,26 @@ _ANSWER_KEYS: Final = ("model.dtype", "model.max_model_len", "model.load_format"
 """Keys of the configuration that answers depend on, beside all of `sampling`, the input and the model's files."""
 
 
-def make_manifest(config: RunConfig, device: str, packages: Mapping[str, str], tokenizer: str | None) -> dict[str, Any]:
+def make_manifest(
+    config: RunConfig,
+    device: str,
+    packages: Mapping[str, str],
+    tokenizer: str | None,
+    inputs: Sequence[Path] | None,
+    num_rows: int | None,
+) -> dict[str, Any]:
     """`answers` is what must be equal to go on, by key; the rest says how the job was run. Raises OSError.
 
-    `tokenizer` is the tokenizer's fingerprint.
+    `tokenizer` is the tokenizer's fingerprint, `inputs` the files that are read and `num_rows` how many rows they have
+    (None: standard input).
     """
     settings = asdict(config)
     answers: dict[str, Any] = {key: _at(settings, key) for key in _ANSWER_KEYS}
     answers |= {f"sampling.{key}": value for key, value in settings["sampling"].items()}
+    answers |= {f"limits.{key}": value for key, value in settings["limits"].items()}
     answers["device"] = device
     answers["job.max_rows"] = config.job.max_rows
-    answers["job.input"] = _input_digest(config.job.input or "")
+    answers["job.input"] = None if inputs is None else _input_digest(inputs)
     answers["model.path"] = model_digest(Path(config.model.path or ""))
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
@@ -45,15 +54,18 @@ def make_manifest(config: RunConfig, device: str, packages: Mapping[str, str], t
         "has_ended": False,
         "answers": answers,
         "config": settings,
+        "config_hash": _digest_of(json.dumps(settings, sort_keys=True)),
+        "num_rows": num_rows,
         "version": version(),
-        "input": config.job.input,
+        "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
         "model": str(Path(config.model.path or "").resolve()),
+        "starts": [{"layout": settings["parallel"], "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}],
     }
 
 
 def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool:
-    """Compare with the manifest of a run that has not ended, if there is one, and write it. Returns whether there is
-    one to go on with.
+    """Compare with the manifest of a run that has not ended, if there is one, add its history, and write it. Returns
+    whether there is one to go on with.
 
     Raises ConfigError naming the first key that differs, unless `resume` is force.
     """
@@ -72,15 +84,15 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
                 f"would differ. Go on as that run began, give another job.run_dir, or set job.resume=force to go on "
                 f"all the same"
             )
-    history = last["overridden"] if last is not None and goes_on else []
-    write_json(path, {**manifest, "overridden": [*history, overridden] if overridden else history})
+    history, starts = (last["overridden"], last["starts"]) if last is not None and goes_on else ([], [])
+    manifest["overridden"] = [*history, overridden] if overridden else history
+    manifest["starts"] = [*starts, *manifest["starts"]]
+    write_json(path, manifest)
     return goes_on
 
 
-def end_manifest(run_dir: Path) -> None:
+def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     """Every row has its answer in the output. Raises OSError."""
-    manifest = read_manifest(run_dir / MANIFEST_NAME)
-    assert manifest is not None, run_dir
     write_json(run_dir / MANIFEST_NAME, {**manifest, "has_ended": True})
 
 
@@ -109,15 +121,22 @@ def model_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _input_digest(name: str) -> str | None:
-    """Of the input's bytes; None for standard input, of which each row is compared when it comes."""
-    if name == "-":
-        return None
+def _input_digest(paths: Sequence[Path]) -> str:
+    """Of the bytes of all files; of standard input there is none, and each row is compared when it comes."""
     digest = blake2b(digest_size=_HASH_BYTES)
-    with open(name, "rb") as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            digest.update(piece)
-        return f"{os.fstat(stream.fileno()).st_size} bytes, {digest.hexdigest()}"
+    num_bytes = 0
+    for path in paths:
+        with open(path, "rb") as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                digest.update(piece)
+                num_bytes += len(piece)
+        # Where one file ends and the next begins a row ends.
+        digest.update(f"\0{num_bytes}\0".encode())
+    return f"{num_bytes} bytes in {len(paths)} file{'s' * (len(paths) != 1)}, {digest.hexdigest()}"
+
+
+def _digest_of(text: str) -> str:
+    return blake2b(text.encode(), digest_size=_HASH_BYTES).hexdigest()
 
 
 def _at(settings: Mapping[str, Any], key: str) -> Any:

@@ -29,9 +29,9 @@ from spmd_worker.batch.row import (
     TokensPrompt,
     shape_of,
 )
-from spmd_worker.batch.row_reader import DEFAULT_MAX_LINE_BYTES
 from spmd_worker.batch.strict_json import StrictJsonError, decode_object
 from spmd_worker.chat_template import ChatTemplateError
+from spmd_worker.config import RowLimits
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer import Tokenizer
 
@@ -39,35 +39,51 @@ _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
 
 
-def parse_row(
-    index: int, line: bytes, defaults: SamplingParams, *, max_line_bytes: int = DEFAULT_MAX_LINE_BYTES
-) -> Row | RowError:
+_NO_LIMITS: Final = RowLimits()
+
+
+def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimits = _NO_LIMITS) -> Row | RowError:
     """The row on a line. `defaults` holds for every sampling key that the row does not give.
 
     In both shapes null means the default, but for the keys whose null has a meaning of its own: `best_of`, `seed`,
     `max_tokens` (as many as the model's length allows), `logprobs`, `prompt_logprobs`.
     """
-    if len(line) > max_line_bytes:
-        message = f"the line is longer than {max_line_bytes} bytes"
+    if len(line) > limits.max_line_bytes:
+        message = f"the line is longer than limits.max_line_bytes={limits.max_line_bytes}"
         return RowError(index, None, "plain", "line_too_long", message)
     try:
-        fields = decode_object(line)
+        fields = decode_object(line, limits.max_nesting)
     except StrictJsonError as error:
         return RowError(index, None, "plain", error.code, str(error))
-    return _parse_fields(index, fields, defaults)
+    return _parse_fields(index, fields, defaults, limits)
 
 
-def _parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams) -> Row | RowError:
+def _parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams, limits: RowLimits) -> Row | RowError:
     shape: ErrorShape = "openai" if any(key in fields for key in OPENAI_ROW_KEYS) else "plain"
     custom_id = fields.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):
         return RowError(index, None, shape, "invalid_value", f"custom_id={short(custom_id)} must be a string")
     try:
-        if shape == "openai":
-            return parse_openai(index, custom_id, fields, defaults)
-        return _parse_plain(index, custom_id, fields, defaults)
+        read = parse_openai if shape == "openai" else _parse_plain
+        row = read(index, custom_id, fields, defaults)
+        _check_limits(row.sampling, limits)
+        return row
     except RowProblem as problem:
         return RowError(index, custom_id, shape, problem.code, str(problem))
+
+
+def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
+    asked = (
+        ("n", sampling.n, "max_n", limits.max_n),
+        ("best_of", sampling.best_of or 0, "max_n", limits.max_n),
+        ("max_tokens", sampling.max_tokens or 0, "max_tokens", limits.max_tokens),
+        ("entries of stop", len(sampling.stop), "max_stop_strings", limits.max_stop_strings),
+        ("entries of stop_token_ids", len(sampling.stop_token_ids), "max_stop_strings", limits.max_stop_strings),
+        ("entries of logit_bias", len(sampling.logit_bias), "max_logit_bias", limits.max_logit_bias),
+    )
+    for what, value, name, most in asked:
+        if most is not None and value > most:
+            raise RowProblem("limit_exceeded", f"{what}: {value} is more than limits.{name}={most}")
 
 
 def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
@@ -94,16 +110,21 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
     return chat_prompt(value, template_kwargs)
 
 
-def resolve(row: Row, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int) -> EncodedRow | RowError:
+def resolve(
+    row: Row, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, limits: RowLimits = _NO_LIMITS
+) -> EncodedRow | RowError:
     """The row with its prompt as token ids and its limits made concrete.
 
     `vocab_size` is the model's, `max_model_len` counts prompt and output tokens. `max_tokens` becomes what the row asks
-    for or what is left of `max_model_len`, whichever is less.
+    for or what is left of `max_model_len`, whichever is less; a row that names none gets `limits.max_tokens` at most.
     """
     try:
         text, token_ids = _encode(row.prompt, tokenizer)
-        _check_prompt(token_ids, vocab_size, max_model_len)
-        sampling = _concrete_sampling(row.sampling, tokenizer, vocab_size, max_model_len - len(token_ids))
+        _check_prompt(token_ids, vocab_size, max_model_len, limits.max_prompt_tokens)
+        num_left = max_model_len - len(token_ids)
+        if limits.max_tokens is not None:
+            num_left = min(num_left, limits.max_tokens)
+        sampling = _concrete_sampling(row.sampling, tokenizer, vocab_size, num_left)
     except RowProblem as problem:
         return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, str(problem))
     return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model)
@@ -133,9 +154,12 @@ def _render(prompt: ChatPrompt, tokenizer: Tokenizer) -> str:
         raise RowProblem("chat_template_error", str(error)[:500]) from None
 
 
-def _check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+def _check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, most: int | None) -> None:
     if not token_ids:
         raise RowProblem("empty_prompt", "the prompt encodes to no tokens")
+    if most is not None and len(token_ids) > most:
+        message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens={most}"
+        raise RowProblem("prompt_too_long", message)
     outside = max(token_ids) if max(token_ids) >= vocab_size else min(token_ids)
     if not 0 <= outside < vocab_size:
         message = f"token id {short(outside)} is outside the vocabulary of {vocab_size} tokens"

@@ -35,7 +35,13 @@ class RowRunner:
     def admit(self, row: Row) -> RowAnswer | None:
         """Queue a row for the next step; the answer, now, of one that cannot run."""
         engine = self._engine
-        encoded = resolve(row, engine.tokenizer, vocab_size=engine.shape.vocab_size, max_model_len=engine.max_model_len)
+        encoded = resolve(
+            row,
+            engine.tokenizer,
+            vocab_size=engine.shape.vocab_size,
+            max_model_len=engine.max_model_len,
+            limits=engine.config.limits,
+        )
         if isinstance(encoded, RowError):
             return refusal(encoded)
         try:

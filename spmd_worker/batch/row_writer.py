@@ -1,14 +1,10 @@
-"""Formats output rows and writes them in input order to a file that appears only when it is complete.
+"""Formats output rows: an answer or an error becomes a line.
 
-Knows the two output shapes and files. Knows nothing about engines or the journal of a run.
+Knows the two output shapes. Knows nothing about engines or files.
 """
 
 import json
-import os
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from spmd_worker.batch.openai_body import (
     JsonObject,
@@ -78,79 +74,3 @@ def _line(record: Any) -> bytes:
         return text.encode("utf-8") + b"\n"
     except UnicodeEncodeError:
         return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
-
-
-@dataclass(slots=True)
-class OrderedWriter:
-    """Takes lines in any order, writes them in order of their index, and names the file when it is complete.
-
-    Lines go to `<name>.partial` beside the output, which `close` renames. Lines that wait for an earlier one are held
-    in memory: how far rows may run ahead is the caller's to bound (`num_waiting`). As a context manager it closes on
-    success and, on an exception, leaves neither output nor partial file.
-    """
-
-    path: Path
-    _stream: BinaryIO
-    next_index: int = 0
-    _waiting: dict[int, bytes] = field(default_factory=dict)
-
-    @staticmethod
-    def open(path: Path) -> "OrderedWriter":
-        """Begin the file. Raises OSError where it cannot be created, and FileExistsError for what is not a file."""
-        path = Path(path)
-        if path.exists() and not path.is_file():
-            raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
-        return OrderedWriter(path, open(_partial(path), "wb"))
-
-    @property
-    def num_waiting(self) -> int:
-        """Lines that wait for an earlier one."""
-        return len(self._waiting)
-
-    def write(self, index: int, line: bytes) -> None:
-        """Take the line of row `index`; every index from 0 comes exactly once."""
-        assert index >= self.next_index, (index, self.next_index)
-        assert index not in self._waiting, index
-        assert line.find(b"\n") == len(line) - 1, line[:100]
-        self._waiting[index] = line
-        while self.next_index in self._waiting:
-            self._stream.write(self._waiting.pop(self.next_index))
-            self.next_index += 1
-
-    def close(self) -> None:
-        """Make the file durable and give it its name. No line may be missing."""
-        assert not self._waiting, f"row {self.next_index} is missing, {len(self._waiting)} later ones wait"
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        os.replace(_partial(self.path), self.path)
-        _sync_folder(self.path.parent)
-
-    def discard(self) -> None:
-        """Remove what was written; a file that had the output's name before stays as it was."""
-        self._stream.close()
-        _partial(self.path).unlink(missing_ok=True)
-
-    def __enter__(self) -> "OrderedWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is durable once the folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

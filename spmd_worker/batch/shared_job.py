@@ -63,7 +63,7 @@ class ReplicaWork:
     def _admit(self, rows: list[NumberedLine]) -> None:
         for each in rows:
             # Rank 0 found nothing wrong with its form, and asked after its name.
-            row = parse_row(each.index, each.line, self._engine.default_sampling)
+            row = parse_row(each.index, each.line, self._engine.default_sampling, self._engine.config.limits)
             assert isinstance(row, Row), row
             answer = self._runner.admit(row)
             if answer is not None:

@@ -4,10 +4,7 @@ Knows JSON. Knows nothing about rows.
 """
 
 import json
-from typing import Any, Final
-
-MAX_DEPTH: Final = 64
-"""The deepest nesting of a row: far above any conversation, far below what exhausts a stack further on."""
+from typing import Any
 
 
 class StrictJsonError(ValueError):
@@ -18,25 +15,26 @@ class StrictJsonError(ValueError):
         self.code = code
 
 
-def decode_object(line: bytes) -> dict[str, Any]:
-    """The JSON object on a line.
+def decode_object(line: bytes, max_nesting: int) -> dict[str, Any]:
+    """The JSON object on a line, of at most `max_nesting` levels.
 
     Raises StrictJsonError for invalid UTF-8, anything but one JSON object, duplicate keys, NaN and Infinity, numbers of
-    thousands of digits, and nesting deeper than `MAX_DEPTH`.
+    thousands of digits, and what is nested deeper.
     """
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise StrictJsonError("invalid_utf8", f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
-    value = _decode(text)
-    if (line.count(b"[") + line.count(b"{")) > MAX_DEPTH and _is_deeper_than(value, MAX_DEPTH):
-        raise StrictJsonError("nested_too_deeply", _TOO_DEEP)
+    too_deep = StrictJsonError("nested_too_deeply", f"the row is nested more than {max_nesting} levels deep")
+    try:
+        value = _decode(text)
+    except RecursionError:
+        raise too_deep from None
+    if (line.count(b"[") + line.count(b"{")) > max_nesting and _is_deeper_than(value, max_nesting):
+        raise too_deep
     if not isinstance(value, dict):
         raise StrictJsonError("not_an_object", f"a row must be a JSON object, not {_kind(value)}")
     return value
-
-
-_TOO_DEEP: Final = f"the row is nested more than {MAX_DEPTH} levels deep"
 
 
 def _decode(text: str) -> Any:
@@ -44,8 +42,6 @@ def _decode(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_object_without_duplicates, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise StrictJsonError("invalid_json", f"the line is not JSON: {error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise StrictJsonError("nested_too_deeply", _TOO_DEEP) from None
     except StrictJsonError:
         raise
     except ValueError:

@@ -105,6 +105,11 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
 
 TORCH_NAMES = ("torch", "safetensors.torch")
 THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "yaml", "safetensors", "tokenizers", "jinja2", "tqdm")
+OPTIONAL = {
+    "zstandard": ("spmd_worker.batch.input_files", "spmd_worker.batch.output_file"),
+    "pyarrow": ("spmd_worker.batch.input_files", "spmd_worker.batch.output_file"),
+}
+"""Packages of extras: the modules that may import them, where they are needed and not before."""
 COMPOSITION_NAMES = ("hydra", "omegaconf", "yaml")
 COMPOSITION_MODULES = ("spmd_worker.config_compose",)
 

@@ -56,6 +56,8 @@ def _import_problem(module: Module, found: Import, modules: dict[str, Module]) -
 
 def _third_party_problem(module: Module, found: Import) -> str | None:
     top = found.module.split(".")[0]
+    if top in house.OPTIONAL:
+        return _optional_problem(module, found, top)
     if top not in house.THIRD_PARTY:
         return f"{top} is not among the dependencies: {', '.join(house.THIRD_PARTY)}"
     if top in house.COMPOSITION_NAMES and module.name not in house.COMPOSITION_MODULES:
@@ -63,6 +65,12 @@ def _third_party_problem(module: Module, found: Import) -> str | None:
     if house.is_within_any(found.dotted, house.TORCH_NAMES):
         return _torch_problem(module, found, "torch")
     return None
+
+
+def _optional_problem(module: Module, found: Import, top: str) -> str | None:
+    if module.name not in house.OPTIONAL[top]:
+        return f"{top} is optional and for {' and '.join(house.OPTIONAL[top])} only"
+    return f"{top} is optional: import it where it is needed" if found.runs_on_import else None
 
 
 def _first_party_problem(module: Module, found: Import, target: str) -> str | None:

@@ -25,6 +25,7 @@ CLEAN_HOUSE = {
     "spmd_worker/llm.py": '"""LLM."""\n\nimport torch\n\nfrom spmd_worker.parallel.groups import Groups\n',
     "spmd_worker/batch/__init__.py": "",
     "spmd_worker/batch/row_reader.py": '"""Rows."""\n\nfrom spmd_worker.sequence.request import Request\n',
+    "spmd_worker/batch/output_file.py": '"""Writes."""\n',
     "spmd_worker/batch/job.py": '"""Job."""\n\nimport spmd_worker.batch.row_reader\nfrom spmd_worker.llm import LLM\n',
     "launch.py": '"""Starts."""\n\nimport argparse\n\n\ndef main():\n    from spmd_worker.batch.job import run\n',
     "conf/config.yaml": "seed: 0\n",

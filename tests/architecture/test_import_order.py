@@ -55,6 +55,8 @@ PLANTED = [
     ("spmd_worker/__init__.py", "from spmd_worker.llm import LLM", "which imports torch, at top level"),
     # Third parties.
     (REQUEST, "import requests", "requests is not among the dependencies"),
+    (REQUEST, "def late():\n    import pyarrow", "pyarrow is optional and for spmd_worker.batch.input_files and"),
+    ("spmd_worker/batch/output_file.py", "import pyarrow", "pyarrow is optional: import it where it is needed"),
     (REQUEST, "import transformers", "transformers is not among the dependencies"),
     (REQUEST, "from omegaconf import DictConfig", "omegaconf is for spmd_worker.config_compose only"),
     ("spmd_worker/config.py", "import hydra", "hydra is for spmd_worker.config_compose only"),

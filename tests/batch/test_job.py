@@ -221,7 +221,7 @@ def test_the_run_directory_is_where_it_was_asked_for(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     run(config_of(tmp_path, run_dir=str(tmp_path / "deep" / "run"), output=str(tmp_path / "answers" / "out.jsonl")))
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    names = ("lock", "manifest.json", "metrics.json", "steps.csv")
+    names = ("lock", "manifest.json", "metrics.json", "proof.json", "steps.csv")
     assert found == ["answers/out.jsonl", *(f"deep/run/{name}" for name in names), "rows.jsonl"]
 
 
@@ -236,10 +236,18 @@ def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loa
     rows, out = str(tmp_path / "rows.jsonl"), str(tmp_path / "out.jsonl")
     (tmp_path / "folder").mkdir()
     for job, message in (
-        ({"input": None}, "job.input is not set: give a JSONL file of rows, or - for standard input"),
-        ({"output": None}, "job.output is not set: give the JSONL file to write"),
-        ({"input": "/no/such"}, "job.input=/no/such is not a file: give a JSONL file of rows, or - for standard input"),
-        ({"output": rows}, f"job.output={rows} is job.input, which it would replace: give another file to write"),
+        ({"input": None}, "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
+        ({"output": None}, "job.output is not set: give the file to write"),
+        (
+            {"input": "/no/such"},
+            "job.input=/no/such is not a file: give a JSONL or Parquet file of rows, a pattern such as 'rows/*.jsonl', "
+            "or - for standard input",
+        ),
+        ({"input": "/no/such*"}, "job.input=/no/such* matches no file: give a pattern that does"),
+        (
+            {"output": rows},
+            f"job.output={rows} is read too (job.input={rows}), and would be replaced: give another file",
+        ),
         (
             {"output": str(tmp_path / "folder")},
             f"job.output={tmp_path}/folder exists and is not a regular file: give another file to write",

@@ -36,9 +36,9 @@ def filled(folder: Path, indices: list[int], **settings) -> None:
 def test_what_was_committed_is_there_again_with_its_counts(tmp_path: Path):
     filled(tmp_path, [2, 0, 1])
     journal = opened(tmp_path)
-    assert [record.row for record in journal.recovered] == [2, 0, 1]
-    assert [record.error_code for record in journal.recovered] == [None, "not_json", None]
-    assert journal.recovered[0][5:8] == (2, 1, 7)
+    assert [record.row for record in journal.records()] == [2, 0, 1]
+    assert [record.error_code for record in journal.records()] == [None, "not_json", None]
+    assert next(journal.records())[5:8] == (2, 1, 7)
     assert [journal.key_of(index) for index in range(3)] == [100, 101, 102]
     assert (journal.has(2), journal.has(3), journal.num_rows) == (True, False, 3)
     assert list(journal.lines()) == [answer(index).line for index in range(3)]
@@ -95,7 +95,7 @@ def test_a_torn_record_at_every_byte_costs_its_row_and_no_other(tmp_path: Path):
         (folder / LINES_NAME).write_bytes(whole[LINES_NAME])
         (folder / JOURNAL_NAME).write_bytes(whole[JOURNAL_NAME][: HEADER_BYTES + 2 * RECORD_BYTES + cut])
         journal = opened(folder)
-        assert [record.row for record in journal.recovered] == [0, 1]
+        assert [record.row for record in journal.records()] == [0, 1]
         assert (folder / LINES_NAME).read_bytes() == answer(0).line + answer(1).line
         journal.append(102, answer(2))
         journal.close()
@@ -107,7 +107,7 @@ def test_a_journal_cut_within_its_header_begins_anew(tmp_path: Path, num_bytes: 
     filled(tmp_path, [0])
     os.truncate(tmp_path / JOURNAL_NAME, min(num_bytes, HEADER_BYTES))
     journal = opened(tmp_path)
-    assert journal.recovered == []
+    assert list(journal.records()) == []
     assert (tmp_path / LINES_NAME).read_bytes() == b""
 
 
@@ -154,7 +154,7 @@ def test_a_sync_that_fails_is_an_error_and_nothing_is_written_after_it(tmp_path:
     journal.close()
     assert [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)] == sizes
     again = opened(tmp_path)
-    assert [record.row for record in again.recovered] in ([0], [0, 1])
+    assert [record.row for record in again.records()] in ([0], [0, 1])
 
 
 def test_a_disk_that_fills_is_an_error_and_what_was_committed_stays(tmp_path: Path):
@@ -172,7 +172,7 @@ for index in range(1000):
     ignore = f"import signal; signal.signal({int(signal.SIGXFSZ)}, signal.SIG_IGN)\n"
     done = subprocess.run([sys.executable, "-c", ignore + script], capture_output=True, text=True, check=False)
     assert "OSError: [Errno 27] File too large" in done.stderr
-    records = opened(tmp_path).recovered
+    records = list(opened(tmp_path).records())
     assert len(records) > 3
     assert [record.row for record in records] == list(range(len(records)))
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1500

@@ -122,7 +122,7 @@ def test_a_run_that_has_ended_keeps_nothing_twice_and_starts_anew(tmp_path: Path
     for _ in range(2):
         assert run(config_of(tmp_path))["resumed_rows"] == 0
         names = sorted(path.name for path in (tmp_path / "out.jsonl.run").iterdir())
-        assert names == ["lock", "manifest.json", "metrics.json", "steps.csv"]
+        assert names == ["lock", "manifest.json", "metrics.json", "proof.json", "steps.csv"]
 
 
 @pytest.mark.parametrize("change", ["seed", "sampling.temperature", "job.max_rows", "model.dtype"])
@@ -161,7 +161,7 @@ def test_another_input_is_refused_and_so_is_a_changed_row_of_standard_input(tmp_
     config = ended_job(tmp_path, 5)
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace('{"prompt": 7}', '{"prompt": 8}'))
-    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes, .*and .*in the run that"):
+    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes in 1 file, .*and .*in the run that"):
         run(config)
     forced = replace(config, job=replace(config.job, resume="force"))
     with pytest.raises(ConfigError, match=r"row 5 is not the one that was answered before"):

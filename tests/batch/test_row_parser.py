@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from spmd_worker.batch.row import ChatPrompt, EncodedRow, Row, RowError, TextPrompt, TokensPrompt
 from spmd_worker.batch.row_parser import CustomIds, parse_row, resolve
 from spmd_worker.batch.row_writer import format_error
+from spmd_worker.config import RowLimits
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer import Tokenizer
 from tests.tokenizer_folders import CHATML, write_byte_level
@@ -284,9 +285,12 @@ def test_a_bad_openai_row_is_an_error_row_of_its_shape(name):
 
 def test_a_line_beyond_the_limit_is_an_error_row_that_names_it():
     line = b'{"prompt": "aaaaaaaa"}'
-    assert isinstance(parse_row(0, line, DEFAULTS, max_line_bytes=len(line)), Row)
-    row = parse_row(0, line, DEFAULTS, max_line_bytes=len(line) - 1)
-    assert (row.code, row.message) == ("line_too_long", f"the line is longer than {len(line) - 1} bytes")
+    assert isinstance(parse_row(0, line, DEFAULTS, RowLimits(max_line_bytes=len(line))), Row)
+    row = parse_row(0, line, DEFAULTS, RowLimits(max_line_bytes=len(line) - 1))
+    assert (row.code, row.message) == (
+        "line_too_long",
+        f"the line is longer than limits.max_line_bytes={len(line) - 1}",
+    )
 
 
 def test_messages_name_key_value_and_way_out():

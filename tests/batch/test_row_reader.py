@@ -9,7 +9,7 @@ from spmd_worker.batch.row_reader import RowReader
 def rows_of(tmp_path, content, **limits):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    return list(RowReader(path, **limits))
+    return list(RowReader((path,), **limits))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_memory_is_bounded_by_the_limit_and_not_by_the_line(tmp_path):
             file.write(b"x" * 1024 * 1024)
         file.write(b"\nb\n")
     tracemalloc.start()
-    assert [len(line) for _, line in RowReader(path, max_line_bytes=1000)] == [1001, 1]
+    assert [len(line) for _, line in RowReader((path,), max_line_bytes=1000)] == [1001, 1]
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 8 * 1024 * 1024
@@ -67,15 +67,15 @@ def test_memory_is_bounded_by_the_limit_and_not_by_the_line(tmp_path):
 
 def test_a_dash_is_standard_input(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n\nb")))
-    assert list(RowReader("-")) == [(0, b"a"), (1, b"b")]
+    assert list(RowReader.of("-")) == [(0, b"a"), (1, b"b")]
 
 
 def test_a_file_can_be_read_again(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b"a\nb\n")
-    reader = RowReader(tmp_path / "rows.jsonl")
+    reader = RowReader((tmp_path / "rows.jsonl",))
     assert list(reader) == list(reader)
 
 
 def test_a_missing_file_is_an_os_error_that_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"):
-        list(RowReader(tmp_path / "absent.jsonl"))
+        list(RowReader((tmp_path / "absent.jsonl",)))

@@ -1,12 +1,10 @@
-import itertools
 import json
 import math
-import os
 
 import pytest
 
 from spmd_worker.batch.row import EncodedRow, RowError
-from spmd_worker.batch.row_writer import OrderedWriter, format_error, format_result
+from spmd_worker.batch.row_writer import format_error, format_result
 from spmd_worker.sequence.outputs import CompletionOutput, Logprob, RequestOutput
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -169,73 +167,3 @@ def test_any_text_is_one_line_of_json(text):
 
 def test_text_is_written_for_people_where_it_can_be():
     assert "naïve 你好 😀".encode() in format_result(encoded(), request_output(("naïve 你好 😀",)))
-
-
-# ---- the ordered writer
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_lines_are_written_in_input_order_whatever_order_they_come_in(tmp_path, order):
-    path = tmp_path / "out.jsonl"
-    with OrderedWriter.open(path) as writer:
-        for index in order:
-            writer.write(index, b"%d\n" % index)
-    assert path.read_bytes() == b"0\n1\n2\n3\n"
-    assert os.listdir(tmp_path) == ["out.jsonl"]
-
-
-def test_a_line_waits_for_the_ones_before_it(tmp_path):
-    writer = OrderedWriter.open(tmp_path / "out.jsonl")
-    writer.write(2, b"2\n")
-    writer.write(0, b"0\n")
-    assert (writer.next_index, writer.num_waiting) == (1, 1)
-    writer.write(1, b"1\n")
-    assert (writer.next_index, writer.num_waiting) == (3, 0)
-    writer.close()
-
-
-def test_the_output_keeps_its_name_from_a_job_that_fails(tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.write_bytes(b"before\n")
-
-    def write_and_fail():
-        with OrderedWriter.open(path) as writer:
-            writer.write(0, b"0\n")
-            assert path.read_bytes() == b"before\n"
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        write_and_fail()
-    assert path.read_bytes() == b"before\n"
-    assert os.listdir(tmp_path) == ["out.jsonl"]
-
-
-def test_a_missing_row_is_not_passed_over_in_silence(tmp_path):
-    writer = OrderedWriter.open(tmp_path / "out.jsonl")
-    writer.write(1, b"1\n")
-    with pytest.raises(AssertionError, match="row 0 is missing"):
-        writer.close()
-    writer.discard()
-
-
-@pytest.mark.parametrize(("index", "line"), [(0, b"again\n"), (1, b"again\n"), (2, b"no end"), (2, b"two\nlines\n")])
-def test_a_row_written_twice_or_of_two_lines_is_a_programmers_mistake(tmp_path, index, line):
-    writer = OrderedWriter.open(tmp_path / "out.jsonl")
-    writer.write(0, b"0\n")
-    writer.write(1, b"1\n")
-    with pytest.raises(AssertionError):
-        writer.write(index, line)
-    writer.discard()
-
-
-def test_an_output_that_is_no_regular_file_is_refused(tmp_path):
-    with pytest.raises(FileExistsError, match="not a regular file"):
-        OrderedWriter.open(tmp_path)
-    with pytest.raises(FileExistsError, match="not a regular file"):
-        OrderedWriter.open("/dev/null")
-
-
-def test_no_rows_make_an_empty_file(tmp_path):
-    with OrderedWriter.open(tmp_path / "out.jsonl"):
-        pass
-    assert (tmp_path / "out.jsonl").read_bytes() == b""

@@ -1,0 +1,72 @@
+"""How far a job is, as a file for node_exporter's textfile collector.
+
+Knows counts and the format of the file. Knows nothing about rows or engines.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S: Final = 5.0
+_PREFIX: Final = "spmd_worker_job_"
+_HELP: Final = {
+    "rows": "Rows of the input; absent where they are not known.",
+    "rows_done": "Rows that have their answer, those from before a restart too.",
+    "rows_resumed": "Rows that an earlier start of the job answered.",
+    "error_rows": "Rows that did not run.",
+    "prompt_tokens": "Tokens of the prompts of rows that are done.",
+    "output_tokens": "Tokens generated since this start.",
+    "running": "1 while the job runs, 0 when it has ended.",
+    "complete": "1 when the output is complete.",
+    "start_time_seconds": "When this start of the job began (Unix time).",
+    "update_time_seconds": "When this file was written (Unix time): a job that was killed leaves running at 1.",
+}
+
+
+class PrometheusFile:
+    """Rewrites `path`, whole each time, every few seconds. A file that cannot be written is one warning: the job goes
+    on. Values that are None are left out.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path, self._clock = path, clock
+        self._started_s = clock()
+        self._written_s = float("-inf")
+        self._has_failed = False
+
+    def update(self, values: Mapping[str, float | None]) -> None:
+        """The job runs; written when it is time."""
+        if self._clock() - self._written_s >= _PERIOD_S:
+            self._write({**values, "running": 1, "complete": 0})
+
+    def end(self, values: Mapping[str, float | None], *, is_complete: bool) -> None:
+        """The job has ended."""
+        self._write({**values, "running": 0, "complete": int(is_complete)})
+
+    def _write(self, values: Mapping[str, float | None]) -> None:
+        now_s = self._written_s = self._clock()
+        own = {"start_time_seconds": self._started_s, "update_time_seconds": now_s}
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        try:
+            partial.write_text(format_metrics({**values, **own}), encoding="ascii")
+            os.replace(partial, self._path)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("job.prometheus_file=%s cannot be written (%s)", self._path, error.strerror)
+            self._has_failed = True
+
+
+def format_metrics(values: Mapping[str, float | None]) -> str:
+    """The text of the file, in the order of the names that there are."""
+    lines = []
+    for name, text in _HELP.items():
+        value = values.get(name)
+        if value is not None:
+            full = f"{_PREFIX}{name}"
+            lines += [f"# HELP {full} {text}", f"# TYPE {full} gauge", f"{full} {value:.15g}"]
+    return "\n".join(lines) + "\n"
