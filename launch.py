@@ -7,15 +7,12 @@ and every error are printed once, by rank 0.
 """
 
 import argparse
-import contextlib
 import faulthandler
 import inspect
 import logging
 import os
-import signal
 import sys
 import threading
-import time
 import traceback
 import typing
 from collections.abc import Callable, Sequence
@@ -25,6 +22,7 @@ from typing import Final, NoReturn
 from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.config_compose import as_plain, as_yaml, compose_run, named_sets
 from spmd_worker.model_shape import ModelConfigError, read_model_shape
+from spmd_worker.observability.ending_signals import EndingSignals
 from spmd_worker.observability.flight_recorder import flight_recorder_variables
 from spmd_worker.observability.roll_call import is_echo
 from spmd_worker.observability.watchdog import Watchdog
@@ -38,9 +36,6 @@ CONF: Final = Path(__file__).resolve().parent / "conf"
 
 _PATIENCE_S: Final = 5.0
 """How long a rank that failed like rank 0 leaves the word to it, and a rank that is to end stays to learn why."""
-
-_IS_ENDING: Final = threading.Event()
-"""The launcher wants this rank to end."""
 
 _USAGE: Final = """\
 Offline LLM inference in the ranks that torchrun started: rows in, completions out.
@@ -169,23 +164,27 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     from spmd_worker.weights.safetensors_header import CheckpointError
     from spmd_worker.worker.device import DeviceError
 
+    if config.job.private:
+        os.umask(0o077)
     configure_logging(environment.rank, environment.world_size)
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         # Stacks of a crash in native code.
         faulthandler.enable(sys.__stderr__)
     _share_the_node(config, environment)
     watchdog = watch_program(environment, config.executor.timeout_s, run_dir_of(config.job), config.device)
-    if environment.world_size > 1:
-        _outlive_the_signal_to_end(watchdog.told_to_end, lambda: watchdog.before_exit())
+    # When a rank has left, the launcher sends the others SIGTERM: they stay a while to learn why.
+    patience_s = _PATIENCE_S if environment.world_size > 1 else 0.0
+    signals = EndingSignals(lambda: watchdog.before_exit(), watchdog.told_to_end, patience_s)
+    signals.install()
     watchdog.start()
     try:
         run_job(config, environment, watchdog)
     except (ConfigError, ModelConfigError, JobError) as error:
         watchdog.fail(error)
-        return _fail(str(error), environment)
+        return _fail(str(error), environment, is_ending=signals.is_ending)
     except (ReplicaDivergedError, RanksDisagreeError) as error:
         watchdog.fail(error)
-        _leave_together(_fail(str(error), environment, DIVERGED_EXIT_CODE))
+        _leave_together(_fail(str(error), environment, DIVERGED_EXIT_CODE, signals.is_ending))
     except (RankFailedError, OSError, DeviceError, TokenizerError, CheckpointError) as error:
         return _end(error, environment, watchdog)
     except Exception as error:  # a fault of ours: its traceback is wanted, and the other ranks must not wait
@@ -230,44 +229,18 @@ def _leave_together(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _fail(message: str, environment: RankEnvironment, code: int = 1) -> int:
-    """Print an error once: rank 0 speaks for all, and another rank where rank 0 turns out well. Returns `code`."""
+def _fail(message: str, environment: RankEnvironment, code: int = 1, is_ending: threading.Event | None = None) -> int:
+    """Print an error once: rank 0 speaks for all, and another rank where rank 0 turns out well. Returns `code`.
+
+    `is_ending` is set when the launcher wants this rank to end, because rank 0 has left.
+    """
     if environment.is_leader:
         print(f"error: {message}", file=sys.stderr, flush=True)
         return code
     # Leaving first could end rank 0 before it has spoken: the launcher ends all ranks when one has left.
-    if not _IS_ENDING.wait(_PATIENCE_S):
+    if not (is_ending or threading.Event()).wait(_PATIENCE_S):
         print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
     return code
-
-
-def _outlive_the_signal_to_end(
-    tell: Callable[[], None] = lambda: None, before_exit: Callable[[], None] = lambda: None
-) -> None:
-    """When a rank has left, the launcher sends the others SIGTERM: stay a while to learn why and to exit with the code
-    that says so. `tell` is called when the signal has come, `before_exit` when the process ends for it.
-
-    A thread counts the time, because this one may wait in a collective, where Python's own handlers do not run.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    arguments = (reader, tell, before_exit)
-    threading.Thread(target=_end_after_sigterm, args=arguments, name="spmd-end", daemon=True).start()
-
-
-def _end_after_sigterm(signal_numbers: int, tell: Callable[[], None], before_exit: Callable[[], None]) -> NoReturn:
-    """Read the numbers of signals as they come."""
-    while os.read(signal_numbers, 1) != bytes([signal.SIGTERM]):
-        continue
-    _IS_ENDING.set()
-    tell()
-    # At once: whoever sent the signal may not wait.
-    with contextlib.suppress(OSError):
-        before_exit()
-    time.sleep(_PATIENCE_S)
-    os._exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

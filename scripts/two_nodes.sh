@@ -5,7 +5,7 @@
 #   bash scripts/two_nodes.sh --cut       pull the cable in the middle of a job: both sides must end, naming the silent rank
 #
 # Input and output are in a folder that node 1 cannot see: it has an empty file system in its place. Prints what happened;
-# exits with 0 if it was what should happen, with 1 if not, with 77 where the kernel does not allow such networks.
+# exits with 0 if it was what should happen, with 1 if not, with 77 where the kernel does not allow such namespaces.
 # PYTHON (default .venv/bin/python) has the requirements; TIMEOUT_S (default 8) is executor.timeout_s of the cut job.
 set -uo pipefail
 
@@ -43,16 +43,18 @@ command -v ip >/dev/null || cannot "needs ip (iproute2)"
     ip -n "$node0" link set lo up && ip -n "$node1" link set lo up &&
     ip -n "$node0" link set cable0 up && ip -n "$node1" link set cable1 up
 } || cannot "this kernel does not let namespaces be joined by a veth pair"
+unshare --pid --fork --mount-proc true || cannot "this kernel does not give processes ids of their own (unshare --pid)"
 
-# node N command...: in that node's network; node 1 finds another file system where the job's files are.
+# node N command...: in that node's network and with its own process ids, as on a machine of its own; node 1 finds another
+# file system where the job's files are.
 node() {
   local number=$1
   shift
   if [ "$number" = 0 ]; then
-    ip netns exec "$node0" "$@"
+    ip netns exec "$node0" unshare --pid --fork --kill-child --mount-proc "$@"
   else
     # shellcheck disable=SC2016  # for the inner shell
-    ip netns exec "$node1" unshare --mount bash -c 'mount --bind "$0" "$1" && shift && exec "$@"' "$hidden" "$files" "$@"
+    ip netns exec "$node1" unshare --pid --fork --kill-child --mount-proc bash -c 'mount --bind "$0" "$1" && shift && exec "$@"' "$hidden" "$files" "$@"
   fi
 }
 

@@ -269,5 +269,7 @@ def _together(channel: ControlChannel, watchdog: Watchdog, phase: str, action: C
         watchdog.fail(error, phase)
     for rank, other in enumerate(channel.gather(problem.encode("utf-8", "replace"))):
         if other:
-            raise RankFailedError(f"rank {rank} failed while {phase}: {other.decode('utf-8', 'replace')}")
+            failed = RankFailedError(f"rank {rank} failed while {phase}: {other.decode('utf-8', 'replace')}")
+            failed.names_cause = True
+            raise failed
     return result

@@ -145,32 +145,44 @@ class RowJournal:
         """Make everything durable that was appended. Raises OSError; then nothing more is written."""
         with self._lock:
             self._last_commit_s = time.monotonic()
-            pending, self._pending = self._pending, []
-            if not pending or self._is_broken:
+            if not self._pending or self._is_broken:
+                self._pending = []
                 return
-            self._is_broken = True
-            offset = os.lseek(self._lines, 0, os.SEEK_END)
-            records = bytearray()
-            for key, answer in pending:
-                record = JournalRecord(
-                    answer.index,
-                    key,
-                    offset,
-                    len(answer.line),
-                    crc32(answer.line),
-                    answer.num_prompt_tokens,
-                    answer.num_cached_tokens,
-                    answer.num_output_tokens,
-                    answer.error_code,
-                )
-                records += record.pack()
-                self._offsets[answer.index] = offset
-                offset += len(answer.line)
-            _write_all(self._lines, b"".join([answer.line for _, answer in pending]))
-            self._sync(self._lines)
-            _write_all(self._records, bytes(records))
-            self._sync(self._records)
-            self._is_broken = False
+            ends = os.lseek(self._lines, 0, os.SEEK_END), os.lseek(self._records, 0, os.SEEK_END)
+            try:
+                self._write_pending(ends[0])
+                self._pending = []
+            except Exception:
+                self._is_broken = True
+                raise
+            except BaseException:  # Ctrl-C: nothing is wrong with the files, and the next commit begins again
+                if self._pending:
+                    os.ftruncate(self._lines, ends[0])
+                    os.ftruncate(self._records, ends[1])
+                raise
+
+    def _write_pending(self, offset: int) -> None:
+        """`offset` is the end of the lines."""
+        records = bytearray()
+        for key, answer in self._pending:
+            record = JournalRecord(
+                answer.index,
+                key,
+                offset,
+                len(answer.line),
+                crc32(answer.line),
+                answer.num_prompt_tokens,
+                answer.num_cached_tokens,
+                answer.num_output_tokens,
+                answer.error_code,
+            )
+            records += record.pack()
+            self._offsets[answer.index] = offset
+            offset += len(answer.line)
+        _write_all(self._lines, b"".join([answer.line for _, answer in self._pending]))
+        self._sync(self._lines)
+        _write_all(self._records, bytes(records))
+        self._sync(self._records)
 
     def records(self) -> Iterator[JournalRecord]:
         """The rows that were done when the journal was opened, in the order in which they ended."""

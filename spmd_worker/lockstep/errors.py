@@ -18,7 +18,12 @@ class RanksDisagreeError(RuntimeError):
 
 
 class RankFailedError(RuntimeError):
-    """A rank of this replica could not start; the message says which and why, the same on every rank."""
+    """A rank of this replica could not start, or left; the message says which and why.
+
+    `names_cause`: the ranks told each other the reason, so every rank raises the same, and no better can be found.
+    """
+
+    names_cause = False
 
 
 class LostMessageError(ReplicaDivergedError):

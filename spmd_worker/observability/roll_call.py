@@ -5,6 +5,7 @@ nothing about how heartbeats travel, or clocks.
 """
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -130,8 +131,17 @@ def _judge_by_effects(standings: Sequence[Standing], stalled: list[Standing]) ->
         return Verdict((echo[0],), echo[1].text)
     told = [each for each in standings if each.failure and each.failure.kind is FailureKind.TOLD]
     if told and len(told) == len([each for each in standings if each.beat and not each.beat.has_ended]):
-        return Verdict(_ranks(told), "every rank was told to end (SIGTERM): the launcher or the machine ended the job")
-    return Verdict(_ranks(told), f"{_were(told)} told to end (SIGTERM) from outside the job") if told else None
+        by = _signal_of(told[0].failure)
+        return Verdict(_ranks(told), f"every rank was told to end ({by}): the launcher or the machine ended the job")
+    if not told:
+        return None
+    return Verdict(_ranks(told), f"{_were(told)} told to end ({_signal_of(told[0].failure)}) from outside the job")
+
+
+def _signal_of(failure: Failure | None) -> str:
+    """Of a rank that was told to end: SIGTERM where its exit code says nothing else."""
+    code = 0 if failure is None else failure.exit_code
+    return "SIGUSR1" if code == 128 + signal.SIGUSR1 else "SIGTERM"
 
 
 def _judge_the_stalled(stalled: list[Standing], what: str) -> Verdict:
@@ -175,7 +185,7 @@ def _remark(standing: Standing, beat: Beat) -> str:
     if standing.is_silent:
         return f"silent for {standing.heard_ago_s:.1f} s"
     if beat.failure is not None:
-        return "was told to end (SIGTERM)"
+        return f"was told to end ({_signal_of(beat.failure)})"
     place = f" at {beat.where}" if beat.where else ""
     doing = "waits for others" if beat.is_waiting else "works"
     since = f", {beat.phase_age_s:.1f} s in this phase" if beat.phase_age_s >= 1 else ""

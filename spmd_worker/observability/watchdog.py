@@ -13,6 +13,7 @@ heartbeats. Knows nothing about torch.
 
 import logging
 import os
+import signal
 import threading
 import time
 import traceback
@@ -139,17 +140,19 @@ class Watchdog:
         """In somebody else's process, after `fail`: who is to blame for an error that tells of another rank's end, in
         one sentence; waits a moment for it. None for other errors, and where nothing is known but the error.
         """
-        if self.watched.exits or len(self.watched.ranks) == 1 or not is_echo(error):
+        names_cause = getattr(error, "names_cause", False)
+        if self.watched.exits or len(self.watched.ranks) == 1 or not is_echo(error) or names_cause:
             return None
         self._is_judged.wait(SETTLE_S + _JUDGE_S)
         verdict = self._verdict
         is_news = verdict is not None and not verdict.is_said and not self._is_to_blame(verdict)
         return verdict.text if verdict is not None and is_news else None
 
-    def told_to_end(self) -> None:
-        """Somebody sent SIGTERM: because another rank failed, or for reasons of their own. Does not wait."""
+    def told_to_end(self, number: int = signal.SIGTERM) -> None:
+        """Somebody sent a signal: because another rank failed, or for reasons of their own. Does not wait."""
         self._is_told = True
-        self._fail(Failure(FailureKind.TOLD, f"rank {self.watched.rank} was told to end (SIGTERM)", 143), wait_s=0.0)
+        text = f"rank {self.watched.rank} was told to end ({signal.Signals(number).name})"
+        self._fail(Failure(FailureKind.TOLD, text, 128 + number), wait_s=0.0)
 
     def leave(self, exit_code: int) -> NoReturn:
         """The main thread is out and failed: the process ends when the ranks know why, and who has to leave first

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spmd_worker.batch import journal as journal_module
-from spmd_worker.batch.journal import JOURNAL_NAME, LINES_NAME, JournalError, JournalRecord, RowJournal
+from spmd_worker.batch.journal import JOURNAL_NAME, LINES_NAME, JournalError, JournalRecord, RowJournal, read_journal
 from spmd_worker.batch.row_answer import RowAnswer
 
 RECORD_BYTES = journal_module._RECORD_BYTES
@@ -155,6 +155,26 @@ def test_a_sync_that_fails_is_an_error_and_nothing_is_written_after_it(tmp_path:
     assert [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)] == sizes
     again = opened(tmp_path)
     assert [record.row for record in again.records()] in ([0], [0, 1])
+
+
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_an_interruption_in_the_middle_of_a_commit_loses_nothing_and_repeats_nothing(tmp_path: Path, at_call: int):
+    calls = [0]
+
+    def sync(descriptor: int) -> None:
+        calls[0] += 1
+        # The first is the header's.
+        if calls[0] == 1 + at_call:
+            raise KeyboardInterrupt
+
+    journal = opened(tmp_path, commit_rows=2, sync=sync)
+    journal.append(0, answer(0))
+    with pytest.raises(KeyboardInterrupt):
+        journal.append(1, answer(1))
+    journal.append(2, answer(2))
+    journal.close()
+    assert [record.row for record in opened(tmp_path).records()] == [0, 1, 2]
+    assert [row for row, _ in read_journal(tmp_path)] == [0, 1, 2]
 
 
 def test_a_disk_that_fills_is_an_error_and_what_was_committed_stays(tmp_path: Path):

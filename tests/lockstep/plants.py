@@ -29,6 +29,7 @@ from spmd_worker.config import ExecutorConfig
 from spmd_worker.executor import external_launcher
 from spmd_worker.lockstep import codec, connect, step_channel
 from spmd_worker.lockstep.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
+from spmd_worker.observability.ending_signals import EndingSignals
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.scheduler.residency import PreemptionPolicy, Residency
 from spmd_worker.scheduler.scheduler import Scheduler
@@ -474,7 +475,7 @@ def _plant_in_messages(
 
 def _generate(place: Place, arguments: list[str], prompts: list[str], params: list[SamplingParams]) -> int:
     """A script of the kind that people write, which leaves as launch.py does."""
-    launch._outlive_the_signal_to_end()
+    EndingSignals(lambda: None, lambda number: None, 5.0).install()
     if "executor.digest_every=0" in arguments:
         llm.ExecutorConfig = partial(ExecutorConfig, digest_every=0)
     with llm.LLM(MODEL, tensor_parallel_size=place.num_ranks, num_blocks=64, device="cpu", timeout_s=20) as model:

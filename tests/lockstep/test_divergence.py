@@ -174,11 +174,11 @@ def test_a_rank_that_hangs_in_a_collective_ends_soon_after_the_launcher_wants_it
     source = """
         import os, sys, time
         import torch, torch.distributed as dist
-        import launch
+        from spmd_worker.observability.ending_signals import EndingSignals
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo")
         hanging = dist.new_group([0, 2])
-        launch._outlive_the_signal_to_end()
+        EndingSignals(lambda: None, lambda number: None, 5.0).install()
         if rank == 1:
             time.sleep(1)
             os._exit(3)

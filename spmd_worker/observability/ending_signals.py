@@ -1,0 +1,79 @@
+"""Signals that end a job: what is finished is kept, and the process ends soon, whatever its main thread waits for.
+
+    SIGTERM, SIGUSR1   keep, stay a while to learn which rank is the cause, exit with 128 + the signal's number
+    Ctrl-C             keep, KeyboardInterrupt in the main thread; once more, or when it takes long: exit with 130
+
+A thread acts on them, because the main thread may wait in a collective, where Python's own handlers do not run. Knows
+signals. Knows nothing about what is kept.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+_TOLD: Final = (signal.SIGTERM, signal.SIGUSR1)
+"""SIGUSR1 is what batch systems warn with before the time is up."""
+
+
+_INTERRUPTED_S: Final = 5.0
+"""How long the main thread may take to end after Ctrl-C."""
+
+
+class EndingSignals:
+    """`keep` is called, in a thread, for each signal; `tell` for the first that is no Ctrl-C, with its number.
+
+    `patience_s` is how long the main thread may then take to learn why, and to end by itself.
+    """
+
+    def __init__(self, keep: Callable[[], None], tell: Callable[[int], None], patience_s: float) -> None:
+        self._keep, self._tell, self._patience_s = keep, tell, patience_s
+        self._num_interrupts = 0
+        self.is_ending = threading.Event()
+
+    def install(self) -> None:
+        """In the main thread; for good."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in _TOLD:
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGINT, self._interrupt)
+        threading.Thread(target=self._run, args=(reader,), name="spmd-end", daemon=True).start()
+
+    def _interrupt(self, *_: Any) -> None:
+        """Once: a second one must not interrupt what the first one made the main thread do."""
+        self._num_interrupts += 1
+        if self._num_interrupts == 1:
+            raise KeyboardInterrupt
+
+    def _run(self, reader: int) -> NoReturn:
+        """Read the numbers of signals as they come."""
+        num_interrupts = 0
+        while True:
+            number = os.read(reader, 1)[0]
+            if number in _TOLD:
+                self._end_soon(number)
+            if number == signal.SIGINT:
+                num_interrupts += 1
+                self._save()
+                if num_interrupts > 1:
+                    os._exit(128 + number)
+                threading.Timer(_INTERRUPTED_S, os._exit, (128 + number,)).start()
+
+    def _end_soon(self, number: int) -> NoReturn:
+        self.is_ending.set()
+        self._tell(number)
+        # At once: whoever sent the signal may not wait.
+        self._save()
+        time.sleep(self._patience_s)
+        os._exit(128 + number)
+
+    def _save(self) -> None:
+        try:
+            self._keep()
+        except OSError:
+            # Who writes has an error of its own to show.
+            return

@@ -1,0 +1,128 @@
+"""A batch job that is asked to end keeps what is finished, ends soon, and goes on from there when it is started again.
+
+Commits by count and by time are switched off here, so that what is kept is kept because of the signal.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+from job_attempts import LAUNCH, MODEL, Attempt, write_rows
+
+from spmd_worker.batch.journal import read_journal
+
+NO_COMMITS = ("job.commit_rows=100000", "job.commit_s=3600")
+LIMIT_S = 60.0
+MOST_S = 12.0
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("whole")
+    write_rows(folder)
+    assert start(folder).wait(LIMIT_S) == 0
+    return (folder / "out.jsonl").read_bytes()
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen:
+    """Without a launcher, as `python launch.py`."""
+    command = [
+        *(sys.executable, str(LAUNCH), f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
+        *("cache.num_blocks=512", "scheduler.max_num_seqs=32"),
+        *(f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", *NO_COMMITS, *more),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ranks.REPOSITORY)}
+    with open(folder / "log", "ab") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def wait_for_rows(folder: Path, process: subprocess.Popen | None = None) -> None:
+    """Until the job has answered some rows, by its own account."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        steps = folder / "out.jsonl.run" / "steps.csv"
+        if steps.exists() and steps.read_bytes().count(b"\n") > 120:
+            return
+        assert process is None or process.poll() is None, (folder / "log").read_text()
+        time.sleep(0.02)
+    raise AssertionError("the job did not get under way")
+
+
+def num_kept(folder: Path) -> int:
+    return len(list(read_journal(folder / "out.jsonl.run")))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "exit_codes"),
+    [
+        ([signal.SIGTERM], [143]),
+        ([signal.SIGUSR1], [138]),
+        ([signal.SIGINT], [1]),
+        ([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130]),
+    ],
+    ids=["SIGTERM", "SIGUSR1", "Ctrl-C", "Ctrl-C thrice"],
+)
+def test_a_job_that_is_told_to_end_keeps_what_is_finished(tmp_path: Path, expected: bytes, numbers, exit_codes):
+    write_rows(tmp_path)
+    # Steps are written at once, so that the test sees how far the job is.
+    process = start(tmp_path)
+    try:
+        wait_for_rows(tmp_path, process)
+        for number in numbers:
+            process.send_signal(number)
+        assert process.wait(MOST_S) in exit_codes, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+    kept = num_kept(tmp_path)
+    assert kept > 0
+    assert start(tmp_path).wait(LIMIT_S) == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+    assert json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["resumed_rows"] == kept
+
+
+def test_a_job_that_is_killed_keeps_nothing_without_commits(tmp_path: Path):
+    """The control: what the other tests find was kept because of the signal."""
+    write_rows(tmp_path)
+    process = start(tmp_path)
+    wait_for_rows(tmp_path, process)
+    process.kill()
+    process.wait()
+    assert num_kept(tmp_path) == 0
+
+
+def test_ranks_that_are_warned_keep_what_is_finished(tmp_path: Path, expected: bytes):
+    write_rows(tmp_path)
+    attempt = Attempt(tmp_path, "two shards", *NO_COMMITS)
+    wait_for_rows(tmp_path)
+    for rank in (0, 1):
+        attempt.send(signal.SIGUSR1, rank)
+    assert attempt.close() != 0
+    kept = num_kept(tmp_path)
+    assert kept > 0
+    assert "was told to end (SIGUSR1)" in (tmp_path / "log").read_text()
+    assert start(tmp_path).wait(LIMIT_S) == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_max_restarts_a_killed_rank_is_no_end_and_the_job_resumes_by_itself(
+    tmp_path: Path, expected: bytes, victim: int
+):
+    write_rows(tmp_path)
+    attempt = Attempt(tmp_path, "two shards", launcher_arguments=("--max-restarts", "2"))
+    wait_for_rows(tmp_path)
+    attempt.send(signal.SIGKILL, victim)
+    assert attempt.close() == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "out.jsonl").read_bytes() == expected
+    log = (tmp_path / "log").read_text()
+    assert "the job goes on with the others" in log
+    assert re.search(r"(?m)^answered before +\d+$", log), log
+    metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
+    assert 0 < metrics["resumed_rows"] < metrics["rows"]
