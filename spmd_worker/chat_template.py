@@ -50,7 +50,7 @@ class ChatTemplate:
     """One template, compiled when first used. `variables` are the special tokens by name (`bos_token`, ...)."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._variables = dict(variables)
         self._environment = _BoundedEnvironment()
         self._stream: Callable[..., Iterator[str]] | None = None
@@ -74,7 +74,7 @@ class ChatTemplate:
 
     def _render(self, context: dict[str, Any]) -> str:
         if self._stream is None:
-            self._stream = self._environment.from_string(self._source).generate
+            self._stream = self._environment.from_string(self.source).generate
         pieces: list[str] = []
         num_left = MAX_OUTPUT_CHARACTERS
         self._environment.restart()

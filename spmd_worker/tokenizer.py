@@ -102,6 +102,11 @@ class Tokenizer:
         """Whether `apply_chat_template` can be called."""
         return self._chat_template is not None
 
+    @property
+    def chat_template_source(self) -> str | None:
+        """The template as the model folder has it."""
+        return None if self._chat_template is None else self._chat_template.source
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises ValueError for text that is not Unicode (half a surrogate pair)."""
         if not _is_unicode(text):

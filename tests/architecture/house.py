@@ -71,6 +71,7 @@ ROOMS = (
     Room(("spmd_worker.replicas",), may_import_torch=True),
     Room(("spmd_worker.llm",), may_import_torch=True),
     Room(("spmd_worker.batch",)),
+    Room(("spmd_worker.integrations",), may_import_torch=True),
 )
 
 TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
@@ -108,8 +109,11 @@ THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "yaml", "safetensors", "t
 OPTIONAL = {
     "zstandard": ("spmd_worker.batch.input_files", "spmd_worker.batch.output_file"),
     "pyarrow": ("spmd_worker.batch.input_files", "spmd_worker.batch.output_file"),
+    "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
 }
 """Packages of extras: the modules that may import them, where they are needed and not before."""
+NEED_OPTIONAL = ("spmd_worker.integrations.lm_eval_model",)
+"""Modules that are nothing without one of them, and that no other module imports."""
 COMPOSITION_NAMES = ("hydra", "omegaconf", "yaml")
 COMPOSITION_MODULES = ("spmd_worker.config_compose",)
 

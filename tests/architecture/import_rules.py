@@ -70,7 +70,8 @@ def _third_party_problem(module: Module, found: Import) -> str | None:
 def _optional_problem(module: Module, found: Import, top: str) -> str | None:
     if module.name not in house.OPTIONAL[top]:
         return f"{top} is optional and for {' and '.join(house.OPTIONAL[top])} only"
-    return f"{top} is optional: import it where it is needed" if found.runs_on_import else None
+    is_late = not found.runs_on_import or module.name in house.NEED_OPTIONAL
+    return None if is_late else f"{top} is optional: import it where it is needed"
 
 
 def _first_party_problem(module: Module, found: Import, target: str) -> str | None:
@@ -82,6 +83,8 @@ def _first_party_problem(module: Module, found: Import, target: str) -> str | No
         return None
     if target == house.FACADE:
         return f"the names of {house.FACADE}/__init__.py are for users: import the module that defines them"
+    if target in house.NEED_OPTIONAL:
+        return f"{target} is for users who have its optional package"
     own_index, target_index = house.room_index(module.name), house.room_index(target)
     if target_index is None:
         return f"{target} stands nowhere in the house"

@@ -1,0 +1,230 @@
+"""lm-evaluation-harness on this runtime: `spmd_worker` is a model of the harness once this module is imported.
+
+    python -m spmd_worker.integrations.lm_eval_model run --model spmd_worker --model_args pretrained=DIR --tasks TASK
+    torchrun --nproc-per-node 2 -m spmd_worker.integrations.lm_eval_model run --model spmd_worker \\
+        --model_args pretrained=DIR,tensor_parallel_size=2 --tasks TASK
+
+Under torchrun every rank runs the harness with all requests and gets all results; the engine divides the work between
+the ranks and checks that they ask the same. Knows the harness and `LLM`. Knows nothing about ranks or steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from spmd_worker.config import ConfigError
+from spmd_worker.llm import LLM
+from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+_DEFAULT_MAX_GEN_TOKS: Final = 256
+_SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed")
+_IGNORED_KEYS: Final = ("do_sample", "num_beams", "use_cache")
+"""Of generation arguments: `do_sample` has become a temperature, one beam is all there is."""
+
+_Request = tuple[tuple[str, str] | None, list[int], list[int]]
+"""(texts of context and continuation, their token ids)."""
+
+
+@register_model("spmd_worker")
+class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
+    """`pretrained` is a model folder; arguments that the harness gives every model and that mean nothing here are
+    `batch_size`, `max_batch_size` and `trust_remote_code` (code from a model folder never runs). All others are
+    `LLM`'s.
+
+    `max_length` is the most tokens that stand before one that is scored, `max_gen_toks` the most that are generated
+    where a task names none. Text is encoded with the special tokens that the tokenizer adds of its own accord, unless
+    `add_bos_token` says whether.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        max_length: int | None = None,
+        max_gen_toks: int = _DEFAULT_MAX_GEN_TOKS,
+        prefix_token_id: int | None = None,
+        add_bos_token: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        trust_remote_code: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if trust_remote_code:
+            raise ConfigError("trust_remote_code=True: code from a model folder is never run here; leave it out")
+        # The harness passes its own devices, such as cpu and cuda:0.
+        options["device"] = str(options.get("device") or "auto").split(":")[0]
+        self.llm = LLM(pretrained, **options)
+        self.tokenizer = self.llm.get_tokenizer()
+        self._max_gen_toks, self._name = max_gen_toks, str(pretrained)
+        self._prefix_token_id, self._add_bos_token = prefix_token_id, add_bos_token
+        self._chat_template_args = dict(chat_template_args or {})
+        # A text that is scored is a prompt here, with its last token, and one more token is generated.
+        most = self.llm.llm_engine.max_model_len - 2
+        if max_length is not None and max_length > most:
+            raise ConfigError(f"max_length={max_length} must be at most {most}, two below max_model_len={most + 2}")
+        self._max_length = max_length or most
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens before one that is scored, or of context and answer together."""
+        return self._max_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Tokens to generate where a task does not say."""
+        return self._max_gen_toks
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        token_id = self.tokenizer.eos_token_id
+        if token_id is None:
+            raise ConfigError(f"pretrained={self._name}: the tokenizer names no eos_token")
+        return int(token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context: the beginning of a sequence, else its end."""
+        if self._prefix_token_id is not None:
+            return self._prefix_token_id
+        token_id = self.tokenizer.bos_token_id
+        return self.eot_token_id if token_id is None else int(token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's cache of requests."""
+        return f"{self._name.replace('/', '__')}__{self.tokenizer.fingerprint()}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's source, which the harness writes into its results."""
+        if not chat_template:
+            return None
+        if isinstance(chat_template, str):
+            raise ConfigError(f"chat_template={chat_template}: a model folder has one template here; give True")
+        return self.tokenizer.chat_template_source or ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Without `add_generation_prompt` the text ends with the last message, for the model to go on with it."""
+        text = self.tokenizer.apply_chat_template(chat_history, add_generation_prompt, self._chat_template_args)
+        if add_generation_prompt or not chat_history:
+            return text
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """A text that begins with the beginning-of-sequence token does not get another."""
+        adds = self._add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.token_text(self.prefix_token_id)):
+            adds = False
+        return self.tokenizer.encode(string, add_special_tokens=adds is None or adds)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text up to the first of the task's stop strings, which is left out."""
+        asked = [self._as_prompt(*request.args) for request in requests]
+        outputs = self._answer([token_ids for token_ids, _ in asked], [params for _, params in asked], disable_tqdm)
+        texts = []
+        for request, (_, params), output in zip(requests, asked, outputs, strict=True):
+            text = postprocess_generated_text(output.outputs[0].text, list(params.stop), None)
+            texts.append(text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows where they are longer than `max_length`."""
+        windows: list[_Request] = []
+        counts: list[int] = []
+        for request in requests:
+            found = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            own = [make_disjoint_window(window) for window in found]
+            windows += [(None, list(context), list(continuation)) for context, continuation in own]
+            counts.append(len(own))
+        answers = iter(self._loglikelihood_tokens(windows, disable_tqdm))
+        sums = []
+        for request, count in zip(requests, counts, strict=True):
+            total = sum(next(answers)[0] for _ in range(count))
+            sums.append(total)
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[_Request], disable_tqdm: bool = False, **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation: its log-probability, and whether greedy decoding would have given it."""
+        prompts = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+        outputs = self._answer(prompts, [params] * len(prompts), disable_tqdm)
+        answers = []
+        for (key, _, scored), prompt, output in zip(requests, prompts, outputs, strict=True):
+            answer = _score(prompt, min(len(scored), len(prompt) - 1), output)
+            answers.append(answer)
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return answers
+
+    def _as_prompt(self, context: str, arguments: Mapping[str, Any]) -> tuple[list[int], SamplingParams]:
+        """The end of the context, as much as leaves room for the answer."""
+        given: dict[str, Any] = dict(normalize_gen_kwargs(dict(arguments), self.max_gen_toks))
+        eos = self.tokenizer.token_text(self.eot_token_id)
+        stop = handle_stop_sequences(given.pop("until", None), eos=eos)
+        max_tokens = int(given.pop("max_gen_toks"))
+        unknown = [key for key in given if key not in (*_SAMPLING_KEYS, *_IGNORED_KEYS)]
+        if unknown:
+            raise ConfigError(f"generation argument {unknown[0]!r} is unknown; known: {', '.join(_SAMPLING_KEYS)}")
+        num_context = self.max_length - max_tokens
+        if num_context < 1:
+            raise ConfigError(f"max_gen_toks={max_tokens} leaves no room for a context in max_length={self.max_length}")
+        sampling = {key: given[key] for key in _SAMPLING_KEYS if given.get(key) is not None}
+        params = SamplingParams(max_tokens=max_tokens, stop=tuple(each for each in stop if each), **sampling)
+        return self.tok_encode(context)[-num_context:], params
+
+    def _answer(
+        self, prompts: list[list[int]], params: list[SamplingParams], disable_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Raises ValueError for a request that cannot be answered: scores without it would be wrong."""
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=not disable_tqdm
+        )
+        for index, output in enumerate(outputs):
+            if output.error is not None:
+                raise ValueError(f"request {index} cannot be answered: {output.error}")
+        return outputs
+
+
+def _score(prompt: list[int], num_scored: int, output: RequestOutput) -> tuple[float, bool]:
+    """Of the last so many tokens of the prompt."""
+    assert output.prompt_logprobs is not None, "they were asked for"
+    start = len(prompt) - num_scored
+    total, is_greedy = 0.0, True
+    for token_id, position in zip(prompt[start:], output.prompt_logprobs[start:], strict=True):
+        assert position is not None, "only the first token has none"
+        total += position[token_id].logprob
+        is_greedy = is_greedy and position[token_id].rank == 1
+    return total, is_greedy
+
+
+def main() -> None:
+    """The harness's own command line, with this model among the others."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Every body of a batch output is one that the official `openai` package parses, in its strictest way.
+
+The job is a real one: a model of random weights, plain and chat rows with log-probabilities, several choices, stops of
+all kinds, and rows that cannot run.
+"""
+
+import json
+
+import pytest
+import ranks
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from pydantic import TypeAdapter
+
+from spmd_worker.batch.job import run_job
+from spmd_worker.config import CacheConfig, JobConfig, ModelConfig, RunConfig
+from spmd_worker.parallel.environment import RankEnvironment
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+
+COMPLETIONS = [
+    {"prompt": "add 1 2 ="},
+    {"prompt": ["add 3 4 ="], "max_tokens": 5},
+    {"prompt": [220, 15, 21], "logprobs": 3},
+    {"prompt": "add 5 6 =", "n": 3, "temperature": 0.9, "seed": 7, "logprobs": 0},
+    {"prompt": "add 7 8 =", "best_of": 3, "n": 2, "seed": 1},
+    {"prompt": "copy a b c =", "stop": ["b", "c"], "max_tokens": 20},
+    {"prompt": "copy a b c =", "max_tokens": 1, "user": "someone", "model": "named"},
+    {"prompt": "add 1 1 =", "echo": True},
+    {"prompt": "", "max_tokens": 3},
+    {"prompt": "add 2 2 =", "max_tokens": -1},
+]
+CHATS = [
+    {"messages": [{"role": "user", "content": "add 1 2 ="}]},
+    {"messages": [{"role": "user", "content": "add 1 2 ="}], "logprobs": True},
+    {"messages": [{"role": "user", "content": "add 1 2 ="}], "logprobs": True, "top_logprobs": 4, "n": 2, "seed": 3},
+    {"messages": [{"role": "system", "content": "sums"}, {"role": "user", "content": [{"type": "text", "text": "1"}]}]},
+    {"messages": [{"role": "user", "content": "add 9 9 ="}], "max_completion_tokens": 2, "model": "named"},
+    {"messages": [{"role": "user", "content": "é你😀"}], "temperature": 1.5, "seed": 2, "max_tokens": 30},
+    {"messages": [], "max_tokens": 3},
+    {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]},
+]
+NUM_ROWS = 100
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("openai")
+    rows = []
+    for index in range(NUM_ROWS):
+        is_chat = index % 2
+        bodies = CHATS if is_chat else COMPLETIONS
+        url = "/v1/chat/completions" if is_chat else "/v1/completions"
+        body = {"model": "demo", "max_tokens": 8, **bodies[index // 2 % len(bodies)]}
+        if "max_completion_tokens" in body:
+            del body["max_tokens"]
+        rows.append({"custom_id": f"row {index}", "method": "POST", "url": url, "body": body})
+    rows[50] = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", "input": "text"}}
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = RunConfig(
+        model=ModelConfig(path=str(MODEL), dtype="float32"),
+        cache=CacheConfig(num_blocks=256),
+        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl")),
+        device="cpu",
+    )
+    run_job(config, RankEnvironment())
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+PARSERS = {"text_completion": TypeAdapter(Completion), "chat.completion": TypeAdapter(ChatCompletion)}
+"""The package's own types. They are used strictly, so that no value is made to fit."""
+
+
+def test_every_body_of_a_batch_of_100_rows_parses(answers: list[dict]):
+    assert len(answers) == NUM_ROWS
+    parsed = {"text_completion": 0, "chat.completion": 0}
+    for answer in answers:
+        assert set(answer) == {"id", "custom_id", "response", "error"}
+        if answer["error"] is not None:
+            assert answer["response"] is None
+            assert set(answer["error"]) == {"code", "message"}
+            continue
+        assert answer["response"]["status_code"] == 200
+        assert answer["response"]["request_id"]
+        body = answer["response"]["body"]
+        completion = PARSERS[body["object"]].validate_python(body, strict=True)
+        parsed[body["object"]] += 1
+        check(completion, body)
+    assert sum(parsed.values()) + sum(answer["error"] is not None for answer in answers) == NUM_ROWS
+    assert min(parsed.values()) > 30, parsed
+
+
+def check(completion: Completion | ChatCompletion, body: dict) -> None:
+    """What a client reads is what was written, under the package's own names."""
+    usage = completion.usage
+    assert usage is not None
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens > 0
+    assert [choice.index for choice in completion.choices] == list(range(len(completion.choices)))
+    for choice, written in zip(completion.choices, body["choices"], strict=True):
+        assert choice.finish_reason in ("stop", "length")
+        if isinstance(completion, ChatCompletion):
+            assert choice.message.content == written["message"]["content"]
+            assert choice.message.role == "assistant"
+            assert choice.message.refusal is None
+        else:
+            assert choice.text == written["text"]
+        if choice.logprobs is not None and isinstance(completion, ChatCompletion):
+            assert all(each.logprob <= 0 and each.token is not None for each in choice.logprobs.content)
+
+
+def test_embeddings_and_other_rows_that_cannot_run_are_in_the_error_field(answers: list[dict]):
+    by_id = {answer["custom_id"]: answer for answer in answers}
+    assert by_id["e"]["error"]["code"] == "unsupported_url"
+    assert "embeddings" in by_id["e"]["error"]["message"]
+    codes = {answer["error"]["code"] for answer in answers if answer["error"]}
+    assert codes == {"unsupported_url", "unsupported_value", "empty_prompt", "invalid_value"}
+
+
+def test_the_package_refuses_a_body_that_lacks_what_a_client_needs(answers: list[dict]):
+    """The control."""
+    body = next(answer["response"]["body"] for answer in answers if answer["response"])
+    for key in ("id", "choices", "created", "model", "object"):
+        broken = {name: value for name, value in body.items() if name != key}
+        with pytest.raises(ValueError):
+            PARSERS[body["object"]].validate_python(broken, strict=True)
