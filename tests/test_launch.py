@@ -42,6 +42,12 @@ LLAMA_8B = {
 
 
 @pytest.fixture(autouse=True)
+def _signals_stay_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of ours takes them for itself, for good; here the process is pytest's."""
+    monkeypatch.setattr(launch.EndingSignals, "install", lambda self: None)
+
+
+@pytest.fixture(autouse=True)
 def _the_logger_as_it_was() -> Iterator[None]:
     with logger_as_it_was():
         yield
@@ -123,8 +129,8 @@ def test_an_error_prints_once_under_two_ranks_and_leaves_no_file(tmp_path: Path,
 ALONE = [
     (["plan=true"], "model.path is not set: give a Hugging Face model folder (config.json is enough for a plan)"),
     (["plan=true", "model.path=nosuch"], "model.path=nosuch is not a folder: give a Hugging Face model folder"),
-    (["model=demo"], "job.input is not set: give a JSONL file of rows, or - for standard input"),
-    (["model=demo", "job.input=x"], "job.output is not set: give the JSONL file to write"),
+    (["model=demo"], "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
+    (["model=demo", "job.input=x"], "job.output is not set: give the file to write"),
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR or --version"),
     (["--cfg", "hydra"], "argument --cfg/-c: invalid choice: 'hydra'"),
     (["--config-dir", "nosuch"], "--config-dir nosuch is not a folder: give one that holds GROUP/NAME.yaml"),
@@ -160,7 +166,6 @@ def test_a_rank_that_fails_alone_says_so_itself_after_it_left_the_word_to_rank_0
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(launch, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
     assert launch.main(["seed=x"]) == 1
     assert capsys.readouterr().err == "[rank 1] error: seed=x must be a whole number\n"
 
@@ -218,7 +223,10 @@ def test_a_thousand_rows_with_a_hundred_bad_ones_of_ten_kinds_have_a_thousand_an
     # Rank 0 made one run directory, beside the output, and nothing else.
     assert folder_listing(tmp_path) == [
         *("answers", "answers/out.jsonl", "answers/out.jsonl.run"),
-        *(f"answers/out.jsonl.run/{name}" for name in ("lock", "manifest.json", "metrics.json", "steps.csv")),
+        *(
+            f"answers/out.jsonl.run/{name}"
+            for name in ("lock", "manifest.json", "metrics.json", "proof.json", "steps.csv")
+        ),
         "rows.jsonl",
     ]
     outputs = read_rows(tmp_path / "answers" / "out.jsonl")

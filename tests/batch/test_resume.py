@@ -2,6 +2,7 @@
 
 import json
 import os
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,16 +231,68 @@ def test_records_that_are_written_before_their_lines_do_not_go_unnoticed(
 
     def records_first(descriptor: int, data: bytes) -> None:
         is_header = data == journal_module._HEADER
-        if is_header or held:
+        if is_header or len(held) == 1:
             write_all(descriptor, data)
-        if held:
-            raise Ended
         if not is_header:
             held.append(data)
+        if len(held) > 1:
+            raise Ended
 
     with monkeypatch.context() as planted:
         planted.setattr(journal_module, "_write_all", records_first)
+        # Who is killed does not tidy up.
+        planted.setattr(journal_module.os, "ftruncate", lambda *_: None)
         with pytest.raises(Ended):
             run(config)
     with pytest.raises(ConfigError, match=r"record 0 \(row \d+\) names bytes 0 to \d+ of rows\.part"):
         run(config)
+
+
+@pytest.mark.parametrize("fails_at", [2, 3, 4, 7])
+def test_a_sync_that_fails_ends_the_job_with_an_error_that_says_so_and_a_resume_completes(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, fails_at: int
+):
+    write_rows(tmp_path)
+    config = config_of(tmp_path)
+    calls = [0]
+
+    def sync(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] == fails_at:
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowJournal.__init__, "__defaults__", (sync,))
+        with pytest.raises(OSError, match="Input/output error"):
+            run(config)
+    assert not (tmp_path / "out.jsonl").exists()
+    run(config)
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+@pytest.mark.parametrize("num_bytes", [300, 2000, 6000, 9000])
+def test_a_disk_that_is_full_ends_the_job_with_an_error_that_says_so_and_a_resume_completes(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_bytes: int
+):
+    """No file may be larger than so many bytes: the journal, the lines, the output at last."""
+    write_rows(tmp_path)
+    script = f"""
+        import resource, signal, sys
+        import launch
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({num_bytes}, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        sys.exit(launch.main())
+    """
+    arguments = [
+        *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "sampling.max_tokens=8"),
+        *("sampling.temperature=0.9", "job.commit_rows=1", f"job.input={tmp_path / 'rows.jsonl'}"),
+        *(f"job.output={tmp_path / 'out.jsonl'}",),
+    ]
+    done = run_command([system.executable, "-c", textwrap.dedent(script), *arguments], 60.0)
+    assert done.returncode == 1, done.output
+    assert "error: " in done.stderr
+    assert "File too large" in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+    done = run_command([system.executable, str(REPOSITORY / "launch.py"), *arguments], 60.0)
+    assert done.returncode == 0, done.output
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
