@@ -30,6 +30,7 @@ _CONFIG_RECORDS: Final = (
     config.SchedulerConfig,
     config.SamplingConfig,
     config.JobConfig,
+    config.RowLimits,
 )
 _RECORDS: Final[dict[str, type]] = {
     record.__name__: record
