@@ -34,6 +34,9 @@ class ParallelGroups:
 
     def destroy(self) -> None:
         """Leave: destroys what `join_groups` made and nothing else. Call once, on every rank."""
+        for handle in (self.tensor, self.control):
+            if handle.fast is not None:
+                handle.fast.close()
         if self.owns_world:
             dist.destroy_process_group()
             return

@@ -4,6 +4,7 @@ A group of one costs nothing and needs no torch.distributed. Knows nothing about
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,35 @@ class Transfer:
         self.work.wait()
 
 
+class Collectives(Protocol):
+    """A faster way than torch.distributed's, for some tensors. Every rank of a group has it, or none has."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether it can sum such a tensor: the same on every rank."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `GroupHandle`, as of the others."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Of tensors in host memory."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Of tensors in host memory."""
+
+    def close(self) -> None:
+        """Nothing more will be exchanged this way."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupHandle:
     """`ranks` are global, in group order; `rank` is this process's place among them; `group` is None for a group of
-    one.
+    one. `fast` is used where it can be.
     """
 
     ranks: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None
+    fast: Collectives | None = None
 
     @property
     def size(self) -> int:
@@ -42,6 +63,8 @@ class GroupHandle:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the group, in place; returns its argument."""
+        if self.fast is not None and self.fast.takes(tensor):
+            return self.fast.all_reduce(tensor)
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -56,12 +79,16 @@ class GroupHandle:
         """Equal shapes [...] -> [size, ...], in group order."""
         if self.group is None:
             return tensor.unsqueeze(0)
+        if self.fast is not None and tensor.device.type == "cpu":
+            return self.fast.all_gather(tensor)
         gathered = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         _all_gather(gathered, tensor.contiguous().view(-1), group=self.group)
         return gathered.view(self.size, *tensor.shape)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The rank at place `source` of the group decides, in place; returns its argument."""
+        if self.fast is not None and tensor.device.type == "cpu":
+            return self.fast.broadcast(tensor, source)
         if self.group is not None:
             dist.broadcast(tensor, src=self.ranks[source], group=self.group)
         return tensor

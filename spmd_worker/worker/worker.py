@@ -19,6 +19,7 @@ from kv_cache.connector import TransferEngine
 from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.config import ConfigError, RunConfig
+from spmd_worker.kernels.cpu.shared_memory import share_memory
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.lockstep.mirror import Mirror
 from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
@@ -71,7 +72,10 @@ class Worker(WorkerBase):
         if self.device.type == "cuda":
             self._check_cuda_dtype()
             self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
-        self.groups = join_groups(self.layout, self.environment, self.device, self.config.executor.timeout_s)
+        timeout_s = self.config.executor.timeout_s
+        self.groups = join_groups(self.layout, self.environment, self.device, timeout_s)
+        if self.device.type == "cpu":
+            self.groups = replace(self.groups, tensor=share_memory(self.groups.tensor, timeout_s))
 
     def load_model(self) -> None:
         """Raises CheckpointError before anything is filled when names, shapes or coverage are wrong."""

@@ -9,6 +9,7 @@ import functools
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from spmd_worker.kernels.cpu.build import Built, build
 
@@ -39,9 +40,18 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rotate": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER),
     "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
 }
+_GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER)
+# Of Linux alone; each returns a number.
+_SHARED: dict[str, tuple[type, ...]] = {
+    "shared_header_bytes": (_INTEGER,),
+    "shared_sum_float32": (*_GROUP, _POINTER, _INTEGER),
+    "shared_sum_bfloat16": (*_GROUP, _POINTER, _INTEGER),
+    "shared_gather": (*_GROUP, _POINTER, _INTEGER, _POINTER),
+    "shared_broadcast": (*_GROUP, _INTEGER, _POINTER, _INTEGER),
+}
 _PRODUCT = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER)
 
-Function = Callable[..., None]
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +99,9 @@ def _functions(library: ctypes.CDLL) -> dict[str, Function]:
         function = getattr(library, f"spmd_{name}")
         function.argtypes, function.restype = types, None
         functions[name] = function
+    for name, types in _SHARED.items():
+        if hasattr(library, f"spmd_{name}"):
+            function = getattr(library, f"spmd_{name}")
+            function.argtypes, function.restype = types, _INTEGER
+            functions[name] = function
     return functions

@@ -1,0 +1,293 @@
+"""What a job takes on this machine, where its time goes, and how far that is from its matrix products alone.
+
+    python scripts/bench_throughput.py MODEL WORKLOAD [KEY=VALUE...] [--threads N] [--no-split] [--no-job] [--ids FILE]
+    torchrun --nproc-per-node 2 scripts/bench_throughput.py MODEL WORKLOAD parallel.tensor_parallel_size=2
+
+MODEL is a Hugging Face folder, WORKLOAD a JSONL file of rows, KEY=VALUE as launch.py takes them. Three passes: the
+rows, timed as a whole; the rows again with every part of a step timed (`--no-split` leaves out that and the floor); and
+`python launch.py` on the same rows, from its start to its end (`--no-job`; not under torchrun). The floor is the time
+of the job's matrix products, at the shapes that the steps had, with the weights that the model holds, timed one after
+another in this process; generate / floor is what there is to gain. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("schedule", "lockstep", "prepare", "linear", "attention", "other kernels", "sample", "output", "other")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    import torch
+
+    from spmd_worker.config_compose import compose_run
+    from spmd_worker.engine_start import start_engine
+    from spmd_worker.parallel.environment import read_rank_environment
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    environment = read_rank_environment()
+    config = compose_run(ROOT / "conf", [f"model.path={options.model}", f"job.input={options.workload}", *options.keys])
+    engine = start_engine(config)
+    start_s = time.time() - process_start_s()
+    is_first = engine.is_first_rank
+    whole = run_rows(engine) if is_first else engine.follow_round()
+    figures: dict[str, Any] = {}
+    if not options.no_split:
+        watch = StepWatch()
+        engine.executor.collective_rpc(watch.instrument)
+        # The prefix cache would answer what the first pass computed.
+        engine.reset_prefix_cache()
+        before = engine.times.phases()
+        split = run_rows(engine) if is_first else engine.follow_round()
+        phases = [after - earlier for after, earlier in zip(engine.times.phases(), before, strict=True)]
+        figures = watch.figures(split, phases) if split is not None else {}
+        figures["floor_s"] = watch.floor_s()
+    if is_first and whole is not None:
+        figures = {**whole.figures(), "start_s": round(start_s, 3), **figures}
+        figures["peak_memory_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        if "floor_s" in figures:
+            figures["floor_ratio"] = round(figures["generate_s"] / figures["floor_s"], 3)
+    engine.shutdown()
+    if not is_first or whole is None:
+        return
+    if options.ids:
+        Path(options.ids).write_text(json.dumps(whole.ids), encoding="utf-8")
+    if not options.no_job and not environment.is_launched:
+        figures["job_s"] = round(time_job(options, torch.get_num_threads()), 3)
+    show(figures, options, torch.get_num_threads(), environment.world_size)
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a Hugging Face model folder")
+    parser.add_argument("workload", type=Path, help="a JSONL file of rows")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="as launch.py takes them")
+    parser.add_argument("--threads", type=int, help="of this rank; default: torch's")
+    parser.add_argument("--no-split", action="store_true", help="no times of the parts, and no floor")
+    parser.add_argument("--no-job", action="store_true", help="do not run launch.py")
+    parser.add_argument("--ids", metavar="FILE", help="write the token ids of all rows, as the peers' scripts do")
+    return parser.parse_args(arguments)
+
+
+def process_start_s() -> float:
+    """When this process began, Unix time; imports and the interpreter's own start count."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime_s + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Pass:
+    """All rows once."""
+
+    def __init__(self) -> None:
+        self.generate_s = self.output_s = 0.0
+        self.num_prompt_tokens = self.num_output_tokens = self.num_error_rows = self.num_steps = 0
+        self.ids: list[list[int]] = []
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "generate_s": round(self.generate_s, 3),
+            "rows": len(self.ids),
+            "error_rows": self.num_error_rows,
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+            "output_tokens_per_s": round(self.num_output_tokens / self.generate_s, 1),
+            "steps": self.num_steps,
+        }
+
+
+def run_rows(engine: Any) -> Pass:
+    """As the job does, without its files: parse, admit, step, format."""
+    from spmd_worker.batch.row import Row
+    from spmd_worker.batch.row_parser import parse_row
+    from spmd_worker.batch.row_reader import RowReader
+    from spmd_worker.batch.row_runner import RowRunner
+
+    done = Pass()
+    runner = RowRunner(engine, "model")
+    rows = iter(RowReader.of(engine.config.job.input))
+    most_unfinished, has_ended = 2 * engine.config.scheduler.max_num_seqs, False
+    answers: dict[int, list[int]] = {}
+    num_steps, began_s = engine.times.step, time.perf_counter()
+    while runner.num_rows or not has_ended:
+        while not has_ended and runner.num_rows < most_unfinished:
+            index, line = next(rows, (-1, b""))
+            has_ended = index < 0
+            row = None if has_ended else parse_row(index, line, engine.default_sampling)
+            refused = not has_ended and (not isinstance(row, Row) or runner.admit(row) is not None)
+            if refused:
+                done.num_error_rows += 1
+                answers[index] = []
+        if runner.num_rows:
+            step_s = engine.times.total_s
+            step_began_s = time.perf_counter()
+            for answer in runner.step():
+                done.num_prompt_tokens += answer.num_prompt_tokens
+                done.num_output_tokens += answer.num_output_tokens
+                body = json.loads(answer.line)
+                answers[answer.index] = [token for each in body.get("outputs", ()) for token in each["token_ids"]]
+            done.output_s += time.perf_counter() - step_began_s - (engine.times.total_s - step_s)
+    done.generate_s = time.perf_counter() - began_s
+    done.num_steps = engine.times.step - num_steps
+    if engine.channel.size > 1 or engine.engine_channel.size > 1:
+        engine.end_round()
+    done.ids = [answers[index] for index in sorted(answers)]
+    return done
+
+
+class StepWatch:
+    """Times the parts of a step on this rank's worker, and notes the shapes of its products."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.products: Counter[tuple[int, int]] = Counter()
+        self._weights: dict[int, tuple[Any, Any, Any]] = {}
+
+    def instrument(self, worker: Any) -> None:
+        """Everything that the model and the runner call goes through a stopwatch from now on."""
+        from spmd_worker.runner import model_runner
+
+        runner = worker._runner
+        kernels, backend = None, None
+        for module in worker._model.modules():
+            if hasattr(module, "_kernels"):
+                kernels = kernels or _TimedKernels(module._kernels, self)
+                module._kernels = kernels
+            if hasattr(module, "_backend"):
+                backend = backend or _Timed(module._backend, self, "attention")
+                module._backend = backend
+        if runner._sampler is not None:
+            runner._sampler.sample = self.timed("sample", runner._sampler.sample)
+        model_runner.build_batch = self.timed("prepare", model_runner.build_batch)
+
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began_s = time.perf_counter()
+            result = call(*arguments)
+            self.seconds[part] += time.perf_counter() - began_s
+            return result
+
+        return run
+
+    def note_product(self, kernels: Any, x: Any, weight: Any, bias: Any) -> None:
+        self._weights.setdefault(id(weight), (kernels, weight, bias))
+        self.products[x.shape[0], id(weight)] += 1
+
+    def figures(self, done: Pass, phases: list[float]) -> dict[str, Any]:
+        """Milliseconds a step, by part. `phases` are schedule, lockstep, execute, apply."""
+        seconds = {**self.seconds, "schedule": phases[0] + phases[3], "lockstep": phases[1], "output": done.output_s}
+        seconds["other"] = done.generate_s - sum(seconds.values())
+        return {
+            "ms_a_step": {part: round(1000 * seconds.get(part, 0.0) / done.num_steps, 3) for part in PARTS},
+            "split_generate_s": round(done.generate_s, 3),
+        }
+
+    def floor_s(self) -> float:
+        """All products again, step by step in spirit: each shape as often as it came, weights in the model's order."""
+        import torch
+
+        total_s = 0.0
+        by_rows: dict[int, list[tuple[int, int]]] = {}
+        for (num_rows, key), count in self.products.items():
+            by_rows.setdefault(num_rows, []).append((key, count))
+        with torch.inference_mode():
+            for num_rows, items in by_rows.items():
+                total_s += self._time_products(num_rows, items)
+        return round(total_s, 3)
+
+    def _time_products(self, num_rows: int, items: list[tuple[int, int]]) -> float:
+        import torch
+
+        inputs: dict[int, Any] = {}
+        repeats = min(min(count for _, count in items), 3)
+        for key, _ in items:
+            kernels, weight, _ = self._weights[key]
+            size = _num_inputs(weight)
+            if size not in inputs:
+                generator = torch.Generator().manual_seed(size)
+                inputs[size] = torch.randn(num_rows, size, generator=generator).to(weight.dtype)
+        spent: dict[int, float] = dict.fromkeys((key for key, _ in items), 0.0)
+        for _ in range(repeats):
+            # All layers in turn, so that weights come from where they come from in a step.
+            for key, _ in items:
+                kernels, weight, bias = self._weights[key]
+                began_s = time.perf_counter()
+                kernels.linear(inputs[_num_inputs(weight)], weight, bias)
+                spent[key] += time.perf_counter() - began_s
+        return sum(spent[key] / repeats * count for key, count in items)
+
+
+def _num_inputs(weight: Any) -> int:
+    """Of a packed or a plain weight."""
+    return int(weight.shape[1] * 2 if weight.ndim == 4 else weight.shape[1])
+
+
+class _Timed:
+    """Another object, each of whose calls counts as one part."""
+
+    def __init__(self, target: Any, watch: StepWatch, part: str) -> None:
+        self._target, self._watch, self._part = target, watch, part
+
+    def __getattr__(self, name: str) -> Any:
+        call = self._watch.timed(self._part, getattr(self._target, name))
+        setattr(self, name, call)
+        return call
+
+
+class _TimedKernels(_Timed):
+    def __init__(self, target: Any, watch: StepWatch) -> None:
+        super().__init__(target, watch, "other kernels")
+        self._linear = watch.timed("linear", target.linear)
+
+    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        self._watch.note_product(self._target, x, weight, bias)
+        return self._linear(x, weight, bias)
+
+
+def time_job(options: argparse.Namespace, num_threads: int) -> float:
+    """The command that people run, from its start to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, str(ROOT / "launch.py"), f"model.path={options.model}", f"job.input={options.workload}"),
+            *(f"job.output={folder}/out.jsonl", *options.keys),
+        ]
+        began_s = time.perf_counter()
+        environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        spent_s = time.perf_counter() - began_s
+    if done.returncode:
+        raise SystemExit(f"launch.py failed:\n{done.stderr}")
+    return spent_s
+
+
+def show(figures: dict[str, Any], options: argparse.Namespace, num_threads: int, num_ranks: int) -> None:
+    name = f"{options.model.parent.name}/{options.model.name}, {options.workload.name}"
+    print(f"{name}: {num_ranks} ranks, {num_threads} threads each")
+    print(f"  start to ready   {figures['start_s']:8.2f} s")
+    print(f"  generate         {figures['generate_s']:8.2f} s   {figures['output_tokens_per_s']:,.1f} output tokens/s")
+    if "job_s" in figures:
+        print(f"  whole job        {figures['job_s']:8.2f} s")
+    if "floor_s" in figures:
+        print(f"  products alone   {figures['floor_s']:8.2f} s   generate / floor {figures['floor_ratio']:.2f}")
+        print("  milliseconds a step:")
+        for part, value in figures["ms_a_step"].items():
+            print(f"    {part:<14} {value:8.3f}")
+    print(f"  peak memory      {figures['peak_memory_mib']:8,} MiB")
+    about = {"model": str(options.model), "workload": options.workload.name, "threads": num_threads, "ranks": num_ranks}
+    print(json.dumps({**about, **figures}))
+
+
+if __name__ == "__main__":
+    main()
