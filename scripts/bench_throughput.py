@@ -78,7 +78,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-split", action="store_true", help="no times of the parts, and no floor")
     parser.add_argument("--no-job", action="store_true", help="do not run launch.py")
     parser.add_argument("--ids", metavar="FILE", help="write the token ids of all rows, as the peers' scripts do")
-    return parser.parse_args(arguments)
+    # Keys may stand between options.
+    return parser.parse_intermixed_args(arguments)
 
 
 def process_start_s() -> float:

@@ -70,6 +70,8 @@ def test_a_fault_of_one_rank_ends_both_with_the_culprit_named(tmp_path: Path, fa
 def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Path):
     with started(tmp_path, "full disk", 2) as (launcher, token):
         wait_until(lambda: len((tmp_path / "run" / "steps.csv").read_bytes().splitlines()) > 20, 60.0)
+        # Ranks that have not heard of each other yet would both speak.
+        time.sleep(2.5)
         launcher.kill()
         launcher.wait()
         wait_until(lambda: not ranks.processes_of(token), MAX_S)
