@@ -21,6 +21,7 @@ from typing import Final, NoReturn
 
 from spmd_worker.config import ConfigError, RunConfig
 from spmd_worker.config_compose import as_plain, as_yaml, compose_run, named_sets
+from spmd_worker.memory.host import keep_freed_memory
 from spmd_worker.model_shape import ModelConfigError, read_model_shape
 from spmd_worker.observability.ending_signals import EndingSignals
 from spmd_worker.observability.flight_recorder import flight_recorder_variables
@@ -164,6 +165,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     from spmd_worker.weights.safetensors_header import CheckpointError
     from spmd_worker.worker.device import DeviceError
 
+    keep_freed_memory()
     if config.job.private:
         os.umask(0o077)
     configure_logging(environment.rank, environment.world_size)

@@ -33,8 +33,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     from spmd_worker.config_compose import compose_run
     from spmd_worker.engine_start import start_engine
+    from spmd_worker.memory.host import keep_freed_memory
     from spmd_worker.parallel.environment import read_rank_environment
 
+    # As launch.py does.
+    keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     environment = read_rank_environment()
@@ -183,7 +186,8 @@ class StepWatch:
         return run
 
     def note_product(self, kernels: Any, x: Any, weight: Any, bias: Any) -> None:
-        self._weights.setdefault(id(weight), (kernels, weight, bias))
+        # Of a gated product the product alone counts.
+        self._weights.setdefault(id(weight), (kernels, weight.flatten(0, 1) if weight.ndim == 5 else weight, bias))
         self.products[x.shape[0], id(weight)] += 1
 
     def figures(self, done: Pass, phases: list[float]) -> dict[str, Any]:
@@ -252,9 +256,15 @@ class _TimedKernels(_Timed):
         super().__init__(target, watch, "other kernels")
         self._linear = watch.timed("linear", target.linear)
 
+        self._gated_linear = watch.timed("linear", target.gated_linear)
+
     def linear(self, x: Any, weight: Any, bias: Any) -> Any:
         self._watch.note_product(self._target, x, weight, bias)
         return self._linear(x, weight, bias)
+
+    def gated_linear(self, x: Any, weight: Any, bias: Any) -> Any:
+        self._watch.note_product(self._target, x, weight, bias)
+        return self._gated_linear(x, weight, bias)
 
 
 def time_job(options: argparse.Namespace, num_threads: int) -> float:

@@ -22,6 +22,7 @@ from spmd_worker.executor.rpc_coding import decode_call, encode_value
 from spmd_worker.executor.worker_channel import Frame, FrameKind, FrameParser, receive_piece, send_frame
 from spmd_worker.lockstep.codec import Decoder
 from spmd_worker.lockstep.frames import PeerGoneError
+from spmd_worker.memory.host import keep_freed_memory
 from spmd_worker.observability.log import LOGGER_NAME, configure_logging
 from spmd_worker.parallel.layout import RankLayout
 from spmd_worker.sequence.step import StepResult
@@ -44,6 +45,7 @@ def main() -> int:
     die_with_the_driver(given.driver_pid)
     # Ctrl-C reaches every process of the terminal: the driver decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_freed_memory()
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not replaced in this process
     _configure_logging(given.rank, given.log_level)

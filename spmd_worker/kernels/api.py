@@ -21,6 +21,12 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[T, in] x [out, in] -> [T, out]. `weight` as it is or from `pack`."""
 
+    def pack_gated(self, weight: Tensor) -> Tensor:
+        """As `pack`, for `gated_linear` alone: the first half of the rows are gates, the second what they open."""
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[T, in] x [2 I, in] -> [T, I]: `silu_and_mul` of the product. `weight` as it is or from `pack_gated`."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., H] -> [..., H], computed in float32 (https://arxiv.org/abs/1910.07467)."""
 
@@ -34,3 +40,6 @@ class Kernels(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]: silu of the first half times the second."""
+
+    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, V] -> of each row the largest, float32 [R], and its first place, int64 [R]. NaN is the largest."""

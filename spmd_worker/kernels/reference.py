@@ -20,6 +20,14 @@ class ReferenceKernels:
         """See `Kernels.linear`."""
         return F.linear(x, weight, bias)
 
+    def pack_gated(self, weight: Tensor) -> Tensor:
+        """See `Kernels.pack_gated`."""
+        return self.pack(weight)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated_linear`."""
+        return self.silu_and_mul(self.linear(x, weight, bias))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`. Rounded to the input's dtype before the weight is applied."""
         x32 = x.float()
@@ -41,3 +49,8 @@ class ReferenceKernels:
         """See `Kernels.silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.largest`."""
+        values, indices = rows.float().max(dim=-1)
+        return values, indices

@@ -75,7 +75,7 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class VocabularyParallelHead(nn.Module):
-    """[R, hidden_size] -> logits of this rank's token ids, float32 [R, Vs]. Tied to the embedding when it is given."""
+    """[R, hidden_size] -> logits of this rank's token ids, [R, Vs] of the same dtype. Tied to the embedding if given."""
 
     def __init__(
         self, context: LayerContext, vocab_size: int, hidden_size: int, tied_to: VocabularyParallelEmbedding | None
@@ -89,7 +89,7 @@ class VocabularyParallelHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Rows that sample -> logits; ids past the vocabulary get minus infinity."""
         weight = self.weight if self._packed_tied is None else self._packed_tied
-        logits = self._kernels.linear(hidden, weight, None).float()
+        logits = self._kernels.linear(hidden, weight, None)
         if self.shard.num_owned < self.shard.size:
             logits[:, self.shard.num_owned :] = -torch.inf
         return logits

@@ -18,7 +18,6 @@ class FeedForward(nn.Module):
         super().__init__()
         group = context.tensor_group
         columns = shard_range(shape.intermediate_size, group.size, group.rank)
-        self._kernels = context.kernels
         self.gate_up_proj = gate_up_linear(context, shape.hidden_size, shape.intermediate_size, shape.has_mlp_bias)
         self.down_proj = RowParallelLinear(
             context, columns, shape.intermediate_size, shape.hidden_size, shape.has_mlp_bias
@@ -26,5 +25,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        output: Tensor = self.down_proj(self._kernels.silu_and_mul(self.gate_up_proj(x)))
+        output: Tensor = self.down_proj(self.gate_up_proj(x))
         return output

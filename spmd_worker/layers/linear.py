@@ -63,6 +63,20 @@ class ColumnParallelLinear(nn.Module):
             first = end
 
 
+class GatedLinear(ColumnParallelLinear):
+    """Two parts of equal size, gates and what they open: [T, input_size] -> silu(gate) * up, [T, size of a part]
+    (https://arxiv.org/abs/2002.05202).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, input_size] -> [T, half of the outputs of this rank]."""
+        return self._kernels.gated_linear(x, self.weight, self.bias)
+
+    def pack_weights(self) -> None:
+        """As in `ColumnParallelLinear`."""
+        self.weight = nn.Parameter(self._kernels.pack_gated(self.weight), requires_grad=False)
+
+
 class RowParallelLinear(nn.Module):
     """[T, inputs of this rank] -> [T, output_size], summed over the tensor-parallel group.
 
@@ -121,13 +135,11 @@ def kv_head_range(num_kv_heads: int, size: int, rank: int) -> tuple[int, int]:
     return head, head + 1
 
 
-def gate_up_linear(
-    context: LayerContext, hidden_size: int, intermediate_size: int, has_bias: bool
-) -> ColumnParallelLinear:
-    """Gate and up projections as one layer."""
+def gate_up_linear(context: LayerContext, hidden_size: int, intermediate_size: int, has_bias: bool) -> GatedLinear:
+    """Gate and up projections as one layer, with what the gates do."""
     start, stop = shard_range(intermediate_size, context.tensor_group.size, context.tensor_group.rank)
     parts = tuple(OutputPart(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj"))
-    return ColumnParallelLinear(context, hidden_size, parts, has_bias)
+    return GatedLinear(context, hidden_size, parts, has_bias)
 
 
 def _heads(name: str, num_heads: int, head_size: int, start: int, stop: int) -> OutputPart:

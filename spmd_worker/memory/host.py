@@ -3,6 +3,8 @@
 Reads /proc and the limits of the control groups this process is in. Knows nothing about devices other than the host.
 """
 
+import contextlib
+import ctypes
 import os
 import resource
 from collections.abc import Iterator
@@ -16,6 +18,11 @@ _GROUPS = Path("/sys/fs/cgroup")
 _GROUP_FILES: Final = ("memory.max", "memory.current", "inactive_file")
 _OLDER_GROUP_FILES: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_MOST_MMAP_THRESHOLD: Final = 32 * 1024 * 1024
+"""Larger pieces glibc always asks the system for, one by one."""
+
 _earlier_peak_bytes = 0
 
 
@@ -23,6 +30,18 @@ def total_bytes() -> int:
     """What this process may use at most: the machine's memory, or a control group's limit where that is less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in _group_limits())])
+
+
+def keep_freed_memory() -> None:
+    """Have this process keep what it frees and use it again, where the C library is glibc.
+
+    The tensors of a step are as large as those of the last; without this each is given back to the system and asked for
+    again, page by page. For programs of ours: a host's process is left as it is.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        for parameter, value in ((_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+            library.mallopt(parameter, value)
 
 
 def available_bytes() -> int:

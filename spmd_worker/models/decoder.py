@@ -127,7 +127,7 @@ class DecoderForCausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> float32 [R, Vs]: this rank's share of the logits."""
+        """[R, hidden] -> [R, Vs] of the same dtype: this rank's share of the logits."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 

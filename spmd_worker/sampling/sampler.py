@@ -15,6 +15,8 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.parallel.process_group import GroupHandle
 from spmd_worker.sampling.filters import filter_logits
 from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
@@ -47,12 +49,14 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         logprobs_mode: str,
+        kernels: Kernels | None = None,
     ) -> None:
+        self._kernels = ReferenceKernels() if kernels is None else kernels
         self._group, self._shard_start, self._vocab_size = group, shard_start, vocab_size
         self._eos_token_ids, self._logprobs_mode = eos_token_ids, logprobs_mode
 
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
-        """Float32 [R, Vs] and a row each. Every rank of the group calls this with the same rows."""
+        """[R, Vs] and a row each. Every rank of the group calls this with the same rows."""
         simple = [index for index, row in enumerate(rows) if not row.needs_all_logits]
         others = [index for index, row in enumerate(rows) if row.needs_all_logits]
         token_ids = [-1] * len(rows)
@@ -69,11 +73,12 @@ class Sampler:
         return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
 
     def gather(self, logits: Tensor) -> Tensor:
-        """[K, Vs] on each rank -> [K, V] on every rank; a new tensor that may be changed."""
+        """[K, Vs] on each rank -> float32 [K, V] on every rank; a new tensor that may be changed."""
         if self._group.size == 1:
-            return logits[:, : self._vocab_size].clone()
+            whole = logits[:, : self._vocab_size]
+            return whole.clone() if logits.dtype == torch.float32 else whole.float()
         shards = self._group.all_gather(logits)
-        return shards.transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
+        return shards.transpose(0, 1).flatten(1)[:, : self._vocab_size].to(torch.float32, copy=True)
 
     def _sample_whole(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[K, V] on every rank: each computes the same, so nothing is exchanged."""
@@ -98,7 +103,7 @@ class Sampler:
     def _choose(self, logits: Tensor, rows: list[SampleRow], group: GroupHandle) -> list[int]:
         """Greedy or by inverting the cumulative distribution; `logits` are shards, or whole for a group of one."""
         first = self._shard_start if group.size > 1 else 0
-        values, indices = logits.max(dim=-1)
+        values, indices = self._kernels.largest(logits)
         pairs = torch.stack((values.double(), (indices + first).double()), dim=-1)
         best_values, best_ids = _best(group.all_gather(pairs))
         chosen: list[int] = best_ids.long().tolist()

@@ -19,6 +19,7 @@ from kv_cache.connector import TransferEngine
 from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.config import ConfigError, RunConfig
+from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.cpu.shared_memory import share_memory
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.lockstep.mirror import Mirror
@@ -57,6 +58,7 @@ class Worker(WorkerBase):
         self.sizing: CacheSizing | None = None
         self._dtype_name = ""
         self._free_at_start = 0
+        self._kernels: Kernels | None = None
         self._attention: AttentionBackend | None = None
         self._model: DecoderForCausalLM | None = None
         self._cache_engine: CacheEngine | None = None
@@ -80,12 +82,12 @@ class Worker(WorkerBase):
     def load_model(self) -> None:
         """Raises CheckpointError before anything is filled when names, shapes or coverage are wrong."""
         assert self.groups is not None, "init_device comes first"
-        kernels, self._attention = choose_backends(
+        self._kernels, self._attention = choose_backends(
             self.device, getattr(torch, self._dtype_name), self.shape.head_size, self.config.cache.block_size
         )
         context = LayerContext(
             tensor_group=self.groups.tensor,
-            kernels=kernels,
+            kernels=self._kernels,
             attention=self._attention,
             dtype=getattr(torch, self._dtype_name),
             device=self.device,
@@ -289,4 +291,5 @@ class Worker(WorkerBase):
             self.shape.vocab_size,
             self.shape.eos_token_ids,
             self.config.model.logprobs_mode,
+            self._kernels,
         )

@@ -129,3 +129,31 @@ def test_what_the_compiled_code_cannot_read_is_refused():
         kernels.silu_and_mul(x[:, :63])
     with pytest.raises(AssertionError, match="4, 2"):
         kernels.rotate(x.view(4, 2, 32), x[:, :2], x[:, :2])
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 255, 4096, 49153])
+def test_the_largest_of_each_row_and_its_first_place(instruction_set, dtype, count):
+    kernels = kernels_for(instruction_set)
+    rows = numbers(9, count + 3, dtype=dtype, seed=count)[:, :count]
+    # Rounded to few values, so that many are equal.
+    rows = (rows * 2).round()
+    rows[1] = -math.inf
+    rows[2, count // 2] = math.inf
+    rows[3] = 0.0
+    rows[4, count - 1] = 100.0
+    rows[5, count // 3 :] = math.nan
+    rows[6, count - 1] = math.nan
+    rows[7] = -0.0
+    values, indices = kernels.largest(rows)
+    expected_values, expected_indices = reference.largest(rows)
+    torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
+    assert values.dtype == torch.float32
+    assert indices.tolist() == expected_indices.tolist()
+
+
+@each_library
+def test_no_rows_have_no_largest(instruction_set):
+    values, indices = kernels_for(instruction_set).largest(torch.empty(0, 8))
+    assert (values.shape, indices.shape) == ((0,), (0,))

@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     ),
     "rotate": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER),
     "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
+    "largest": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
 }
 _GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER)
 # Of Linux alone; each returns a number.
@@ -93,7 +94,7 @@ def load(built: Built) -> NativeLibrary | str:
 
 def _functions(library: ctypes.CDLL) -> dict[str, Function]:
     signatures = {f"{name}_{dtype}": types for name, types in _SIGNATURES.items() for dtype in _DTYPES}
-    signatures["product_bfloat16"] = _PRODUCT
+    signatures |= {"product_bfloat16": _PRODUCT, "gated_product_bfloat16": _PRODUCT}
     functions: dict[str, Function] = {}
     for name, types in signatures.items():
         function = getattr(library, f"spmd_{name}")

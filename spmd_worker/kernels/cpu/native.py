@@ -17,8 +17,9 @@ from spmd_worker.kernels.cpu.linear import PackedKernels
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
-# A weight in panels for the matrix unit is [outputs / 16, inputs / 2, 16, 2]; it takes 32 inputs at a time.
-_PANEL, _STEP, _PANELS_NDIM = 16, 32, 4
+# A weight in panels for the matrix unit is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32, 2, inputs / 2,
+# 16, 2]; it takes 32 inputs at a time.
+_PANEL, _STEP, _PANELS_NDIM, _GATED_NDIM = 16, 32, 4, 5
 
 
 def cpu_kernels(dtype: torch.dtype) -> tuple[Kernels, str | None]:
@@ -42,26 +43,40 @@ class CpuKernels(PackedKernels):
 
     def pack(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack`. In panels for the matrix unit where it takes them, else as `PackedKernels` does."""
-        takes_panels = self._has_matrix_unit and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        num_outputs, num_inputs = weight.shape
-        if takes_panels and num_inputs % _STEP == 0 and num_outputs % _PANEL == 0:
-            pairs = weight.detach().view(num_outputs // _PANEL, _PANEL, num_inputs // 2, 2)
-            return pairs.transpose(1, 2).contiguous()
-        return super().pack(weight)
+        return _panels(weight).contiguous() if self._takes_panels(weight, _PANEL) else super().pack(weight)
+
+    def pack_gated(self, weight: Tensor) -> Tensor:
+        """See `Kernels.pack_gated`. A panel of gates, then one of what they open, and so on."""
+        if not self._takes_panels(weight, 2 * _PANEL):
+            return super().pack_gated(weight)
+        return torch.stack(_panels(weight).chunk(2), dim=1).contiguous()
+
+    def _takes_panels(self, weight: Tensor, outputs_step: int) -> bool:
+        is_of_unit = self._has_matrix_unit and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        return is_of_unit and weight.shape[1] % _STEP == 0 and weight.shape[0] % outputs_step == 0
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
         if weight.ndim != _PANELS_NDIM:
             return super().linear(x, weight, bias)
-        _check(x, weight, *(() if bias is None else (bias,)))
-        num_inputs, num_outputs = weight.shape[1] * 2, weight.shape[0] * _PANEL
-        assert x.shape == (x.shape[0], num_inputs), (x.shape, weight.shape)
+        return self._product("product_bfloat16", x, weight, bias, weight.shape[0] * _PANEL)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated_linear`."""
+        if weight.ndim != _GATED_NDIM:
+            return super().gated_linear(x, weight, bias)
+        return self._product("gated_product_bfloat16", x, weight.flatten(0, 1), bias, weight.shape[0] * _PANEL)
+
+    def _product(self, name: str, x: Tensor, panels: Tensor, bias: Tensor | None, num_columns: int) -> Tensor:
+        _check(x, panels, *(() if bias is None else (bias,)))
+        num_inputs, num_outputs = panels.shape[1] * 2, panels.shape[0] * _PANEL
+        assert x.shape == (x.shape[0], num_inputs), (x.shape, panels.shape)
         if bias is not None:
             _check_whole(bias, (num_outputs,))
         x = _with_whole_rows(x)
-        output = torch.empty((x.shape[0], num_outputs), dtype=x.dtype)
-        self._functions["product_bfloat16"](
-            *(x.data_ptr(), x.stride(0), x.shape[0], num_inputs, weight.data_ptr(), num_outputs),
+        output = torch.empty((x.shape[0], num_columns), dtype=x.dtype)
+        self._functions[name](
+            *(x.data_ptr(), x.stride(0), x.shape[0], num_inputs, panels.data_ptr(), num_outputs),
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), torch.get_num_threads()),
         )
         return output
@@ -117,6 +132,26 @@ class CpuKernels(PackedKernels):
             gate_up.data_ptr(), gate_up.stride(0), num_tokens, size, output.data_ptr(), torch.get_num_threads()
         )
         return output
+
+    def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Kernels.largest`."""
+        _check(rows)
+        assert rows.ndim == 2, rows.shape
+        assert rows.shape[1] > 0, rows.shape
+        rows = _with_whole_rows(rows)
+        num_rows, count = rows.shape
+        values, indices = torch.empty(num_rows, dtype=torch.float32), torch.empty(num_rows, dtype=torch.int64)
+        self._functions[f"largest_{dtype_name(rows.dtype)}"](
+            *(rows.data_ptr(), rows.stride(0), num_rows, count),
+            *(values.data_ptr(), indices.data_ptr(), torch.get_num_threads()),
+        )
+        return values, indices
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """[outputs, inputs] -> [outputs / 16, inputs / 2, 16, 2], a view."""
+    num_outputs, num_inputs = weight.shape
+    return weight.detach().view(num_outputs // _PANEL, _PANEL, num_inputs // 2, 2).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,9 @@
 //
 // A weight [outputs, inputs] is packed as [outputs / 16][inputs / 2][16][2]: panels of 16 outputs, each read from
 // beginning to end.
+//
+// A gated product has a panel of gates beside each panel of what they open: silu(gate) * up leaves the sums, rounded where
+// kernels/reference.py rounds, and the product itself is never written down.
 
 #include <algorithm>
 
@@ -26,8 +29,9 @@ struct Product {
   int64_t x_stride, num_rows, num_inputs;
   const uint16_t* packed;
   int64_t num_outputs;
-  const uint16_t* bias;  // or null
+  const uint16_t* bias;  // or null; of a gated product, those of all gates first
   uint16_t* to;
+  bool is_gated;
 
   int64_t panel_elements() const { return num_inputs * kPanel; }
 };
@@ -92,6 +96,18 @@ SPMD_INLINE void write_panel(const Product& product, int64_t row, int64_t panel,
     store_floats(product.to + (row + r) * product.num_outputs + column, load<Floats>(sums + r * 32) + bias);
 }
 
+// Gates in the first half of each row of sums, what they open in the second.
+SPMD_INLINE void write_gated(const Product& product, int64_t row, int64_t pair, int num_rows, const float* sums) {
+  const int64_t column = pair * kPanel, size = product.num_outputs / 2;
+  const Floats gate_bias = product.bias == nullptr ? Floats{} : load_floats(product.bias + column);
+  const Floats up_bias = product.bias == nullptr ? Floats{} : load_floats(product.bias + size + column);
+  for (int r = 0; r < num_rows; ++r) {
+    const Floats gate = rounded(load<Floats>(sums + r * 32) + gate_bias);
+    const Floats up = rounded(load<Floats>(sums + r * 32 + 16) + up_bias);
+    store_floats(product.to + (row + r) * size + column, rounded(silu(gate)) * up);
+  }
+}
+
 // Rows `row` to `end` by one panel or two. `unit_rows` is how many rows this thread's unit is set up for.
 void multiply_rows(const Product& product, int64_t row, int64_t end, int64_t panel, bool is_pair, int& unit_rows) {
   alignas(64) float sums[32 * 32];
@@ -105,6 +121,10 @@ void multiply_rows(const Product& product, int64_t row, int64_t end, int64_t pan
     else
       is_pair ? multiply_block<false, true>(product, row, panel, sums)
               : multiply_block<false, false>(product, row, panel, sums);
+    if (product.is_gated) {
+      write_gated(product, row, panel / 2, num_rows, sums);
+      continue;
+    }
     write_panel(product, row, panel, num_rows, sums);
     if (is_pair) write_panel(product, row, panel + 1, num_rows, sums + 16);
   }
@@ -119,7 +139,9 @@ void multiply_all(const Product& product, int num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_small)
   {
     int unit_rows = 0;
-#pragma omp for schedule(dynamic)
+    // Two pairs of a gated product share a line of the result.
+    const int chunk = product.is_gated ? 2 : 1;
+#pragma omp for schedule(dynamic, chunk)
     for (int64_t item = 0; item < num_blocks * num_pairs; ++item) {
       const int64_t row = item / num_pairs * rows_each, panel = item % num_pairs * 2;
       const int64_t end = std::min(product.num_rows, row + rows_each);
@@ -138,7 +160,19 @@ extern "C" void spmd_product_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t num_threads) {
 #if defined(SPMD_MATRIX_UNIT)
-  multiply_all({x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to}, int(num_threads));
+  multiply_all({x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, false}, int(num_threads));
+#else
+  (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)bias, (void)to;
+  (void)num_threads;
+#endif
+}
+
+// The same with gates: `num_outputs` counts gates and what they open, `to` has half as many columns.
+extern "C" void spmd_gated_product_bfloat16(
+    const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
+    int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t num_threads) {
+#if defined(SPMD_MATRIX_UNIT)
+  multiply_all({x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, true}, int(num_threads));
 #else
   (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)bias, (void)to;
   (void)num_threads;

@@ -122,17 +122,64 @@ void rotate(
 template <class Element>
 void silu_and_mul(
     const Element* gate_up, int64_t stride, int64_t num_tokens, int64_t size, Element* to, int64_t num_threads) {
-  const Floats to_base_2 = broadcast(-1.44269504088896340736f), one = broadcast(1.0f);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * size >= kSmall)
   for (int64_t token = 0; token < num_tokens; ++token) {
     const Element* gates = gate_up + token * stride;
     for (int64_t place = 0; place < size; place += kLanes) {
       const int64_t count = size - place;
       const Floats gate = load_some(gates + place, count), up = load_some(gates + size + place, count);
-      const Floats silu = as_kept<Element>(gate / (one + exp2(gate * to_base_2)));
-      store_some(to + token * size + place, silu * up, count);
+      store_some(to + token * size + place, as_kept<Element>(silu(gate)) * up, count);
     }
   }
+}
+
+// ---- the largest of a row -----------------------------------------------------------------------------------------
+
+// The largest and its first place; the first NaN, where there is one.
+template <class Element>
+SPMD_INLINE void largest_of_row(const Element* row, int64_t count, float* value, int64_t* index) {
+  Floats most = broadcast(-kInfinity);
+  Ints is_nan = Ints{};
+  int64_t place = 0;
+  for (; place + kLanes <= count; place += kLanes) {
+    const Floats x = load_floats(row + place);
+    is_nan |= (Ints)(x != x);
+    most = larger(x, most);
+  }
+  bool has_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) has_nan = has_nan || is_nan[lane] != 0;
+  float largest = largest_lane(most);
+  for (; place < count; ++place) {
+    const float x = to_float(row[place]);
+    has_nan = has_nan || x != x;
+    largest = x > largest ? x : largest;
+  }
+  int64_t found = 0;
+  if (!has_nan) {
+    const Floats wanted = broadcast(largest);
+    // Vector by vector as far as none is equal; then one by one.
+    for (; found + kLanes <= count; found += kLanes) {
+      const Ints is_equal = (Ints)(load_floats(row + found) == wanted);
+      int32_t any = 0;
+      for (int lane = 0; lane < kLanes; ++lane) any |= is_equal[lane];
+      if (any != 0) break;
+    }
+  }
+  for (; found < count; ++found) {
+    const float x = to_float(row[found]);
+    if (has_nan ? x != x : x == largest) break;
+  }
+  *value = has_nan ? to_float(row[found]) : largest;
+  *index = found;
+}
+
+template <class Element>
+void largest(
+    const Element* rows, int64_t stride, int64_t num_rows, int64_t count, float* values, int64_t* indices,
+    int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * count >= kSmall)
+  for (int64_t row = 0; row < num_rows; ++row)
+    largest_of_row(rows + row * stride, count, values + row, indices + row);
 }
 
 }  // namespace
@@ -159,6 +206,11 @@ void silu_and_mul(
   extern "C" void spmd_silu_and_mul_##name(                                                                            \
       const Element* gate_up, int64_t stride, int64_t num_tokens, int64_t size, Element* to, int64_t num_threads) {    \
     silu_and_mul(gate_up, stride, num_tokens, size, to, num_threads);                                                  \
+  }                                                                                                                    \
+  extern "C" void spmd_largest_##name(                                                                                 \
+      const Element* rows, int64_t stride, int64_t num_rows, int64_t count, float* values, int64_t* indices,           \
+      int64_t num_threads) {                                                                                           \
+    largest(rows, stride, num_rows, count, values, indices, num_threads);                                              \
   }
 
 SPMD_ROWS(float32, float)

@@ -130,6 +130,11 @@ SPMD_INLINE Floats exp2_of_falling(Floats x) {
 #endif
 }
 
+// x / (1 + e^-x).
+SPMD_INLINE Floats silu(Floats x) {
+  return x / (broadcast(1.0f) + exp2(x * broadcast(-1.44269504088896340736f)));
+}
+
 // ---- bfloat16: the upper half of a float --------------------------------------------------------------------------
 
 // To the nearest, ties to even; any NaN becomes the quiet one.
