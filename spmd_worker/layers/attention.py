@@ -26,6 +26,7 @@ class Attention(nn.Module):
             end_kv_head - first_kv_head,
             head_size,
         )
+        self._sizes = [heads * head_size for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         self.window, self.scale = shape.sliding_windows[layer_index], head_size**-0.5
         self._kernels, self._backend = context.kernels, context.attention
         self.qkv_proj = qkv_linear(
@@ -43,13 +44,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[T, hidden] -> [T, hidden]; writes this step's keys and values before it reads."""
-        sizes = [heads * self.head_size for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        parts = self.qkv_proj(x).split(sizes, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in parts)
+        parts = self.qkv_proj(x).split(self._sizes, dim=-1)
+        query, key, value = (part.view(x.shape[0], -1, self.head_size) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self._kernels.rotate(query, cos, sin), self._kernels.rotate(key, cos, sin)
         self._backend.write(key, value, layer_cache, metadata)
         attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window)
-        output: Tensor = self.o_proj(attended.flatten(1))
+        output: Tensor = self.o_proj(attended.view(x.shape[0], -1))
         return output

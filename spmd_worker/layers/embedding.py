@@ -75,7 +75,7 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class VocabularyParallelHead(nn.Module):
-    """[R, hidden_size] -> logits of this rank's token ids, [R, Vs] of the same dtype. Tied to the embedding if given."""
+    """[R, hidden_size] -> [R, Vs], logits of this rank's token ids. Tied to the embedding when it is given."""
 
     def __init__(
         self, context: LayerContext, vocab_size: int, hidden_size: int, tied_to: VocabularyParallelEmbedding | None

@@ -154,3 +154,20 @@ def test_onednns_rows_are_invariant_here_without_a_compiler():
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout == "True True\n"
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_inputs", "size"), [(32, 16), (576, 1536), (896, 48), (64, 4864), (40, 24)])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 33, 100, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_gates_in_the_products_epilogue_are_bit_for_bit_gates_after_it(dtype, num_rows, num_inputs, size, has_bias):
+    kernels, reason = cpu_kernels(dtype)
+    assert reason is None
+    generator = torch.Generator().manual_seed(size)
+    x = (2 * torch.randn(num_rows, num_inputs, generator=generator)).to(dtype)
+    weight = (torch.randn(2 * size, num_inputs, generator=generator) / num_inputs**0.5).to(dtype)
+    bias = torch.randn(2 * size, generator=generator).to(dtype) if has_bias else None
+    gated = kernels.gated_linear(x, kernels.pack_gated(weight), bias)
+    assert gated.shape == (num_rows, size)
+    assert torch.equal(gated, kernels.silu_and_mul(kernels.linear(x, kernels.pack(weight), bias)))
+    torch.testing.assert_close(gated, ReferenceKernels().gated_linear(x, weight, bias), rtol=3e-2, atol=3e-2)

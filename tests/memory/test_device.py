@@ -1,5 +1,6 @@
 """Measuring while others use the same memory: figures stay sane whatever they do, and only this process's count."""
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,17 +20,28 @@ DEVICE = torch.device("cuda", 0)
 @contextmanager
 def step(run: Callable[[], None], own_bytes: int = 0) -> Iterator[Callable[[], None]]:
     """As `prepared_step`: `own_bytes` are held while the step is prepared."""
-    own = b"1" * own_bytes
-    yield run
-    del own
+    with fresh_memory(own_bytes):
+        yield run
 
 
 def grow(num_bytes: int) -> Callable[[], None]:
     def run() -> None:
-        held = b"1" * num_bytes
-        del held
+        with fresh_memory(num_bytes):
+            pass
 
     return run
+
+
+@contextmanager
+def fresh_memory(num_bytes: int) -> Iterator[None]:
+    """Pages of the system's own: what a process has freed, and kept, it would otherwise use again."""
+    if num_bytes == 0:
+        yield
+        return
+    with mmap.mmap(-1, num_bytes) as held:
+        for place in range(0, num_bytes, mmap.PAGESIZE):
+            held[place] = 1
+        yield
 
 
 # The host.
