@@ -99,7 +99,8 @@ def test_a_job_that_is_killed_keeps_nothing_without_commits(tmp_path: Path):
 
 def test_ranks_that_are_warned_keep_what_is_finished(tmp_path: Path, expected: bytes):
     write_rows(tmp_path)
-    attempt = Attempt(tmp_path, "two shards", *NO_COMMITS)
+    # Few at once, so that the job lives until it is warned.
+    attempt = Attempt(tmp_path, "two shards", *NO_COMMITS, "scheduler.max_num_seqs=8")
     wait_for_rows(tmp_path)
     for rank in (0, 1):
         attempt.send(signal.SIGUSR1, rank)

@@ -26,7 +26,10 @@ SETTLE_S: Final = 3.0
 
 # By name: these classes live in rooms that know of this one.
 _ECHOES: Final = ("AbortedError", "DistBackendError", "DistNetworkError", "DistStoreError", "RankFailedError")
-_ECHO_WORDS: Final = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_ECHO_WORDS: Final = (
+    *("gloo", "NCCL", "shared memory: "),
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+)
 _SAID: Final = {
     **dict.fromkeys(("ReplicaDivergedError", "LostMessageError", "RanksDisagreeError"), 70),
     **dict.fromkeys(("ConfigError", "ModelConfigError", "JobError"), 1),

@@ -123,11 +123,35 @@ def test_a_rank_that_has_gone_is_told_within_a_moment_and_named():
         3,
     )
     # Lines of two processes may end up in one.
-    said = re.findall(r"rank (\d) after ([\d.]+): (.*?has gone)", done.stdout)
+    said = re.findall(r"rank (\d) after ([\d.]+): (.*?has left)", done.stdout)
     assert sorted(each[0] for each in said) == ["0", "2"], done.output
     for _, seconds, text in said:
         assert float(seconds) < 2.0
-        assert text == "shared memory: Connection closed by peer: rank 1 has gone"
+        assert text == "shared memory: Connection closed by peer: rank 1 has left"
+
+
+def test_a_rank_that_closes_is_as_good_as_gone_and_the_others_are_told_at_once():
+    done = run(
+        """
+    fast = share_memory(gloo, 60.0)
+    fast.all_reduce(torch.ones(4))
+    if rank == 1:
+        time.sleep(0.5)
+        fast.fast.close()
+        time.sleep(2)
+        leave()
+    began = time.monotonic()
+    try:
+        fast.all_reduce(torch.ones(4))
+    except RuntimeError as error:
+        print(f"after {time.monotonic() - began:.2f} s: {error}", flush=True)
+    leave()
+""",
+        2,
+    )
+    found = re.search(r"after ([\d.]+) s: shared memory: Connection closed by peer: rank 1 has left", done.stdout)
+    assert found, done.output
+    assert 0.3 < float(found[1]) < 1.5
 
 
 def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer():

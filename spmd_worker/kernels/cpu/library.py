@@ -45,6 +45,7 @@ _GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER)
 # Of Linux alone; each returns a number.
 _SHARED: dict[str, tuple[type, ...]] = {
     "shared_header_bytes": (_INTEGER,),
+    "shared_leave": _GROUP,
     "shared_sum_float32": (*_GROUP, _POINTER, _INTEGER),
     "shared_sum_bfloat16": (*_GROUP, _POINTER, _INTEGER),
     "shared_gather": (*_GROUP, _POINTER, _INTEGER, _POINTER),

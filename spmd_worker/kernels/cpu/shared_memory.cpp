@@ -29,6 +29,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free, "a lock would be of on
 struct alignas(128) Line {
   std::atomic<uint32_t> round;
   std::atomic<uint32_t> num_sleepers;
+  std::atomic<uint32_t> has_left;
 };
 
 struct Group {
@@ -92,15 +93,16 @@ int64_t wait_for(const Group& group, int64_t which, uint32_t round) {
       if (has_come(line, round)) return 0;
       pause_briefly();
     }
+    if (line.has_left.load() != 0) break;
     waited = now_ns() - started;
   }
   while (true) {
     line.num_sleepers.fetch_add(1);
     const uint32_t seen = line.round.load();
-    if (int32_t(seen - round) < 0) sleep_while(line.round, seen);
+    if (int32_t(seen - round) < 0 && line.has_left.load() == 0) sleep_while(line.round, seen);
     line.num_sleepers.fetch_sub(1);
     if (has_come(line, round)) return 0;
-    if (has_gone(group.processes[which])) return has_come(line, round) ? 0 : 1 + which;
+    if (line.has_left.load() != 0 || has_gone(group.processes[which])) return has_come(line, round) ? 0 : 1 + which;
     if (now_ns() - started > group.timeout_ns) return kTimedOut;
   }
 }
@@ -167,6 +169,15 @@ int64_t sum(const Group& group, Element* values, int64_t count) {
   { memory, rank, size, slot_bytes, spin_ns, timeout_ns, processes }
 
 extern "C" int64_t spmd_shared_header_bytes(int64_t size) { return size * int64_t(sizeof(Line)); }
+
+// This rank takes part in nothing any more: whoever waits for it is told.
+extern "C" int64_t spmd_shared_leave(SPMD_GROUP) {
+  const Group group SPMD_THE_GROUP;
+  Line& own = group.line(rank);
+  own.has_left.store(1);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&own.round), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  return 0;
+}
 
 extern "C" int64_t spmd_shared_sum_float32(SPMD_GROUP, float* values, int64_t count) {
   return sum(SPMD_THE_GROUP, values, count);

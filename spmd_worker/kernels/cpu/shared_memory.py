@@ -88,9 +88,10 @@ class SharedMemoryGroup:
         return tensor if data is tensor else tensor.copy_(data)
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Let go of the memory; ranks that wait for this one are told. Idempotent."""
         if self._anchor is None:
             return
+        self._functions["shared_leave"](*self._group)
         self._anchor = None
         self._memory.close()
         for descriptor in self._watched:
@@ -102,7 +103,7 @@ class SharedMemoryGroup:
             raise RuntimeError("shared memory: timed out waiting for another rank")
         if result:
             # In gloo's words, which others know as the effect and not the cause.
-            raise RuntimeError(f"shared memory: Connection closed by peer: rank {self._ranks[result - 1]} has gone")
+            raise RuntimeError(f"shared memory: Connection closed by peer: rank {self._ranks[result - 1]} has left")
 
 
 def share_memory(group: GroupHandle, timeout_s: float) -> GroupHandle:
