@@ -28,6 +28,7 @@ _WAITING_PLACES: Final = (
     "/lockstep/channel.py",
     "/replicas/round.py",
     "/batch/shared_job.py",
+    "/kernels/cpu/shared_memory.py",
 )
 _OWN_PLACES: Final = ("/spmd_worker/", "/kv_cache/")
 
