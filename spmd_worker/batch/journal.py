@@ -110,7 +110,7 @@ class RowJournal:
         self._lock = threading.Lock()
         self._keys, self._offsets, self._lengths = array("Q"), array("Q"), array("I")
         self._pending: list[tuple[int, RowAnswer]] = []
-        self._is_broken = False
+        self._failure: Exception | None = None
         self.num_rows = 0
         self._lines = _open_to_append(folder / LINES_NAME)
         self._records = _open_to_append(folder / JOURNAL_NAME)
@@ -142,18 +142,21 @@ class RowJournal:
             self.commit()
 
     def commit(self) -> None:
-        """Make everything durable that was appended. Raises OSError; then nothing more is written."""
+        """Make everything durable that was appended. Raises OSError; then nothing more is written, and every later call
+        raises it again: another thread may have been the first to hear of it.
+        """
         with self._lock:
             self._last_commit_s = time.monotonic()
-            if not self._pending or self._is_broken:
-                self._pending = []
+            if self._failure is not None:
+                raise self._failure
+            if not self._pending:
                 return
             ends = os.lseek(self._lines, 0, os.SEEK_END), os.lseek(self._records, 0, os.SEEK_END)
             try:
                 self._write_pending(ends[0])
                 self._pending = []
-            except Exception:
-                self._is_broken = True
+            except Exception as error:  # told to whoever commits from now on
+                self._failure = error
                 raise
             except BaseException:  # Ctrl-C: nothing is wrong with the files, and the next commit begins again
                 if self._pending:
@@ -200,11 +203,12 @@ class RowJournal:
             yield _read_at(self._lines, self._offsets[index], length)
 
     def close(self) -> None:
-        """Commit and close the files. Idempotent."""
+        """Commit, unless that has failed already, and close the files. Idempotent."""
         if self._lines < 0:
             return
         try:
-            self.commit()
+            if self._failure is None:
+                self.commit()
         finally:
             os.close(self._lines)
             os.close(self._records)

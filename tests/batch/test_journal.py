@@ -150,7 +150,11 @@ def test_a_sync_that_fails_is_an_error_and_nothing_is_written_after_it(tmp_path:
     with pytest.raises(OSError, match="Input/output error"):
         journal.append(1, answer(1))
     sizes = [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)]
-    journal.append(2, answer(2))
+    # Whoever tries again, the end of the job too, is told: what was not written must not be taken for written.
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.append(2, answer(2))
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.commit()
     journal.close()
     assert [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)] == sizes
     again = opened(tmp_path)
