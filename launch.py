@@ -163,7 +163,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     from spmd_worker.parallel.watch import watch_program
     from spmd_worker.tokenizer import TokenizerError
     from spmd_worker.weights.safetensors_header import CheckpointError
-    from spmd_worker.worker.device import DeviceError
+    from spmd_worker.worker.device import DeviceError, device_type
 
     keep_freed_memory()
     if config.job.private:
@@ -172,8 +172,9 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         # Stacks of a crash in native code.
         faulthandler.enable(sys.__stderr__)
-    _share_the_node(config, environment)
-    watchdog = watch_program(environment, config.executor.timeout_s, run_dir_of(config.job), config.device)
+    is_on_gpu = device_type(config.device) == "cuda"
+    _share_the_node(config, environment, is_on_gpu)
+    watchdog = watch_program(environment, config.executor.timeout_s, run_dir_of(config.job), spins=is_on_gpu)
     # When a rank has left, the launcher sends the others SIGTERM: they stay a while to learn why.
     patience_s = _PATIENCE_S if environment.world_size > 1 else 0.0
     signals = EndingSignals(lambda: watchdog.before_exit(), watchdog.told_to_end, patience_s)
@@ -208,15 +209,13 @@ def _end(error: Exception, environment: RankEnvironment, watchdog: Watchdog) -> 
     return watchdog.leave(1)
 
 
-def _share_the_node(config: RunConfig, environment: RankEnvironment) -> None:
+def _share_the_node(config: RunConfig, environment: RankEnvironment, is_on_gpu: bool) -> None:
     """Threads and cores for this rank, and where NCCL writes: both before torch computes or makes groups."""
     import torch
 
     from spmd_worker.batch.job_files import run_dir_of
-    from spmd_worker.parallel.watch import has_gpu
 
     share = share_cores(look_at_node(), environment.local_rank, environment.local_world_size, os.environ)
-    is_on_gpu = has_gpu(config.device)
     take_share(share, torch.set_num_threads, binds=not is_on_gpu)
     if is_on_gpu:
         os.environ.update(flight_recorder_variables(os.environ, run_dir_of(config.job)))

@@ -46,6 +46,7 @@ from spmd_worker.sequence.sequence import Sequence
 from spmd_worker.tokenizer import IncrementalDecoder, Tokenizer
 from spmd_worker.version import code_fingerprint
 from spmd_worker.weights.identity import file_identities, tensor_digests
+from spmd_worker.worker.device import device_type
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 """Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""
@@ -74,7 +75,8 @@ def start_engine(
     executor = Executor.get_class(config.executor.backend, environment)(config, shape, layout, environment)
     if watchdog is None:
         num_ranks = layout.world_size if environment.is_launched else 1
-        watchdog = watch_guest(environment, num_ranks, config.executor.timeout_s, config.device)
+        is_on_gpu = device_type(config.device) == "cuda"
+        watchdog = watch_guest(environment, num_ranks, config.executor.timeout_s, spins=is_on_gpu)
         watchdog.start()
     try:
         return _start(config, shape, environment, executor, watchdog)

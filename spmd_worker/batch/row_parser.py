@@ -39,10 +39,10 @@ _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
 
 
-_NO_LIMITS: Final = RowLimits()
+_DEFAULT_LIMITS: Final = RowLimits()
 
 
-def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimits = _NO_LIMITS) -> Row | RowError:
+def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimits = _DEFAULT_LIMITS) -> Row | RowError:
     """The row on a line. `defaults` holds for every sampling key that the row does not give.
 
     In both shapes null means the default, but for the keys whose null has a meaning of its own: `best_of`, `seed`,
@@ -111,7 +111,7 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
 
 
 def resolve(
-    row: Row, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, limits: RowLimits = _NO_LIMITS
+    row: Row, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, limits: RowLimits = _DEFAULT_LIMITS
 ) -> EncodedRow | RowError:
     """The row with its prompt as token ids and its limits made concrete.
 

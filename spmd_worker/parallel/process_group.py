@@ -27,7 +27,7 @@ class Transfer:
 
 
 class Collectives(Protocol):
-    """A faster way than torch.distributed's, for some tensors. Every rank of a group has it, or none has."""
+    """A faster way than torch.distributed's, for tensors in host memory. Every rank of a group has it, or none has."""
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether it can sum such a tensor: the same on every rank."""
@@ -36,10 +36,10 @@ class Collectives(Protocol):
         """See `GroupHandle`, as of the others."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Of tensors in host memory."""
+        """Of any dtype."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Of tensors in host memory."""
+        """Of any dtype."""
 
     def close(self) -> None:
         """Nothing more will be exchanged this way."""
@@ -79,7 +79,7 @@ class GroupHandle:
         """Equal shapes [...] -> [size, ...], in group order."""
         if self.group is None:
             return tensor.unsqueeze(0)
-        if self.fast is not None and tensor.device.type == "cpu":
+        if self.fast is not None:
             return self.fast.all_gather(tensor)
         gathered = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         _all_gather(gathered, tensor.contiguous().view(-1), group=self.group)
@@ -87,7 +87,7 @@ class GroupHandle:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The rank at place `source` of the group decides, in place; returns its argument."""
-        if self.fast is not None and tensor.device.type == "cpu":
+        if self.fast is not None:
             return self.fast.broadcast(tensor, source)
         if self.group is not None:
             dist.broadcast(tensor, src=self.ranks[source], group=self.group)

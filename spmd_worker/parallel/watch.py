@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -27,7 +26,7 @@ _CONNECT_S: Final = 60.0
 _ANSWER_S: Final = 5.0
 
 
-def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path, device: str) -> Watchdog:
+def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path, *, spins: bool) -> Watchdog:
     """For a program of ours, which owns its process and its world. Not started yet."""
     has_agent = _has_agent()
     watched = Watched(
@@ -38,22 +37,17 @@ def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path,
         exits=True,
         abort_groups=_abort_groups,
         has_launcher=has_agent,
-        spins=has_gpu(device),
+        spins=spins,
     )
     return Watchdog(watched, _connector(watched, may_host=True))
 
 
-def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, device: str) -> Watchdog:
+def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, *, spins: bool) -> Watchdog:
     """For an engine of `num_ranks` ranks in somebody else's process. Not started yet."""
     first = environment.rank // num_ranks * num_ranks
     ranks = tuple(range(first, first + num_ranks))
-    watched = Watched(environment.rank, ranks, timeout_s, spins=has_gpu(device))
+    watched = Watched(environment.rank, ranks, timeout_s, spins=spins)
     return Watchdog(watched, _connector(watched, may_host=False))
-
-
-def has_gpu(device: str) -> bool:
-    """Whether `device`, as it is configured, is a GPU here: whoever waits for one computes all the time."""
-    return device != "cpu" and torch.cuda.is_available()
 
 
 def _connector(watched: Watched, *, may_host: bool) -> Callable[[], Board] | None:

@@ -75,8 +75,7 @@ class Sampler:
     def gather(self, logits: Tensor) -> Tensor:
         """[K, Vs] on each rank -> float32 [K, V] on every rank; a new tensor that may be changed."""
         if self._group.size == 1:
-            whole = logits[:, : self._vocab_size]
-            return whole.clone() if logits.dtype == torch.float32 else whole.float()
+            return logits[:, : self._vocab_size].to(torch.float32, copy=True)
         shards = self._group.all_gather(logits)
         return shards.transpose(0, 1).flatten(1)[:, : self._vocab_size].to(torch.float32, copy=True)
 

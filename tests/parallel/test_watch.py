@@ -73,9 +73,9 @@ def test_only_a_program_of_ours_makes_a_store_where_there_is_none(variables, mon
 
 def test_an_engine_watches_its_own_ranks_and_a_program_all(variables, tmp_path):
     environment = RankEnvironment(rank=5, world_size=8, local_world_size=8, is_launched=True)
-    guest = watch_guest(environment, 2, 60.0, "cpu").watched
+    guest = watch_guest(environment, 2, 60.0, spins=False).watched
     assert (guest.ranks, guest.exits, guest.run_dir, guest.spins) == ((4, 5), False, None, False)
-    program = watch_program(environment, 60.0, tmp_path, "cpu").watched
+    program = watch_program(environment, 60.0, tmp_path, spins=False).watched
     assert (program.ranks, program.exits, program.has_launcher) == (tuple(range(8)), True, False)
     assert (program.soft_limit_s, guest.soft_limit_s) == (12.0, 12.0)
 

@@ -51,7 +51,7 @@ _SHARED: dict[str, tuple[type, ...]] = {
     "shared_gather": (*_GROUP, _POINTER, _INTEGER, _POINTER),
     "shared_broadcast": (*_GROUP, _INTEGER, _POINTER, _INTEGER),
 }
-_PRODUCT = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER)
+_PRODUCT = (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER, _POINTER, _POINTER), *(_INTEGER, _INTEGER))
 
 Function = Callable[..., Any]
 
@@ -95,7 +95,7 @@ def load(built: Built) -> NativeLibrary | str:
 
 def _functions(library: ctypes.CDLL) -> dict[str, Function]:
     signatures = {f"{name}_{dtype}": types for name, types in _SIGNATURES.items() for dtype in _DTYPES}
-    signatures |= {"product_bfloat16": _PRODUCT, "gated_product_bfloat16": _PRODUCT}
+    signatures["product_bfloat16"] = _PRODUCT
     functions: dict[str, Function] = {}
     for name, types in signatures.items():
         function = getattr(library, f"spmd_{name}")

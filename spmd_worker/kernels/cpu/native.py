@@ -59,25 +59,25 @@ class CpuKernels(PackedKernels):
         """See `Kernels.linear`."""
         if weight.ndim != _PANELS_NDIM:
             return super().linear(x, weight, bias)
-        return self._product("product_bfloat16", x, weight, bias, weight.shape[0] * _PANEL)
+        return self._product(x, weight, bias, is_gated=False)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated_linear`."""
         if weight.ndim != _GATED_NDIM:
             return super().gated_linear(x, weight, bias)
-        return self._product("gated_product_bfloat16", x, weight.flatten(0, 1), bias, weight.shape[0] * _PANEL)
+        return self._product(x, weight.flatten(0, 1), bias, is_gated=True)
 
-    def _product(self, name: str, x: Tensor, panels: Tensor, bias: Tensor | None, num_columns: int) -> Tensor:
+    def _product(self, x: Tensor, panels: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
         _check(x, panels, *(() if bias is None else (bias,)))
         num_inputs, num_outputs = panels.shape[1] * 2, panels.shape[0] * _PANEL
         assert x.shape == (x.shape[0], num_inputs), (x.shape, panels.shape)
         if bias is not None:
             _check_whole(bias, (num_outputs,))
         x = _with_whole_rows(x)
-        output = torch.empty((x.shape[0], num_columns), dtype=x.dtype)
-        self._functions[name](
+        output = torch.empty((x.shape[0], num_outputs // 2 if is_gated else num_outputs), dtype=x.dtype)
+        self._functions["product_bfloat16"](
             *(x.data_ptr(), x.stride(0), x.shape[0], num_inputs, panels.data_ptr(), num_outputs),
-            *(None if bias is None else bias.data_ptr(), output.data_ptr(), torch.get_num_threads()),
+            *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, torch.get_num_threads()),
         )
         return output
 

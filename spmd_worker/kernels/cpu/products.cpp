@@ -155,26 +155,16 @@ void multiply_all(const Product& product, int num_threads) {
 
 #endif
 
-// To be called only where there is a matrix unit. `num_inputs` is a multiple of 32, `num_outputs` of 16.
+// To be called only where there is a matrix unit. `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32 where the
+// product `is_gated`: then `num_outputs` counts gates and what they open, and `to` has half as many columns.
 extern "C" void spmd_product_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
-    int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t num_threads) {
+    int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads) {
 #if defined(SPMD_MATRIX_UNIT)
-  multiply_all({x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, false}, int(num_threads));
+  multiply_all(
+      {x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, is_gated != 0}, int(num_threads));
 #else
   (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)bias, (void)to;
-  (void)num_threads;
-#endif
-}
-
-// The same with gates: `num_outputs` counts gates and what they open, `to` has half as many columns.
-extern "C" void spmd_gated_product_bfloat16(
-    const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
-    int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t num_threads) {
-#if defined(SPMD_MATRIX_UNIT)
-  multiply_all({x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, true}, int(num_threads));
-#else
-  (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)bias, (void)to;
-  (void)num_threads;
+  (void)is_gated, (void)num_threads;
 #endif
 }
