@@ -149,7 +149,31 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     return _say(lambda: describe_plan(make_plan(config, shape, layout)), environment)
 
 
+def _commit_ahead(config: RunConfig, environment: RankEnvironment) -> None:
+    """On the CPU: begin to commit the cache's memory now. What is wrong with the settings is found, and said, later."""
+    from spmd_worker.batch.commit_ahead import commit_ahead
+    from spmd_worker.batch.input_files import STANDARD_INPUT, find_inputs
+    from spmd_worker.memory.estimate import cache_spec
+    from spmd_worker.memory.plan import resolve_dtype, resolve_max_model_len
+    from spmd_worker.parallel.layout import layout_of
+
+    is_on_gpu = config.device == "cuda" or (config.device == "auto" and Path("/proc/driver/nvidia").exists())
+    if is_on_gpu or config.executor.backend not in ("auto", "external_launcher", "uniproc"):
+        return
+    try:
+        shape, layout = read_model_shape(Path(config.model.path or "")), layout_of(config.parallel)
+        if config.job.input in (None, STANDARD_INPUT) or environment.world_size != layout.world_size:
+            return
+        dtype = resolve_dtype(config, shape, "cpu")
+        spec = cache_spec(shape, layout, environment.rank, dtype, config.cache.block_size)
+        max_model_len = resolve_max_model_len(config, shape)
+        commit_ahead(config, spec, find_inputs(config.job.input or ""), max_model_len, environment.local_world_size)
+    except (ConfigError, ModelConfigError, OSError, AssertionError, KeyError):
+        return
+
+
 def _run(config: RunConfig, environment: RankEnvironment) -> int:
+    _commit_ahead(config, environment)
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.batch.job import JobError, run_job
     from spmd_worker.batch.job_files import run_dir_of

@@ -16,7 +16,8 @@ from torch import Tensor
 from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
 from kv_cache.cache_spec import CacheSpec
-from kv_cache.host_memory import HostMemory, indices, lazy_zeros, new_host_memory
+from kv_cache.host_memory import HostMemory, indices, lazy_cache, new_host_memory
+from kv_cache.host_reserve import HostReserve
 
 _Pairs = Sequence[tuple[BlockId, BlockId]]
 
@@ -65,8 +66,10 @@ class CacheEngine:
         assert 0 <= layer_index < self.spec.num_layers, f"layer {layer_index} of {self.spec.num_layers}"
         return self.device_cache[layer_index]
 
-    def allocate(self) -> None:
-        """Make both caches, zero-filled, and on CUDA the side stream that moves blocks between them."""
+    def allocate(self, reserve: HostReserve | None = None) -> None:
+        """Make both caches, zero-filled, and on CUDA the side stream that moves blocks between them. On the CPU the
+        device cache is the beginning of `reserve`, where there is one.
+        """
         assert self._device_cache is None, "the cache is allocated already"
         packed_bytes = math.prod(self.block_shape) * self.dtype.itemsize
         assert packed_bytes == self.spec.layer_block_bytes, (
@@ -77,7 +80,7 @@ class CacheEngine:
         with torch.inference_mode(False):
             shape = (self.spec.num_layers, self.num_device_blocks, *self.block_shape)
             if self.device.type == "cpu":
-                self._device_cache = lazy_zeros(shape, self.dtype)
+                self._device_cache = lazy_cache(shape, self.dtype, reserve)
             else:
                 self._device_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
             self._host = new_host_memory(self._device_cache, self.num_host_blocks)

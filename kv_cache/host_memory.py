@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kv_cache.host_reserve import HostReserve
+
 _ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load of the CPU kernels
 
 _STAGING_BYTES = 2**26
@@ -146,6 +148,20 @@ class CudaHostMemory:
 def indices(block_ids: list[int], device: torch.device) -> Tensor:
     """int64 on a CUDA device, through pinned memory: from any other the host would wait for the stream."""
     return torch.tensor(block_ids, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def lazy_cache(shape: tuple[int, ...], dtype: torch.dtype, reserve: HostReserve | None) -> Tensor:
+    """`lazy_zeros` of [layers, blocks, ...] in which a block's layers lie side by side, so that the first blocks are
+    the beginning of the memory: that of `reserve` where there is one, and enough of it.
+    """
+    num_layers, num_blocks, *block_shape = shape
+    by_blocks = (num_blocks, num_layers, *block_shape)
+    memory = None if reserve is None else reserve.take(math.prod(shape) * dtype.itemsize)
+    if memory is None:
+        zeros = lazy_zeros(by_blocks, dtype)
+    else:
+        zeros = torch.frombuffer(memory, dtype=dtype).view(by_blocks)
+    return zeros.transpose(0, 1)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from kv_cache import host_reserve
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker.memory import host
 from spmd_worker.parallel.process_group import GroupHandle
@@ -27,8 +28,11 @@ def measure_host(weights: int, activations: int, local_world_size: int) -> Memor
 
     `activations` are an estimate, in bytes as `weights` are.
     """
-    resident = host.resident_bytes()
-    share = host.available_bytes() // local_world_size + resident
+    reserve = host_reserve.offered()
+    # What is committed for the cache already is the cache's.
+    committed = 0 if reserve is None else reserve.committed_bytes
+    resident = max(host.resident_bytes() - committed, 0)
+    share = host.available_bytes() // local_world_size + resident + committed
     outside = max(resident - weights, 0)
     return MemoryMeasurement(min(share, host.total_bytes()), weights, activations, outside, "estimated")
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kv_cache import host_reserve
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
 from kv_cache.cache_spec import CacheSpec
@@ -133,7 +134,8 @@ class Worker(WorkerBase):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._cache_engine = self._new_cache_engine(num_device_blocks, num_host_blocks)
-        self._cache_engine.allocate()
+        self._cache_engine.allocate(host_reserve.offered())
+        host_reserve.offer(None)
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
         self._runner = self._new_runner(self._cache_engine, self._clock)
         self.compile_or_warm_up_model()

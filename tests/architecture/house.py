@@ -38,6 +38,7 @@ ROOMS = (
     Room(("kv_cache.device_tables",)),
     Room(("kv_cache.cache_manager",)),
     Room(("kv_cache.cache_sizing",)),
+    Room(("kv_cache.host_reserve",)),
     Room(("kv_cache.host_memory",), may_import_torch=True),
     Room(("kv_cache.cache_engine",), may_import_torch=True),
     Room(("kv_cache.host_tier_engine",), may_import_torch=True),
