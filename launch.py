@@ -149,7 +149,7 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     return _say(lambda: describe_plan(make_plan(config, shape, layout)), environment)
 
 
-def _commit_ahead(config: RunConfig, environment: RankEnvironment) -> None:
+def commit_cache_ahead(config: RunConfig, environment: RankEnvironment) -> None:
     """On the CPU: begin to commit the cache's memory now. What is wrong with the settings is found, and said, later."""
     from spmd_worker.batch.commit_ahead import commit_ahead
     from spmd_worker.batch.input_files import STANDARD_INPUT, find_inputs
@@ -173,7 +173,7 @@ def _commit_ahead(config: RunConfig, environment: RankEnvironment) -> None:
 
 
 def _run(config: RunConfig, environment: RankEnvironment) -> int:
-    _commit_ahead(config, environment)
+    commit_cache_ahead(config, environment)
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.batch.job import JobError, run_job
     from spmd_worker.batch.job_files import run_dir_of

@@ -29,19 +29,23 @@ PARTS = ("schedule", "lockstep", "prepare", "linear", "attention", "other kernel
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
+    sys.path.insert(0, str(ROOT))
+    from launch import commit_cache_ahead
+    from spmd_worker.config_compose import compose_run
+    from spmd_worker.parallel.environment import read_rank_environment
+
+    environment = read_rank_environment()
+    config = compose_run(ROOT / "conf", [f"model.path={options.model}", f"job.input={options.workload}", *options.keys])
+    commit_cache_ahead(config, environment)
     import torch
 
-    from spmd_worker.config_compose import compose_run
     from spmd_worker.engine_start import start_engine
     from spmd_worker.memory.host import keep_freed_memory
-    from spmd_worker.parallel.environment import read_rank_environment
 
     # As launch.py does.
     keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
-    environment = read_rank_environment()
-    config = compose_run(ROOT / "conf", [f"model.path={options.model}", f"job.input={options.workload}", *options.keys])
     engine = start_engine(config)
     start_s = time.time() - process_start_s()
     is_first = engine.is_first_rank
