@@ -100,6 +100,7 @@ struct Attention {
     alignas(64) float sums[kUnitRows * kMaxHeadSize];
     alignas(64) Element edges[2][kMaxHeadSize * Type::kPair];
     Softmax softmax[kItemRows];
+    int64_t positions[kItemRows];
     TileCopy<Element> copy;
     alignas(64) Element visible_values[kTile * kMaxHeadSize];
   };
@@ -128,8 +129,8 @@ struct Attention {
     return {first_visible(position(item, item.first_row)), position(item, item.end_row - 1)};
   }
 
-  Range visible_to(const Item& item, int64_t row, int64_t tile_number) const {
-    const int64_t at = position(item, row), start = tile_number * kTile;
+  Range visible_to(int64_t at, int64_t tile_number) const {
+    const int64_t start = tile_number * kTile;
     return {int(std::clamp<int64_t>(first_visible(at) - start, 0, kTile)),
             int(std::clamp<int64_t>(at + 1 - start, 0, kTile))};
   }
@@ -173,6 +174,7 @@ struct Attention {
     const int size = cache.head_size;
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
       const int64_t place = row - item.first_row;
+      scratch.positions[place] = position(item, row);
       const Element* query = queries + offset(item, row, query_token_stride, query_head_stride);
       Type::stage(query, size, scratch.queries + place * size / Type::kPair);
       std::memset(scratch.outputs + place * size, 0, size * sizeof(float));
@@ -205,13 +207,13 @@ struct Attention {
       bool fetches_next, Scratch& scratch) const {
     Range visible[kRows];
     bool is_even = true, is_seen = false;
+    const int64_t place = row - item.first_row;
     for (int r = 0; r < kRows; ++r) {
-      visible[r] = visible_to(item, row + r, number);
+      visible[r] = visible_to(scratch.positions[place + r], number);
       is_even &= visible[r] == visible[0];
       is_seen |= !visible[r].is_empty();
     }
     if (!is_seen) return;
-    const int64_t place = row - item.first_row;
     const int num_steps = cache.head_size / Type::kPair;
     const Left* left = scratch.queries + place * num_steps;
     if (fetches_next)
@@ -330,14 +332,14 @@ struct Attention {
       Scratch& scratch) const {
     Range visible[kUnitRows];
     Range some = {kTile, 0}, all = {0, kTile};  // what at least one row sees, what every row sees that sees anything
+    const int64_t place = row - item.first_row;
     for (int r = 0; r < num_rows; ++r) {
-      visible[r] = visible_to(item, row + r, number);
+      visible[r] = visible_to(scratch.positions[place + r], number);
       if (visible[r].is_empty()) continue;
       some = {std::min(some.first, visible[r].first), std::max(some.end, visible[r].end)};
       all = {std::max(all.first, visible[r].first), std::min(all.end, visible[r].end)};
     }
     if (some.is_empty()) return;
-    const int64_t place = row - item.first_row;
     score_rows_by_unit(scratch.queries + place * cache.head_size / Type::kPair, tile, next, scratch.scores);
     float decays[kUnitRows];
     for (int r = 0; r < num_rows; ++r)

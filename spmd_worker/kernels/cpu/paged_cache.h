@@ -132,8 +132,8 @@ void write_all(
   // Below this many numbers a second thread costs more than it brings.
   const bool is_small = num_tokens * num_heads * cache.head_size < 16384;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && !is_small)
-  for (int64_t head = 0; head < num_heads; ++head)
-    for (int64_t token = 0; token < num_tokens; ++token)
+  for (int64_t token = 0; token < num_tokens; ++token)
+    for (int64_t head = 0; head < num_heads; ++head)
       write_one<Type>(
           cache, key + token * key_token_stride + head * key_head_stride,
           value + token * value_token_stride + head * value_head_stride, blocks[token], int(head), int(offsets[token]));

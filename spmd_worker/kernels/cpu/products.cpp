@@ -10,6 +10,8 @@
 // kernels/reference.py rounds, and the product itself is never written down.
 
 #include <algorithm>
+#include <cstdint>
+#include <memory>
 
 #include "matrix_unit.h"
 
@@ -20,9 +22,11 @@ namespace {
 constexpr int kPanel = 16;                    // outputs
 constexpr int kStep = 32;                     // inputs
 constexpr int kBlockRows = 32;                // two tiles of rows by two panels: as many sums as there are tiles for
+constexpr int kMostSteps = 20;                // of a pair of panels that stay in the first-level cache while rows pass
 constexpr int64_t kRowsBytes = 1 << 20;       // rows that stay in the second-level cache while all panels pass
+constexpr int64_t kPassingBytes = 8 << 20;    // of results
 constexpr int64_t kFewProducts = 1 << 20;     // below this a second thread costs more than it brings
-constexpr int64_t kFetchAheadBytes = 4096;
+constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;  // of sums that are kept in the second-level cache between two parts
 
 struct Product {
   const uint16_t* x;
@@ -33,6 +37,7 @@ struct Product {
   uint16_t* to;
   bool is_gated;
 
+  int64_t num_panels() const { return num_outputs / kPanel; }
   int64_t panel_elements() const { return num_inputs * kPanel; }
 };
 
@@ -46,35 +51,109 @@ void set_up_unit(int num_rows) {
   matrix_unit::use(shapes);
 }
 
-SPMD_INLINE void fetch(const uint16_t* from) {
-  const char* ahead = reinterpret_cast<const char*>(from) + kFetchAheadBytes;
-  for (int line = 0; line < 16; ++line) __builtin_prefetch(ahead + line * 64);
+// Two vectors -> 32 bfloat16 in a row.
+SPMD_INLINE __m512i narrowed(Floats first, Floats second) {
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
 
-// Up to 32 rows by one panel or two -> sums [32][32].
+SPMD_INLINE __m256i narrowed(Floats floats) { return (__m256i)_mm512_cvtneps_pbh((__m512)floats); }
+
+SPMD_INLINE Floats rounded_by_unit(Floats floats) {
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(floats)), 16);
+}
+
+// The sums [rows][32] of a block, which become results row by row while the next block is multiplied: the unit and the
+// vector instructions work side by side.
+struct Finished {
+  const float* sums = nullptr;
+  uint16_t* to = nullptr;
+  int64_t stride = 0;
+  Floats first_bias{}, second_bias{};
+  int num_rows = 0, next = 0;
+  bool is_pair = false, is_gated = false, passes_caches = false;
+
+  SPMD_INLINE_MEMBER void write_some(int count) {
+    for (const int end = std::min(num_rows, next + count); next < end; ++next) write_row(next);
+  }
+
+  SPMD_INLINE_MEMBER void write_row(int row) const {
+    const Floats first = load<Floats>(sums + row * 32) + first_bias;
+    if (!is_pair) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + row * stride), narrowed(first));
+    const Floats second = load<Floats>(sums + row * 32 + 16) + second_bias;
+    if (passes_caches) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to + row * stride), narrowed(first, second));
+    if (!is_gated) return _mm512_storeu_si512(to + row * stride, narrowed(first, second));
+    const Floats opened = rounded_by_unit(silu(rounded_by_unit(first))) * rounded_by_unit(second);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + row * stride), narrowed(opened));
+  }
+};
+
+Finished finished(const Product& product, int64_t row, int64_t panel, bool is_pair, int num_rows, const float* sums) {
+  const int64_t half = product.num_outputs / 2, column = product.is_gated ? panel / 2 * kPanel : panel * kPanel;
+  Finished block;
+  block.sums = sums, block.num_rows = num_rows, block.is_pair = is_pair, block.is_gated = product.is_gated;
+  block.stride = product.is_gated ? half : product.num_outputs;
+  block.to = product.to + row * block.stride + column;
+  // Whole lines of a result that no cache would hold until somebody reads it.
+  block.passes_caches = is_pair && !product.is_gated && product.num_rows * product.num_outputs * 2 > kPassingBytes &&
+                        reinterpret_cast<uintptr_t>(block.to) % 64 == 0 && block.stride % 32 == 0;
+  if (product.bias == nullptr) return block;
+  block.first_bias = load_floats(product.bias + column);
+  if (is_pair) block.second_bias = load_floats(product.bias + (product.is_gated ? half + column : column + kPanel));
+  return block;
+}
+
+// What of the weight to fetch meanwhile, a little each step: parts of two panels.
+struct Ahead {
+  const char* first = nullptr;
+  const char* second = nullptr;
+  const char* end_of_first = nullptr;
+  int lines_a_step = 0;
+
+  SPMD_INLINE_MEMBER void fetch() {
+    for (int line = 0; line < lines_a_step && first < end_of_first; ++line, first += 64, second += 64) {
+      __builtin_prefetch(first, 0, 2);
+      __builtin_prefetch(second, 0, 2);
+    }
+  }
+};
+
+// A part of the inputs, and of the chains of steps.
+struct Part {
+  int64_t first_input, end_input;
+};
+
+// A part of the steps of up to 32 rows by one panel or two. Sums come from `from`, or from zero, and go to `to`, both
+// [32][32].
 template <bool kTwoTiles, bool kTwoPanels>
-void multiply_block(const Product& product, int64_t row, int64_t panel, float* sums) {
+void multiply_block(
+    const Product& product, int64_t row, int64_t panel, Part part, const float* from, float* to, Finished& last,
+    Ahead& next) {
   const uint16_t* x = product.x + row * product.x_stride;
   const uint16_t* second_x = x + 16 * product.x_stride;
   const uint16_t* weight = product.packed + panel * product.panel_elements();
   const uint16_t* second_weight = weight + product.panel_elements();
   const int64_t stride = product.x_stride * 2;
-  matrix_unit::zero<0>();
-  if (kTwoPanels) matrix_unit::zero<1>();
-  if (kTwoTiles) matrix_unit::zero<2>();
-  if (kTwoTiles && kTwoPanels) matrix_unit::zero<3>();
-  for (int64_t input = 0; input < product.num_inputs; input += kStep) {
-    // Many rows pass while the panels stay; few rows stay while the panels pass.
-    if (kTwoTiles)
-      matrix_unit::load_passing<4>(x + input, stride);
-    else
-      matrix_unit::load<4>(x + input, stride);
+  if (from == nullptr) {
+    matrix_unit::zero<0>();
+    if (kTwoPanels) matrix_unit::zero<1>();
+    if (kTwoTiles) matrix_unit::zero<2>();
+    if (kTwoTiles && kTwoPanels) matrix_unit::zero<3>();
+  } else {
+    matrix_unit::load<0>(from, 128);
+    if (kTwoPanels) matrix_unit::load<1>(from + 16, 128);
+    if (kTwoTiles) matrix_unit::load<2>(from + 16 * 32, 128);
+    if (kTwoTiles && kTwoPanels) matrix_unit::load<3>(from + 16 * 32 + 16, 128);
+  }
+  // Copies that stay in registers.
+  Finished block = last;
+  Ahead ahead = next;
+  for (int64_t input = part.first_input; input < part.end_input; input += kStep) {
+    // Rows pass while the panels stay.
+    matrix_unit::load_passing<4>(x + input, stride);
     matrix_unit::load<6>(weight + input * kPanel, 64);
-    if (!kTwoTiles) fetch(weight + input * kPanel);
     matrix_unit::multiply<0, 4, 6>();
     if (kTwoPanels) {
       matrix_unit::load<7>(second_weight + input * kPanel, 64);
-      if (!kTwoTiles) fetch(second_weight + input * kPanel);
       matrix_unit::multiply<1, 4, 7>();
     }
     if (kTwoTiles) {
@@ -82,72 +161,123 @@ void multiply_block(const Product& product, int64_t row, int64_t panel, float* s
       matrix_unit::multiply<2, 5, 6>();
     }
     if (kTwoTiles && kTwoPanels) matrix_unit::multiply<3, 5, 7>();
+    ahead.fetch();
+    block.write_some(2);
   }
-  matrix_unit::store<0>(sums, 128);
-  if (kTwoPanels) matrix_unit::store<1>(sums + 16, 128);
-  if (kTwoTiles) matrix_unit::store<2>(sums + 16 * 32, 128);
-  if (kTwoTiles && kTwoPanels) matrix_unit::store<3>(sums + 16 * 32 + 16, 128);
+  last.next = block.next, next = ahead;
+  matrix_unit::store<0>(to, 128);
+  if (kTwoPanels) matrix_unit::store<1>(to + 16, 128);
+  if (kTwoTiles) matrix_unit::store<2>(to + 16 * 32, 128);
+  if (kTwoTiles && kTwoPanels) matrix_unit::store<3>(to + 16 * 32 + 16, 128);
 }
 
-SPMD_INLINE void write_panel(const Product& product, int64_t row, int64_t panel, int num_rows, const float* sums) {
-  const int64_t column = panel * kPanel;
-  const Floats bias = product.bias == nullptr ? Floats{} : load_floats(product.bias + column);
-  for (int r = 0; r < num_rows; ++r)
-    store_floats(product.to + (row + r) * product.num_outputs + column, load<Floats>(sums + r * 32) + bias);
-}
+// How a product is cut into items of work: some rows by some pairs of panels.
+struct Cut {
+  int64_t num_parts, rows_each, pairs_each, num_pairs, num_row_groups;
 
-// Gates in the first half of each row of sums, what they open in the second.
-SPMD_INLINE void write_gated(const Product& product, int64_t row, int64_t pair, int num_rows, const float* sums) {
-  const int64_t column = pair * kPanel, size = product.num_outputs / 2;
-  const Floats gate_bias = product.bias == nullptr ? Floats{} : load_floats(product.bias + column);
-  const Floats up_bias = product.bias == nullptr ? Floats{} : load_floats(product.bias + size + column);
-  for (int r = 0; r < num_rows; ++r) {
-    const Floats gate = rounded(load<Floats>(sums + r * 32) + gate_bias);
-    const Floats up = rounded(load<Floats>(sums + r * 32 + 16) + up_bias);
-    store_floats(product.to + (row + r) * size + column, rounded(silu(gate)) * up);
+  Cut(const Product& product, int num_threads) {
+    const int64_t num_steps = product.num_inputs / kStep;
+    num_parts = (num_steps + kMostSteps - 1) / kMostSteps;
+    num_pairs = (product.num_panels() + 1) / 2;
+    const int64_t blocks_each = kRowsBytes / (product.num_inputs * 2) / kBlockRows;
+    rows_each = (num_parts == 1 ? std::max<int64_t>(blocks_each, 1) : kKeptBlocks) * kBlockRows;
+    num_row_groups = (product.num_rows + rows_each - 1) / rows_each;
+    // Few pairs for each thread to be done when the others are; many where the rows pass once for all of them.
+    pairs_each = num_parts == 1 ? std::clamp<int64_t>(num_pairs / (num_threads * 4), 1, 8)
+                                : std::min<int64_t>((num_pairs + num_threads - 1) / num_threads, kKeptPairs);
   }
-}
 
-// Rows `row` to `end` by one panel or two. `unit_rows` is how many rows this thread's unit is set up for.
-void multiply_rows(const Product& product, int64_t row, int64_t end, int64_t panel, bool is_pair, int& unit_rows) {
-  alignas(64) float sums[32 * 32];
-  for (; row < end; row += kBlockRows) {
-    const int num_rows = int(std::min<int64_t>(kBlockRows, end - row));
-    if (unit_rows != num_rows) set_up_unit(num_rows);
-    unit_rows = num_rows;
-    if (num_rows > 16)
-      is_pair ? multiply_block<true, true>(product, row, panel, sums)
-              : multiply_block<true, false>(product, row, panel, sums);
-    else
-      is_pair ? multiply_block<false, true>(product, row, panel, sums)
-              : multiply_block<false, false>(product, row, panel, sums);
-    if (product.is_gated) {
-      write_gated(product, row, panel / 2, num_rows, sums);
-      continue;
+  int64_t num_items() const { return num_row_groups * ((num_pairs + pairs_each - 1) / pairs_each); }
+};
+
+// What one thread carries from block to block.
+struct Worker {
+  int unit_rows = 0;  // how many rows its unit is set up for
+  int current = 0;
+  Finished last;
+  alignas(64) float sums[2][32 * 32];
+  float* kept = nullptr;  // [pairs][blocks][32][32]: sums between two parts
+
+  void run(const Product& product, const Cut& cut, int64_t item) {
+    const int64_t items_a_group = cut.num_items() / cut.num_row_groups;
+    const int64_t row = item / items_a_group * cut.rows_each, end = std::min(product.num_rows, row + cut.rows_each);
+    const int64_t pair = item % items_a_group * cut.pairs_each, end_pair = std::min(cut.num_pairs, pair + cut.pairs_each);
+    if (cut.num_parts > 1 && kept == nullptr) kept = kept_sums();
+    for (int64_t part = 0; part < cut.num_parts; ++part)
+      for (int64_t each = pair; each < end_pair; ++each) {
+        Ahead ahead = each + 1 < end_pair || part + 1 == cut.num_parts
+                          ? fetching(product, part_of(product, cut, each + 1 < end_pair ? part : 0), each + 1)
+                          : fetching(product, part_of(product, cut, part + 1), pair);
+        run_pair(product, cut, part, row, end, each, kept + (each - pair) * kKeptBlocks * 32 * 32, ahead);
+      }
+  }
+
+  void run_pair(
+      const Product& product, const Cut& cut, int64_t number, int64_t row, int64_t end, int64_t pair, float* between,
+      Ahead& ahead) {
+    const Part part = part_of(product, cut, number);
+    const int64_t panel = pair * 2, num_steps = (part.end_input - part.first_input) / kStep;
+    const bool is_pair = panel + 1 < product.num_panels(), is_last = number + 1 == cut.num_parts;
+    const int64_t num_blocks = (end - row + kBlockRows - 1) / kBlockRows;
+    ahead.lines_a_step = int((num_steps * 16 + num_blocks * num_steps - 1) / (num_blocks * num_steps));
+    for (; row < end; row += kBlockRows, between += 32 * 32) {
+      const int num_rows = int(std::min<int64_t>(kBlockRows, end - row));
+      if (unit_rows != num_rows) set_up_unit(num_rows);
+      unit_rows = num_rows;
+      const float* from = number == 0 ? nullptr : between;
+      float* to = is_last ? sums[current] : between;
+      if (num_rows > 16)
+        is_pair ? multiply_block<true, true>(product, row, panel, part, from, to, last, ahead)
+                : multiply_block<true, false>(product, row, panel, part, from, to, last, ahead);
+      else
+        is_pair ? multiply_block<false, true>(product, row, panel, part, from, to, last, ahead)
+                : multiply_block<false, false>(product, row, panel, part, from, to, last, ahead);
+      if (!is_last) continue;
+      last.write_some(kBlockRows);
+      last = finished(product, row, panel, is_pair, num_rows, to);
+      current = 1 - current;
     }
-    write_panel(product, row, panel, num_rows, sums);
-    if (is_pair) write_panel(product, row, panel + 1, num_rows, sums + 16);
   }
-}
+
+  void finish() {
+    last.write_some(kBlockRows);
+    _mm_sfence();
+    if (unit_rows > 0) matrix_unit::release();
+  }
+
+  static Part part_of(const Product& product, const Cut& cut, int64_t number) {
+    const int64_t num_steps = product.num_inputs / kStep;
+    return {num_steps * number / cut.num_parts * kStep, num_steps * (number + 1) / cut.num_parts * kStep};
+  }
+
+  static Ahead fetching(const Product& product, Part part, int64_t pair) {
+    const int64_t panel = std::min(pair * 2, product.num_panels() - 1);
+    const int64_t second = std::min(pair * 2 + 1, product.num_panels() - 1);
+    const auto begin = [&](int64_t which, int64_t input) {
+      return reinterpret_cast<const char*>(product.packed + which * product.panel_elements() + input * kPanel);
+    };
+    return {begin(panel, part.first_input), begin(second, part.first_input), begin(panel, part.end_input), 0};
+  }
+
+  // One for each thread, kept from product to product.
+  static float* kept_sums() {
+    struct alignas(64) Kept {
+      float sums[kKeptPairs * kKeptBlocks * 32 * 32];
+    };
+    static thread_local const std::unique_ptr<Kept> kept(new Kept);
+    return kept->sums;
+  }
+};
 
 void multiply_all(const Product& product, int num_threads) {
-  const int64_t rows_each =
-      std::clamp<int64_t>(kRowsBytes / (product.num_inputs * 2) / kBlockRows, 1, 16) * kBlockRows;
-  const int64_t num_panels = product.num_outputs / kPanel, num_pairs = (num_panels + 1) / 2;
-  const int64_t num_blocks = (product.num_rows + rows_each - 1) / rows_each;
+  const Cut cut(product, num_threads);
   const bool is_small = product.num_rows * product.num_inputs * product.num_outputs < kFewProducts;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_small)
   {
-    int unit_rows = 0;
-    // Two pairs of a gated product share a line of the result.
-    const int chunk = product.is_gated ? 2 : 1;
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t item = 0; item < num_blocks * num_pairs; ++item) {
-      const int64_t row = item / num_pairs * rows_each, panel = item % num_pairs * 2;
-      const int64_t end = std::min(product.num_rows, row + rows_each);
-      multiply_rows(product, row, end, panel, panel + 1 < num_panels, unit_rows);
-    }
-    if (unit_rows > 0) matrix_unit::release();
+    Worker worker;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t item = 0; item < cut.num_items(); ++item) worker.run(product, cut, item);
+    worker.finish();
   }
 }
 

@@ -26,6 +26,7 @@ constexpr int kLanes = 4;
 #endif
 
 #define SPMD_INLINE static inline __attribute__((always_inline))
+#define SPMD_INLINE_MEMBER inline __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
