@@ -27,3 +27,19 @@ class AttentionBackend(Protocol):
 
         `window` 0 looks at everything before; otherwise at the last `window` keys, the query's own included.
         """
+
+    def attend_projected(
+        self,
+        projected: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        scale: float,
+        window: int,
+    ) -> Tensor | None:
+        """Rotary embedding, `write` and `attend` in one, with the same results; None where there is no such call.
+
+        `projected` [T, (Hq + 2 * Hkv) * D] has each token's queries, keys and values and may be overwritten; `angles`
+        are cosines and sines [T, D / 2] -> [T, Hq * D].
+        """

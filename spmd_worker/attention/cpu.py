@@ -63,6 +63,7 @@ class CpuBackend:
         self._dtype, self._head_size, self._block_size = dtype, head_size, block_size
         self._write = library.functions[f"write_{dtype_name(dtype)}"]
         self._attend = library.functions[f"attend_{dtype_name(dtype)}"]
+        self._attend_projected = library.functions[f"attend_projected_{dtype_name(dtype)}"]
         self._may_use_unit = library.has_matrix_unit
         self.arithmetic = (
             f"{library.instruction_set}, matrix unit {'in use' if library.has_matrix_unit else 'not used'}"
@@ -106,12 +107,47 @@ class CpuBackend:
         )
         return output
 
+    def attend_projected(
+        self,
+        projected: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        """See `AttentionBackend.attend_projected`. `angles` have the dtype of `projected`."""
+        cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
+        num_kv_heads, size, num_tokens = cache[2], self._head_size, checked.num_tokens
+        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+        assert window >= 0, window
+        for tensor, width in (
+            (projected, (num_heads + 2 * num_kv_heads) * size),
+            *((each, size // 2) for each in angles),
+        ):
+            assert tensor.shape == (num_tokens, width), (tensor.shape, num_tokens, width)
+            assert tensor.dtype == self._dtype, (tensor.dtype, self._dtype)
+            assert tensor.is_cpu, tensor.device
+            assert tensor.is_contiguous(), tensor.stride()
+        output = torch.empty((num_tokens, num_heads * size), dtype=self._dtype)
+        self._attend_projected(
+            *cache,
+            *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
+            *(projected.data_ptr(), projected.stride(0), num_heads),
+            *(angles[0].data_ptr(), angles[1].data_ptr()),
+            *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr(), num_tokens),
+            *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
+            *(scale, window, output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
+        )
+        return output
+
     def _num_kv_heads(self, layer_cache: Tensor) -> int:
         return layer_cache.shape[1] // (2 * self._block_size * self._head_size)
 
     def _cache_arguments(self, layer_cache: Tensor) -> tuple[int, ...]:
         assert layer_cache.dtype == self._dtype, (layer_cache.dtype, self._dtype)
-        assert layer_cache.device.type == "cpu", layer_cache.device
+        assert layer_cache.is_cpu, layer_cache.device
         assert layer_cache.ndim == 2, layer_cache.shape
         assert layer_cache.stride(1) == 1, layer_cache.stride()
         num_kv_heads = self._num_kv_heads(layer_cache)
@@ -125,7 +161,7 @@ class CpuBackend:
         """Address and strides of [T, heads, D]."""
         assert rows.shape == shape, (rows.shape, shape)
         assert rows.dtype == self._dtype, (rows.dtype, self._dtype)
-        assert rows.device.type == "cpu", rows.device
+        assert rows.is_cpu, rows.device
         assert rows.stride(2) == 1, rows.stride()
         return rows.data_ptr(), rows.stride(0), rows.stride(1)
 

@@ -37,6 +37,18 @@ class SdpaBackend:
             output[rows] = _attend_one(query[rows], keys, values, first_key, num_keys, scale, window)
         return output
 
+    def attend_projected(
+        self,
+        projected: Tensor,
+        angles: tuple[Tensor, Tensor],
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        scale: float,
+        window: int,
+    ) -> None:
+        """See `AttentionBackend.attend_projected`: there is none."""
+
 
 def _first_visible_key(num_keys: int, num_queries: int, window: int) -> int:
     """Position of the earliest key that the first query may look at."""

@@ -44,12 +44,25 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[T, hidden] -> [T, hidden]; writes this step's keys and values before it reads."""
-        parts = self.qkv_proj(x).split(self._sizes, dim=-1)
-        query, key, value = (part.view(x.shape[0], -1, self.head_size) for part in parts)
+        projected = self.qkv_proj(x)
+        attended = None
+        if self.q_norm is None or self.k_norm is None:
+            attended = self._backend.attend_projected(
+                projected, (cos, sin), layer_cache, metadata, self.num_heads, self.scale, self.window
+            )
+        if attended is None:
+            attended = self._attend(projected, cos, sin, layer_cache, metadata)
+        output: Tensor = self.o_proj(attended)
+        return output
+
+    def _attend(
+        self, projected: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Step by step: [T, (Hq + 2 * Hkv) * D] -> [T, Hq * D]."""
+        parts = projected.split_with_sizes(self._sizes, dim=-1)
+        query, key, value = (part.view(len(projected), -1, self.head_size) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self._kernels.rotate(query, cos, sin), self._kernels.rotate(key, cos, sin)
         self._backend.write(key, value, layer_cache, metadata)
-        attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window)
-        output: Tensor = self.o_proj(attended.view(x.shape[0], -1))
-        return output
+        return self._backend.attend(query, layer_cache, metadata, self.scale, self.window).view(len(projected), -1)

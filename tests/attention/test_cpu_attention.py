@@ -14,6 +14,7 @@ from paged_steps import Sizes, error, formula, run, sequence, together
 from spmd_worker.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.kernels.cpu.native import CpuKernels
 
 WHOLE = 10_000
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -189,6 +190,34 @@ def test_bfloat16_blocks_are_packed_in_pairs_and_float32_blocks_one_by_one():
         keys, values = heads[:, 0].view(2, 16 // pair, 4, pair), heads[:, 1].view(2, 4 // pair, 16, pair)
         assert torch.equal(keys.permute(2, 0, 1, 3).flatten(2), key)
         assert torch.equal(values.permute(1, 3, 0, 2).flatten(0, 1), value)
+
+
+@each_library
+@each_dtype
+def test_from_the_projections_on_is_the_same_as_step_by_step(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, num_kv_heads=2, group_size=3, head_size=64)
+    backend, kernels = backend_for(instruction_set, sizes), CpuKernels(library_for(instruction_set))
+    metadata = AttentionMetadata(
+        query_starts=(0, 2, 39),
+        context_lengths=(30, 37),
+        block_tables=torch.tensor([[0, 3, 0], [1, 2, 4]]),
+        token_blocks=torch.tensor([3, 3, *[1] * 16, *[2] * 16, *[4] * 5]),
+        token_offsets=torch.tensor([12, 13, *range(16), *range(16), *range(5)]),
+    )
+    numbers = torch.Generator().manual_seed(0)
+    projected = torch.randn(39, 10 * 64, generator=numbers).to(dtype)
+    angles = tuple(torch.randn(39, 32, generator=numbers).to(dtype) for _ in range(2))
+    earlier = torch.randn(5, *backend.block_shape(2, 16, 64), generator=numbers).to(dtype)
+    query, key, value = (part.reshape(39, -1, 64) for part in projected.split([6 * 64, 2 * 64, 2 * 64], dim=1))
+    caches = earlier.clone(), earlier.clone()
+    backend.write(kernels.rotate(key, *angles), value, caches[0], metadata)
+    expected = backend.attend(kernels.rotate(query, *angles), caches[0], metadata, 0.125, 0)
+    result = backend.attend_projected(projected.clone(), angles, caches[1], metadata, 6, 0.125, 0)
+    assert torch.equal(result.view(expected.shape), expected)
+    assert torch.equal(*caches)
+    assert not torch.equal(caches[0], earlier)
+    with pytest.raises(AssertionError, match="39"):
+        backend.attend_projected(projected[:38], angles, caches[1], metadata, 6, 0.125, 0)
 
 
 @pytest.mark.parametrize(

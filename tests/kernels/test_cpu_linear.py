@@ -47,6 +47,34 @@ def test_a_row_has_the_same_bits_whatever_the_batch(kernels, dtype, num_inputs, 
         assert torch.equal(kernels.linear(x[-num_rows:], packed, bias), whole[-num_rows:]), num_rows
 
 
+# Where products are cut in other ways: few rows and many, short and long ones, results that pass the caches, a last
+# panel that is alone.
+CUTS = [(576, 960), (1536, 576), (4864, 896), (896, 2080), (64, 16400)]
+MANY_ROWS = 520
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), CUTS)
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_has_the_same_bits_however_a_product_is_cut(kernels, num_inputs, num_outputs, is_gated, num_threads):
+    num_outputs = num_outputs // 32 * 32 if is_gated else num_outputs
+    weight = numbers(num_outputs, num_inputs, dtype=torch.bfloat16)
+    x, bias = numbers(MANY_ROWS, num_inputs, dtype=torch.bfloat16), numbers(num_outputs, dtype=torch.bfloat16)
+    pack, multiply = (kernels.pack_gated, kernels.gated_linear) if is_gated else (kernels.pack, kernels.linear)
+    packed, plain = pack(weight), ReferenceKernels().gated_linear if is_gated else ReferenceKernels().linear
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        whole = multiply(x, packed, bias)
+        for num_rows in (1, 32, 127, 128, 129, 257, 513):
+            assert torch.equal(multiply(x[:num_rows], packed, bias), whole[:num_rows]), num_rows
+            assert torch.equal(multiply(x[-num_rows:], packed, bias), whole[-num_rows:]), num_rows
+    finally:
+        torch.set_num_threads(before)
+    expected = plain(x.double(), weight.double(), bias.double())
+    assert (whole.double() - expected).abs().max() / expected.abs().max() < 2e-2
+
+
 def test_the_batch_test_can_fail():
     """Negative control: plain float32 products do not keep the promise."""
     plain, num_different = ReferenceKernels(), 0

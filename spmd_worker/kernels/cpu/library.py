@@ -37,7 +37,17 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
         *(_INTEGER, _INTEGER, _POINTER, _FLOAT),
         *(_POINTER, _POINTER, _INTEGER),
     ),
-    "rotate": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER),
+    "attend_projected": (
+        *_CACHE,
+        *(_POINTER, _INTEGER),
+        *(_POINTER, _INTEGER, _INTEGER),
+        *(_POINTER, _POINTER),
+        *(_POINTER, _POINTER, _INTEGER),
+        *(_POINTER, _POINTER, _INTEGER),
+        *(_FLOAT, _INTEGER),
+        *(_POINTER, _INTEGER, _INTEGER),
+    ),
+    "rotate": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER),
     "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
     "largest": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
 }

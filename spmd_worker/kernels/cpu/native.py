@@ -39,7 +39,12 @@ class CpuKernels(PackedKernels):
     """Implements `kernels.api.Kernels` for tensors of float32 and bfloat16 in host memory."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        self._functions, self._has_matrix_unit = library.functions, library.has_matrix_unit
+        self._has_matrix_unit = library.has_matrix_unit
+        names = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "largest")
+        self._functions = {
+            (name, dtype): library.functions[f"{name}_{dtype_name(dtype)}"] for name in names for dtype in NATIVE_DTYPES
+        }
+        self._multiply = library.functions["product_bfloat16"]
 
     def pack(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack`. In panels for the matrix unit where it takes them, else as `PackedKernels` does."""
@@ -59,23 +64,25 @@ class CpuKernels(PackedKernels):
         """See `Kernels.linear`."""
         if weight.ndim != _PANELS_NDIM:
             return super().linear(x, weight, bias)
-        return self._product(x, weight, bias, is_gated=False)
+        return self._product(x, weight, bias, weight.shape[0] * _PANEL, is_gated=False)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated_linear`."""
         if weight.ndim != _GATED_NDIM:
             return super().gated_linear(x, weight, bias)
-        return self._product(x, weight.flatten(0, 1), bias, is_gated=True)
+        return self._product(x, weight, bias, weight.shape[0] * 2 * _PANEL, is_gated=True)
 
-    def _product(self, x: Tensor, panels: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
-        _check(x, panels, *(() if bias is None else (bias,)))
-        num_inputs, num_outputs = panels.shape[1] * 2, panels.shape[0] * _PANEL
-        assert x.shape == (x.shape[0], num_inputs), (x.shape, panels.shape)
+    def _product(self, x: Tensor, panels: Tensor, bias: Tensor | None, num_outputs: int, *, is_gated: bool) -> Tensor:
+        _check(x, panels)
+        num_inputs = panels.shape[-3] * 2
+        assert x.ndim == 2, x.shape
+        assert x.shape[1] == num_inputs, (x.shape, panels.shape)
         if bias is not None:
+            _check(x, bias)
             _check_whole(bias, (num_outputs,))
         x = _with_whole_rows(x)
         output = torch.empty((x.shape[0], num_outputs // 2 if is_gated else num_outputs), dtype=x.dtype)
-        self._functions["product_bfloat16"](
+        self._multiply(
             *(x.data_ptr(), x.stride(0), x.shape[0], num_inputs, panels.data_ptr(), num_outputs),
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, torch.get_num_threads()),
         )
@@ -87,7 +94,7 @@ class CpuKernels(PackedKernels):
         _check_whole(weight, x.shape[-1:])
         rows = _rows(x)
         output = torch.empty(x.shape, dtype=x.dtype)
-        self._functions[f"rms_norm_{dtype_name(x.dtype)}"](
+        self._functions["rms_norm", x.dtype](
             *rows.arguments, weight.data_ptr(), eps, output.data_ptr(), torch.get_num_threads()
         )
         return output
@@ -100,7 +107,7 @@ class CpuKernels(PackedKernels):
         _check_whole(weight, x.shape[-1:])
         x, residual = _with_whole_rows(x), _with_whole_rows(residual)
         output, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
-        self._functions[f"add_rms_norm_{dtype_name(x.dtype)}"](
+        self._functions["add_rms_norm", x.dtype](
             *(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
             *(x.shape[0], x.shape[1], weight.data_ptr(), eps),
             *(output.data_ptr(), total.data_ptr(), torch.get_num_threads()),
@@ -115,8 +122,9 @@ class CpuKernels(PackedKernels):
         assert cos.shape == sin.shape == (x.shape[0], x.shape[2] // 2), (cos.shape, sin.shape, x.shape)
         rows, cos, sin = _rows(x), cos.contiguous(), sin.contiguous()
         output = torch.empty(x.shape, dtype=x.dtype)
-        self._functions[f"rotate_{dtype_name(x.dtype)}"](
-            *rows.arguments, cos.data_ptr(), sin.data_ptr(), output.data_ptr(), torch.get_num_threads()
+        self._functions["rotate", x.dtype](
+            *(*rows.arguments, cos.data_ptr(), sin.data_ptr()),
+            *(output.data_ptr(), x.shape[1] * x.shape[2], torch.get_num_threads()),
         )
         return output
 
@@ -128,7 +136,7 @@ class CpuKernels(PackedKernels):
         gate_up = _with_whole_rows(gate_up)
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = torch.empty((num_tokens, size), dtype=gate_up.dtype)
-        self._functions[f"silu_and_mul_{dtype_name(gate_up.dtype)}"](
+        self._functions["silu_and_mul", gate_up.dtype](
             gate_up.data_ptr(), gate_up.stride(0), num_tokens, size, output.data_ptr(), torch.get_num_threads()
         )
         return output
@@ -141,7 +149,7 @@ class CpuKernels(PackedKernels):
         rows = _with_whole_rows(rows)
         num_rows, count = rows.shape
         values, indices = torch.empty(num_rows, dtype=torch.float32), torch.empty(num_rows, dtype=torch.int64)
-        self._functions[f"largest_{dtype_name(rows.dtype)}"](
+        self._functions["largest", rows.dtype](
             *(rows.data_ptr(), rows.stride(0), num_rows, count),
             *(values.data_ptr(), indices.data_ptr(), torch.get_num_threads()),
         )
@@ -196,4 +204,4 @@ def _check(*tensors: Tensor) -> None:
     assert dtype in NATIVE_DTYPES, dtype
     for tensor in tensors:
         assert tensor.dtype == dtype, (tensor.dtype, dtype)
-        assert tensor.device.type == "cpu", tensor.device
+        assert tensor.is_cpu, tensor.device

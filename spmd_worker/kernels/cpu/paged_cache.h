@@ -130,7 +130,7 @@ void write_all(
     const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int num_threads) {
   const int64_t num_heads = cache.num_kv_heads;
   // Below this many numbers a second thread costs more than it brings.
-  const bool is_small = num_tokens * num_heads * cache.head_size < 16384;
+  const bool is_small = num_tokens * num_heads * cache.head_size < 4096;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && !is_small)
   for (int64_t token = 0; token < num_tokens; ++token)
     for (int64_t head = 0; head < num_heads; ++head)

@@ -25,6 +25,7 @@ constexpr int kBlockRows = 32;                // two tiles of rows by two panels
 constexpr int kMostSteps = 20;                // of a pair of panels that stay in the first-level cache while rows pass
 constexpr int64_t kRowsBytes = 1 << 20;       // rows that stay in the second-level cache while all panels pass
 constexpr int64_t kPassingBytes = 8 << 20;    // of results
+constexpr int64_t kFewRows = 4 * kBlockRows;
 constexpr int64_t kFewProducts = 1 << 20;     // below this a second thread costs more than it brings
 constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;  // of sums that are kept in the second-level cache between two parts
 
@@ -177,14 +178,19 @@ struct Cut {
 
   Cut(const Product& product, int num_threads) {
     const int64_t num_steps = product.num_inputs / kStep;
-    num_parts = (num_steps + kMostSteps - 1) / kMostSteps;
+    // Few rows pass quickly, and the memory's speed is what counts: panels whole, and each thread's in one run.
+    const bool has_few_rows = product.num_rows <= kFewRows;
+    num_parts = has_few_rows ? 1 : (num_steps + kMostSteps - 1) / kMostSteps;
     num_pairs = (product.num_panels() + 1) / 2;
     const int64_t blocks_each = kRowsBytes / (product.num_inputs * 2) / kBlockRows;
     rows_each = (num_parts == 1 ? std::max<int64_t>(blocks_each, 1) : kKeptBlocks) * kBlockRows;
     num_row_groups = (product.num_rows + rows_each - 1) / rows_each;
-    // Few pairs for each thread to be done when the others are; many where the rows pass once for all of them.
-    pairs_each = num_parts == 1 ? std::clamp<int64_t>(num_pairs / (num_threads * 4), 1, 8)
-                                : std::min<int64_t>((num_pairs + num_threads - 1) / num_threads, kKeptPairs);
+    // Else a few pairs, for each thread to be done when the others are; more where the rows pass once for all of them.
+    const int64_t share = (num_pairs + num_threads - 1) / num_threads;
+    if (has_few_rows)
+      pairs_each = share;
+    else
+      pairs_each = num_parts == 1 ? std::clamp<int64_t>(share / 4, 1, 8) : std::min(share, kKeptPairs);
   }
 
   int64_t num_items() const { return num_row_groups * ((num_pairs + pairs_each - 1) / pairs_each); }
@@ -205,9 +211,11 @@ struct Worker {
     if (cut.num_parts > 1 && kept == nullptr) kept = kept_sums();
     for (int64_t part = 0; part < cut.num_parts; ++part)
       for (int64_t each = pair; each < end_pair; ++each) {
-        Ahead ahead = each + 1 < end_pair || part + 1 == cut.num_parts
-                          ? fetching(product, part_of(product, cut, each + 1 < end_pair ? part : 0), each + 1)
-                          : fetching(product, part_of(product, cut, part + 1), pair);
+        Ahead ahead;
+        if (each + 1 < end_pair)
+          ahead = fetching(product, part_of(product, cut, part), each + 1);
+        else if (part + 1 < cut.num_parts)
+          ahead = fetching(product, part_of(product, cut, part + 1), pair);
         run_pair(product, cut, part, row, end, each, kept + (each - pair) * kKeptBlocks * 32 * 32, ahead);
       }
   }

@@ -9,7 +9,7 @@
 namespace {
 
 // Below this many numbers a second thread costs more than it brings.
-constexpr int64_t kSmall = 32768;
+constexpr int64_t kSmall = 8192;
 
 SPMD_INLINE float to_float(float value) { return value; }
 SPMD_INLINE float to_float(uint16_t value) { return widened(value); }
@@ -104,17 +104,18 @@ SPMD_INLINE void rotate_row(const Element* row, int64_t half, const Element* cos
   }
 }
 
+// The result may take the place of what is rotated.
 template <class Element>
 void rotate(
     const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
-    const Element* cos, const Element* sin, Element* to, int64_t num_threads) {
+    const Element* cos, const Element* sin, Element* to, int64_t to_token_stride, int64_t num_threads) {
   const int64_t half = size / 2;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * num_heads * size >= kSmall)
   for (int64_t token = 0; token < num_tokens; ++token)
     for (int64_t head = 0; head < num_heads; ++head)
       rotate_row(
           x + token * token_stride + head * head_stride, half, cos + token * half, sin + token * half,
-          to + (token * num_heads + head) * size);
+          to + token * to_token_stride + head * size);
 }
 
 // ---- SiLU ---------------------------------------------------------------------------------------------------------
@@ -200,8 +201,9 @@ void largest(
   }                                                                                                                    \
   extern "C" void spmd_rotate_##name(                                                                                  \
       const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads,              \
-      int64_t size, const Element* cos, const Element* sin, Element* to, int64_t num_threads) {                        \
-    rotate(x, token_stride, head_stride, num_tokens, num_heads, size, cos, sin, to, num_threads);                      \
+      int64_t size, const Element* cos, const Element* sin, Element* to, int64_t to_token_stride,                      \
+      int64_t num_threads) {                                                                                           \
+    rotate(x, token_stride, head_stride, num_tokens, num_heads, size, cos, sin, to, to_token_stride, num_threads);     \
   }                                                                                                                    \
   extern "C" void spmd_silu_and_mul_##name(                                                                            \
       const Element* gate_up, int64_t stride, int64_t num_tokens, int64_t size, Element* to, int64_t num_threads) {    \
