@@ -7,7 +7,8 @@ MODEL is a Hugging Face folder, WORKLOAD a JSONL file of rows, KEY=VALUE as laun
 rows, timed as a whole; the rows again with every part of a step timed (`--no-split` leaves out that and the floor); and
 `python launch.py` on the same rows, from its start to its end (`--no-job`; not under torchrun). The floor is the time
 of the job's matrix products, at the shapes that the steps had, with the weights that the model holds, timed one after
-another in this process; generate / floor is what there is to gain. The last line is one JSON object.
+another in this process; generate / floor is what there is to gain. What is done in one call counts as one part: the
+rotary embedding as attention. The last line is one JSON object.
 """
 
 import argparse

@@ -161,7 +161,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name == "one rank" else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_three_tasks_score_as_with_the_harness_own_model(folder: Path, tasks: Path, reference: dict, layout: str):
     num_ranks, more = LAYOUTS[layout]
     found = evaluate(folder / layout, tasks, "spmd_worker", arguments(num_blocks=64, **more), num_ranks)
@@ -176,6 +178,7 @@ def test_the_comparison_sees_another_model(folder: Path, tasks: Path, reference:
     assert [each for each in differences(found, reference) if each.startswith("local_text")]
 
 
+@pytest.mark.slow
 def test_the_chat_template_is_applied_as_transformers_applies_it(folder: Path, tasks: Path):
     expected = evaluate(folder / "hf chat", tasks, "hf", arguments(), chat="chat")
     found = evaluate(folder / "chat", tasks, "spmd_worker", arguments(num_blocks=64), chat="chat")
@@ -185,6 +188,7 @@ def test_the_chat_template_is_applied_as_transformers_applies_it(folder: Path, t
     assert differences(found, expected) == []
 
 
+@pytest.mark.slow
 def test_the_module_is_the_harness_own_command_with_this_model(tasks: Path, folder: Path):
     out = folder / "command"
     done = subprocess.run(

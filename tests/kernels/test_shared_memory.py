@@ -76,7 +76,7 @@ def run(source: str, num_ranks: int, folder: Path | None = None) -> ranks.Comple
     return ranks.run_ranks(START + source, num_ranks, LIMIT_S, arguments=[] if folder is None else [folder])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_many_rounds_of_all_kinds_and_sizes_give_what_they_should(num_ranks: int):
     """Also with more ranks than cores, slots that are far too small, and ranks that come late."""
     done = run(MANY_ROUNDS, num_ranks)
@@ -215,7 +215,10 @@ FALLBACKS = {
 }
 
 
-@pytest.mark.parametrize("why", FALLBACKS)
+@pytest.mark.parametrize(
+    "why",
+    [pytest.param(why, marks=[] if why.endswith("one rank") else pytest.mark.slow) for why in FALLBACKS],
+)
 def test_where_one_rank_cannot_all_keep_gloo_and_agree_on_it(why: str):
     done = run(
         f"""

@@ -1,6 +1,9 @@
 """Memory as the kernel tells it: limits of control groups of both kinds, and the peak since a moment."""
 
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +105,35 @@ def test_a_kernel_that_does_not_allow_it_is_told_apart(kernel: Path, monkeypatch
     assert not host.restart_peak()
     assert host.peak_since_restart_bytes() is None
     assert host.resident_bytes() == host.peak_resident_bytes() > 0
+
+
+KEEPING = """
+import resource, sys
+from spmd_worker.memory.host import keep_freed_memory
+import numpy as np
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def work():
+    # Four times 24 MiB, touched and freed again.
+    arrays = [np.empty(24 << 20, dtype=np.uint8) for _ in range(4)]
+    for array in arrays:
+        array[::4096] = 1
+work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(8):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that can be told")
+def test_memory_that_is_freed_is_kept_and_without_that_asked_for_again():
+    # Large pages would make of 24,576 faults a few dozen.
+    environment = {**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", KEEPING, how]
+        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    assert faults("keep") < 100
+    assert faults("as it comes") > 10_000, "the control"

@@ -1,0 +1,60 @@
+"""Rank 0 writes the output alone, and however long that takes no other rank waits for it."""
+
+import json
+from pathlib import Path
+
+import ranks
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+TIMEOUT_S, MERGE_S = 2.0, 6.0
+
+JOB = f"""
+import sys, time
+import launch
+from spmd_worker.batch import job
+from spmd_worker.engine import LLMEngine
+
+write, close_followers = job._write_output, LLMEngine.close_followers
+
+def take_time():
+    until = time.monotonic() + {MERGE_S}
+    while time.monotonic() < until:
+        sum(range(100_000))
+
+def write_slowly(*given):
+    take_time()
+    return write(*given)
+
+def close_slowly(engine):
+    close_followers(engine)
+    take_time()
+
+if sys.argv.pop(1) == "while others wait":
+    LLMEngine.close_followers = close_slowly
+else:
+    job._write_output = write_slowly
+sys.exit(launch.main())
+"""
+
+
+def run(folder: Path, when: str) -> ranks.CompletedRanks:
+    (folder / "in.jsonl").write_text("".join(f"{json.dumps({'prompt': f'add {n} 7 ='})}\n" for n in range(4)))
+    arguments = [
+        *(when, f"model.path={MODEL}", f"job.input={folder}/in.jsonl", f"job.output={folder}/out.jsonl"),
+        *("parallel.tensor_parallel_size=2", f"executor.timeout_s={TIMEOUT_S:g}", "cache.num_blocks=64"),
+    ]
+    return ranks.run_ranks(JOB, 2, timeout_s=100, arguments=arguments)
+
+
+def test_no_rank_waits_for_an_output_that_takes_longer_than_the_timeout(tmp_path: Path):
+    done = run(tmp_path, "in the merge")
+    assert done.returncode == 0, done.output
+    assert done.wall_s > MERGE_S, "the output took its time"
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_rank_that_is_kept_waiting_as_long_fails(tmp_path: Path):
+    """The control."""
+    done = run(tmp_path, "while others wait")
+    assert done.returncode != 0, done.output
+    assert not (tmp_path / "out.jsonl").exists()

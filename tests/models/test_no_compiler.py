@@ -1,0 +1,59 @@
+"""Where no compiler is: everything works in plain torch, right within the same tolerances, and says so once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+
+TESTS = Path(__file__).parent
+SAID = "plain torch computes where native kernels would"
+GREEDY = """
+from spmd_worker import LLM, SamplingParams
+import sys, logging
+logging.basicConfig(level=logging.WARNING)
+with LLM(sys.argv[1], num_blocks=64, device="cpu") as llm:
+    outputs = llm.generate(["add 1 2 =", "add 3 4 ="], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+    print([output.outputs[0].text for output in outputs])
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """No program can be found, and nothing was built before."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    inherited = {name: value for name, value in os.environ.items() if name not in ("CXX", "CC")}
+    return {
+        **inherited,
+        "PATH": str(tmp_path / "bin"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ranks.REPOSITORY),
+    }
+
+
+def generate(environment: dict[str, str]) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", GREEDY, str(ranks.REPOSITORY / "scripts" / "demo" / "model")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_without_a_compiler_it_works_and_says_so_once(environment: dict[str, str]):
+    done = generate(environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(SAID) == 1, done.stderr
+    assert "no C++ compiler" in done.stderr
+    with_compiler = generate({**os.environ, "PYTHONPATH": environment["PYTHONPATH"]})
+    assert SAID not in with_compiler.stderr, "the control"
+    assert with_compiler.stdout == done.stdout
+
+
+@pytest.mark.slow
+def test_without_a_compiler_models_are_still_transformers(environment: dict[str, str]):
+    files = [str(TESTS / name) for name in ("test_against_transformers.py", "test_greedy_against_transformers.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(
+        command, env=environment, cwd=ranks.REPOSITORY, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,0 +1,68 @@
+"""The scripts that measure jobs: they run on the demo's model, and their figures mean what they say.
+
+No test here looks at how long anything takes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "scripts" / "demo" / "model"
+SETTINGS = ("cache.num_blocks=128", "device=cpu")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    lines = [{"prompt": f"add {index} 7 =", "max_tokens": 5, "ignore_eos": True} for index in range(6)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"prompt": 7}]))
+    return path
+
+
+def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+
+
+def test_throughput_has_its_parts_its_floor_and_the_ids(rows: Path, tmp_path: Path):
+    done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--ids", tmp_path / "ids.json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["rows"], figures["error_rows"], figures["output_tokens"], figures["ranks"]) == (7, 1, 30, 1)
+    assert [len(ids) for ids in json.loads((tmp_path / "ids.json").read_text())] == [5] * 6 + [0]
+    parts = figures["ms_a_step"]
+    assert sum(parts.values()) * figures["steps"] / 1000 == pytest.approx(figures["split_generate_s"], rel=0.02)
+    for part in ("linear", "attention", "other kernels", "sample", "schedule", "lockstep"):
+        assert parts[part] > 0, part
+    assert 0 < figures["floor_s"] < figures["split_generate_s"]
+    assert figures["floor_ratio"] == pytest.approx(figures["generate_s"] / figures["floor_s"], rel=0.02)
+    assert figures["job_s"] > figures["generate_s"]
+
+
+def test_throughput_says_what_the_job_says_when_it_fails(rows: Path):
+    done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--no-split", "job.max_error_rows=0")
+    assert done.returncode != 0
+    assert "1 error rows are more than job.max_error_rows=0" in done.stderr
+
+
+def test_journal_compares_pairs_of_runs_with_equal_outputs(rows: Path):
+    done = run("bench_journal.py", MODEL, rows, *SETTINGS, "--pairs", "1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["overhead"] == pytest.approx(result["with"][0] / result["without"][0] - 1, abs=1e-3)
+
+
+def test_the_figure_is_that_of_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    draw = import_module("draw_benchmarks")
+    figures = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
+    assert draw.draw(figures) == (ROOT / "docs" / "benchmarks.svg").read_text()
+    figures[0]["bars"][0]["values"][0] += 1
+    assert draw.draw(figures) != (ROOT / "docs" / "benchmarks.svg").read_text(), "the control"
