@@ -46,7 +46,7 @@ class Attention(nn.Module):
         """[T, hidden] -> [T, hidden]; writes this step's keys and values before it reads."""
         projected = self.qkv_proj(x)
         attended = None
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None:
             attended = self._backend.attend_projected(
                 projected, (cos, sin), layer_cache, metadata, self.num_heads, self.scale, self.window
             )

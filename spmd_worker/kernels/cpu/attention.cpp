@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "exports.h"
 #include "matrix_unit.h"
 #include "steps.h"
 

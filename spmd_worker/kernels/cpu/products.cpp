@@ -202,13 +202,12 @@ struct Worker {
   int current = 0;
   Finished last;
   alignas(64) float sums[2][32 * 32];
-  float* kept = nullptr;  // [pairs][blocks][32][32]: sums between two parts
+  float* const kept = kept_sums();  // [pairs][blocks][32][32]: sums between two parts
 
   void run(const Product& product, const Cut& cut, int64_t item) {
     const int64_t items_a_group = cut.num_items() / cut.num_row_groups;
     const int64_t row = item / items_a_group * cut.rows_each, end = std::min(product.num_rows, row + cut.rows_each);
     const int64_t pair = item % items_a_group * cut.pairs_each, end_pair = std::min(cut.num_pairs, pair + cut.pairs_each);
-    if (cut.num_parts > 1 && kept == nullptr) kept = kept_sums();
     for (int64_t part = 0; part < cut.num_parts; ++part)
       for (int64_t each = pair; each < end_pair; ++each) {
         Ahead ahead;
@@ -267,7 +266,7 @@ struct Worker {
     return {begin(panel, part.first_input), begin(second, part.first_input), begin(panel, part.end_input), 0};
   }
 
-  // One for each thread, kept from product to product.
+  // One for each thread, kept from product to product; memory that no product of several parts wrote is not there.
   static float* kept_sums() {
     struct alignas(64) Kept {
       float sums[kKeptPairs * kKeptBlocks * 32 * 32];

@@ -3,23 +3,9 @@
 // Each part is the function that Python can also call by itself, so the results are the same; what is saved is what calls
 // and tensors in between cost, which in a step of few tokens is more than the work.
 
-#include <cstdint>
+#include "exports.h"
 
 #define SPMD_PROJECTED(name, Element)                                                                                  \
-  extern "C" void spmd_rotate_##name(                                                                                  \
-      const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads,              \
-      int64_t size, const Element* cos, const Element* sin, Element* to, int64_t to_token_stride,                      \
-      int64_t num_threads);                                                                                            \
-  extern "C" void spmd_write_##name(                                                                                   \
-      Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
-      const Element* key, int64_t key_token_stride, int64_t key_head_stride, const Element* value,                     \
-      int64_t value_token_stride, int64_t value_head_stride, const int64_t* blocks, const int64_t* offsets,            \
-      int64_t num_tokens, int64_t num_threads);                                                                        \
-  extern "C" void spmd_attend_##name(                                                                                  \
-      Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
-      const int64_t* tables, int64_t table_stride, const Element* queries, int64_t query_token_stride,                 \
-      int64_t query_head_stride, int64_t num_heads, const int64_t* query_starts, const int64_t* context_lengths,       \
-      int64_t num_sequences, float scale, int64_t window, Element* output, int64_t may_use_unit, int64_t num_threads); \
   /* `projected` holds each token's queries, keys and values; queries and keys are rotated where they lie. */          \
   extern "C" void spmd_attend_projected_##name(                                                                        \
       Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \

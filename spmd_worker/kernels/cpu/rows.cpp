@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstddef>
 
+#include "exports.h"
 #include "vector.h"
 
 namespace {
