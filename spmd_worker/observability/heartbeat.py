@@ -5,9 +5,11 @@ in which line it is, and whether it waits there for other ranks. Knows this proc
 what follows from it.
 """
 
+import gc
 import json
 import os
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +33,9 @@ _WAITING_PLACES: Final = (
     "/kernels/cpu/shared_memory.py",
 )
 _OWN_PLACES: Final = ("/spmd_worker/", "/kv_cache/")
+
+_HOLDS_LOCK_WHILE_COLLECTING: Final = sys.version_info < (3, 12)
+_looks = threading.Lock()
 
 
 class Moment(NamedTuple):
@@ -197,8 +202,7 @@ def stand_of(thread_id: int) -> tuple[str, bool]:
 
     The line is the innermost of this package's, else the innermost.
     """
-    # Python has no other way to look at a thread from outside; it copies nothing and stops nobody.
-    innermost = sys._current_frames().get(thread_id)
+    innermost = current_frames().get(thread_id)
     frames: list[FrameType] = []
     frame = innermost
     while frame is not None and len(frames) < _NUM_FRAMES:
@@ -209,6 +213,26 @@ def stand_of(thread_id: int) -> tuple[str, bool]:
     is_waiting = any(_is_within(frame, _WAITING_PLACES) for frame in frames)
     shown = next((frame for frame in frames if _is_within(frame, _OWN_PLACES)), frames[0])
     return f"{os.path.basename(shown.f_code.co_filename)}:{shown.f_lineno} {shown.f_code.co_name}", is_waiting
+
+
+def current_frames() -> dict[int, FrameType]:
+    """The innermost frame of every thread, by its id: Python has no other way to look at a thread from outside. Copies
+    nothing and stops nobody.
+
+    Before 3.12 garbage is collected wherever memory is asked for, in here too, under a lock that a starting thread
+    wants while it keeps the interpreter from whoever collects: both would wait for ever (fixed in 3.11.9,
+    https://github.com/python/cpython/issues/106883). So nothing is collected meanwhile.
+    """
+    if not _HOLDS_LOCK_WHILE_COLLECTING:
+        return sys._current_frames()
+    with _looks:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _is_within(frame: FrameType, places: tuple[str, ...]) -> bool:

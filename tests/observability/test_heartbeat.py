@@ -1,5 +1,6 @@
 """What a rank says of itself, and what is found out beside it."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import threading
 import time
 
 import pytest
+import ranks
 
 from spmd_worker.observability import heartbeat
 from spmd_worker.observability.heartbeat import (
@@ -17,6 +19,7 @@ from spmd_worker.observability.heartbeat import (
     Heartbeat,
     born_at,
     cpu_seconds_of,
+    current_frames,
     node_name,
     parent_of,
     stand_of,
@@ -147,3 +150,60 @@ def test_a_process_about_which_nothing_can_be_told_is_not_taken_for_dead(monkeyp
     with pytest.raises(OSError, match="Too many open files"):
         born_at(os.getpid())
     assert cpu_seconds_of(os.getpid()) is None
+
+
+LOOKING = """
+import gc, sys, threading, time
+from spmd_worker.observability.heartbeat import current_frames
+
+class Litter:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        # Lets go of the interpreter, as any finalizer may.
+        time.sleep(0.001)
+
+def start_threads():
+    while True:
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+
+look = {"ours": current_frames, "plain": sys._current_frames}[sys.argv[1]]
+gc.set_threshold(10)
+threading.Thread(target=start_threads, daemon=True).start()
+end_s = time.monotonic() + 1
+while time.monotonic() < end_s:
+    gc.disable()
+    litter = [Litter() for _ in range(20)]
+    del litter
+    # What asks for memory next collects it.
+    gc.enable()
+    look()
+    assert gc.isenabled()
+"""
+
+
+def look_at_threads(way: str) -> int:
+    environment = {**os.environ, "PYTHONPATH": str(ranks.REPOSITORY)}
+    return subprocess.run([sys.executable, "-c", LOOKING, way], env=environment, timeout=8, check=False).returncode
+
+
+def test_looking_at_threads_while_others_start_and_garbage_is_collected_waits_for_nobody():
+    assert look_at_threads("ours") == 0
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 11, 9), reason="Python 3.11.9 collects nothing meanwhile")
+def test_the_interpreters_own_way_to_look_may_wait_for_ever():
+    """Negative control."""
+    with pytest.raises(subprocess.TimeoutExpired):
+        look_at_threads("plain")
+
+
+def test_who_collects_no_garbage_does_not_after_a_look_either():
+    gc.disable()
+    try:
+        assert threading.get_ident() in current_frames()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
