@@ -5,7 +5,9 @@ files' sizes and a model's. Knows nothing about what is committed.
 """
 
 import logging
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _BYTES_A_TOKEN: Final = 4
 """Of an input line: about what a token takes in it, its share of the answer counted."""
+_SAMPLE_BYTES: Final = 1 << 19
+_PROMPT: Final = re.compile(rb'"(prompt|messages)')
 _TIMES_COMPRESSED: Final = 5
 _COMPRESSED: Final = (".gz", ".zst", ".parquet")
 _MOST_SHARE: Final = 8
@@ -28,7 +32,10 @@ _MOST_SHARE: Final = 8
 def commit_ahead(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_model_len: int, num_ranks: int) -> int:
     """`spec` is of this rank's cache, `num_ranks` how many ranks this node has. Returns how many bytes."""
     num_bytes = min(
-        guess_tokens(inputs) // config.parallel.data_parallel_size // spec.block_size * spec.block_bytes,
+        guess_tokens(inputs, shares_beginnings=config.cache.enable_prefix_caching)
+        // config.parallel.data_parallel_size
+        // spec.block_size
+        * spec.block_bytes,
         config.scheduler.max_num_seqs * -(-max_model_len // spec.block_size) * spec.block_bytes,
         host.available_bytes() // _MOST_SHARE // num_ranks,
     )
@@ -44,9 +51,39 @@ def commit_ahead(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max
     return num_bytes
 
 
-def guess_tokens(inputs: Sequence[Path]) -> int:
-    """Of prompts and answers of all rows."""
-    return sum(
-        path.stat().st_size * (_TIMES_COMPRESSED if path.suffix in _COMPRESSED else 1) // _BYTES_A_TOKEN
-        for path in inputs
-    )
+def guess_tokens(inputs: Sequence[Path], *, shares_beginnings: bool) -> int:
+    """Of prompts and answers of all rows; where rows share the blocks of common beginnings, those but once."""
+    num_tokens = 0
+    for path in inputs:
+        num_bytes = path.stat().st_size * (_TIMES_COMPRESSED if path.suffix in _COMPRESSED else 1)
+        if shares_beginnings and path.suffix not in _COMPRESSED:
+            num_bytes = int(num_bytes * _own_share(path))
+        num_tokens += num_bytes // _BYTES_A_TOKEN
+    return num_tokens
+
+
+def _own_share(path: Path) -> float:
+    """How much of a file's lines is not the beginning of another line's prompt too, judged by some of them."""
+    with path.open("rb") as file:
+        lines = sorted(map(_from_prompt, file.read(_SAMPLE_BYTES).splitlines()[:-1]))
+    num_bytes = sum(map(len, lines))
+    if not num_bytes:
+        return 1.0
+    return 1.0 - sum(_common_length(before, line) for before, line in pairwise(lines)) / num_bytes
+
+
+def _from_prompt(line: bytes) -> bytes:
+    """Ids and settings that come before the prompt are nothing that rows share."""
+    found = _PROMPT.search(line)
+    return line[found.start() :] if found else line
+
+
+def _common_length(first: bytes, second: bytes) -> int:
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[:middle] == second[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -28,9 +28,26 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_tokens_are_guessed_from_the_size_of_the_input(rows: Path):
-    assert guess_tokens([rows]) == 16_000
-    assert guess_tokens([rows, rows]) == 32_000
-    assert guess_tokens([rows.rename(rows.with_suffix(".gz"))]) == 80_000
+    assert guess_tokens([rows], shares_beginnings=True) == 16_000
+    assert guess_tokens([rows, rows], shares_beginnings=True) == 32_000
+    assert guess_tokens([rows.rename(rows.with_suffix(".gz"))], shares_beginnings=True) == 80_000
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\n\n\n", b"no end", b"{}\n"])
+def test_input_without_lines_to_compare_is_guessed_from_its_size(tmp_path: Path, content: bytes):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert guess_tokens([tmp_path / "rows.jsonl"], shares_beginnings=True) == len(content) // 4
+
+
+def test_common_beginnings_count_once_where_their_blocks_are_shared(tmp_path: Path):
+    """Ids before the prompts differ; among 100 rows are two beginnings, 4,000 and 1,000 bytes long."""
+    rows = tmp_path / "rows.jsonl"
+    prompts = ["a" * 4000 if index % 2 else "b" * 1000 for index in range(100)]
+    lines = [f'{{"custom_id": "row-{index}", "prompt": "{text} {index}"}}' for index, text in enumerate(prompts)]
+    rows.write_text("\n".join(lines) + "\n")
+    whole = guess_tokens([rows], shares_beginnings=False)
+    assert whole == rows.stat().st_size // 4
+    assert 0.01 * whole < guess_tokens([rows], shares_beginnings=True) < 0.05 * whole
 
 
 CONFIGS = {
