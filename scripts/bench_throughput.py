@@ -8,13 +8,16 @@ rows, timed as a whole; the rows again with every part of a step timed (`--no-sp
 `python launch.py` on the same rows, from its start to its end (`--no-job`; not under torchrun). The floor is the time
 of the job's matrix products, at the shapes that the steps had, with the weights that the model holds, timed one after
 another in this process; generate / floor is what there is to gain. What is done in one call counts as one part: the
-rotary embedding as attention. The last line is one JSON object.
+rotary embedding as attention, the gates of a feed-forward as a product; layers run one by one there, which in the first
+pass are one call where they can be joined. What is beside the model is the time of a step
+that only decodes but for forward, logits and sampling, where most sequences do. The last line is one JSON object.
 """
 
 import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -58,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
         # The prefix cache would answer what the first pass computed.
         engine.reset_prefix_cache()
         before = engine.times.phases()
-        split = run_rows(engine) if is_first else engine.follow_round()
+        split = run_rows(engine, watch) if is_first else engine.follow_round()
         phases = [after - earlier for after, earlier in zip(engine.times.phases(), before, strict=True)]
         figures = watch.figures(split, phases) if split is not None else {}
         figures["floor_s"] = watch.floor_s()
@@ -117,7 +120,7 @@ class Pass:
         }
 
 
-def run_rows(engine: Any) -> Pass:
+def run_rows(engine: Any, watch: "StepWatch | None" = None) -> Pass:
     """As the job does, without its files: parse, admit, step, format."""
     from spmd_worker.batch.row import Row
     from spmd_worker.batch.row_parser import parse_row
@@ -147,7 +150,10 @@ def run_rows(engine: Any) -> Pass:
                 done.num_output_tokens += answer.num_output_tokens
                 body = json.loads(answer.line)
                 answers[answer.index] = [token for each in body.get("outputs", ()) for token in each["token_ids"]]
-            done.output_s += time.perf_counter() - step_began_s - (engine.times.total_s - step_s)
+            spent_s = time.perf_counter() - step_began_s
+            done.output_s += spent_s - (engine.times.total_s - step_s)
+            if watch is not None:
+                watch.end_step(spent_s)
     done.generate_s = time.perf_counter() - began_s
     done.num_steps = engine.times.step - num_steps
     if engine.channel.size > 1 or engine.engine_channel.size > 1:
@@ -162,13 +168,17 @@ class StepWatch:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self.products: Counter[tuple[int, int]] = Counter()
-        self._weights: dict[int, tuple[Any, Any, Any]] = {}
+        self._weights: dict[int, tuple[Callable[..., Any], Any, Any]] = {}
+        self._num_tokens, self._num_rows, self._model_s = 0, 0, 0.0
+        self._steps: list[tuple[int, int, float]] = []
 
     def instrument(self, worker: Any) -> None:
         """Everything that the model and the runner call goes through a stopwatch from now on."""
         from spmd_worker.runner import model_runner
 
         runner = worker._runner
+        # All layers in one call have no parts to time.
+        worker._model.model.joined_layers = None
         kernels, backend = None, None
         for module in worker._model.modules():
             if hasattr(module, "_kernels"):
@@ -177,8 +187,13 @@ class StepWatch:
             if hasattr(module, "_backend"):
                 backend = backend or _Timed(module._backend, self, "attention")
                 module._backend = backend
+        worker._model.forward = self._within_model(worker._model.forward)
+        worker._model.compute_logits = self._within_model(worker._model.compute_logits)
+        worker._model.largest_logits = self._within_model(worker._model.largest_logits)
         if runner._sampler is not None:
-            runner._sampler.sample = self.timed("sample", runner._sampler.sample)
+            runner._sampler.sample = self._within_model(self.timed("sample", runner._sampler.sample))
+            largest = self.timed("sample", runner._sampler.sample_largest)
+            runner._sampler.sample_largest = self._within_model(largest)
         model_runner.build_batch = self.timed("prepare", model_runner.build_batch)
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,9 +205,34 @@ class StepWatch:
 
         return run
 
-    def note_product(self, kernels: Any, x: Any, weight: Any, bias: Any) -> None:
-        # Of a gated product the product alone counts.
-        self._weights.setdefault(id(weight), (kernels, weight.flatten(0, 1) if weight.ndim == 5 else weight, bias))
+    def _within_model(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(first: Any, *arguments: Any) -> Any:
+            began_s = time.perf_counter()
+            result = call(first, *arguments)
+            self._model_s += time.perf_counter() - began_s
+            # Token ids, hidden states of rows that sample, logits: as many as there are rows in a step that decodes.
+            self._num_tokens, self._num_rows = max(self._num_tokens, len(first)), len(first)
+            return result
+
+        return run
+
+    def end_step(self, step_s: float) -> None:
+        """After each step of rank 0, with what it took from the rows' side."""
+        self._steps.append((self._num_tokens, self._num_rows, step_s - self._model_s))
+        self._num_tokens, self._model_s = 0, 0.0
+
+    def beside_model(self) -> dict[str, Any]:
+        """Of the steps in which most sequences decode and nothing else: what is not forward, logits or sampling."""
+        decoding = [(rows, seconds) for tokens, rows, seconds in self._steps if tokens == rows]
+        most = max((rows for rows, _ in decoding), default=0)
+        spent_ms = sorted(1000 * seconds for rows, seconds in decoding if rows == most)
+        if not spent_ms:
+            return {}
+        median, p90 = statistics.median(spent_ms), spent_ms[int(0.9 * (len(spent_ms) - 1))]
+        return {"sequences": most, "steps": len(spent_ms), "median_ms": round(median, 3), "p90_ms": round(p90, 3)}
+
+    def note_product(self, multiply: Callable[..., Any], x: Any, weight: Any, bias: Any) -> None:
+        self._weights.setdefault(id(weight), (multiply, weight, bias))
         self.products[x.shape[0], id(weight)] += 1
 
     def figures(self, done: Pass, phases: list[float]) -> dict[str, Any]:
@@ -202,6 +242,7 @@ class StepWatch:
         return {
             "ms_a_step": {part: round(1000 * seconds.get(part, 0.0) / done.num_steps, 3) for part in PARTS},
             "split_generate_s": round(done.generate_s, 3),
+            "beside_model": self.beside_model(),
         }
 
     def floor_s(self) -> float:
@@ -223,7 +264,7 @@ class StepWatch:
         inputs: dict[int, Any] = {}
         repeats = min(min(count for _, count in items), 3)
         for key, _ in items:
-            kernels, weight, _ = self._weights[key]
+            _, weight, _ = self._weights[key]
             size = _num_inputs(weight)
             if size not in inputs:
                 generator = torch.Generator().manual_seed(size)
@@ -232,16 +273,16 @@ class StepWatch:
         for _ in range(repeats):
             # All layers in turn, so that weights come from where they come from in a step.
             for key, _ in items:
-                kernels, weight, bias = self._weights[key]
+                multiply, weight, bias = self._weights[key]
                 began_s = time.perf_counter()
-                kernels.linear(inputs[_num_inputs(weight)], weight, bias)
+                multiply(inputs[_num_inputs(weight)], weight, bias)
                 spent[key] += time.perf_counter() - began_s
         return sum(spent[key] / repeats * count for key, count in items)
 
 
 def _num_inputs(weight: Any) -> int:
     """Of a packed or a plain weight."""
-    return int(weight.shape[1] * 2 if weight.ndim == 4 else weight.shape[1])
+    return int(weight.shape[-3] * 2 if weight.ndim > 2 else weight.shape[1])
 
 
 class _Timed:
@@ -260,16 +301,20 @@ class _TimedKernels(_Timed):
     def __init__(self, target: Any, watch: StepWatch) -> None:
         super().__init__(target, watch, "other kernels")
         self._linear = watch.timed("linear", target.linear)
-
         self._gated_linear = watch.timed("linear", target.gated_linear)
+        self._largest_of_linear = watch.timed("linear", target.largest_of_linear)
 
-    def linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        self._watch.note_product(self._target, x, weight, bias)
-        return self._linear(x, weight, bias)
+    def linear(self, x: Any, weight: Any, bias: Any, room: Any = None) -> Any:
+        self._watch.note_product(self._target.linear, x, weight, bias)
+        return self._linear(x, weight, bias, room)
 
     def gated_linear(self, x: Any, weight: Any, bias: Any) -> Any:
-        self._watch.note_product(self._target, x, weight, bias)
+        self._watch.note_product(self._target.gated_linear, x, weight, bias)
         return self._gated_linear(x, weight, bias)
+
+    def largest_of_linear(self, x: Any, weight: Any, count: int) -> Any:
+        self._watch.note_product(self._target.linear, x, weight, None)
+        return self._largest_of_linear(x, weight, count)
 
 
 def time_job(options: argparse.Namespace, num_threads: int) -> float:
@@ -300,6 +345,12 @@ def show(figures: dict[str, Any], options: argparse.Namespace, num_threads: int,
         print("  milliseconds a step:")
         for part, value in figures["ms_a_step"].items():
             print(f"    {part:<14} {value:8.3f}")
+        beside = figures["beside_model"]
+        if beside:
+            about = f"{beside['sequences']} sequences decode ({beside['steps']} steps)"
+            print(
+                f"  beside the model {beside['median_ms']:8.2f} ms  a step in which {about}, p90 {beside['p90_ms']:.2f}"
+            )
     print(f"  peak memory      {figures['peak_memory_mib']:8,} MiB")
     about = {"model": str(options.model), "workload": options.workload.name, "threads": num_threads, "ranks": num_ranks}
     print(json.dumps({**about, **figures}))

@@ -26,7 +26,7 @@ def _portable() -> tuple[str, ...]:
 INSTRUCTION_SETS = (NATIVE, WITHOUT_UNIT, *_portable())
 each_library = pytest.mark.parametrize(
     "instruction_set",
-    [pytest.param(name, marks=pytest.mark.slow) if name == "x86-64-v2" else name for name in INSTRUCTION_SETS],
+    [pytest.param(name, marks=[] if NATIVE in name else pytest.mark.slow) for name in INSTRUCTION_SETS],
 )
 
 

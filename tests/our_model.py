@@ -92,4 +92,6 @@ class _Run:
         num_kv_heads = self.model.model.layers[0].self_attn.num_kv_heads
         block_shape = backend.block_shape(num_kv_heads, BLOCK_SIZE, shape.head_size)
         # NaN where nothing was written: a key that should not be looked at shows.
-        return torch.full((shape.num_layers, num_blocks, *block_shape), torch.nan)
+        return torch.full(
+            (shape.num_layers, num_blocks, *block_shape), torch.nan, dtype=self.model.lm_head.weight.dtype
+        )

@@ -4,11 +4,27 @@ T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size. The pa
 everybody else moves blocks whole.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.parallel.process_group import GroupHandle
+
+
+class JoinedLayers(Protocol):
+    """The layers of a stage, with their weights."""
+
+    def run(
+        self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """The residual stream [T, hidden], which becomes what it is before the last layer's output is added; cosines
+        and sines [T, D / 2]; `cache` [layers, blocks, *block_shape] -> this rank's part of that output, [T, hidden].
+
+        As many layers run as the cache has.
+        """
 
 
 class AttentionBackend(Protocol):
@@ -43,3 +59,6 @@ class AttentionBackend(Protocol):
         `projected` [T, (Hq + 2 * Hkv) * D] has each token's queries, keys and values and may be overwritten; `angles`
         are cosines and sines [T, D / 2] -> [T, Hq * D].
         """
+
+    def join_layers(self, layers: Sequence[LayerWeights], sizes: LayerSizes, group: GroupHandle) -> JoinedLayers | None:
+        """All of a stage's layers as one, with the same results; None where they must be called one by one."""

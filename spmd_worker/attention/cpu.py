@@ -7,17 +7,22 @@ and the packing of a block are described in kernels/cpu/attention.cpp.
 T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.kernels.cpu.layers import NativeLayers, StepAddresses, join_layers
 from spmd_worker.kernels.cpu.library import NativeLibrary, native_library
 from spmd_worker.kernels.cpu.native import NATIVE_DTYPES, dtype_name
+from spmd_worker.parallel.process_group import GroupHandle
 
 MAX_HEAD_SIZE = 256
 _HEAD_SIZE_STEP = 16
+_AS_THEY_ARE = (None, None)  # rows that no angles turn
 
 
 def cpu_backend_or_reason(dtype: torch.dtype, head_size: int, block_size: int) -> "CpuBackend | str":
@@ -60,6 +65,7 @@ class CpuBackend:
         reason = _unsupported(dtype, head_size, block_size)
         if reason is not None:
             raise ValueError(reason)
+        self._library = library
         self._dtype, self._head_size, self._block_size = dtype, head_size, block_size
         self._write = library.functions[f"write_{dtype_name(dtype)}"]
         self._attend = library.functions[f"attend_{dtype_name(dtype)}"]
@@ -84,6 +90,7 @@ class CpuBackend:
             *cache,
             *self._row_arguments(key, shape),
             *self._row_arguments(value, shape),
+            *_AS_THEY_ARE,
             *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
             *(checked.num_tokens, torch.get_num_threads()),
         )
@@ -102,6 +109,7 @@ class CpuBackend:
             *cache,
             *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
             *(*rows, num_heads),
+            *_AS_THEY_ARE,
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
             *(scale, window, output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
         )
@@ -142,6 +150,23 @@ class CpuBackend:
         )
         return output
 
+    def join_layers(self, layers: Sequence[LayerWeights], sizes: LayerSizes, group: GroupHandle) -> "CpuLayers | None":
+        """See `AttentionBackend.join_layers`."""
+        assert sizes.head_size == self._head_size, (sizes.head_size, self._head_size)
+        joined = join_layers(self._library, layers, sizes, self._block_size, group)
+        return None if joined is None else CpuLayers(self, joined)
+
+    def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor) -> StepAddresses:
+        """Of a step whose layers' caches are like `layer_cache`; good as long as no other step is asked for."""
+        self._cache_arguments(layer_cache)
+        checked = self._check(metadata, layer_cache)
+        return StepAddresses(
+            *(checked.block_tables.data_ptr(), checked.block_tables.stride(0)),
+            *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
+            *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr()),
+            *(len(checked.context_lengths), checked.num_tokens),
+        )
+
     def _num_kv_heads(self, layer_cache: Tensor) -> int:
         return layer_cache.shape[1] // (2 * self._block_size * self._head_size)
 
@@ -171,6 +196,19 @@ class CpuBackend:
         if checked is None or checked.source is not metadata or checked.num_blocks != num_blocks:
             checked = self._checked = _check_metadata(metadata, num_blocks, self._block_size)
         return checked
+
+
+class CpuLayers:
+    """Implements `attention.backend.JoinedLayers`."""
+
+    def __init__(self, backend: CpuBackend, layers: NativeLayers) -> None:
+        self._backend, self._layers = backend, layers
+
+    def run(
+        self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """See `attention.backend.JoinedLayers`."""
+        return self._layers.run(residual, angles, cache, self._backend.addresses(metadata, cache[0]))
 
 
 def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> _CheckedMetadata:

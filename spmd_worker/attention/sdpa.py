@@ -6,11 +6,15 @@ come. Torch's fused attention may round a row differently when it is computed in
 T: tokens; L: keys of one sequence; Hq, Hkv: query and key-value heads of this rank; G = Hq / Hkv; D: head size.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.parallel.process_group import GroupHandle
 
 
 class SdpaBackend:
@@ -48,6 +52,9 @@ class SdpaBackend:
         window: int,
     ) -> None:
         """See `AttentionBackend.attend_projected`: there is none."""
+
+    def join_layers(self, layers: Sequence[LayerWeights], sizes: LayerSizes, group: GroupHandle) -> None:
+        """See `AttentionBackend.join_layers`: there is no such way."""
 
 
 def _first_visible_key(num_keys: int, num_queries: int, window: int) -> int:

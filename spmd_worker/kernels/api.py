@@ -4,9 +4,45 @@ T: tokens of the step; H: hidden size; D: head size. Every operation is row-wise
 not depend on the tokens beside it. Knows nothing about layers, attention or ranks.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What the layers of a model have in common, as one rank has it. `eps` is that of the norms, `scale` that of
+    attention scores.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    eps: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer of one rank: products as `pack` and `pack_gated` left them, biases that this rank adds.
+
+    `window` is what `AttentionBackend.attend` takes.
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    norm: Tensor
+    gates: Tensor
+    gates_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    window: int
 
 
 class Kernels(Protocol):
@@ -18,8 +54,14 @@ class Kernels(Protocol):
         What comes back is for `linear` alone: it may have no elements to look at. It may also be `weight` itself.
         """
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[T, in] x [out, in] -> [T, out]. `weight` as it is or from `pack`."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
+        """[T, in] x [out, in] -> [T, out]. `weight` as it is or from `pack`.
+
+        `room`, of the result's shape and dtype, is where it should be put; an implementation that cannot lets it be.
+        """
+
+    def largest_of_linear(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """[R, in] x [V, in] -> `largest` of each row of the product among its first `count` columns."""
 
     def pack_gated(self, weight: Tensor) -> Tensor:
         """As `pack`, for `gated_linear` alone: the first half of the rows are gates, the second what they open."""
@@ -30,8 +72,8 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[..., H] -> [..., H], computed in float32 (https://arxiv.org/abs/1910.07467)."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """[T, H] + [T, H] -> the norm of the sum, and the sum."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[T, H] + [T, H] -> the norm of the sum. `residual` becomes the sum, and what `x` held may be gone."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[T, heads, D] turned by angles whose cosines and sines are [T, D / 2], halves paired as Hugging Face pairs

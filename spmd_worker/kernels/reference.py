@@ -16,9 +16,14 @@ class ReferenceKernels:
         """See `Kernels.pack`: plain torch takes the weight as it is."""
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Kernels.linear`."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear`. Makes no use of `room`."""
+        del room
         return F.linear(x, weight, bias)
+
+    def largest_of_linear(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `Kernels.largest_of_linear`."""
+        return self.largest(self.linear(x, weight, None)[:, :count])
 
     def pack_gated(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack_gated`."""
@@ -34,10 +39,9 @@ class ReferenceKernels:
         x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
         return weight * x32.to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.add_rms_norm`."""
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return self.rms_norm(residual.add_(x), weight, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `Kernels.rotate`. `cos` and `sin` have the dtype of `x`."""

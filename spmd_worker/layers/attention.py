@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(context, head_size, shape.rms_norm_eps) if shape.has_qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """[T, hidden] -> [T, hidden]; writes this step's keys and values before it reads."""
+        """[T, hidden] -> [T, hidden], this rank's part; writes this step's keys and values before it reads."""
         projected = self.qkv_proj(x)
         attended = None
         if self.q_norm is None:

@@ -12,18 +12,19 @@ from spmd_worker.parallel.layout import shard_range
 
 
 class FeedForward(nn.Module):
-    """[T, hidden] -> [T, hidden]."""
+    """[T, hidden] -> this rank's part of [T, hidden], as of `RowParallelLinear`."""
 
     def __init__(self, context: LayerContext, shape: ModelShape) -> None:
         super().__init__()
         group = context.tensor_group
         columns = shard_range(shape.intermediate_size, group.size, group.rank)
+        self.intermediate_size = columns[1] - columns[0]
         self.gate_up_proj = gate_up_linear(context, shape.hidden_size, shape.intermediate_size, shape.has_mlp_bias)
         self.down_proj = RowParallelLinear(
             context, columns, shape.intermediate_size, shape.hidden_size, shape.has_mlp_bias
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """[T, hidden] -> [T, hidden], this rank's part."""
         output: Tensor = self.down_proj(self.gate_up_proj(x))
         return output

@@ -78,9 +78,10 @@ class GatedLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """[T, inputs of this rank] -> [T, output_size], summed over the tensor-parallel group.
+    """[T, inputs of this rank] -> this rank's part of [T, output_size]: the sum over the tensor-parallel group is made
+    with what follows (`RMSNorm.add_and_norm`).
 
-    The bias is whole on every rank and added once, after the sum.
+    The bias is whole on every rank and in the first rank's part.
     """
 
     def __init__(
@@ -93,11 +94,15 @@ class RowParallelLinear(nn.Module):
         self.bias = context.parameter(output_size) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, inputs of this rank] -> [T, output_size], the same on every rank of the group."""
-        if self._group.size == 1:
-            return self._kernels.linear(x, self.weight, self.bias)
-        summed = self._group.all_reduce(self._kernels.linear(x, self.weight, None))
-        return summed if self.bias is None else summed.add_(self.bias)
+        """[T, inputs of this rank] -> [T, output_size], to be summed before anything else is exchanged in the group."""
+        fast = self._group.fast
+        room = None if fast is None else fast.room_for_part((len(x), self.output_size), x.dtype)
+        return self._kernels.linear(x, self.weight, self.own_bias, room)
+
+    @property
+    def own_bias(self) -> Tensor | None:
+        """What this rank adds to its part."""
+        return self.bias if self._group.rank == 0 else None
 
     def pack_weights(self) -> None:
         """Let the kernels have the weight in their own order; the packed copy replaces the plain one."""

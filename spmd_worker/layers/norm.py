@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import WeightSlice, whole
+from spmd_worker.parallel.process_group import GroupHandle
 
 
 class RMSNorm(nn.Module):
@@ -16,17 +17,32 @@ class RMSNorm(nn.Module):
 
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:
         super().__init__()
-        self.size, self.eps, self._kernels = size, eps, context.kernels
+        self.size, self.eps, self._kernels, self._group = size, eps, context.kernels, context.tensor_group
         self.weight = context.parameter(size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
         return self._kernels.rms_norm(x, self.weight, self.eps)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, size] and the residual stream [T, size] -> the norm of their sum, and the sum."""
-        return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
+        """This rank's part of [T, size], and the residual stream [T, size], to which the sum of all parts is added in
+        place -> the norm of the residual stream then, to be used before the next such norm in the group.
+
+        `x` is not to be used any more. For the residual stream itself see `Collectives.all_reduce_add_rms_norm`.
+        """
+        fast = self._group.fast
+        if fast is not None and fast.takes(x):
+            return fast.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
+        return self._kernels.add_rms_norm(self._group.all_reduce(x), residual, self.weight, self.eps)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
         yield whole(f"{prefix}.weight", (self.size,), f"{prefix}.weight")
+
+
+def add_whole(group: GroupHandle, x: Tensor, residual: Tensor) -> Tensor:
+    """As `RMSNorm.add_and_norm`, without a norm: the residual stream, in place, whole on every rank."""
+    fast = group.fast
+    if fast is None or not fast.takes(x):
+        return residual.add_(group.all_reduce(x))
+    return fast.gather_rows(residual.add_(fast.all_reduce(x)))

@@ -53,8 +53,8 @@ def activation_bytes(
     """Peak of a step of `num_tokens` tokens of which `num_rows` sample.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
-    gated columns and their product. The sampler holds float32 logits as shards, gathered and as log-probabilities, and
-    the mass of a draw twice in float64.
+    gated columns and their product; layers that run as one hold all of these at once, each of them once. The sampler
+    holds float32 logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
     """
     sizes = rank_sizes(shape, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads

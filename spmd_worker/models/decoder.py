@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
+from spmd_worker.attention.backend import JoinedLayers
 from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.layers.attention import Attention
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
 from spmd_worker.layers.feed_forward import FeedForward
 from spmd_worker.layers.linear import ColumnParallelLinear, RowParallelLinear
-from spmd_worker.layers.norm import RMSNorm
+from spmd_worker.layers.norm import RMSNorm, add_whole
 from spmd_worker.layers.rotary import RotaryEmbedding
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
 from spmd_worker.model_shape import ModelShape
@@ -42,21 +43,53 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
-        residual: Tensor | None,
+        x: Tensor | None,
+        residual: Tensor,
         cos: Tensor,
         sin: Tensor,
         layer_cache: Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
-        """The last layer's output and the residual stream it is still to be added to, both [T, hidden]."""
-        if residual is None:
-            residual, x = x, self.input_layernorm(x)
-        else:
-            x, residual = self.input_layernorm.add_and_norm(x, residual)
+    ) -> Tensor:
+        """The last layer's output, as this rank's part, or None before the first layer of a stage, and the residual
+        stream, to which it is added in place -> this layer's output, likewise. All [T, hidden].
+        """
+        x = self.input_layernorm(residual) if x is None else self.input_layernorm.add_and_norm(x, residual)
         x = self.self_attn(x, cos, sin, layer_cache, metadata)
-        x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
-        return self.mlp(x), residual
+        x = self.post_attention_layernorm.add_and_norm(x, residual)
+        output: Tensor = self.mlp(x)
+        return output
+
+    def weights(self) -> LayerWeights | None:
+        """For `AttentionBackend.join_layers`; None where there is more to a layer than those."""
+        attention, feed_forward = self.self_attn, self.mlp
+        if attention.q_norm is not None:
+            return None
+        return LayerWeights(
+            input_norm=self.input_layernorm.weight,
+            qkv=attention.qkv_proj.weight,
+            qkv_bias=attention.qkv_proj.bias,
+            output=attention.o_proj.weight,
+            output_bias=attention.o_proj.own_bias,
+            norm=self.post_attention_layernorm.weight,
+            gates=feed_forward.gate_up_proj.weight,
+            gates_bias=feed_forward.gate_up_proj.bias,
+            down=feed_forward.down_proj.weight,
+            down_bias=feed_forward.down_proj.own_bias,
+            window=attention.window,
+        )
+
+    def sizes(self) -> LayerSizes:
+        """As this rank has them."""
+        attention, norm = self.self_attn, self.input_layernorm
+        return LayerSizes(
+            hidden_size=norm.size,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_size=attention.head_size,
+            intermediate_size=self.mlp.intermediate_size,
+            eps=norm.eps,
+            scale=attention.scale,
+        )
 
 
 class DecoderStack(nn.Module):
@@ -71,7 +104,9 @@ class DecoderStack(nn.Module):
             self.norm = RMSNorm(context, shape.hidden_size, shape.rms_norm_eps)
         self._stage = stage
         self._rotary = RotaryEmbedding(shape.rope, shape.head_size, shape.max_position_embeddings, context.device)
-        self._dtype = context.dtype
+        self._dtype, self._group, self._attention = context.dtype, context.tensor_group, context.attention
+        self.joined_layers: JoinedLayers | None = None
+        """All layers at once, where that can be; None: one by one."""
 
     def forward(
         self,
@@ -84,21 +119,33 @@ class DecoderStack(nn.Module):
     ) -> Tensor:
         """int64 [T] ids, positions and lengths of the rows' prompts; `cache` [layers, blocks, ...] -> [T, hidden].
 
-        `incoming` is what the stage before gave, and every stage but the last gives to the next: [2, T, hidden], the
-        last layer's output and the residual stream it is still to be added to.
+        `incoming` is what the stage before gave, and every stage but the last gives to the next: the residual stream
+        [T, hidden]. It becomes this stage's own.
         """
         cos, sin = self._rotary.angles(positions, prompt_lengths, self._dtype)
-        if self._stage.is_first:
-            x, residual = self.embed_tokens(token_ids), None
+        residual = self.embed_tokens(token_ids) if self._stage.is_first else incoming
+        assert residual is not None, "a stage after the first is given the residual stream"
+        x = None
+        assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
+        if self.joined_layers is not None:
+            x = self.joined_layers.run(residual, (cos, sin), cache, metadata)
         else:
-            assert incoming is not None, "a stage after the first is given hidden states"
-            x, residual = incoming[0], incoming[1]
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x, residual = layer(x, residual, cos, sin, layer_cache, metadata)
-        assert residual is not None, "a decoder has layers"
+            for layer, layer_cache in zip(self.layers, cache, strict=True):
+                x = layer(x, residual, cos, sin, layer_cache, metadata)
+        assert x is not None, "a stage has layers"
         if not self._stage.is_last:
-            return torch.stack((x, residual))
-        return self.norm.add_and_norm(x, residual)[0]
+            return add_whole(self._group, x, residual)
+        hidden = self.norm.add_and_norm(x, residual)
+        # Not memory of the group, which the next step's norms write to.
+        return hidden if self._group.fast is None else hidden.clone()
+
+    def join_layers(self) -> None:
+        """Once the weights are packed: from now on they stay as they are."""
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        weights = [each for layer in layers if (each := layer.weights()) is not None]
+        self.joined_layers = None
+        if weights and len(weights) == len(self.layers):
+            self.joined_layers = self._attention.join_layers(weights, layers[0].sizes(), self._group)
 
 
 class DecoderForCausalLM(nn.Module):
@@ -131,6 +178,10 @@ class DecoderForCausalLM(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
+    def largest_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, hidden] -> of each row the largest of this rank's logits, float32 [R], and its column, int64 [R]."""
+        return self.lm_head.largest(hidden)
+
     def weight_slices(self) -> list[WeightSlice]:
         """Which rectangles of which checkpoint tensors this rank holds, and where."""
         slices: Iterator[WeightSlice] = _from_layers(self, "weight_slices")
@@ -145,6 +196,7 @@ class DecoderForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabularyParallelHead):
                 module.pack_weights()
+        self.model.join_layers()
 
     def is_ignorable(self, checkpoint_name: str) -> bool:
         """Checkpoint tensors that are derived here (rotary frequencies, and the head when it is the embedding), and

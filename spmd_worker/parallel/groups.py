@@ -34,8 +34,9 @@ class ParallelGroups:
 
     def destroy(self) -> None:
         """Leave: destroys what `join_groups` made and nothing else. Call once, on every rank."""
-        if self.tensor.fast is not None:
-            self.tensor.fast.close()
+        for handle in (self.tensor, self.pipeline):
+            if handle.fast is not None:
+                handle.fast.close()
         if self.owns_world:
             dist.destroy_process_group()
             return

@@ -14,12 +14,19 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Work(Protocol):
+    """A transfer under way: torch.distributed's, or another of ours."""
+
+    def wait(self) -> object:
+        """Until it is done. What is sent, and what is received, is waited for in the order of calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A tensor on its way from or to this rank: neither read nor written to before `wait` has returned."""
 
     tensor: Tensor
-    work: dist.Work
+    work: Work
 
     def wait(self) -> None:
         """Until the tensor has left or come. Raises RuntimeError where the other rank is gone."""
@@ -40,6 +47,28 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Of any dtype."""
+
+    def room_for_part(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Memory for this rank's part of the very next sum, which then copies nothing; None where it does not fit."""
+
+    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`all_reduce` of x [T, H], and `Kernels.add_rms_norm` of that, in one pass.
+
+        What comes back may be memory of the group, to be read before the next such sum. Of `residual` each rank may
+        have some rows up to date and the others not, always the same ones: `gather_rows` makes it whole.
+        """
+
+    def gather_rows(self, residual: Tensor) -> Tensor:
+        """The residual stream [T, H] of such sums, whole on every rank; in place."""
+
+    def carries(self, tensor: Tensor) -> bool:
+        """Whether it can send such a tensor to the next rank: the same on both."""
+
+    def send_next(self, tensor: Tensor) -> Work:
+        """See `GroupHandle`, as of the other."""
+
+    def receive_previous(self, tensor: Tensor) -> Work:
+        """In place."""
 
     def close(self) -> None:
         """Nothing more will be exchanged this way."""
@@ -95,15 +124,19 @@ class GroupHandle:
 
     def send_next(self, tensor: Tensor) -> Transfer:
         """To the rank that follows in the group, which calls `receive_previous` with an equal shape and dtype; returns
-        at once. Wait for what was sent before.
+        before that has come, if it is not two messages behind. Wait for what was sent before.
         """
         tensor = tensor.contiguous()
+        if self.fast is not None and self.fast.carries(tensor):
+            return Transfer(tensor, self.fast.send_next(tensor))
         work = dist.isend(tensor, dst=self.ranks[self.rank + 1], group=self.group)
         assert work is not None, "this rank is in its own group"
         return Transfer(tensor, work)
 
     def receive_previous(self, tensor: Tensor) -> Transfer:
         """From the rank before in the group, in place; returns at once. What it sends comes in the order of calls."""
+        if self.fast is not None and self.fast.carries(tensor):
+            return Transfer(tensor, self.fast.receive_previous(tensor))
         work = dist.irecv(tensor, src=self.ranks[self.rank - 1], group=self.group)
         assert work is not None, "this rank is in its own group"
         return Transfer(tensor, work)

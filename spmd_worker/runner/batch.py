@@ -10,9 +10,9 @@ positions. Knows nothing about models or sampling rules.
 T: tokens of the step; S: sequences; R: rows that sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -62,25 +62,23 @@ def build_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device:
         sample_rows=tuple(
             end - 1 for each, end in zip(scheduled, starts[1:], strict=True) for _ in range(each.num_samples)
         ),
-        rows=tuple(row for each in scheduled for row in _sample_rows(each)),
+        rows=tuple(_sample_rows(scheduled)),
     )
 
 
-def _sample_rows(scheduled: ScheduledSequence) -> list[SampleRow]:
+def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
     """One row a sample; several where sequences are about to fork."""
-    sequence = scheduled.sequence
-    request = sequence.request
-    return [
-        SampleRow(
-            sampling=request.sampling,
-            stream=request.stream,
-            sample_index=sequence.sample_index + offset,
-            position=sequence.num_tokens,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=sequence.output_token_ids,
-        )
-        for offset in range(scheduled.num_samples)
-    ]
+    for sequence, _, num_samples in scheduled:
+        request = sequence.request
+        for offset in range(num_samples):
+            yield SampleRow(
+                request.sampling,
+                request.stream,
+                sequence.sample_index + offset,
+                sequence.num_tokens,
+                request.prompt_token_ids,
+                sequence.output_token_ids,
+            )
 
 
 def _positions(firsts: list[int], counts: list[int], num_tokens: int) -> Integers:
@@ -100,9 +98,9 @@ def _token_ids(scheduled: Sequence[ScheduledSequence]) -> Integers:
 
 def _block_tables(tables: Sequence[Sequence[int]]) -> Integers:
     """int64 [S, blocks of the longest], padded with zeros."""
-    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
+    lengths = np.array([len(table) for table in tables])
+    padded = np.zeros((len(tables), lengths.max()), dtype=np.int64)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = list(chain.from_iterable(tables))
     return padded
 
 

@@ -24,11 +24,12 @@ from spmd_worker.sequence.step import StepResult
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
-    """A forward pass whose tokens are still to be chosen."""
+    """A forward pass whose tokens are still to be chosen: from `logits`, or where none are there, from `largest`."""
 
     step: int
     batch: Batch
-    logits: Tensor
+    logits: Tensor | None
+    largest: tuple[Tensor, Tensor] | None
     prompt_logprobs: tuple[PromptLogprobs, ...]
 
 
@@ -72,12 +73,14 @@ class ModelRunner:
         if self._sampler is None:
             self._send(hidden)
             self._clock.end()
-            self._pending = _Forwarded(step, batch, hidden, ())
+            self._pending = _Forwarded(step, batch, None, None, ())
             return
-        rows = torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)
-        logits = self._model.compute_logits(hidden[rows])
+        sampled = hidden[torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)]
+        is_greedy = all(row.is_plainly_greedy for row in batch.rows)
+        largest = self._model.largest_logits(sampled) if is_greedy else None
+        logits = None if is_greedy else self._model.compute_logits(sampled)
         reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._whole_logits)
-        self._pending = _Forwarded(step, batch, logits, reported)
+        self._pending = _Forwarded(step, batch, logits, largest, reported)
 
     @torch.inference_mode()
     def sample(self) -> StepResult:
@@ -89,7 +92,11 @@ class ModelRunner:
         if not pending.batch.rows:
             self._clock.end()
             return StepResult(pending.step, prompt_logprobs=pending.prompt_logprobs)
-        sampled = self._sampler.sample(pending.logits, list(pending.batch.rows))
+        if pending.largest is not None:
+            sampled = self._sampler.sample_largest(*pending.largest)
+        else:
+            assert pending.logits is not None, pending.step
+            sampled = self._sampler.sample(pending.logits, list(pending.batch.rows))
         self._clock.end()
         return StepResult(pending.step, sampled.token_ids, sampled.logprobs, pending.prompt_logprobs)
 
@@ -100,16 +107,16 @@ class ModelRunner:
         self._sending = self._pipeline.send_next(hidden)
 
     def _receive(self, num_tokens: int) -> Tensor:
-        """See `DecoderStack.forward`: [2, T, hidden]."""
+        """See `DecoderStack.forward`: [T, hidden]."""
         self._clock.end()
         incoming = self._expected.popleft() if self._expected else self._receiving(num_tokens)
         incoming.wait()
         self._clock.begin()
-        assert incoming.tensor.shape[1] == num_tokens, (incoming.tensor.shape, num_tokens)
+        assert len(incoming.tensor) == num_tokens, (incoming.tensor.shape, num_tokens)
         return incoming.tensor
 
     def _receiving(self, num_tokens: int) -> Transfer:
-        shape = (2, num_tokens, self._model.shape.hidden_size)
+        shape = (num_tokens, self._model.shape.hidden_size)
         dtype = self._cache_engine.device_cache.dtype
         return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
 

@@ -4,13 +4,12 @@ Knows token ids and sampling parameters. Knows nothing about logits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """The token at `position` (prompt and output tokens before it) of sample `sample_index` is to be chosen."""
 
     sampling: SamplingParams
@@ -24,6 +23,11 @@ class SampleRow:
     def must_not_stop(self) -> bool:
         """Whether ending now would give fewer than `min_tokens`."""
         return len(self.output_token_ids) < self.sampling.min_tokens
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Whether the largest logit is all there is to know."""
+        return self.sampling.is_greedy and not self.needs_all_logits
 
     @property
     def needs_all_logits(self) -> bool:

@@ -57,8 +57,10 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[R, Vs] and a row each. Every rank of the group calls this with the same rows."""
-        simple = [index for index, row in enumerate(rows) if not row.needs_all_logits]
-        others = [index for index, row in enumerate(rows) if row.needs_all_logits]
+        simple: list[int] = []
+        others: list[int] = []
+        for index, row in enumerate(rows):
+            (others if row.needs_all_logits else simple).append(index)
         token_ids = [-1] * len(rows)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if simple:
@@ -71,6 +73,12 @@ class Sampler:
             _scatter(sampled.logprobs, others, logprobs)
         has_logprobs = any(entry is not None for entry in logprobs)
         return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
+
+    def sample_largest(self, values: Tensor, columns: Tensor) -> Sampled:
+        """As `sample` for rows that are all plainly greedy, given each row's largest logit of this rank, [R], and its
+        column in this rank's shard.
+        """
+        return Sampled(tuple(self._best(values, columns, self._group)[1].long().tolist()), ())
 
     def gather(self, logits: Tensor) -> Tensor:
         """[K, Vs] on each rank -> float32 [K, V] on every rank; a new tensor that may be changed."""
@@ -101,27 +109,30 @@ class Sampler:
 
     def _choose(self, logits: Tensor, rows: list[SampleRow], group: GroupHandle) -> list[int]:
         """Greedy or by inverting the cumulative distribution; `logits` are shards, or whole for a group of one."""
-        first = self._shard_start if group.size > 1 else 0
-        values, indices = self._kernels.largest(logits)
-        pairs = torch.stack((values.double(), (indices + first).double()), dim=-1)
-        best_values, best_ids = _best(group.all_gather(pairs))
+        best_values, best_ids = self._best(*self._kernels.largest(logits), group)
         chosen: list[int] = best_ids.long().tolist()
         # A row all of whose tokens are forbidden, or whose model overflowed, has no distribution to draw from.
         is_drawable = best_values.isfinite().tolist()
         drawn = [index for index, row in enumerate(rows) if is_drawable[index] and not row.sampling.is_greedy]
         if drawn:
             drawn_rows = [rows[index] for index in drawn]
+            first = self._first_id(group)
             ids = _draw(_rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
             _scatter(ids, drawn, chosen)
         return chosen
 
+    def _best(self, values: Tensor, columns: Tensor, group: GroupHandle) -> tuple[Tensor, Tensor]:
+        """Each rank's largest values and their columns, [R] -> the largest of all and its id, [R] each; equal values
+        go to the smaller id.
+        """
+        own = torch.stack((values.double(), (columns + self._first_id(group)).double()), dim=-1)
+        pairs = group.all_gather(own)
+        # Shards are in ascending order of ids and max returns the first maximum, so the smallest id wins.
+        best, owners = pairs[:, :, 0].max(dim=0)
+        return best, pairs[:, :, 1].gather(0, owners.unsqueeze(0)).squeeze(0)
 
-def _best(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, R, 2] (value, id) -> the largest value and its id, [R] each; equal values go to the smaller id."""
-    # Shards are in ascending order of ids and max returns the first maximum, so the smallest id wins.
-    values, owners = pairs[:, :, 0].max(dim=0)
-    ids = pairs[:, :, 1].gather(0, owners.unsqueeze(0)).squeeze(0)
-    return values, ids
+    def _first_id(self, group: GroupHandle) -> int:
+        return self._shard_start if group.size > 1 else 0
 
 
 def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int) -> list[int]:

@@ -3,7 +3,9 @@
 Knows torch modules in general and no model in particular.
 """
 
-from torch import nn
+import math
+
+from torch import Tensor, nn
 
 
 def describe_model(model: nn.Module) -> str:
@@ -33,7 +35,15 @@ def _fold(run: list[tuple[str, list[str]]], depth: int) -> list[str]:
 
 def _describe(module: nn.Module) -> str:
     shapes = [
-        f"{name} {list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+        f"{name} {_plain_shape(parameter)} {str(parameter.dtype).removeprefix('torch.')}"
         for name, parameter in module.named_parameters(recurse=False)
     ]
     return " ".join([type(module).__name__, *shapes])
+
+
+def _plain_shape(parameter: Tensor) -> list[int]:
+    """As the checkpoint has it: a weight in panels is [..., inputs / 2, 16, 2], outputs in front and in the 16."""
+    if parameter.ndim < 4:
+        return list(parameter.shape)
+    *groups, half_inputs, outputs, pair = parameter.shape
+    return [math.prod(groups) * outputs, half_inputs * pair]

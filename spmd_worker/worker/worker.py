@@ -78,7 +78,8 @@ class Worker(WorkerBase):
         timeout_s = self.config.executor.timeout_s
         self.groups = join_groups(self.layout, self.environment, self.device, timeout_s)
         if self.device.type == "cpu":
-            self.groups = replace(self.groups, tensor=share_memory(self.groups.tensor, timeout_s))
+            tensor, pipeline = (share_memory(each, timeout_s) for each in (self.groups.tensor, self.groups.pipeline))
+            self.groups = replace(self.groups, tensor=tensor, pipeline=pipeline)
 
     def load_model(self) -> None:
         """Raises CheckpointError before anything is filled when names, shapes or coverage are wrong."""

@@ -3,15 +3,18 @@
 import dataclasses
 import logging
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from native_libraries import NATIVE, library_for
 
-from spmd_worker.kernels.cpu import linear
+from spmd_worker.kernels.cpu import build, linear
+from spmd_worker.kernels.cpu.library import NativeLibrary, load
 from spmd_worker.kernels.cpu.linear import PackedKernels
 from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels
 from spmd_worker.kernels.reference import ReferenceKernels
@@ -53,13 +56,16 @@ CUTS = [(576, 960), (1536, 576), (4864, 896), (896, 2080), (64, 16400)]
 MANY_ROWS = 520
 
 
+@each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), CUTS)
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_row_has_the_same_bits_however_a_product_is_cut(kernels, num_inputs, num_outputs, is_gated, num_threads):
+def test_a_row_has_the_same_bits_however_a_product_is_cut(
+    kernels, dtype, num_inputs, num_outputs, is_gated, num_threads
+):
     num_outputs = num_outputs // 32 * 32 if is_gated else num_outputs
-    weight = numbers(num_outputs, num_inputs, dtype=torch.bfloat16)
-    x, bias = numbers(MANY_ROWS, num_inputs, dtype=torch.bfloat16), numbers(num_outputs, dtype=torch.bfloat16)
+    weight = numbers(num_outputs, num_inputs, dtype=dtype)
+    x, bias = numbers(MANY_ROWS, num_inputs, dtype=dtype), numbers(num_outputs, dtype=dtype)
     pack, multiply = (kernels.pack_gated, kernels.gated_linear) if is_gated else (kernels.pack, kernels.linear)
     packed, plain = pack(weight), ReferenceKernels().gated_linear if is_gated else ReferenceKernels().linear
     before = torch.get_num_threads()
@@ -72,7 +78,51 @@ def test_a_row_has_the_same_bits_however_a_product_is_cut(kernels, num_inputs, n
     finally:
         torch.set_num_threads(before)
     expected = plain(x.double(), weight.double(), bias.double())
-    assert (whole.double() - expected).abs().max() / expected.abs().max() < 2e-2
+    largest_error = (whole.double() - expected).abs().max() / expected.abs().max()
+    assert largest_error < (5e-6 if dtype == torch.float32 else 2e-2)
+
+
+def rows_and_weight_with_ties(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype):
+    """Small whole numbers, so that results are exact and many are equal; one row of NaN, one of infinities."""
+    x = (numbers(num_rows, num_inputs, dtype=torch.float32) / 2).round()
+    weight = (numbers(num_outputs, num_inputs, dtype=torch.float32) / 2).round()
+    x[num_rows // 2 :, 4:] = 0.0
+    x[0], x[-1] = 0.0, torch.nan
+    if num_rows > 2:
+        x[1] = torch.inf
+    return x.to(dtype), weight.to(dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), *CUTS, (64, 50)])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_largest_of_a_product_is_found_without_writing_it_down(
+    kernels, dtype, num_inputs, num_outputs, num_threads
+):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        for num_rows in (1, 3, 33, 128, 300):
+            x, weight = rows_and_weight_with_ties(num_rows, num_inputs, num_outputs, dtype)
+            packed = kernels.pack(weight)
+            for count in (1, 15, num_outputs - 17, num_outputs):
+                values, places = kernels.largest_of_linear(x, packed, count)
+                expected_values, expected_places = kernels.largest(kernels.linear(x, packed, None)[:, :count])
+                assert places.tolist() == expected_places.tolist(), (num_rows, count)
+                torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
+    finally:
+        torch.set_num_threads(before)
+    values, places = kernels.largest_of_linear(x[:0], packed, num_outputs)
+    assert (values.shape, places.shape) == ((0,), (0,))
+
+
+def test_in_the_product_where_the_largest_is_sought_are_equal_ones(kernels):
+    """Negative control: whoever takes the last of equal numbers, or the wrong one of a row of NaN, is found out."""
+    x, weight = rows_and_weight_with_ties(33, 576, 960, torch.bfloat16)
+    product = kernels.linear(x, kernels.pack(weight), None).float()
+    last = product.shape[1] - 1 - product.flip(1).argmax(dim=1)
+    assert (last != product.argmax(dim=1)).sum() > 10
+    assert product[-1].isnan().all()
 
 
 def test_the_batch_test_can_fail():
@@ -114,6 +164,42 @@ def test_products_are_close_to_double_precision(kernels, dtype, num_inputs, num_
         assert largest_error < (2e-6 if dtype == torch.float32 else 4e-3)
 
 
+def float32_error(kernels: PackedKernels, num_inputs: int, num_outputs: int) -> float:
+    """Root mean square, relative to the sums of magnitudes; small, large and one-sided rows are among them."""
+    weight, x = numbers(num_outputs, num_inputs, dtype=torch.float32), numbers(64, num_inputs, dtype=torch.float32)
+    x[:16] *= 1e-20
+    x[16:32] *= 1e15
+    x[32:48] = x[32:48].abs()
+    exact, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    errors = (kernels.linear(x, kernels.pack(weight), None).double() - exact) / size
+    return float(errors.pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
+def test_float32_by_the_matrix_unit_is_as_exact_as_by_float32_instructions(kernels, num_inputs, num_outputs):
+    """A chain of steps as long as the inputs, against one that oneDNN cuts as it likes: within twice of each other."""
+    ours, onednns = (float32_error(each, num_inputs, num_outputs) for each in (kernels, PackedKernels()))
+    assert ours < 2 * onednns
+    assert ours < 3e-8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not library_for(NATIVE).has_matrix_unit, reason="needs a matrix unit")
+def test_the_comparison_sees_a_piece_that_is_left_out(tmp_path, monkeypatch):
+    """Negative control: without the products of first and third pieces, errors are those of 16 bits."""
+    sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
+    text = (sources / "products_float32.cpp").read_text()
+    piece = "    take_weight(2);\n    multiply_pieces<kTwoTiles, kTwoPanels>();\n"
+    assert text.count(piece) == 1
+    (sources / "products_float32.cpp").write_text(text.replace(piece, ""))
+    monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
+    built = build.build("native", tmp_path)
+    assert isinstance(built, build.Built), built
+    planted = load(built)
+    assert isinstance(planted, NativeLibrary), planted
+    assert float32_error(CpuKernels(planted), 576, 960) > 1e-7
+
+
 @each_dtype
 def test_outputs_of_a_shard_are_those_of_the_whole(kernels, dtype):
     weight, x = numbers(960, 576, dtype=dtype), numbers(7, 576, dtype=dtype)
@@ -141,7 +227,7 @@ def test_what_cannot_be_packed_is_multiplied_as_it_is(kernels, monkeypatch):
     half = numbers(64, 64, dtype=torch.float16)
     assert kernels.pack(half) is half
     monkeypatch.setattr(linear, "can_pack", lambda dtype: False)
-    weight, x = numbers(64, 64, dtype=torch.float32), numbers(3, 64, dtype=torch.float32)
+    weight, x = numbers(50, 64, dtype=torch.float32), numbers(3, 64, dtype=torch.float32)
     assert kernels.pack(weight) is weight
     assert torch.equal(kernels.linear(x, weight, None), F.linear(x, weight))
 

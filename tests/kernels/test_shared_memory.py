@@ -18,6 +18,7 @@ START = """
     import os, random, signal, sys, threading, time
     import torch, torch.distributed as dist
     from spmd_worker.kernels.cpu import shared_memory
+    from spmd_worker.kernels.cpu.native import cpu_kernels
     from spmd_worker.kernels.cpu.shared_memory import share_memory
     from spmd_worker.parallel.process_group import GroupHandle
     torch.set_num_threads(1)
@@ -38,10 +39,11 @@ START = """
 """
 
 MANY_ROUNDS = """
-    shared_memory.SLOT_BYTES = 1 << 12
+    shared_memory.SLOT_BYTES, shared_memory._FEW_ELEMENTS = 1 << 12, 100
     fast = share_memory(gloo, 30.0)
     assert fast.fast is not None
     alike, own = random.Random(5), random.Random(rank)
+    kernels, _ = cpu_kernels(torch.float32)
     for number in range(1500):
         count = alike.choice((0, 1, 2, 15, 16, 17, 31, 1000, 1024, 1025, 2048, 5000))
         dtype = alike.choice((torch.float32, torch.bfloat16))
@@ -49,12 +51,14 @@ MANY_ROUNDS = """
         parts = [torch.randn(count, generator=seed).to(dtype) for seed in seeds]
         if own.random() < 0.02:
             time.sleep(own.random() * 0.01)
-        kind = alike.randrange(4)
+        kind = alike.randrange(5)
         if kind == 0:
             total = parts[0].float()
             for part in parts[1:]:
                 total = total + part.float()
-            found = fast.all_reduce(parts[rank].clone())
+            room = fast.fast.room_for_part((1, count), dtype) if alike.random() < 0.5 else None
+            part = parts[rank].clone() if room is None else room[0].copy_(parts[rank])
+            found = fast.all_reduce(part)
             assert torch.equal(found, total.to(dtype)), (number, count, dtype)
         elif kind == 1:
             assert torch.equal(fast.all_gather(parts[rank]), torch.stack(parts)), number
@@ -63,6 +67,23 @@ MANY_ROUNDS = """
         elif kind == 2:
             source = alike.randrange(size)
             assert torch.equal(fast.broadcast(parts[rank].clone(), source), parts[source]), number
+        elif kind == 3:
+            # Also with rows shared out, and parts computed where they are read, unless they are larger than a slot.
+            rows, row_size = alike.choice((0, 1, 3, 7, 80)), alike.choice((1, 16, 57, 512))
+            shape, weight = (rows, row_size), torch.randn(row_size, generator=seeds[0]).to(dtype)
+            parts = [torch.randn(shape, generator=seed).to(dtype) for seed in seeds]
+            residual = torch.randn(shape, generator=seeds[0]).to(dtype)
+            total, alone = residual.clone(), residual.clone()
+            room = fast.fast.room_for_part(shape, dtype) if alike.random() < 0.5 else None
+            assert room is None or rows * row_size * dtype.itemsize <= shared_memory.SLOT_BYTES
+            part = parts[rank].clone() if room is None else room.copy_(parts[rank])
+            normal = fast.fast.all_reduce_add_rms_norm(part, total, weight, 1e-5)
+            summed = parts[0].float()
+            for each in parts[1:]:
+                summed = summed + each.float()
+            expected = kernels.add_rms_norm(summed.to(dtype), alone, weight, 1e-5)
+            assert torch.equal(normal, expected), (number, shape, dtype)
+            assert torch.equal(fast.fast.gather_rows(total), alone), (number, shape, dtype)
         else:
             # Not in one piece: as a column of a matrix is.
             wide = parts[rank].unsqueeze(1).repeat(1, 3)
@@ -78,11 +99,51 @@ MANY_ROUNDS = """
 """
 
 
+MANY_MESSAGES = """
+    shared_memory.SLOT_BYTES = 1 << 12
+    fast = share_memory(gloo, 30.0)
+    assert fast.fast is not None
+    alike, own = random.Random(5), random.Random(rank)
+    def message(number, sender, shape, dtype):
+        generator = torch.Generator().manual_seed(number * 8 + sender)
+        return torch.randn(shape, generator=generator).to(dtype)
+    sending, receiving = None, []
+    for number in range(600):
+        # The last is larger than a slot: gloo carries it, between the others.
+        shape = alike.choice(((0, 3), (1, 1), (7, 64), (16, 64), (40, 64)))
+        dtype = alike.choice((torch.float32, torch.bfloat16))
+        if rank > 0:
+            receiving.append((number, fast.receive_previous(torch.empty(shape, dtype=dtype))))
+        if own.random() < 0.02:
+            time.sleep(own.random() * 0.01)
+        if rank + 1 < size:
+            if sending is not None:
+                sending.wait()
+            sending = fast.send_next(message(number, rank, shape, dtype))
+        # As a stage that is behind takes them.
+        while len(receiving) > own.randrange(3):
+            which, transfer = receiving.pop(0)
+            transfer.wait()
+            expected = message(which, rank - 1, transfer.tensor.shape, transfer.tensor.dtype)
+            assert torch.equal(transfer.tensor, expected), which
+    if sending is not None:
+        sending.wait()
+    for which, transfer in receiving:
+        transfer.wait()
+        assert torch.equal(
+            transfer.tensor, message(which, rank - 1, transfer.tensor.shape, transfer.tensor.dtype)
+        ), which
+    print(f"rank {rank} was right")
+    fast.fast.close()
+    leave()
+"""
+
+
 def run(source: str, num_ranks: int, folder: Path | None = None) -> ranks.CompletedRanks:
     return ranks.run_ranks(START + source, num_ranks, LIMIT_S, arguments=[] if folder is None else [folder])
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_many_rounds_of_all_kinds_and_sizes_give_what_they_should(num_ranks: int):
     """Also with more ranks than cores, slots that are far too small, and ranks that come late."""
     done = run(MANY_ROUNDS, num_ranks)
@@ -92,18 +153,71 @@ def test_many_rounds_of_all_kinds_and_sizes_give_what_they_should(num_ranks: int
     ]
 
 
-def test_one_slot_for_odd_and_even_rounds_would_not_do(tmp_path: Path):
-    """The control: with both kinds of rounds in one slot some rank writes while another still reads."""
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_messages_to_the_next_rank_come_whole_and_in_order(num_ranks: int):
+    done = run(MANY_MESSAGES, num_ranks)
+    assert done.returncode == 0, done.output
+    assert done.stdout.count("was right") == num_ranks
+
+
+def test_what_was_sent_arrives_though_the_sender_does_nothing_more():
+    """The receiver is late for two messages; the sender then waits for an answer to the third."""
+    done = run(
+        """
+    fast = share_memory(gloo, 10.0)
+    if rank == 0:
+        sent = [fast.send_next(torch.full((4,), float(number))) for number in range(3)]
+    else:
+        time.sleep(0.3)
+        for number in range(3):
+            transfer = fast.receive_previous(torch.empty(4))
+            transfer.wait()
+            assert transfer.tensor.tolist() == [number] * 4
+    fast.all_reduce(torch.ones(1))
+    print(f"rank {rank} was answered", flush=True)
+    leave()
+""",
+        2,
+    )
+    assert done.returncode == 0, done.output
+    assert done.stdout.count("was answered") == 2
+
+
+PLANTS = {
+    "one slot for odd and even rounds: some rank writes while another still reads": (
+        MANY_ROUNDS,
+        "int64_t(round % 2) * size",
+        "int64_t(0) * size",
+    ),
+    "nobody waits for the rows that others norm": (
+        MANY_ROUNDS,
+        "return run_round(group, [](char*) {}, [](uint32_t) {});",
+        "return 0;",
+    ),
+    "messages are sent before their slot was emptied": (
+        MANY_MESSAGES,
+        "rank + 1, number - 2);",
+        "rank + 1, number - 9);",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "why", [pytest.param(why, marks=[] if why.startswith("one slot") else pytest.mark.slow) for why in PLANTS]
+)
+def test_many_rounds_find_what_is_wrong(tmp_path: Path, why: str):
+    """Negative controls."""
+    script, right, wrong = PLANTS[why]
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
     text = (sources / "shared_memory.cpp").read_text()
-    assert text.count("int64_t(round % 2) * size") == 1
-    (sources / "shared_memory.cpp").write_text(text.replace("int64_t(round % 2) * size", "int64_t(0) * size"))
+    assert text.count(right) == 1
+    (sources / "shared_memory.cpp").write_text(text.replace(right, wrong))
     planted = """
     from pathlib import Path
     from spmd_worker.kernels.cpu import build
     build._SOURCE_FOLDER = Path(sys.argv[1])
 """
-    done = run(planted + MANY_ROUNDS, 2, sources)
+    done = run(planted + script, 2, sources)
     assert done.returncode != 0
     assert "AssertionError" in done.stderr
 
@@ -132,6 +246,35 @@ def test_a_rank_that_has_gone_is_told_within_a_moment_and_named():
         assert text == "shared memory: Connection closed by peer: rank 1 has left"
 
 
+@pytest.mark.parametrize("waits_to_send", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_whoever_waits_for_a_message_or_for_room_is_told_that_the_other_has_gone(waits_to_send: bool):
+    done = run(
+        f"""
+    fast = share_memory(gloo, 60.0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    fast.all_reduce(torch.ones(4))
+    gone = 1 if {waits_to_send} else 0
+    if rank == gone:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            # Two messages find room, the third waits for one of them to be taken.
+            (fast.send_next(torch.ones(4)) if gone else fast.receive_previous(torch.ones(4))).wait()
+    except RuntimeError as error:
+        print(f"rank {{rank}} after {{time.monotonic() - began:.2f}}: {{error}}", flush=True)
+    time.sleep(1)
+    os._exit(0)
+""",
+        2,
+    )
+    found = re.search(r"after ([\d.]+): shared memory: Connection closed by peer: rank (\d) has left", done.stdout)
+    assert found, done.output
+    assert 0.1 < float(found[1]) < 2.0
+    assert int(found[2]) == int(waits_to_send)
+
+
 def test_a_rank_that_closes_is_as_good_as_gone_and_the_others_are_told_at_once():
     done = run(
         """
@@ -152,6 +295,7 @@ def test_a_rank_that_closes_is_as_good_as_gone_and_the_others_are_told_at_once()
     assert 0.3 < float(found[1]) < 1.5
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer():
     done = run(
         """

@@ -261,8 +261,9 @@ def operate(num_operations, manager=CacheManager):
     return pairs
 
 
-def test_the_manager_answers_as_a_naive_model_does_200_000_times():
-    operate(200_000)
+@pytest.mark.parametrize("count", [40_000, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_the_manager_answers_as_a_naive_model_does_many_times(count: int):
+    operate(count)
 
 
 # --- negative controls ---------------------------------------------------------------------------------------------

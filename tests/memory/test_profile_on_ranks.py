@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import ranks
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts/demo/model"
@@ -68,6 +69,7 @@ def test_without_a_rank_short_of_memory_none_runs_it(tmp_path: Path):
     assert found[0]["blocks"] == found[1]["blocks"] == 64
 
 
+@pytest.mark.slow
 def test_ranks_that_decide_for_themselves_wait_for_each_other_in_vain(tmp_path: Path):
     """The negative control: with the agreement taken out, the start fails when the collectives time out."""
     found = run(tmp_path, scarce_on=[1], agreed=False)

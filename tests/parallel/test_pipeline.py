@@ -47,7 +47,13 @@ for name, folder in job["folders"].items():
 """
 
 
-def run(layout: dict[str, Any], size: int, names: list[str], tmp_path: Path) -> list[dict[str, Any]]:
+SHARING = "from spmd_worker.kernels.cpu import shared_memory\nshared_memory._FEW_ELEMENTS = 1\n"
+"""Ranks share out the rows of every sum with its norm, as they do where there are many."""
+
+UNGATHERED = "shared_memory.SharedMemoryGroup.gather_rows = lambda self, residual: residual\n"
+
+
+def run(layout: dict[str, Any], size: int, names: list[str], tmp_path: Path, before: str = "") -> list[dict[str, Any]]:
     job = {
         "folders": {name: str(checkpoint_folder(name)) for name in names},
         "prompts": PROMPTS,
@@ -57,7 +63,12 @@ def run(layout: dict[str, Any], size: int, names: list[str], tmp_path: Path) -> 
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     done = ranks.run_ranks(
-        SCRIPT, size, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path], env={"SPMD_WORKER_CHECK": "1"}
+        before + SCRIPT,
+        size,
+        timeout_s=240,
+        arguments=[tmp_path / "job.json", tmp_path],
+        env={"SPMD_WORKER_CHECK": "1"},
+        under_torchrun=True,
     )
     assert done.returncode == 0, done.output
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
@@ -94,6 +105,7 @@ def test_uneven_stages_are_one_rank_bit_for_bit(tmp_path: Path, expected):
     check(by_rank, expected, [[0, 1], [1, 3]])
 
 
+@pytest.mark.slow
 def test_three_stages_of_one_layer_each_are_one_rank_bit_for_bit(tmp_path: Path, expected):
     by_rank = run({"pipeline_parallel_size": 3}, 3, ["llama_tied"], tmp_path)
     check(by_rank, expected, [[0, 1], [1, 2], [2, 3]])
@@ -106,15 +118,27 @@ def test_four_stages_are_one_rank_bit_for_bit(tmp_path: Path):
     check(by_rank, expected, [[0, 1], [1, 2], [2, 3], [3, 4]])
 
 
-def test_stages_of_two_tensor_parallel_ranks_give_one_ranks_tokens(tmp_path: Path, expected):
-    by_rank = run({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 4, ["llama_tied"], tmp_path)
+@pytest.mark.parametrize(
+    "before", [pytest.param("", marks=pytest.mark.slow), SHARING], ids=["few elements", "shared rows"]
+)
+def test_stages_of_two_tensor_parallel_ranks_give_one_ranks_tokens(tmp_path: Path, expected, before: str):
+    by_rank = run({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 4, ["llama_tied"], tmp_path, before)
     for answers in by_rank:
         assert answers["llama_tied"]["outputs"] == by_rank[0]["llama_tied"]["outputs"]
         for ours, theirs in zip(answers["llama_tied"]["outputs"], expected["llama_tied"], strict=True):
             assert [each["token_ids"] for each in ours["outputs"]] == [each["token_ids"] for each in theirs["outputs"]]
 
 
-def test_the_comparison_sees_a_stage_that_forgets_the_residual_stream(tmp_path: Path, expected):
+@pytest.mark.slow
+def test_the_comparison_sees_a_stage_that_passes_on_rows_that_others_have_summed(tmp_path: Path, expected):
+    """Negative control: the residual stream as this rank has it, with the other rank's rows as they were."""
+    layout = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    answers = run(layout, 4, ["llama_tied"], tmp_path, SHARING + UNGATHERED)[0]["llama_tied"]["outputs"]
+    tokens = [[each["token_ids"] for each in answer["outputs"]] for answer in answers]
+    assert tokens != [[each["token_ids"] for each in answer["outputs"]] for answer in expected["llama_tied"]]
+
+
+def test_the_comparison_sees_a_stage_that_forgets_what_the_stages_before_computed(tmp_path: Path, expected):
     """Negative control."""
     forgetful = SCRIPT.replace(
         "answers = {}",
@@ -122,7 +146,7 @@ def test_the_comparison_sees_a_stage_that_forgets_the_residual_stream(tmp_path: 
         "receive = ModelRunner._receive\n"
         "def forget(self, *args):\n"
         "    incoming = receive(self, *args).clone()\n"
-        "    incoming[1] = 0\n"
+        "    incoming[:] = 0\n"
         "    return incoming\n"
         "ModelRunner._receive = forget\n"
         "answers = {}",
@@ -135,6 +159,8 @@ def test_the_comparison_sees_a_stage_that_forgets_the_residual_stream(tmp_path: 
         "layout": {"pipeline_parallel_size": 2},
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(forgetful, 2, timeout_s=120, arguments=[tmp_path / "job.json", tmp_path])
+    done = ranks.run_ranks(
+        forgetful, 2, timeout_s=120, arguments=[tmp_path / "job.json", tmp_path], under_torchrun=True
+    )
     assert done.returncode == 0, done.output
     assert json.loads((tmp_path / "0.json").read_text())["llama_tied"]["outputs"] != expected["llama_tied"]

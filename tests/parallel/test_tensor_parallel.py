@@ -77,7 +77,9 @@ def answers_under_torchrun(names: list[str], size: int, tmp_path: Path) -> list[
         "size": size,
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(ANSWERS, size, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
+    done = ranks.run_ranks(
+        ANSWERS, size, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path], under_torchrun=True
+    )
     assert done.returncode == 0, done.output
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
 
@@ -125,6 +127,7 @@ def test_two_ranks_give_one_ranks_answers(tmp_path: Path):
     check_size(["llama3", "llama_biased", "dynamic", "mistral", "qwen2_tied", "qwen3_biased_window"], 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_four_ranks_that_share_two_key_value_heads_give_one_ranks_answers(tmp_path: Path):
     check_size(["llama3", "llama_tied", "qwen2", "qwen3"], 4, tmp_path)
 
@@ -208,7 +211,8 @@ def test_ranks_that_were_given_different_things_are_told_in_seconds_on_every_ran
     prompts = [random_prompt(length, 1) for length in (5, 20, 40, 3, 11)]
     job = {"folders": unlike_folders(tmp_path), "prompts": prompts, "settings": SETTINGS}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(UNLIKE, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
+    arguments = [tmp_path / "job.json", tmp_path]
+    done = ranks.run_ranks(UNLIKE, 2, timeout_s=240, arguments=arguments, under_torchrun=True)
     assert done.returncode == 0, done.output
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     expected = {

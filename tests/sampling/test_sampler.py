@@ -5,7 +5,6 @@ Shards are played by threads; the vocabulary of 211 ids does not divide, and wit
 
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,7 +81,7 @@ DRAWS = 20_000
 
 def draws(logits: torch.Tensor, **sampling: object) -> tuple[int, ...]:
     first = row(stream=12345, **sampling)
-    rows = [replace(first, position=index) for index in range(DRAWS)]
+    rows = [first._replace(position=index) for index in range(DRAWS)]
     return whole(logits.expand(DRAWS, -1).contiguous(), rows).token_ids
 
 
@@ -105,7 +104,7 @@ def test_the_draws_after_a_filter_follow_what_it_left():
 def test_the_draws_of_many_streams_and_samples_follow_it_too():
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3))
     first = row()
-    rows = [replace(first, stream=index // 4, sample_index=index % 4) for index in range(DRAWS)]
+    rows = [first._replace(stream=index // 4, sample_index=index % 4) for index in range(DRAWS)]
     ids = whole(logits.expand(DRAWS, -1).contiguous(), rows).token_ids
     assert abs(chi_square(ids, torch.softmax(logits, -1))) < 4
 
@@ -116,6 +115,30 @@ def test_greedy_takes_the_largest_and_of_equal_ones_the_smallest_id():
     assert whole(logits, [row(temperature=0)] * 3).token_ids == (200, 70, 0)
     for size in (2, 4, 8):
         assert [each.token_ids for each in sharded(logits, [row(temperature=0)] * 3, size)] == [(200, 70, 0)] * size
+
+
+def test_plainly_greedy_rows_are_those_that_the_largest_logit_decides():
+    plainly = [kind for kind in KINDS if row(**kind).is_plainly_greedy]
+    assert plainly == [{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3, "top_p": 0.1}]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_the_largest_of_each_shard_gives_what_all_its_logits_give(size: int):
+    # Few values, so that equal ones lie in one shard and in several.
+    logits = (2 * torch.randn(60, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).round()
+    logits[3] = -torch.inf
+
+    def run(group: GroupHandle) -> Sampled:
+        shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
+        mine = torch.full((len(logits), shard.size), -torch.inf)
+        mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
+        return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample_largest(*mine.max(dim=1))
+
+    expected = whole(logits, [row(temperature=0)] * len(logits))
+    assert on_ranks(size, run) == [expected] * size
+    # Negative control: without the shards' beginnings, or with the last of equal values, other ids come out.
+    last = VOCAB_SIZE - 1 - logits.flip(1).argmax(dim=1)
+    assert tuple(last.tolist()) != expected.token_ids
 
 
 def test_a_tiny_temperature_is_greedy_and_a_small_one_nearly():
@@ -232,7 +255,7 @@ def test_a_row_below_its_minimum_never_ends():
     logits[:, 5] = 50.0
     below = [row(stream=index, min_tokens=9) for index in range(200)]
     assert 5 not in whole(logits, below).token_ids
-    reached = [replace(each, output_token_ids=[7] * 9) for each in below]
+    reached = [each._replace(output_token_ids=[7] * 9) for each in below]
     assert dict.fromkeys(whole(logits, reached).token_ids) == {5: None}
 
 

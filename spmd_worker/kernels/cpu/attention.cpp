@@ -11,7 +11,7 @@
 //   values         one dimension a lane; products are added over the keys the row sees in ascending order, from zero;
 //                  the tile's sum is then added to what came before
 // How many rows share a load of keys or values (the templates' kRows) changes no row's order of operations. Where the
-// processor has a matrix unit, all bfloat16 rows go through it, alone or together: see `run_rows_by_unit`.
+// processor has a matrix unit, all bfloat16 rows go through it, alone or together: see attention_by_unit.h.
 //
 // A key that a row may not see is left out by selection: its score is replaced, its value never multiplied, because what
 // lies there may be NaN. How a block is packed is in paged_cache.h.
@@ -19,9 +19,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "attention_by_unit.h"
 #include "exports.h"
-#include "matrix_unit.h"
-#include "steps.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -29,52 +28,8 @@
 
 namespace {
 
-constexpr int kItemRows = 64;       // query rows of one work item
-constexpr int kMaxRows = 4;         // query rows that share a load
-constexpr int kUnitRows = 16;       // query rows that the matrix unit takes together
+constexpr int kMaxRows = 4;  // query rows that share a load
 constexpr int kMaxSpans = kGroups + 2;
-
-// ---- softmax ------------------------------------------------------------------------------------------------------
-
-// One row's softmax as it stands after the tiles so far; the sum is kept by lane until the end.
-struct Softmax {
-  float largest;
-  Floats sum;
-};
-
-// Scores of one row -> probabilities against the largest score so far; returns what older sums shrink by.
-template <class Type>
-float probabilities_of(const float* scores, float scale, Range visible, Softmax& softmax, typename Type::Left* to) {
-  constexpr int kCount = kTile / kLanes;
-  Floats scaled[kCount];
-  const Floats factor = broadcast(scale);
-  for (int v = 0; v < kCount; ++v) scaled[v] = load<Floats>(scores + v * kLanes) * factor;
-  if (visible.first > 0 || visible.end < kTile) {
-    const Ints numbers = lane_numbers();
-    for (int v = 0; v < kCount; ++v) {
-      const Ints key = numbers + v * kLanes;
-      const auto is_visible = (key >= visible.first) & (key < visible.end);
-      scaled[v] = is_visible ? scaled[v] : broadcast(-kInfinity);
-    }
-  }
-  Floats largest = scaled[0];
-  for (int v = 1; v < kCount; ++v) largest = larger(largest, scaled[v]);
-  const float tile_largest = largest_lane(largest);
-  const float so_far = tile_largest > softmax.largest ? tile_largest : softmax.largest;
-  // Where every score is -inf the difference from the largest would be NaN; against 0 they count for nothing.
-  const float reference = so_far == -kInfinity ? 0.0f : so_far;
-  // 2^0 is 1 exactly, so the short cut changes no bit.
-  const float decay = softmax.largest == so_far ? 1.0f : exp2_of_falling(broadcast(softmax.largest - reference))[0];
-  Floats sum = Floats{};
-  for (int v = 0; v < kCount; ++v) {
-    const Floats probability = exp2_of_falling(scaled[v] - broadcast(reference));
-    sum += probability;
-    Type::keep(probability, to + v * kLanes / Type::kPair);
-  }
-  softmax.largest = so_far;
-  softmax.sum = fused(softmax.sum, broadcast(decay), sum);
-  return decay;
-}
 
 // ---- one work item: some query rows of one key-value head of one sequence -----------------------------------------
 
@@ -92,23 +47,12 @@ template <class Type>
 struct Attention {
   using Element = typename Type::Element;
   using Left = typename Type::Left;
-
-  struct Scratch {
-    alignas(64) Left queries[kItemRows * kMaxHeadSize / Type::kPair];
-    alignas(64) float outputs[kItemRows * kMaxHeadSize];
-    alignas(64) float scores[kUnitRows * kTile];
-    alignas(64) Left probabilities[kUnitRows * kTile / Type::kPair];
-    alignas(64) float sums[kUnitRows * kMaxHeadSize];
-    alignas(64) Element edges[2][kMaxHeadSize * Type::kPair];
-    Softmax softmax[kItemRows];
-    int64_t positions[kItemRows];
-    TileCopy<Element> copy;
-    alignas(64) Element visible_values[kTile * kMaxHeadSize];
-  };
+  using Scratch = ::Scratch<Type>;
 
   Cache<Element> cache;
   const Element* queries;
   int64_t query_token_stride, query_head_stride;  // elements
+  Angles<Element> angles;                         // by which queries are turned
   Element* output;                                // [tokens, heads, head size]
   const int64_t* query_starts;
   const int64_t* context_lengths;
@@ -173,10 +117,12 @@ struct Attention {
 
   void stage(const Item& item, Scratch& scratch) const {
     const int size = cache.head_size;
+    Element room[kMaxHeadSize];
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
       const int64_t place = row - item.first_row;
       scratch.positions[place] = position(item, row);
       const Element* query = queries + offset(item, row, query_token_stride, query_head_stride);
+      query = turned(query, size, angles, query_starts[item.sequence] + row / group_size(), room);
       Type::stage(query, size, scratch.queries + place * size / Type::kPair);
       std::memset(scratch.outputs + place * size, 0, size * sizeof(float));
       scratch.softmax[place] = {-kInfinity, Floats{}};
@@ -188,7 +134,11 @@ struct Attention {
       Scratch& scratch) const {
 #if defined(SPMD_MATRIX_UNIT)
     if constexpr (Type::kPair == 2)
-      if (has_unit) return run_tile_by_unit(item, number, tile, next, unit_rows, scratch);
+      if (has_unit) {
+        for (int64_t row = item.first_row; row < item.end_row; row += kUnitRows)
+          run_rows_by_unit(item, row, number, tile, row == item.first_row ? &next : nullptr, unit_rows, scratch);
+        return;
+      }
 #endif
     (void)unit_rows;
     for (int64_t row = item.first_row; row < item.end_row; row += kMaxRows) {
@@ -201,6 +151,20 @@ struct Attention {
       }
     }
   }
+
+#if defined(SPMD_MATRIX_UNIT)
+  void run_rows_by_unit(
+      const Item& item, int64_t row, int64_t number, const Tile<Element>& tile, const Tile<Element>* next,
+      int& unit_rows, Scratch& scratch) const {
+    const int num_rows = int(std::min<int64_t>(kUnitRows, item.end_row - row));
+    const int64_t place = row - item.first_row;
+    Range visible[kUnitRows];
+    for (int r = 0; r < num_rows; ++r) visible[r] = visible_to(scratch.positions[place + r], number);
+    const AttentionByUnit<Type> by_unit = {cache.head_size, scale, scratch};
+    if (unit_rows != num_rows) by_unit.set_up(unit_rows = num_rows);
+    by_unit.run_rows(place, num_rows, visible, tile, next);
+  }
+#endif
 
   template <int kRows>
   void run_rows(
@@ -301,188 +265,6 @@ struct Attention {
     return {copy, copy, 1};
   }
 
-#if defined(SPMD_MATRIX_UNIT)
-  // ---- the same by the matrix unit: 16 rows at a time, or as many as there are ----
-  //
-  // Tiles 0 to 3 hold sums, 4 and 5 a step of rows (16 pairs and 8), 6 and 7 a step of the cache (16 pairs and 8).
-  // Values are taken in steps of 8 pairs, the 16 keys that lie together in any block.
-
-  void run_tile_by_unit(
-      const Item& item, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, int& unit_rows,
-      Scratch& scratch) const {
-    for (int64_t row = item.first_row; row < item.end_row; row += kUnitRows) {
-      const int num_rows = int(std::min<int64_t>(kUnitRows, item.end_row - row));
-      if (unit_rows != num_rows) set_up_unit(num_rows);
-      unit_rows = num_rows;
-      run_rows_by_unit(item, row, num_rows, number, tile, row == item.first_row ? &next : nullptr, scratch);
-    }
-  }
-
-  static void set_up_unit(int num_rows) {
-    matrix_unit::Shapes shapes;
-    for (int sum = 0; sum < 4; ++sum) shapes.set(sum, num_rows, 16);
-    shapes.set(4, num_rows, 16);
-    shapes.set(5, num_rows, 8);
-    shapes.set(6, 16, 16);
-    shapes.set(7, 8, 16);
-    matrix_unit::use(shapes);
-  }
-
-  void run_rows_by_unit(
-      const Item& item, int64_t row, int num_rows, int64_t number, const Tile<Element>& tile, const Tile<Element>* next,
-      Scratch& scratch) const {
-    Range visible[kUnitRows];
-    Range some = {kTile, 0}, all = {0, kTile};  // what at least one row sees, what every row sees that sees anything
-    const int64_t place = row - item.first_row;
-    for (int r = 0; r < num_rows; ++r) {
-      visible[r] = visible_to(scratch.positions[place + r], number);
-      if (visible[r].is_empty()) continue;
-      some = {std::min(some.first, visible[r].first), std::max(some.end, visible[r].end)};
-      all = {std::max(all.first, visible[r].first), std::min(all.end, visible[r].end)};
-    }
-    if (some.is_empty()) return;
-    score_rows_by_unit(scratch.queries + place * cache.head_size / Type::kPair, tile, next, scratch.scores);
-    float decays[kUnitRows];
-    for (int r = 0; r < num_rows; ++r)
-      if (!visible[r].is_empty())
-        decays[r] = probabilities_of<Type>(
-            scratch.scores + r * kTile, scale, visible[r], scratch.softmax[place + r],
-            scratch.probabilities + r * kTile / Type::kPair);
-    float* outputs = scratch.outputs + place * cache.head_size;
-    if (is_finite_outside(all, some, tile)) {
-      add_values_by_unit(some, tile, next, scratch);
-      for (int r = 0; r < num_rows; ++r)
-        if (!visible[r].is_empty()) take_sums(r, decays[r], scratch, outputs);
-      return;
-    }
-    for (int r = 0; r < num_rows; ++r) {
-      if (visible[r].is_empty()) continue;
-      add_values_by_unit(some, only_visible(visible[r], tile, scratch), nullptr, scratch);
-      take_sums(r, decays[r], scratch, outputs);
-    }
-  }
-
-  void score_rows_by_unit(
-      const Left* rows, const Tile<Element>& tile, const Tile<Element>* next, float* scores) const {
-    const int num_steps = cache.head_size / Type::kPair;
-    const int64_t row_bytes = int64_t(num_steps) * 4, key_bytes = tile.key_stride * sizeof(Element);
-    matrix_unit::zero<0>(), matrix_unit::zero<1>(), matrix_unit::zero<2>(), matrix_unit::zero<3>();
-    int step = 0;
-    for (; step + 16 <= num_steps; step += 16) {
-      const int64_t here = step * tile.key_stride;
-      matrix_unit::load<4>(rows + step, row_bytes);
-      matrix_unit::load<6>(tile.keys[0] + here, key_bytes), matrix_unit::multiply<0, 4, 6>();
-      if (next != nullptr) fetch(next->keys[0] + step * next->key_stride, next->key_stride, 16);
-      matrix_unit::load<6>(tile.keys[1] + here, key_bytes), matrix_unit::multiply<1, 4, 6>();
-      if (next != nullptr) fetch(next->keys[1] + step * next->key_stride, next->key_stride, 16);
-      matrix_unit::load<6>(tile.keys[2] + here, key_bytes), matrix_unit::multiply<2, 4, 6>();
-      if (next != nullptr) fetch(next->keys[2] + step * next->key_stride, next->key_stride, 16);
-      matrix_unit::load<6>(tile.keys[3] + here, key_bytes), matrix_unit::multiply<3, 4, 6>();
-      if (next != nullptr) fetch(next->keys[3] + step * next->key_stride, next->key_stride, 16);
-    }
-    if (step < num_steps) {
-      const int64_t here = step * tile.key_stride;
-      matrix_unit::load<5>(rows + step, row_bytes);
-      matrix_unit::load<7>(tile.keys[0] + here, key_bytes), matrix_unit::multiply<0, 5, 7>();
-      matrix_unit::load<7>(tile.keys[1] + here, key_bytes), matrix_unit::multiply<1, 5, 7>();
-      matrix_unit::load<7>(tile.keys[2] + here, key_bytes), matrix_unit::multiply<2, 5, 7>();
-      matrix_unit::load<7>(tile.keys[3] + here, key_bytes), matrix_unit::multiply<3, 5, 7>();
-    }
-    matrix_unit::store<0>(scores, kTile * 4);
-    matrix_unit::store<1>(scores + 16, kTile * 4);
-    matrix_unit::store<2>(scores + 32, kTile * 4);
-    matrix_unit::store<3>(scores + 48, kTile * 4);
-  }
-
-  SPMD_INLINE void fetch(const Element* rows, int64_t stride, int num_rows) {
-    for (int row = 0; row < num_rows; ++row) __builtin_prefetch(rows + row * stride);
-  }
-
-  // Probabilities times values -> `sums`. Keys that a row does not see have probability 0, so their values must be finite.
-  void add_values_by_unit(
-      Range keys, const Tile<Element>& tile, const Tile<Element>* next, Scratch& scratch) const {
-    const int first = keys.first / kGroup, end = (keys.end + kGroup - 1) / kGroup;
-    int column = 0;
-    for (; column + 64 <= cache.head_size; column += 64) add_columns_by_unit<4>(column, first, end, tile, next, scratch);
-    const int num_left = (cache.head_size - column) / 16;
-    if (num_left == 3) add_columns_by_unit<3>(column, first, end, tile, next, scratch);
-    if (num_left == 2) add_columns_by_unit<2>(column, first, end, tile, next, scratch);
-    if (num_left == 1) add_columns_by_unit<1>(column, first, end, tile, next, scratch);
-  }
-
-  template <int kWidth>
-  void add_columns_by_unit(
-      int column, int first_group, int end_group, const Tile<Element>& tile, const Tile<Element>* next,
-      Scratch& scratch) const {
-    const int64_t size = cache.head_size, stride = size * Type::kPair, bytes = stride * sizeof(Element);
-    matrix_unit::zero<0>(), matrix_unit::zero<1>(), matrix_unit::zero<2>(), matrix_unit::zero<3>();
-    for (int group = first_group; group < end_group; ++group) {
-      const Element* values = tile.values[group] + column * Type::kPair;
-      const Element* ahead = next == nullptr ? nullptr : next->values[group] + column * Type::kPair;
-      matrix_unit::load<5>(scratch.probabilities + group * kGroup / Type::kPair, kTile / Type::kPair * 4);
-      matrix_unit::load<7>(values, bytes), matrix_unit::multiply<0, 5, 7>();
-      if (ahead != nullptr) fetch(ahead, stride, 8);
-      if constexpr (kWidth > 1) {
-        matrix_unit::load<7>(values + 32, bytes), matrix_unit::multiply<1, 5, 7>();
-        if (ahead != nullptr) fetch(ahead + 32, stride, 8);
-      }
-      if constexpr (kWidth > 2) {
-        matrix_unit::load<7>(values + 64, bytes), matrix_unit::multiply<2, 5, 7>();
-        if (ahead != nullptr) fetch(ahead + 64, stride, 8);
-      }
-      if constexpr (kWidth > 3) {
-        matrix_unit::load<7>(values + 96, bytes), matrix_unit::multiply<3, 5, 7>();
-        if (ahead != nullptr) fetch(ahead + 96, stride, 8);
-      }
-    }
-    float* sums = scratch.sums + column;
-    matrix_unit::store<0>(sums, size * 4);
-    if constexpr (kWidth > 1) matrix_unit::store<1>(sums + 16, size * 4);
-    if constexpr (kWidth > 2) matrix_unit::store<2>(sums + 32, size * 4);
-    if constexpr (kWidth > 3) matrix_unit::store<3>(sums + 48, size * 4);
-  }
-
-  // Adding 0 makes -0 into 0, so that keys of probability 0 leave no trace, not even in a sign.
-  void take_sums(int r, float decay, const Scratch& scratch, float* outputs) const {
-    const int64_t size = cache.head_size;
-    for (int64_t place = r * size; place < (r + 1) * size; place += kLanes) {
-      const Floats sum = load<Floats>(scratch.sums + place) + Floats{};
-      store(outputs + place, fused(load<Floats>(outputs + place), broadcast(decay), sum));
-    }
-  }
-
-  // Whether the values of keys that only some rows see are numbers, so that multiplying them with 0 gives 0.
-  bool is_finite_outside(Range all, Range some, const Tile<Element>& tile) const {
-    bool is_finite = true;
-    for (int group = some.first / kGroup; group * kGroup < some.end; ++group) {
-      if (group * kGroup >= all.first && (group + 1) * kGroup <= all.end) continue;
-      Words largest = Words{};
-      for (int64_t place = 0; place < kGroup * cache.head_size; place += 2 * kLanes) {
-        const Words pairs = load<Words>(tile.values[group] + place) & 0x7fff7fffu;
-        const Words first = pairs << 16, second = pairs & 0xffff0000u;
-        largest = largest > first ? largest : first;
-        largest = largest > second ? largest : second;
-      }
-      for (int lane = 0; lane < kLanes; ++lane) is_finite &= largest[lane] < 0x7f800000u;
-    }
-    return is_finite;
-  }
-
-  // A copy of the tile's values in which those of keys outside the range are zero.
-  Tile<Element> only_visible(Range visible, const Tile<Element>& tile, Scratch& scratch) const {
-    const int size = cache.head_size;
-    Tile<Element> copy = tile;
-    for (int key = 0; key < kTile; ++key)
-      for (int dimension = 0; dimension < size; ++dimension) {
-        const int in_group = (key % kGroup / 2 * size + dimension) * 2 + key % 2;
-        scratch.visible_values[key / kGroup * kGroup * size + in_group] =
-            key >= visible.first && key < visible.end ? tile.values[key / kGroup][in_group] : Element(0);
-      }
-    for (int group = 0; group < kGroups; ++group) copy.values[group] = scratch.visible_values + group * kGroup * size;
-    return copy;
-  }
-#endif
-
   void write(const Item& item, const Scratch& scratch) const {
     const int64_t size = cache.head_size;
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
@@ -533,23 +315,24 @@ struct Attention {
   extern "C" void spmd_write_##name(                                                                                   \
       Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \
       const Type::Element* key, int64_t key_token_stride, int64_t key_head_stride, const Type::Element* value,         \
-      int64_t value_token_stride, int64_t value_head_stride, const int64_t* blocks, const int64_t* offsets,            \
-      int64_t num_tokens, int64_t num_threads) {                                                                       \
+      int64_t value_token_stride, int64_t value_head_stride, const Type::Element* cos, const Type::Element* sin,       \
+      const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int64_t num_threads) {                        \
     write_all<Type>(                                                                                                   \
         {cache, block_stride, nullptr, 0, int(num_kv_heads), int(head_size), int(block_size)}, key, key_token_stride,  \
-        key_head_stride, value, value_token_stride, value_head_stride, blocks, offsets, num_tokens, int(num_threads)); \
+        key_head_stride, value, value_token_stride, value_head_stride, {cos, sin}, blocks, offsets, num_tokens,        \
+        int(num_threads));                                                                                             \
   }                                                                                                                    \
   extern "C" void spmd_attend_##name(                                                                                  \
       Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
-      int64_t query_head_stride, int64_t num_heads, const int64_t* query_starts, const int64_t* context_lengths,       \
-      int64_t num_sequences, float scale, int64_t window, Type::Element* output, int64_t may_use_unit,                 \
-      int64_t num_threads) {                                                                                           \
+      int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
+      const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale,                 \
+      int64_t window, Type::Element* output, int64_t may_use_unit, int64_t num_threads) {                              \
     const float scale_to_base_2 = scale * 1.44269504088896340736f;                                                     \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size)},               \
-        queries, query_token_stride, query_head_stride, output, query_starts, context_lengths, int(num_heads),         \
-        scale_to_base_2, window, may_use_unit != 0 && matrix_unit::is_granted()};                                                                                      \
+        queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
+        int(num_heads), scale_to_base_2, window, may_use_unit != 0 && matrix_unit::is_granted()};                      \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 

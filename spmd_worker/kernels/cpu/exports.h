@@ -5,20 +5,51 @@
 #include <cstdint>
 
 #define SPMD_EXPORTS(name, Element)                                                                                    \
-  extern "C" void spmd_rotate_##name(                                                                                  \
+  extern "C" void spmd_rms_norm_##name(                                                                                \
       const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads,              \
-      int64_t size, const Element* cos, const Element* sin, Element* to, int64_t to_token_stride,                      \
-      int64_t num_threads);                                                                                            \
+      int64_t size, const Element* weight, float epsilon, Element* to, int64_t num_threads);                           \
+  extern "C" void spmd_add_rms_norm_##name(                                                                            \
+      Element* x, int64_t x_stride, Element* residual, int64_t residual_stride, int64_t num_tokens, int64_t size,      \
+      const Element* weight, float epsilon, int64_t num_threads);                                                      \
+  extern "C" void spmd_product_##name(                                                                                 \
+      const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const Element* packed,                 \
+      int64_t num_outputs, const Element* bias, Element* to, int64_t is_gated, int64_t num_threads);                   \
   extern "C" void spmd_write_##name(                                                                                   \
       Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
       const Element* key, int64_t key_token_stride, int64_t key_head_stride, const Element* value,                     \
-      int64_t value_token_stride, int64_t value_head_stride, const int64_t* blocks, const int64_t* offsets,            \
-      int64_t num_tokens, int64_t num_threads);                                                                        \
+      int64_t value_token_stride, int64_t value_head_stride, const Element* cos, const Element* sin,                   \
+      const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int64_t num_threads);                         \
   extern "C" void spmd_attend_##name(                                                                                  \
       Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
       const int64_t* tables, int64_t table_stride, const Element* queries, int64_t query_token_stride,                 \
-      int64_t query_head_stride, int64_t num_heads, const int64_t* query_starts, const int64_t* context_lengths,       \
-      int64_t num_sequences, float scale, int64_t window, Element* output, int64_t may_use_unit, int64_t num_threads);
+      int64_t query_head_stride, int64_t num_heads, const Element* cos, const Element* sin,                            \
+      const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale,                 \
+      int64_t window, Element* output, int64_t may_use_unit, int64_t num_threads);                                     \
+  extern "C" void spmd_attend_projected_##name(                                                                        \
+      Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
+      const int64_t* tables, int64_t table_stride, const Element* projected, int64_t token_stride, int64_t num_heads,  \
+      const Element* cos, const Element* sin, const int64_t* blocks, const int64_t* offsets, int64_t num_tokens,       \
+      const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale,                 \
+      int64_t window, Element* output, int64_t may_use_unit, int64_t num_threads);
 
 SPMD_EXPORTS(float32, float)
 SPMD_EXPORTS(bfloat16, uint16_t)
+
+#if defined(__linux__)
+
+#define SPMD_GROUP                                                                                                     \
+  char *memory, int64_t rank, int64_t size, int64_t slot_bytes, int64_t spin_ns, int64_t timeout_ns,                   \
+      const int32_t *processes, int64_t few_elements
+
+extern "C" char* spmd_shared_next_part(SPMD_GROUP, int64_t num_bytes);
+extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements, int64_t element_bytes);
+
+#define SPMD_SHARED_EXPORTS(name, Element)                                                                             \
+  extern "C" int64_t spmd_shared_sum_add_rms_norm_##name(                                                              \
+      SPMD_GROUP, const Element* x, Element* residual, int64_t num_rows, int64_t row_size, const Element* weight,      \
+      float epsilon, Element* to);
+
+SPMD_SHARED_EXPORTS(float32, float)
+SPMD_SHARED_EXPORTS(bfloat16, uint16_t)
+
+#endif

@@ -47,8 +47,9 @@ class PackedKernels(ReferenceKernels):
         warn_unless_invariant(weight.dtype)
         return _pack(weight.detach())
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Kernels.linear`."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear`. Makes no use of `room`."""
+        del room
         if not weight.is_mkldnn:
             return F.linear(x, weight, bias)
         num_rows = x.shape[0]

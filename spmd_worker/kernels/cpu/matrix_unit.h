@@ -34,6 +34,16 @@ struct alignas(64) Shapes {
 SPMD_INLINE void use(const Shapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 SPMD_INLINE void release() { asm volatile("tilerelease" ::: "memory"); }
 
+// For products of up to 32 rows: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the weight.
+SPMD_INLINE void set_up_for(int num_rows) {
+  const int first = num_rows < 16 ? num_rows : 16, second = num_rows - first;
+  Shapes shapes;
+  for (int tile : {0, 1, 4}) shapes.set(tile, first, 16);
+  for (int tile : {2, 3, 5}) shapes.set(tile, second > 0 ? second : 1, 16);
+  for (int tile : {6, 7}) shapes.set(tile, 16, 16);
+  use(shapes);
+}
+
 template <int kTo>
 SPMD_INLINE void zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kTo));
@@ -59,6 +69,31 @@ SPMD_INLINE void store(void* rows, int64_t stride_bytes) {
 template <int kSum, int kLeft, int kRight>
 SPMD_INLINE void multiply() {
   asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kRight), "i"(kLeft), "i"(kSum));
+}
+
+// The sums [32][32] of up to two tiles of rows by two panels, as `set_up_for` has them.
+template <bool kTwoTiles, bool kTwoPanels>
+SPMD_INLINE void zero_sums() {
+  zero<0>();
+  if (kTwoPanels) zero<1>();
+  if (kTwoTiles) zero<2>();
+  if (kTwoTiles && kTwoPanels) zero<3>();
+}
+
+template <bool kTwoTiles, bool kTwoPanels>
+SPMD_INLINE void load_sums(const float* from) {
+  load<0>(from, 128);
+  if (kTwoPanels) load<1>(from + 16, 128);
+  if (kTwoTiles) load<2>(from + 16 * 32, 128);
+  if (kTwoTiles && kTwoPanels) load<3>(from + 16 * 32 + 16, 128);
+}
+
+template <bool kTwoTiles, bool kTwoPanels>
+SPMD_INLINE void store_sums(float* to) {
+  store<0>(to, 128);
+  if (kTwoPanels) store<1>(to + 16, 128);
+  if (kTwoTiles) store<2>(to + 16 * 32, 128);
+  if (kTwoTiles && kTwoPanels) store<3>(to + 16 * 32 + 16, 128);
 }
 
 // Linux lets a process use the unit once it has asked.

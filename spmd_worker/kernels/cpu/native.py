@@ -40,11 +40,12 @@ class CpuKernels(PackedKernels):
 
     def __init__(self, library: NativeLibrary) -> None:
         self._has_matrix_unit = library.has_matrix_unit
-        names = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "largest")
+        names = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "largest", "product")
         self._functions = {
             (name, dtype): library.functions[f"{name}_{dtype_name(dtype)}"] for name in names for dtype in NATIVE_DTYPES
         }
-        self._multiply = library.functions["product_bfloat16"]
+        of_product = library.functions["largest_of_product_bfloat16"]
+        self._functions["largest_of_product", torch.bfloat16] = of_product
 
     def pack(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack`. In panels for the matrix unit where it takes them, else as `PackedKernels` does."""
@@ -57,33 +58,50 @@ class CpuKernels(PackedKernels):
         return torch.stack(_panels(weight).chunk(2), dim=1).contiguous()
 
     def _takes_panels(self, weight: Tensor, outputs_step: int) -> bool:
-        is_of_unit = self._has_matrix_unit and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        is_of_unit = self._has_matrix_unit and weight.dtype in NATIVE_DTYPES and weight.device.type == "cpu"
         return is_of_unit and weight.shape[1] % _STEP == 0 and weight.shape[0] % outputs_step == 0
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
-        if weight.ndim != _PANELS_NDIM:
+        if not are_panels(weight):
             return super().linear(x, weight, bias)
-        return self._product(x, weight, bias, weight.shape[0] * _PANEL, is_gated=False)
+        num_outputs = weight.shape[0] * _PANEL
+        output = torch.empty((x.shape[0], num_outputs), dtype=x.dtype) if room is None else room
+        return self._product(x, weight, bias, num_outputs, output, is_gated=False)
+
+    def largest_of_linear(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `Kernels.largest_of_linear`. By the matrix unit, in bfloat16, the product is never written down."""
+        if not are_panels(weight) or x.dtype != torch.bfloat16:
+            return super().largest_of_linear(x, weight, count)
+        num_outputs = weight.shape[0] * _PANEL
+        assert 0 < count <= num_outputs, (count, num_outputs)
+        x = _checked_input(x, weight)
+        values, indices = _room_for_largest(x.shape[0])
+        self._functions["largest_of_product", x.dtype](
+            *(x.data_ptr(), x.stride(0), *x.shape, weight.data_ptr(), num_outputs, count),
+            *(values.data_ptr(), indices.data_ptr(), torch.get_num_threads()),
+        )
+        return values, indices
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated_linear`."""
-        if weight.ndim != _GATED_NDIM:
+        if not are_gated_panels(weight):
             return super().gated_linear(x, weight, bias)
-        return self._product(x, weight, bias, weight.shape[0] * 2 * _PANEL, is_gated=True)
+        num_outputs = weight.shape[0] * 2 * _PANEL
+        output = torch.empty((x.shape[0], num_outputs // 2), dtype=x.dtype)
+        return self._product(x, weight, bias, num_outputs, output, is_gated=True)
 
-    def _product(self, x: Tensor, panels: Tensor, bias: Tensor | None, num_outputs: int, *, is_gated: bool) -> Tensor:
-        _check(x, panels)
-        num_inputs = panels.shape[-3] * 2
-        assert x.ndim == 2, x.shape
-        assert x.shape[1] == num_inputs, (x.shape, panels.shape)
+    def _product(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, num_outputs: int, output: Tensor, *, is_gated: bool
+    ) -> Tensor:
+        x = _checked_input(x, panels)
+        _check(x, output)
         if bias is not None:
             _check(x, bias)
             _check_whole(bias, (num_outputs,))
-        x = _with_whole_rows(x)
-        output = torch.empty((x.shape[0], num_outputs // 2 if is_gated else num_outputs), dtype=x.dtype)
-        self._multiply(
-            *(x.data_ptr(), x.stride(0), x.shape[0], num_inputs, panels.data_ptr(), num_outputs),
+        _check_whole(output, (x.shape[0], num_outputs // 2 if is_gated else num_outputs))
+        self._functions["product", x.dtype](
+            *(x.data_ptr(), x.stride(0), *x.shape, panels.data_ptr(), num_outputs),
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, torch.get_num_threads()),
         )
         return output
@@ -99,20 +117,18 @@ class CpuKernels(PackedKernels):
         )
         return output
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `Kernels.add_rms_norm`."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.add_rms_norm`. The norm takes the place of `x`."""
         _check(x, residual, weight)
         assert x.ndim == 2, x.shape
         assert residual.shape == x.shape, (x.shape, residual.shape)
         _check_whole(weight, x.shape[-1:])
-        x, residual = _with_whole_rows(x), _with_whole_rows(residual)
-        output, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+        assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
         self._functions["add_rms_norm", x.dtype](
             *(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
-            *(x.shape[0], x.shape[1], weight.data_ptr(), eps),
-            *(output.data_ptr(), total.data_ptr(), torch.get_num_threads()),
+            *(x.shape[0], x.shape[1], weight.data_ptr(), eps, torch.get_num_threads()),
         )
-        return output, total
+        return x
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `Kernels.rotate`. `cos` and `sin` have the dtype of `x`."""
@@ -148,12 +164,34 @@ class CpuKernels(PackedKernels):
         assert rows.shape[1] > 0, rows.shape
         rows = _with_whole_rows(rows)
         num_rows, count = rows.shape
-        values, indices = torch.empty(num_rows, dtype=torch.float32), torch.empty(num_rows, dtype=torch.int64)
+        values, indices = _room_for_largest(num_rows)
         self._functions["largest", rows.dtype](
             *(rows.data_ptr(), rows.stride(0), num_rows, count),
             *(values.data_ptr(), indices.data_ptr(), torch.get_num_threads()),
         )
         return values, indices
+
+
+def are_panels(weight: Tensor) -> bool:
+    """Whether `pack` has put a weight into the order of the matrix unit."""
+    return weight.ndim == _PANELS_NDIM
+
+
+def are_gated_panels(weight: Tensor) -> bool:
+    """Whether `pack_gated` has."""
+    return weight.ndim == _GATED_NDIM
+
+
+def _checked_input(x: Tensor, panels: Tensor) -> Tensor:
+    """The rows of a product, each in one piece."""
+    _check(x, panels)
+    assert x.ndim == 2, x.shape
+    assert x.shape[1] == panels.shape[-3] * 2, (x.shape, panels.shape)
+    return _with_whole_rows(x)
+
+
+def _room_for_largest(num_rows: int) -> tuple[Tensor, Tensor]:
+    return torch.empty(num_rows, dtype=torch.float32), torch.empty(num_rows, dtype=torch.int64)
 
 
 def _panels(weight: Tensor) -> Tensor:

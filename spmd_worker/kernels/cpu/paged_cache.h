@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "vector.h"
+#include "rotate_row.h"
 
 namespace {
 
@@ -122,21 +122,26 @@ SPMD_INLINE void write_one(
     values[dimension * kPair + offset % kPair] = value[dimension];
 }
 
-// All tokens of a step; key and value are [tokens, heads, head size] with strides of their own.
+// All tokens of a step; key and value are [tokens, heads, head size] with strides of their own. Keys are turned by `angles`.
 template <class Type>
 void write_all(
     const Cache<typename Type::Element>& cache, const typename Type::Element* key, int64_t key_token_stride,
     int64_t key_head_stride, const typename Type::Element* value, int64_t value_token_stride, int64_t value_head_stride,
-    const int64_t* blocks, const int64_t* offsets, int64_t num_tokens, int num_threads) {
+    const Angles<typename Type::Element>& angles, const int64_t* blocks, const int64_t* offsets, int64_t num_tokens,
+    int num_threads) {
   const int64_t num_heads = cache.num_kv_heads;
   // Below this many numbers a second thread costs more than it brings.
   const bool is_small = num_tokens * num_heads * cache.head_size < 4096;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && !is_small)
-  for (int64_t token = 0; token < num_tokens; ++token)
-    for (int64_t head = 0; head < num_heads; ++head)
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    typename Type::Element room[kMaxHeadSize];
+    for (int64_t head = 0; head < num_heads; ++head) {
+      const auto* row = key + token * key_token_stride + head * key_head_stride;
       write_one<Type>(
-          cache, key + token * key_token_stride + head * key_head_stride,
+          cache, turned(row, cache.head_size, angles, token, room),
           value + token * value_token_stride + head * value_head_stride, blocks[token], int(head), int(offsets[token]));
+    }
+  }
 }
 
 }  // namespace

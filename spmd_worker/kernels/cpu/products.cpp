@@ -7,21 +7,22 @@
 // beginning to end.
 //
 // A gated product has a panel of gates beside each panel of what they open: silu(gate) * up leaves the sums, rounded where
-// kernels/reference.py rounds, and the product itself is never written down.
+// kernels/reference.py rounds, and the product itself is never written down. Nor is it where only the largest of each row
+// is wanted.
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 
+#include "exports.h"
+#include "largest.h"
 #include "matrix_unit.h"
+#include "product.h"
 
 #if defined(SPMD_MATRIX_UNIT)
 
 namespace {
 
-constexpr int kPanel = 16;                    // outputs
-constexpr int kStep = 32;                     // inputs
-constexpr int kBlockRows = 32;                // two tiles of rows by two panels: as many sums as there are tiles for
 constexpr int kMostSteps = 20;                // of a pair of panels that stay in the first-level cache while rows pass
 constexpr int64_t kRowsBytes = 1 << 20;       // rows that stay in the second-level cache while all panels pass
 constexpr int64_t kPassingBytes = 8 << 20;    // of results
@@ -29,28 +30,7 @@ constexpr int64_t kFewRows = 4 * kBlockRows;
 constexpr int64_t kFewProducts = 1 << 20;     // below this a second thread costs more than it brings
 constexpr int64_t kKeptBlocks = 8, kKeptPairs = 16;  // of sums that are kept in the second-level cache between two parts
 
-struct Product {
-  const uint16_t* x;
-  int64_t x_stride, num_rows, num_inputs;
-  const uint16_t* packed;
-  int64_t num_outputs;
-  const uint16_t* bias;  // or null; of a gated product, those of all gates first
-  uint16_t* to;
-  bool is_gated;
-
-  int64_t num_panels() const { return num_outputs / kPanel; }
-  int64_t panel_elements() const { return num_inputs * kPanel; }
-};
-
-// Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the weight.
-void set_up_unit(int num_rows) {
-  const int first = std::min(num_rows, 16), second = num_rows - first;
-  matrix_unit::Shapes shapes;
-  for (int tile : {0, 1, 4}) shapes.set(tile, first, 16);
-  for (int tile : {2, 3, 5}) shapes.set(tile, second > 0 ? second : 1, 16);
-  for (int tile : {6, 7}) shapes.set(tile, 16, 16);
-  matrix_unit::use(shapes);
-}
+using Product = ProductOf<uint16_t>;
 
 // Two vectors -> 32 bfloat16 in a row.
 SPMD_INLINE __m512i narrowed(Floats first, Floats second) {
@@ -63,12 +43,21 @@ SPMD_INLINE Floats rounded_by_unit(Floats floats) {
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(floats)), 16);
 }
 
+// Where the largest of each row goes; only the first `count` outputs are there.
+struct LargestOfRows {
+  int64_t count;
+  float* values;
+  int64_t* places;
+};
+
 // The sums [rows][32] of a block, which become results row by row while the next block is multiplied: the unit and the
 // vector instructions work side by side.
 struct Finished {
   const float* sums = nullptr;
   uint16_t* to = nullptr;
   int64_t stride = 0;
+  LargestByLane* largest = nullptr;  // or where results go instead
+  int64_t first_row = 0, first_panel = 0, count = 0;
   Floats first_bias{}, second_bias{};
   int num_rows = 0, next = 0;
   bool is_pair = false, is_gated = false, passes_caches = false;
@@ -79,12 +68,25 @@ struct Finished {
 
   SPMD_INLINE_MEMBER void write_row(int row) const {
     const Floats first = load<Floats>(sums + row * 32) + first_bias;
+    if (largest != nullptr) return take_row(row, first);
     if (!is_pair) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + row * stride), narrowed(first));
     const Floats second = load<Floats>(sums + row * 32 + 16) + second_bias;
     if (passes_caches) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to + row * stride), narrowed(first, second));
     if (!is_gated) return _mm512_storeu_si512(to + row * stride, narrowed(first, second));
     const Floats opened = rounded_by_unit(silu(rounded_by_unit(first))) * rounded_by_unit(second);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + row * stride), narrowed(opened));
+  }
+
+  SPMD_INLINE_MEMBER void take_row(int row, Floats first) const {
+    take_panel(row, first_panel, first);
+    if (is_pair) take_panel(row, first_panel + 1, load<Floats>(sums + row * 32 + 16) + second_bias);
+  }
+
+  SPMD_INLINE_MEMBER void take_panel(int row, int64_t panel, Floats values) const {
+    values = rounded_by_unit(values);
+    if ((panel + 1) * kPanel > count)
+      values = lane_numbers() + int(panel * kPanel) < int(count) ? values : broadcast(-kInfinity);
+    largest->take(first_row + row, int(panel), values);
   }
 };
 
@@ -131,20 +133,13 @@ void multiply_block(
     Ahead& next) {
   const uint16_t* x = product.x + row * product.x_stride;
   const uint16_t* second_x = x + 16 * product.x_stride;
-  const uint16_t* weight = product.packed + panel * product.panel_elements();
-  const uint16_t* second_weight = weight + product.panel_elements();
+  const uint16_t* weight = product.panel(panel);
+  const uint16_t* second_weight = product.panel(panel + 1);
   const int64_t stride = product.x_stride * 2;
-  if (from == nullptr) {
-    matrix_unit::zero<0>();
-    if (kTwoPanels) matrix_unit::zero<1>();
-    if (kTwoTiles) matrix_unit::zero<2>();
-    if (kTwoTiles && kTwoPanels) matrix_unit::zero<3>();
-  } else {
-    matrix_unit::load<0>(from, 128);
-    if (kTwoPanels) matrix_unit::load<1>(from + 16, 128);
-    if (kTwoTiles) matrix_unit::load<2>(from + 16 * 32, 128);
-    if (kTwoTiles && kTwoPanels) matrix_unit::load<3>(from + 16 * 32 + 16, 128);
-  }
+  if (from == nullptr)
+    matrix_unit::zero_sums<kTwoTiles, kTwoPanels>();
+  else
+    matrix_unit::load_sums<kTwoTiles, kTwoPanels>(from);
   // Copies that stay in registers.
   Finished block = last;
   Ahead ahead = next;
@@ -166,10 +161,7 @@ void multiply_block(
     block.write_some(2);
   }
   last.next = block.next, next = ahead;
-  matrix_unit::store<0>(to, 128);
-  if (kTwoPanels) matrix_unit::store<1>(to + 16, 128);
-  if (kTwoTiles) matrix_unit::store<2>(to + 16 * 32, 128);
-  if (kTwoTiles && kTwoPanels) matrix_unit::store<3>(to + 16 * 32 + 16, 128);
+  matrix_unit::store_sums<kTwoTiles, kTwoPanels>(to);
 }
 
 // How a product is cut into items of work: some rows by some pairs of panels.
@@ -181,7 +173,7 @@ struct Cut {
     // Few rows pass quickly, and the memory's speed is what counts: panels whole, and each thread's in one run.
     const bool has_few_rows = product.num_rows <= kFewRows;
     num_parts = has_few_rows ? 1 : (num_steps + kMostSteps - 1) / kMostSteps;
-    num_pairs = (product.num_panels() + 1) / 2;
+    num_pairs = product.num_pairs();
     const int64_t blocks_each = kRowsBytes / (product.num_inputs * 2) / kBlockRows;
     rows_each = (num_parts == 1 ? std::max<int64_t>(blocks_each, 1) : kKeptBlocks) * kBlockRows;
     num_row_groups = (product.num_rows + rows_each - 1) / rows_each;
@@ -203,6 +195,11 @@ struct Worker {
   Finished last;
   alignas(64) float sums[2][32 * 32];
   float* const kept = kept_sums();  // [pairs][blocks][32][32]: sums between two parts
+  LargestByLane by_lane;            // of as many rows as are looked through
+  const LargestOfRows* largest;     // or null
+
+  Worker(const Product& product, const LargestOfRows* wanted)
+      : by_lane(wanted == nullptr ? 0 : product.num_rows), largest(wanted) {}
 
   void run(const Product& product, const Cut& cut, int64_t item) {
     const int64_t items_a_group = cut.num_items() / cut.num_row_groups;
@@ -229,8 +226,7 @@ struct Worker {
     ahead.lines_a_step = int((num_steps * 16 + num_blocks * num_steps - 1) / (num_blocks * num_steps));
     for (; row < end; row += kBlockRows, between += 32 * 32) {
       const int num_rows = int(std::min<int64_t>(kBlockRows, end - row));
-      if (unit_rows != num_rows) set_up_unit(num_rows);
-      unit_rows = num_rows;
+      if (unit_rows != num_rows) matrix_unit::set_up_for(unit_rows = num_rows);
       const float* from = number == 0 ? nullptr : between;
       float* to = is_last ? sums[current] : between;
       if (num_rows > 16)
@@ -241,7 +237,13 @@ struct Worker {
                 : multiply_block<false, false>(product, row, panel, part, from, to, last, ahead);
       if (!is_last) continue;
       last.write_some(kBlockRows);
-      last = finished(product, row, panel, is_pair, num_rows, to);
+      if (largest == nullptr) {
+        last = finished(product, row, panel, is_pair, num_rows, to);
+      } else {
+        last = {to};
+        last.num_rows = num_rows, last.is_pair = is_pair;
+        last.largest = &by_lane, last.first_row = row, last.first_panel = panel, last.count = largest->count;
+      }
       current = 1 - current;
     }
   }
@@ -250,6 +252,10 @@ struct Worker {
     last.write_some(kBlockRows);
     _mm_sfence();
     if (unit_rows > 0) matrix_unit::release();
+  }
+
+  void merge_largest(int64_t num_rows) const {
+    for (int64_t row = 0; row < num_rows; ++row) by_lane.merge(row, largest->values[row], largest->places[row]);
   }
 
   static Part part_of(const Product& product, const Cut& cut, int64_t number) {
@@ -261,7 +267,7 @@ struct Worker {
     const int64_t panel = std::min(pair * 2, product.num_panels() - 1);
     const int64_t second = std::min(pair * 2 + 1, product.num_panels() - 1);
     const auto begin = [&](int64_t which, int64_t input) {
-      return reinterpret_cast<const char*>(product.packed + which * product.panel_elements() + input * kPanel);
+      return reinterpret_cast<const char*>(product.panel(which) + input * kPanel);
     };
     return {begin(panel, part.first_input), begin(second, part.first_input), begin(panel, part.end_input), 0};
   }
@@ -276,15 +282,20 @@ struct Worker {
   }
 };
 
-void multiply_all(const Product& product, int num_threads) {
+void multiply_all(const Product& product, const LargestOfRows* largest, int num_threads) {
   const Cut cut(product, num_threads);
   const bool is_small = product.num_rows * product.num_inputs * product.num_outputs < kFewProducts;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_small)
   {
-    Worker worker;
-#pragma omp for schedule(dynamic, 1)
+    Worker worker(product, largest);
+    // Each thread's in ascending order, which `LargestByLane` relies on.
+#pragma omp for schedule(monotonic : dynamic, 1)
     for (int64_t item = 0; item < cut.num_items(); ++item) worker.run(product, cut, item);
     worker.finish();
+    if (largest != nullptr) {
+#pragma omp critical(spmd_merge_largest)
+      worker.merge_largest(product.num_rows);
+    }
   }
 }
 
@@ -299,9 +310,25 @@ extern "C" void spmd_product_bfloat16(
     int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads) {
 #if defined(SPMD_MATRIX_UNIT)
   multiply_all(
-      {x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, is_gated != 0}, int(num_threads));
+      {x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, is_gated != 0}, nullptr, int(num_threads));
 #else
   (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)bias, (void)to;
   (void)is_gated, (void)num_threads;
+#endif
+}
+
+// The largest of each row of a product and its first place, among the first `count` outputs, without writing the product
+// down: as `spmd_product_bfloat16` and then `spmd_largest_bfloat16` find them.
+extern "C" void spmd_largest_of_product_bfloat16(
+    const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
+    int64_t num_outputs, int64_t count, float* values, int64_t* places, int64_t num_threads) {
+#if defined(SPMD_MATRIX_UNIT)
+  std::fill_n(values, num_rows, -kInfinity), std::fill_n(places, num_rows, 0);
+  const LargestOfRows largest = {count, values, places};
+  multiply_all(
+      {x, x_stride, num_rows, num_inputs, packed, num_outputs, nullptr, nullptr, false}, &largest, int(num_threads));
+#else
+  (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)count;
+  (void)values, (void)places, (void)num_threads;
 #endif
 }

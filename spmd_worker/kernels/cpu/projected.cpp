@@ -1,4 +1,5 @@
-// Attention of one layer from its projections on, in one call: rotary embedding, cache write, attention.
+// Attention of one layer from its projections on, in one call: cache write, attention, and rotary embedding of what they
+// read.
 //
 // Each part is the function that Python can also call by itself, so the results are the same; what is saved is what calls
 // and tensors in between cost, which in a step of few tokens is more than the work.
@@ -6,25 +7,22 @@
 #include "exports.h"
 
 #define SPMD_PROJECTED(name, Element)                                                                                  \
-  /* `projected` holds each token's queries, keys and values; queries and keys are rotated where they lie. */          \
+  /* `projected` holds each token's queries, keys and values. */                                                       \
   extern "C" void spmd_attend_projected_##name(                                                                        \
       Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,               \
-      const int64_t* tables, int64_t table_stride, Element* projected, int64_t token_stride, int64_t num_heads,        \
+      const int64_t* tables, int64_t table_stride, const Element* projected, int64_t token_stride, int64_t num_heads,  \
       const Element* cos, const Element* sin, const int64_t* blocks, const int64_t* offsets, int64_t num_tokens,       \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale,                 \
       int64_t window, Element* output, int64_t may_use_unit, int64_t num_threads) {                                    \
-    Element* const keys = projected + num_heads * head_size;                                                           \
+    const Element* const keys = projected + num_heads * head_size;                                                     \
     const Element* const values = keys + num_kv_heads * head_size;                                                     \
-    spmd_rotate_##name(                                                                                                \
-        projected, token_stride, head_size, num_tokens, num_heads + num_kv_heads, head_size, cos, sin, projected,      \
-        token_stride, num_threads);                                                                                    \
     spmd_write_##name(                                                                                                 \
         cache, block_stride, num_kv_heads, head_size, block_size, keys, token_stride, head_size, values,               \
-        token_stride, head_size, blocks, offsets, num_tokens, num_threads);                                            \
+        token_stride, head_size, cos, sin, blocks, offsets, num_tokens, num_threads);                                  \
     spmd_attend_##name(                                                                                                \
         cache, block_stride, num_kv_heads, head_size, block_size, tables, table_stride, projected, token_stride,       \
-        head_size, num_heads, query_starts, context_lengths, num_sequences, scale, window, output, may_use_unit,       \
-        num_threads);                                                                                                  \
+        head_size, num_heads, cos, sin, query_starts, context_lengths, num_sequences, scale, window, output,           \
+        may_use_unit, num_threads);                                                                                    \
   }
 
 SPMD_PROJECTED(float32, float)

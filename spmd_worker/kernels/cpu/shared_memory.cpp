@@ -1,8 +1,12 @@
 // Collectives between processes of one machine through memory that all of them map.
 //
-// The memory is a line a rank, and twice a slot a rank. In round r a rank puts its part into slot r % 2, says so in its
+// The memory is three lines a rank, twice a slot a rank, a place for what all have made together, and twice a slot a rank
+// for what one sends to the next. In round r a rank puts its part into slot r % 2, says so in its
 // line, waits until the others have said r too, and reads their slots. Who says r + 1 has read all of round r, and nobody
 // writes slot r % 2 again before all have said r + 1: so two slots suffice and nobody waits twice.
+//
+// Message n from a rank to the next goes into its slot n % 2 of those, once message n - 2 has been taken: the sender counts
+// in its second line, the receiver in its third.
 //
 // Sums are taken in the order of the ranks, in float, and rounded once: every rank computes the same bits. Whoever waits
 // spins for a while and then sleeps until it is woken, so that it takes no core from whom it waits for.
@@ -14,7 +18,8 @@
 #include <cstddef>
 #include <ctime>
 
-#include "vector.h"
+#include "exports.h"
+#include "norm_rows.h"
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -32,17 +37,36 @@ struct alignas(128) Line {
   std::atomic<uint32_t> has_left;
 };
 
+constexpr int64_t kLinesARank = 3;
+
 struct Group {
   char* memory;
   int64_t rank, size, slot_bytes, spin_ns, timeout_ns;
   const int32_t* processes;  // a descriptor for each rank that becomes readable when its process has gone, or -1
+  int64_t few_elements;      // of a sum with its norm; of more, the ranks share out the rows
 
   Line& line(int64_t which) const { return reinterpret_cast<Line*>(memory)[which]; }
+  Line& sent(int64_t which) const { return line(size + which); }
+  Line& taken(int64_t which) const { return line(2 * size + which); }
   char* slot(uint32_t round, int64_t which) const {
-    return memory + size * int64_t(sizeof(Line)) + (int64_t(round % 2) * size + which) * slot_bytes;
+    return memory + kLinesARank * size * int64_t(sizeof(Line)) + (int64_t(round % 2) * size + which) * slot_bytes;
+  }
+  // As large as a slot; read until the next sum of parts is put together here.
+  char* common() const { return slot(0, 2 * size); }
+  char* message(uint32_t number, int64_t which) const { return slot(number, which) + (2 * size + 1) * slot_bytes; }
+
+  // The slot into which this rank's part of the next round goes, null where it is larger.
+  char* next_part(int64_t num_bytes) const {
+    return num_bytes > slot_bytes ? nullptr : slot(line(rank).round.load(std::memory_order_relaxed) + 1, rank);
+  }
+  // Where the norms of a sum are put together, null where each rank makes all of them for itself.
+  char* common_norms(int64_t num_elements, int64_t element_bytes) const {
+    const bool is_shared_out = num_elements >= few_elements && num_elements * element_bytes <= slot_bytes;
+    return is_shared_out ? common() : nullptr;
   }
 };
 
+constexpr int64_t kMostRanks = 64;
 constexpr int64_t kSleepNs = 20'000'000;  // between two looks at whether the process is there
 constexpr int64_t kTimedOut = -1;         // what functions return besides 0 and 1 + the place of a rank that has gone
 
@@ -75,16 +99,15 @@ bool has_gone(int32_t process) {
   return process >= 0 && poll(&asked, 1, 0) > 0;
 }
 
-void announce(const Group& group, uint32_t round) {
-  Line& own = group.line(group.rank);
+void announce(Line& own, uint32_t round) {
   // Sequentially consistent with whoever goes to sleep: it sees the round, or is seen asleep.
   own.round.store(round);
   if (own.num_sleepers.load() > 0)
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&own.round), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-int64_t wait_for(const Group& group, int64_t which, uint32_t round) {
-  Line& line = group.line(which);
+int64_t wait_for(const Group& group, Line& line, int64_t which, uint32_t round) {
+  const std::atomic<uint32_t>& has_left = group.line(which).has_left;
   if (has_come(line, round)) return 0;
   const int64_t started = now_ns();
   int64_t waited = 0;
@@ -93,16 +116,16 @@ int64_t wait_for(const Group& group, int64_t which, uint32_t round) {
       if (has_come(line, round)) return 0;
       pause_briefly();
     }
-    if (line.has_left.load() != 0) break;
+    if (has_left.load() != 0) break;
     waited = now_ns() - started;
   }
   while (true) {
     line.num_sleepers.fetch_add(1);
     const uint32_t seen = line.round.load();
-    if (int32_t(seen - round) < 0 && line.has_left.load() == 0) sleep_while(line.round, seen);
+    if (int32_t(seen - round) < 0 && has_left.load() == 0) sleep_while(line.round, seen);
     line.num_sleepers.fetch_sub(1);
     if (has_come(line, round)) return 0;
-    if (line.has_left.load() != 0 || has_gone(group.processes[which])) return has_come(line, round) ? 0 : 1 + which;
+    if (has_left.load() != 0 || has_gone(group.processes[which])) return has_come(line, round) ? 0 : 1 + which;
     if (now_ns() - started > group.timeout_ns) return kTimedOut;
   }
 }
@@ -112,32 +135,39 @@ template <class Put, class Take>
 int64_t run_round(const Group& group, Put put, Take take) {
   const uint32_t round = group.line(group.rank).round.load(std::memory_order_relaxed) + 1;
   put(group.slot(round, group.rank));
-  announce(group, round);
+  announce(group.line(group.rank), round);
   for (int64_t which = 0; which < group.size; ++which) {
     if (which == group.rank) continue;
-    const int64_t result = wait_for(group, which, round);
+    const int64_t result = wait_for(group, group.line(which), which, round);
     if (result != 0) return result;
   }
   take(round);
   return 0;
 }
 
+// The slots of one round as parts of a sum.
 template <class Element>
-SPMD_INLINE Floats some_floats(const Element* from, int64_t count) {
-  if (count >= kLanes) return load_floats(from);
-  Element lanes[kLanes] = {};
-  std::copy(from, from + count, lanes);
-  return load_floats(lanes);
+struct Parts {
+  const Element* parts[kMostRanks];
+  int64_t count;
+
+  Parts(const Group& group, uint32_t round) : count(group.size) {
+    for (int64_t which = 0; which < count; ++which) parts[which] = reinterpret_cast<Element*>(group.slot(round, which));
+  }
+
+  SPMD_INLINE_MEMBER Floats sum_at(int64_t place, int64_t num_elements) const {
+    Floats total = load_some(parts[0] + place, num_elements);
+    for (int64_t which = 1; which < count; ++which) total = total + load_some(parts[which] + place, num_elements);
+    return as_kept<Element>(total);
+  }
+};
+
+// What is computed in the slot itself need not be put there.
+void put_into(char* slot, const void* part, int64_t num_bytes) {
+  if (slot != part) std::memcpy(slot, part, num_bytes);
 }
 
-template <class Element>
-SPMD_INLINE void keep_floats(Element* to, Floats vector, int64_t count) {
-  if (count >= kLanes) return store_floats(to, vector);
-  Element lanes[kLanes];
-  store_floats(lanes, vector);
-  std::copy(lanes, lanes + count, to);
-}
-
+// In place, so the values cannot be in a slot, which others read.
 template <class Element>
 int64_t sum(const Group& group, Element* values, int64_t count) {
   const int64_t most = group.slot_bytes / int64_t(sizeof(Element));
@@ -147,12 +177,30 @@ int64_t sum(const Group& group, Element* values, int64_t count) {
     const int64_t result = run_round(
         group, [&](char* slot) { std::memcpy(slot, part, here * sizeof(Element)); },
         [&](uint32_t round) {
-          for (int64_t place = 0; place < here; place += kLanes) {
-            Floats total = some_floats(reinterpret_cast<Element*>(group.slot(round, 0)) + place, here - place);
-            for (int64_t which = 1; which < group.size; ++which)
-              total =
-                  total + some_floats(reinterpret_cast<Element*>(group.slot(round, which)) + place, here - place);
-            keep_floats(part + place, total, here - place);
+          const Parts<Element> parts(group, round);
+          for (int64_t place = 0; place < here; place += kLanes)
+            store_some(part + place, parts.sum_at(place, here - place), here - place);
+        });
+    if (result != 0) return result;
+  }
+  return 0;
+}
+
+// residual += the sum over ranks of x, and `to` is the norm of that: all [rows][size]. By every rank for itself.
+template <class Element>
+int64_t sum_add_rms_norm_of_all(
+    const Group& group, const Element* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
+    float epsilon, Element* to) {
+  const int64_t most = group.slot_bytes / (size * int64_t(sizeof(Element)));
+  for (int64_t first = 0; first < num_rows; first += most) {
+    const int64_t here = std::min(most, num_rows - first), done = first * size;
+    const int64_t result = run_round(
+        group, [&](char* slot) { put_into(slot, x + done, here * size * sizeof(Element)); },
+        [&](uint32_t round) {
+          const Parts<Element> parts(group, round);
+          for (int64_t row = 0; row < here * size; row += size) {
+            const auto x_at = [&](int64_t place, int64_t count) { return parts.sum_at(row + place, count); };
+            add_and_norm_row(x_at, residual + done + row, size, weight, epsilon, to + done + row);
           }
         });
     if (result != 0) return result;
@@ -160,32 +208,77 @@ int64_t sum(const Group& group, Element* values, int64_t count) {
   return 0;
 }
 
+// The same for all rows in one round, shared out: each rank sums, adds and norms some rows, and all norms are in `to`, the
+// common place, then. Of `residual` only this rank's rows are added to.
+template <class Element>
+int64_t sum_add_rms_norm_of_some(
+    const Group& group, const Element* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
+    float epsilon, Element* to) {
+  const int64_t result = run_round(
+      group, [&](char* slot) { put_into(slot, x, num_rows * size * sizeof(Element)); },
+      [&](uint32_t round) {
+        const Parts<Element> parts(group, round);
+        const int64_t end = num_rows * (group.rank + 1) / group.size * size;
+        for (int64_t row = num_rows * group.rank / group.size * size; row < end; row += size) {
+          const auto x_at = [&](int64_t place, int64_t count) { return parts.sum_at(row + place, count); };
+          add_and_norm_row(x_at, residual + row, size, weight, epsilon, to + row);
+        }
+      });
+  if (result != 0) return result;
+  return run_round(group, [](char*) {}, [](uint32_t) {});
+}
+
+template <class Element>
+int64_t sum_add_rms_norm(
+    const Group& group, const Element* x, Element* residual, int64_t num_rows, int64_t size, const Element* weight,
+    float epsilon, Element* to) {
+  Element* const common = reinterpret_cast<Element*>(group.common_norms(num_rows * size, sizeof(Element)));
+  if (common != nullptr)
+    return sum_add_rms_norm_of_some(group, x, residual, num_rows, size, weight, epsilon, common);
+  return sum_add_rms_norm_of_all(group, x, residual, num_rows, size, weight, epsilon, to);
+}
+
 }  // namespace
 
-#define SPMD_GROUP                                                                                                     \
-  char *memory, int64_t rank, int64_t size, int64_t slot_bytes, int64_t spin_ns, int64_t timeout_ns,                   \
-      const int32_t *processes
 #define SPMD_THE_GROUP \
-  { memory, rank, size, slot_bytes, spin_ns, timeout_ns, processes }
+  { memory, rank, size, slot_bytes, spin_ns, timeout_ns, processes, few_elements }
 
-extern "C" int64_t spmd_shared_header_bytes(int64_t size) { return size * int64_t(sizeof(Line)); }
+extern "C" int64_t spmd_shared_header_bytes(int64_t size) { return kLinesARank * size * int64_t(sizeof(Line)); }
 
 // This rank takes part in nothing any more: whoever waits for it is told.
 extern "C" int64_t spmd_shared_leave(SPMD_GROUP) {
   const Group group SPMD_THE_GROUP;
   Line& own = group.line(rank);
   own.has_left.store(1);
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&own.round), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  for (Line* line : {&own, &group.sent(rank), &group.taken(rank)})
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&line->round), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   return 0;
 }
 
-extern "C" int64_t spmd_shared_sum_float32(SPMD_GROUP, float* values, int64_t count) {
-  return sum(SPMD_THE_GROUP, values, count);
+// Where this rank may put its part of the next round, which is then copied by nobody; null where it is larger.
+extern "C" char* spmd_shared_next_part(SPMD_GROUP, int64_t num_bytes) {
+  const Group group SPMD_THE_GROUP;
+  return group.next_part(num_bytes);
 }
 
-extern "C" int64_t spmd_shared_sum_bfloat16(SPMD_GROUP, uint16_t* values, int64_t count) {
-  return sum(SPMD_THE_GROUP, values, count);
+// Where the norms of a sum are put together, until the next one; null where they go where the caller says.
+extern "C" char* spmd_shared_common_norms(SPMD_GROUP, int64_t num_elements, int64_t element_bytes) {
+  const Group group SPMD_THE_GROUP;
+  return group.common_norms(num_elements, element_bytes);
 }
+
+#define SPMD_SUMS(name, Element)                                                                                       \
+  extern "C" int64_t spmd_shared_sum_##name(SPMD_GROUP, Element* values, int64_t count) {                              \
+    return sum(SPMD_THE_GROUP, values, count);                                                                         \
+  }                                                                                                                    \
+  extern "C" int64_t spmd_shared_sum_add_rms_norm_##name(                                                              \
+      SPMD_GROUP, const Element* x, Element* residual, int64_t num_rows, int64_t row_size, const Element* weight,      \
+      float epsilon, Element* to) {                                                                                    \
+    return sum_add_rms_norm(SPMD_THE_GROUP, x, residual, num_rows, row_size, weight, epsilon, to);                     \
+  }
+
+SPMD_SUMS(float32, float)
+SPMD_SUMS(bfloat16, uint16_t)
 
 // `num_bytes` of every rank, one after another.
 extern "C" int64_t spmd_shared_gather(SPMD_GROUP, const char* from, int64_t num_bytes, char* to) {
@@ -200,6 +293,28 @@ extern "C" int64_t spmd_shared_gather(SPMD_GROUP, const char* from, int64_t num_
         });
     if (result != 0) return result;
   }
+  return 0;
+}
+
+// To the next rank, once that has taken the message before the last.
+extern "C" int64_t spmd_shared_send(SPMD_GROUP, const char* data, int64_t num_bytes) {
+  const Group group SPMD_THE_GROUP;
+  const uint32_t number = group.sent(rank).round.load(std::memory_order_relaxed) + 1;
+  const int64_t result = wait_for(group, group.taken(rank + 1), rank + 1, number - 2);
+  if (result != 0) return result;
+  std::memcpy(group.message(number, rank), data, num_bytes);
+  announce(group.sent(rank), number);
+  return 0;
+}
+
+// From the rank before.
+extern "C" int64_t spmd_shared_receive(SPMD_GROUP, char* data, int64_t num_bytes) {
+  const Group group SPMD_THE_GROUP;
+  const uint32_t number = group.taken(rank).round.load(std::memory_order_relaxed) + 1;
+  const int64_t result = wait_for(group, group.sent(rank - 1), rank - 1, number);
+  if (result != 0) return result;
+  std::memcpy(data, group.message(number, rank - 1), num_bytes);
+  announce(group.taken(rank), number);
   return 0;
 }
 

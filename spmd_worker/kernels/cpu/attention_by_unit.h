@@ -1,0 +1,186 @@
+// Attention of query rows by the matrix unit: 16 rows at a time, or as many as there are.
+//
+// Tiles 0 to 3 of the unit hold sums, 4 and 5 a step of rows (16 pairs and 8), 6 and 7 a step of the cache (16 pairs and
+// 8). Values are taken in steps of 8 pairs, the 16 keys that lie together in any block.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_scratch.h"
+#include "matrix_unit.h"
+
+#if defined(SPMD_MATRIX_UNIT)
+
+namespace {
+
+template <class Type>
+struct AttentionByUnit {
+  using Element = typename Type::Element;
+  using Left = typename Type::Left;
+
+  int head_size;
+  float scale;  // of scores, to base 2
+  Scratch<Type>& scratch;
+
+  static void set_up(int num_rows) {
+    matrix_unit::Shapes shapes;
+    for (int sum = 0; sum < 4; ++sum) shapes.set(sum, num_rows, 16);
+    shapes.set(4, num_rows, 16);
+    shapes.set(5, num_rows, 8);
+    shapes.set(6, 16, 16);
+    shapes.set(7, 8, 16);
+    matrix_unit::use(shapes);
+  }
+
+  // Rows at `place` of those in hand; `next`, or null, is what to fetch meanwhile.
+  void run_rows(
+      int64_t place, int num_rows, const Range* visible, const Tile<Element>& tile, const Tile<Element>* next) const {
+    Range some = {kTile, 0}, all = {0, kTile};  // what at least one row sees, what every row sees that sees anything
+    for (int r = 0; r < num_rows; ++r) {
+      if (visible[r].is_empty()) continue;
+      some = {std::min(some.first, visible[r].first), std::max(some.end, visible[r].end)};
+      all = {std::max(all.first, visible[r].first), std::min(all.end, visible[r].end)};
+    }
+    if (some.is_empty()) return;
+    score_rows(scratch.queries + place * head_size / Type::kPair, tile, next, scratch.scores);
+    float decays[kUnitRows];
+    for (int r = 0; r < num_rows; ++r)
+      if (!visible[r].is_empty())
+        decays[r] = probabilities_of<Type>(
+            scratch.scores + r * kTile, scale, visible[r], scratch.softmax[place + r],
+            scratch.probabilities + r * kTile / Type::kPair);
+    float* outputs = scratch.outputs + place * head_size;
+    if (is_finite_outside(all, some, tile)) {
+      add_values(some, tile, next);
+      for (int r = 0; r < num_rows; ++r)
+        if (!visible[r].is_empty()) take_sums(r, decays[r], outputs);
+      return;
+    }
+    for (int r = 0; r < num_rows; ++r) {
+      if (visible[r].is_empty()) continue;
+      add_values(some, only_visible(visible[r], tile), nullptr);
+      take_sums(r, decays[r], outputs);
+    }
+  }
+
+  void score_rows(const Left* rows, const Tile<Element>& tile, const Tile<Element>* next, float* scores) const {
+    const int num_steps = head_size / Type::kPair;
+    const int64_t row_bytes = int64_t(num_steps) * 4, key_bytes = tile.key_stride * sizeof(Element);
+    matrix_unit::zero<0>(), matrix_unit::zero<1>(), matrix_unit::zero<2>(), matrix_unit::zero<3>();
+    int step = 0;
+    for (; step + 16 <= num_steps; step += 16) {
+      const int64_t here = step * tile.key_stride;
+      matrix_unit::load<4>(rows + step, row_bytes);
+      matrix_unit::load<6>(tile.keys[0] + here, key_bytes), matrix_unit::multiply<0, 4, 6>();
+      if (next != nullptr) fetch(next->keys[0] + step * next->key_stride, next->key_stride, 16);
+      matrix_unit::load<6>(tile.keys[1] + here, key_bytes), matrix_unit::multiply<1, 4, 6>();
+      if (next != nullptr) fetch(next->keys[1] + step * next->key_stride, next->key_stride, 16);
+      matrix_unit::load<6>(tile.keys[2] + here, key_bytes), matrix_unit::multiply<2, 4, 6>();
+      if (next != nullptr) fetch(next->keys[2] + step * next->key_stride, next->key_stride, 16);
+      matrix_unit::load<6>(tile.keys[3] + here, key_bytes), matrix_unit::multiply<3, 4, 6>();
+      if (next != nullptr) fetch(next->keys[3] + step * next->key_stride, next->key_stride, 16);
+    }
+    if (step < num_steps) {
+      const int64_t here = step * tile.key_stride;
+      matrix_unit::load<5>(rows + step, row_bytes);
+      matrix_unit::load<7>(tile.keys[0] + here, key_bytes), matrix_unit::multiply<0, 5, 7>();
+      matrix_unit::load<7>(tile.keys[1] + here, key_bytes), matrix_unit::multiply<1, 5, 7>();
+      matrix_unit::load<7>(tile.keys[2] + here, key_bytes), matrix_unit::multiply<2, 5, 7>();
+      matrix_unit::load<7>(tile.keys[3] + here, key_bytes), matrix_unit::multiply<3, 5, 7>();
+    }
+    matrix_unit::store<0>(scores, kTile * 4);
+    matrix_unit::store<1>(scores + 16, kTile * 4);
+    matrix_unit::store<2>(scores + 32, kTile * 4);
+    matrix_unit::store<3>(scores + 48, kTile * 4);
+  }
+
+  SPMD_INLINE void fetch(const Element* rows, int64_t stride, int num_rows) {
+    for (int row = 0; row < num_rows; ++row) __builtin_prefetch(rows + row * stride);
+  }
+
+  // Probabilities times values -> `sums`. Keys that a row does not see have probability 0, so their values must be finite.
+  void add_values(Range keys, const Tile<Element>& tile, const Tile<Element>* next) const {
+    const int first = keys.first / kGroup, end = (keys.end + kGroup - 1) / kGroup;
+    int column = 0;
+    for (; column + 64 <= head_size; column += 64) add_columns<4>(column, first, end, tile, next);
+    const int num_left = (head_size - column) / 16;
+    if (num_left == 3) add_columns<3>(column, first, end, tile, next);
+    if (num_left == 2) add_columns<2>(column, first, end, tile, next);
+    if (num_left == 1) add_columns<1>(column, first, end, tile, next);
+  }
+
+  template <int kWidth>
+  void add_columns(
+      int column, int first_group, int end_group, const Tile<Element>& tile, const Tile<Element>* next) const {
+    const int64_t size = head_size, stride = size * Type::kPair, bytes = stride * sizeof(Element);
+    matrix_unit::zero<0>(), matrix_unit::zero<1>(), matrix_unit::zero<2>(), matrix_unit::zero<3>();
+    for (int group = first_group; group < end_group; ++group) {
+      const Element* values = tile.values[group] + column * Type::kPair;
+      const Element* ahead = next == nullptr ? nullptr : next->values[group] + column * Type::kPair;
+      matrix_unit::load<5>(scratch.probabilities + group * kGroup / Type::kPair, kTile / Type::kPair * 4);
+      matrix_unit::load<7>(values, bytes), matrix_unit::multiply<0, 5, 7>();
+      if (ahead != nullptr) fetch(ahead, stride, 8);
+      if constexpr (kWidth > 1) {
+        matrix_unit::load<7>(values + 32, bytes), matrix_unit::multiply<1, 5, 7>();
+        if (ahead != nullptr) fetch(ahead + 32, stride, 8);
+      }
+      if constexpr (kWidth > 2) {
+        matrix_unit::load<7>(values + 64, bytes), matrix_unit::multiply<2, 5, 7>();
+        if (ahead != nullptr) fetch(ahead + 64, stride, 8);
+      }
+      if constexpr (kWidth > 3) {
+        matrix_unit::load<7>(values + 96, bytes), matrix_unit::multiply<3, 5, 7>();
+        if (ahead != nullptr) fetch(ahead + 96, stride, 8);
+      }
+    }
+    float* sums = scratch.sums + column;
+    matrix_unit::store<0>(sums, size * 4);
+    if constexpr (kWidth > 1) matrix_unit::store<1>(sums + 16, size * 4);
+    if constexpr (kWidth > 2) matrix_unit::store<2>(sums + 32, size * 4);
+    if constexpr (kWidth > 3) matrix_unit::store<3>(sums + 48, size * 4);
+  }
+
+  // Adding 0 makes -0 into 0, so that keys of probability 0 leave no trace, not even in a sign.
+  void take_sums(int r, float decay, float* outputs) const {
+    const int64_t size = head_size;
+    for (int64_t place = r * size; place < (r + 1) * size; place += kLanes) {
+      const Floats sum = load<Floats>(scratch.sums + place) + Floats{};
+      store(outputs + place, fused(load<Floats>(outputs + place), broadcast(decay), sum));
+    }
+  }
+
+  // Whether the values of keys that only some rows see are numbers, so that multiplying them with 0 gives 0.
+  bool is_finite_outside(Range all, Range some, const Tile<Element>& tile) const {
+    bool is_finite = true;
+    for (int group = some.first / kGroup; group * kGroup < some.end; ++group) {
+      if (group * kGroup >= all.first && (group + 1) * kGroup <= all.end) continue;
+      Words largest = Words{};
+      for (int64_t place = 0; place < kGroup * head_size; place += 2 * kLanes) {
+        const Words pairs = load<Words>(tile.values[group] + place) & 0x7fff7fffu;
+        const Words first = pairs << 16, second = pairs & 0xffff0000u;
+        largest = largest > first ? largest : first;
+        largest = largest > second ? largest : second;
+      }
+      for (int lane = 0; lane < kLanes; ++lane) is_finite &= largest[lane] < 0x7f800000u;
+    }
+    return is_finite;
+  }
+
+  // A copy of the tile's values in which those of keys outside the range are zero.
+  Tile<Element> only_visible(Range visible, const Tile<Element>& tile) const {
+    const int size = head_size;
+    Tile<Element> copy = tile;
+    for (int key = 0; key < kTile; ++key)
+      for (int dimension = 0; dimension < size; ++dimension) {
+        const int in_group = (key % kGroup / 2 * size + dimension) * 2 + key % 2;
+        scratch.visible_values[key / kGroup * kGroup * size + in_group] =
+            key >= visible.first && key < visible.end ? tile.values[key / kGroup][in_group] : Element(0);
+      }
+    for (int group = 0; group < kGroups; ++group) copy.values[group] = scratch.visible_values + group * kGroup * size;
+    return copy;
+  }
+};
+
+}  // namespace
+
+#endif

@@ -1,0 +1,68 @@
+// What one thread computes the attention of some query rows with: their softmax as it stands, and memory to work in.
+#pragma once
+
+#include "steps.h"
+
+namespace {
+
+constexpr int kItemRows = 64;  // query rows of one work item
+constexpr int kUnitRows = 16;  // query rows that the matrix unit takes together
+
+// One row's softmax as it stands after the tiles so far; the sum is kept by lane until the end.
+struct Softmax {
+  float largest;
+  Floats sum;
+};
+
+// Scores of one row -> probabilities against the largest score so far; returns what older sums shrink by.
+template <class Type>
+float probabilities_of(const float* scores, float scale, Range visible, Softmax& softmax, typename Type::Left* to) {
+  constexpr int kCount = kTile / kLanes;
+  Floats scaled[kCount];
+  const Floats factor = broadcast(scale);
+  for (int v = 0; v < kCount; ++v) scaled[v] = load<Floats>(scores + v * kLanes) * factor;
+  if (visible.first > 0 || visible.end < kTile) {
+    const Ints numbers = lane_numbers();
+    for (int v = 0; v < kCount; ++v) {
+      const Ints key = numbers + v * kLanes;
+      const auto is_visible = (key >= visible.first) & (key < visible.end);
+      scaled[v] = is_visible ? scaled[v] : broadcast(-kInfinity);
+    }
+  }
+  Floats largest = scaled[0];
+  for (int v = 1; v < kCount; ++v) largest = larger(largest, scaled[v]);
+  const float tile_largest = largest_lane(largest);
+  const float so_far = tile_largest > softmax.largest ? tile_largest : softmax.largest;
+  // Where every score is -inf the difference from the largest would be NaN; against 0 they count for nothing.
+  const float reference = so_far == -kInfinity ? 0.0f : so_far;
+  // 2^0 is 1 exactly, so the short cut changes no bit.
+  const float decay = softmax.largest == so_far ? 1.0f : exp2_of_falling(broadcast(softmax.largest - reference))[0];
+  Floats sum = Floats{};
+  for (int v = 0; v < kCount; ++v) {
+    const Floats probability = exp2_of_falling(scaled[v] - broadcast(reference));
+    sum += probability;
+    Type::keep(probability, to + v * kLanes / Type::kPair);
+  }
+  softmax.largest = so_far;
+  softmax.sum = fused(softmax.sum, broadcast(decay), sum);
+  return decay;
+}
+
+template <class Type>
+struct Scratch {
+  using Element = typename Type::Element;
+  using Left = typename Type::Left;
+
+  alignas(64) Left queries[kItemRows * kMaxHeadSize / Type::kPair];
+  alignas(64) float outputs[kItemRows * kMaxHeadSize];
+  alignas(64) float scores[kUnitRows * kTile];
+  alignas(64) Left probabilities[kUnitRows * kTile / Type::kPair];
+  alignas(64) float sums[kUnitRows * kMaxHeadSize];
+  alignas(64) Element edges[2][kMaxHeadSize * Type::kPair];
+  Softmax softmax[kItemRows];
+  int64_t positions[kItemRows];
+  TileCopy<Element> copy;
+  alignas(64) Element visible_values[kTile * kMaxHeadSize];
+};
+
+}  // namespace

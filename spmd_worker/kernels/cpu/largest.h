@@ -1,0 +1,46 @@
+// The largest of each row and its first place, found by threads that each see some of it. NaN is larger than all numbers.
+#pragma once
+
+#include <vector>
+
+#include "vector.h"
+
+namespace {
+
+// Whether `x` takes the place of `most`, which stays if it is NaN already.
+SPMD_INLINE auto is_larger(Floats x, Floats most) { return ~(x <= most) & (most == most); }
+SPMD_INLINE bool is_larger(float x, float most) { return !(x <= most) && most == most; }
+
+// Of some rows: of each lane the largest so far, and the number of the vector it came in. What one thread has seen.
+class LargestByLane {
+ public:
+  explicit LargestByLane(int64_t num_rows) : lanes_(num_rows, {broadcast(-kInfinity), Ints{}}) {}
+
+  // Vector `number` of a row, whose first number is at place `number` * kLanes. Numbers rise from call to call.
+  SPMD_INLINE_MEMBER void take(int64_t row, int number, Floats x) {
+    Lanes& lanes = lanes_[row];
+    const auto is_taken = is_larger(x, lanes.values);
+    lanes.values = is_taken ? x : lanes.values;
+    lanes.numbers = is_taken ? Ints{} + number : lanes.numbers;
+  }
+
+  // Lays the row's result over what another thread found.
+  void merge(int64_t row, float& value, int64_t& place) const {
+    const Lanes& lanes = lanes_[row];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float x = lanes.values[lane];
+      const int64_t at = int64_t(lanes.numbers[lane]) * kLanes + lane;
+      const bool is_equal = x == value || (x != x && value != value);
+      if (is_larger(x, value) || (is_equal && at < place)) value = x, place = at;
+    }
+  }
+
+ private:
+  struct Lanes {
+    Floats values;
+    Ints numbers;
+  };
+  std::vector<Lanes> lanes_;
+};
+
+}  // namespace

@@ -1,0 +1,167 @@
+// Decoder layers one after another in one call: what `models.decoder.DecoderLayer` does step by step, sums over a
+// tensor-parallel group included.
+//
+// Each part is a function that Python can also call by itself, with the same arguments, so the results are the same; what
+// is saved is what calls and tensors in between cost, which in a step of few tokens is a fifth of the time. The structures
+// are those of `layers.py`, field by field.
+
+#include "exports.h"
+
+namespace {
+
+template <class Element>
+struct Calls;
+
+#define SPMD_CALLS(name, Element)                                                                                      \
+  template <>                                                                                                          \
+  struct Calls<Element> {                                                                                              \
+    static constexpr auto rms_norm = spmd_rms_norm_##name;                                                             \
+    static constexpr auto add_rms_norm = spmd_add_rms_norm_##name;                                                     \
+    static constexpr auto product = spmd_product_##name;                                                               \
+    static constexpr auto attend_projected = spmd_attend_projected_##name;                                             \
+    SPMD_CALLS_OF_A_GROUP(name)                                                                                        \
+  };
+
+#if defined(__linux__)
+#define SPMD_CALLS_OF_A_GROUP(name) static constexpr auto sum_add_rms_norm = spmd_shared_sum_add_rms_norm_##name;
+#else
+#define SPMD_CALLS_OF_A_GROUP(name)
+#endif
+
+SPMD_CALLS(float32, float)
+SPMD_CALLS(bfloat16, uint16_t)
+
+// Products are packed for the matrix unit. A bias may be null.
+template <class Element>
+struct Layer {
+  const Element *input_norm, *qkv, *qkv_bias, *output, *output_bias, *norm, *gates, *gates_bias, *down, *down_bias;
+  int64_t window;
+};
+
+// Of this rank.
+template <class Element>
+struct Stack {
+  const Layer<Element>* layers;
+  int64_t hidden_size, num_heads, num_kv_heads, head_size, intermediate_size, block_size;
+  float epsilon, scale;
+};
+
+// A group as shared_memory.cpp has it.
+struct Ranks {
+  char* memory;
+  int64_t rank, size, slot_bytes, spin_ns, timeout_ns;
+  const int32_t* processes;
+  int64_t few_elements;
+};
+
+#define SPMD_THE_RANKS                                                                                                 \
+  ranks->memory, ranks->rank, ranks->size, ranks->slot_bytes, ranks->spin_ns, ranks->timeout_ns, ranks->processes,     \
+      ranks->few_elements
+
+// `x`, `projected`, `attended` and `opened` are memory to work in.
+template <class Element>
+struct Step {
+  Element *residual, *x, *projected, *attended, *opened;
+  const Element *cos, *sin;
+  Element* cache;
+  int64_t layer_stride, block_stride;
+  const int64_t* tables;
+  int64_t table_stride;
+  const int64_t *blocks, *offsets, *query_starts, *context_lengths;
+  int64_t num_sequences, num_tokens, num_threads;
+};
+
+template <class Element>
+struct Run {
+  const Stack<Element>& stack;
+  const Step<Element>& step;
+  const Ranks* ranks;  // null: this one is alone
+
+  int64_t num_elements() const { return step.num_tokens * stack.hidden_size; }
+
+  void multiply(
+      const Element* x, int64_t num_inputs, const Element* weight, int64_t num_outputs, const Element* bias, Element* to,
+      bool is_gated = false) const {
+    Calls<Element>::product(
+        x, num_inputs, step.num_tokens, num_inputs, weight, num_outputs, bias, to, is_gated, step.num_threads);
+  }
+
+  // Where this rank's part of the next sum goes, and is until then.
+  Element* part() const {
+#if defined(__linux__)
+    if (ranks != nullptr)
+      if (char* const slot = spmd_shared_next_part(SPMD_THE_RANKS, num_elements() * int64_t(sizeof(Element))))
+        return reinterpret_cast<Element*>(slot);
+#endif
+    return step.x;
+  }
+
+  // The residual stream += the sum of all parts; `normal` is where the norm of it lies then. 0, or what went wrong.
+  int64_t add_and_norm(const Element* weight, Element*& normal) const {
+    normal = step.x;
+    if (ranks == nullptr) {
+      Calls<Element>::add_rms_norm(
+          step.x, stack.hidden_size, step.residual, stack.hidden_size, step.num_tokens, stack.hidden_size, weight,
+          stack.epsilon, step.num_threads);
+      return 0;
+    }
+#if defined(__linux__)
+    if (char* const common = spmd_shared_common_norms(SPMD_THE_RANKS, num_elements(), sizeof(Element)))
+      normal = reinterpret_cast<Element*>(common);
+    return Calls<Element>::sum_add_rms_norm(
+        SPMD_THE_RANKS, part(), step.residual, step.num_tokens, stack.hidden_size, weight, stack.epsilon, step.x);
+#else
+    return -1;
+#endif
+  }
+
+  int64_t layer(int64_t number) const {
+    const Layer<Element>& layer = stack.layers[number];
+    const int64_t hidden = stack.hidden_size, heads_size = stack.num_heads * stack.head_size;
+    const int64_t projected_size = heads_size + 2 * stack.num_kv_heads * stack.head_size;
+    Element* normal = step.x;
+    if (number == 0)
+      Calls<Element>::rms_norm(
+          step.residual, hidden, 0, step.num_tokens, 1, hidden, layer.input_norm, stack.epsilon, step.x,
+          step.num_threads);
+    else if (const int64_t result = add_and_norm(layer.input_norm, normal); result != 0)
+      return result;
+    multiply(normal, hidden, layer.qkv, projected_size, layer.qkv_bias, step.projected);
+    Calls<Element>::attend_projected(
+        step.cache + number * step.layer_stride, step.block_stride, stack.num_kv_heads, stack.head_size,
+        stack.block_size, step.tables, step.table_stride, step.projected, projected_size, stack.num_heads, step.cos,
+        step.sin, step.blocks, step.offsets, step.num_tokens, step.query_starts, step.context_lengths,
+        step.num_sequences, stack.scale, layer.window, step.attended, true, step.num_threads);
+    multiply(step.attended, heads_size, layer.output, hidden, layer.output_bias, part());
+    if (const int64_t result = add_and_norm(layer.norm, normal); result != 0) return result;
+    multiply(normal, hidden, layer.gates, 2 * stack.intermediate_size, layer.gates_bias, step.opened, true);
+    multiply(step.opened, stack.intermediate_size, layer.down, hidden, layer.down_bias, part());
+    return 0;
+  }
+};
+
+template <class Element>
+int64_t run_layers(
+    const Stack<Element>& stack, const Step<Element>& step, const Ranks* ranks, int64_t first, int64_t end) {
+  for (int64_t number = first; number < end; ++number)
+    if (const int64_t result = Run<Element>{stack, step, ranks}.layer(number); result != 0) return result;
+  return 0;
+}
+
+}  // namespace
+
+// Layers `first` up to `end`, of those behind `stack`, in order from one call to the next. Returns 0, or what a call of
+// shared_memory.cpp returned.
+extern "C" int64_t spmd_run_layers_float32(
+    const void* stack, const void* step, const void* ranks, int64_t first, int64_t end) {
+  return run_layers(
+      *static_cast<const Stack<float>*>(stack), *static_cast<const Step<float>*>(step),
+      static_cast<const Ranks*>(ranks), first, end);
+}
+
+extern "C" int64_t spmd_run_layers_bfloat16(
+    const void* stack, const void* step, const void* ranks, int64_t first, int64_t end) {
+  return run_layers(
+      *static_cast<const Stack<uint16_t>*>(stack), *static_cast<const Step<uint16_t>*>(step),
+      static_cast<const Ranks*>(ranks), first, end);
+}

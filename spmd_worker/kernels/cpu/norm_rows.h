@@ -1,0 +1,47 @@
+// The norm of one row, alone or of a sum: computed by itself, in an order that depends on its length alone. Low-precision
+// results are rounded where kernels/reference.py rounds them.
+#pragma once
+
+#include <cmath>
+
+#include "elements.h"
+
+SPMD_INLINE float inverse_root_mean_square(Floats squares, int64_t size, float epsilon) {
+  return 1.0f / std::sqrt(sum_of_lanes(squares) / float(size) + epsilon);
+}
+
+// `squares`: of the row's elements, summed by lane.
+template <class Element>
+SPMD_INLINE void scale_row(
+    const Element* row, int64_t size, Floats squares, const Element* weight, float epsilon, Element* to) {
+  const Floats factor = broadcast(inverse_root_mean_square(squares, size, epsilon));
+  for (int64_t place = 0; place < size; place += kLanes) {
+    const int64_t count = size - place;
+    const Floats normal = as_kept<Element>(load_some(row + place, count) * factor);
+    store_some(to + place, normal * load_some(weight + place, count), count);
+  }
+}
+
+template <class Element>
+SPMD_INLINE void norm_row(const Element* row, int64_t size, const Element* weight, float epsilon, Element* to) {
+  Floats squares = Floats{};
+  for (int64_t place = 0; place < size; place += kLanes) {
+    const Floats x = load_some(row + place, size - place);
+    squares = fused(x, x, squares);
+  }
+  scale_row(row, size, squares, weight, epsilon, to);
+}
+
+// residual += x, and `to` is the norm of that. `x_at(place, count)` are the elements of x from a place on, as floats.
+template <class Element, class Elements>
+SPMD_INLINE void add_and_norm_row(
+    Elements x_at, Element* residual, int64_t size, const Element* weight, float epsilon, Element* to) {
+  Floats squares = Floats{};
+  for (int64_t place = 0; place < size; place += kLanes) {
+    const int64_t count = size - place;
+    const Floats total = as_kept<Element>(x_at(place, count) + load_some(residual + place, count));
+    store_some(residual + place, total, count);
+    squares = fused(total, total, squares);
+  }
+  scale_row(residual, size, squares, weight, epsilon, to);
+}

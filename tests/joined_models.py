@@ -1,0 +1,90 @@
+"""Small models with random weights whose layers the compiled library can join, on one rank of a group.
+
+Knows how a worker builds and packs. Knows nothing of torchrun or of what is compared.
+"""
+
+from dataclasses import replace
+
+import torch
+from native_libraries import NATIVE, library_for
+from our_model import BLOCK_SIZE, prompt_logits
+
+from spmd_worker.attention.backend import AttentionBackend
+from spmd_worker.attention.cpu import CpuBackend
+from spmd_worker.kernels.cpu.native import CpuKernels
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.model_shape import ModelShape, RopeParameters
+from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.models.registry import build_model
+from spmd_worker.parallel.layout import Stage
+from spmd_worker.parallel.process_group import GroupHandle, single_group
+
+PLAIN = ModelShape(
+    architecture="LlamaForCausalLM",
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=256,
+    rope=RopeParameters(rope_theta=10000.0),
+    has_tied_embeddings=False,
+    has_qkv_bias=False,
+    has_output_bias=False,
+    has_mlp_bias=False,
+    has_qk_norm=False,
+    sliding_windows=(0, 0, 0),
+    dtype="float32",
+    eos_token_ids=(),
+)
+SHAPES = {
+    "plain": PLAIN,
+    "biased": replace(PLAIN, has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True),
+    "windows": replace(PLAIN, sliding_windows=(0, 20, 33), has_qkv_bias=True),
+    "wide heads": replace(PLAIN, head_size=32, num_heads=2, num_kv_heads=2, has_tied_embeddings=True),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def new_model(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    group: GroupHandle | None = None,
+    stage: Stage | None = None,
+    instruction_set: str = NATIVE,
+    backend: AttentionBackend | None = None,
+) -> DecoderForCausalLM:
+    """Packed; each rank of a group has other weights."""
+    library = library_for(instruction_set)
+    group = group or single_group()
+    backend = backend or CpuBackend(library, dtype, shape.head_size, BLOCK_SIZE)
+    context = LayerContext(group, CpuKernels(library), backend, dtype, torch.device("cpu"))
+    model = build_model(context, shape, stage)
+    generator = torch.Generator().manual_seed(11 + group.rank)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.ndim == 1))
+    model.pack_weights()
+    return model
+
+
+def joined_and_one_by_one(
+    model: DecoderForCausalLM, prompts: list[list[int]], chunk: int | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits of both ways; the model is as it was afterwards."""
+    stack = model.model
+    joined = stack.joined_layers
+    assert joined is not None, "the layers of this model can be joined"
+    together = prompt_logits(model, prompts, chunk)
+    stack.joined_layers = None
+    apart = prompt_logits(model, prompts, chunk)
+    stack.joined_layers = joined
+    return together, apart
+
+
+def are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    """Bit for bit, and numbers; ids that a rank does not own have minus infinity."""
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(one, other) and not bool(one.isnan().any()) for one, other in pairs)

@@ -1,0 +1,180 @@
+"""All layers in one call give what they give one by one, bit for bit, on one rank and on ranks that share memory.
+
+Where there is no matrix unit nothing is joined, and nothing is to be compared.
+"""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
+from native_libraries import NATIVE, WITHOUT_UNIT, library_for
+from our_model import prompt_logits
+from reference_models import random_prompt
+
+from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.kernels.cpu import layers
+from spmd_worker.model_shape import ModelShape
+from spmd_worker.parallel.layout import Stage
+from spmd_worker.parallel.process_group import GroupHandle
+
+LIMIT_S = 120.0
+PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
+
+with_unit = pytest.mark.skipif(not library_for(NATIVE).has_matrix_unit, reason="there is no matrix unit")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+@with_unit
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@each_dtype
+def test_joined_layers_give_the_same_bits(dtype: torch.dtype, shape: ModelShape, chunk: int | None):
+    assert are_equal(*joined_and_one_by_one(new_model(shape, dtype), PROMPTS, chunk))
+
+
+@with_unit
+@pytest.mark.parametrize("tokens_a_call", [1, 300])
+def test_several_calls_go_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch, tokens_a_call: int):
+    monkeypatch.setattr(layers, "_TOKENS_A_CALL", tokens_a_call)
+    assert are_equal(*joined_and_one_by_one(new_model(PLAIN, torch.bfloat16), PROMPTS))
+
+
+@with_unit
+@each_dtype
+def test_a_stage_in_the_middle_gives_the_same_residual_stream(dtype: torch.dtype):
+    model = new_model(PLAIN, dtype, stage=Stage(1, 3, is_first=False, is_last=False))
+    stack, backend = model.model, model.model.layers[0].self_attn._backend
+    incoming = torch.randn(20, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    metadata = AttentionMetadata(
+        query_starts=(0, 20),
+        context_lengths=(20,),
+        block_tables=torch.tensor([[1, 0]]),
+        token_blocks=torch.tensor([1] * 16 + [0] * 4),
+        token_offsets=torch.arange(20) % 16,
+    )
+    positions = torch.arange(20)
+    results = []
+    for joined in (stack.joined_layers, None):
+        stack.joined_layers = joined
+        cache = torch.full((2, 2, *backend.block_shape(2, 16, 16)), torch.nan, dtype=dtype)
+        results.append(stack(positions, positions, positions, cache, metadata, incoming.clone()))
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)
+
+
+def _other_order(stack: Any) -> None:
+    stack.layers = torch.nn.ModuleList(reversed(list(stack.layers)))
+
+
+def _other_window(stack: Any) -> None:
+    stack.layers[1].self_attn.window = 5
+
+
+def _other_bias(stack: Any) -> None:
+    stack.layers[2].mlp.down_proj.bias.add_(0.5)
+
+
+@with_unit
+@pytest.mark.parametrize("change", [_other_order, _other_window, _other_bias])
+def test_the_comparison_sees_layers_that_were_joined_otherwise(change: Any):
+    """What was joined keeps what it was joined with, except that a bias is where it was."""
+    model = new_model(SHAPES["biased"], torch.float32)
+    model.model.join_layers()
+    joined = model.model.joined_layers
+    bias = model.model.layers[2].mlp.down_proj.bias
+    model.model.layers[2].mlp.down_proj.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)
+    change(model.model)
+    model.model.joined_layers = joined
+    assert not are_equal(*joined_and_one_by_one(model, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("why", "shape", "arguments"),
+    [
+        ("a norm of queries and keys", replace(PLAIN, has_qk_norm=True), {}),
+        ("no matrix unit", PLAIN, {"instruction_set": WITHOUT_UNIT}),
+        ("a product that does not fit the unit", replace(PLAIN, intermediate_size=104), {}),
+        ("another attention", PLAIN, {"backend": SdpaBackend()}),
+        ("a group without shared memory", PLAIN, {"group": GroupHandle((0, 1), 0, None)}),
+    ],
+)
+def test_where_layers_cannot_be_joined_they_run_one_by_one(why: str, shape: ModelShape, arguments: dict[str, Any]):
+    assert new_model(shape, torch.bfloat16, **arguments).model.joined_layers is None, why
+
+
+@with_unit
+def test_a_cache_that_does_not_fit_is_refused():
+    model = new_model(PLAIN, torch.float32)
+    model.model.layers[0].self_attn.num_kv_heads = 1  # the cache is made for this many
+    with pytest.raises(AssertionError):
+        prompt_logits(model, PROMPTS)
+
+
+SOURCE = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import torch, torch.distributed as dist
+    from joined_models import DTYPES, SHAPES, are_equal, joined_and_one_by_one, new_model
+    from reference_models import random_prompt
+    from spmd_worker.kernels.cpu import layers, shared_memory
+    from spmd_worker.kernels.cpu.shared_memory import share_memory
+    from spmd_worker.parallel.process_group import GroupHandle
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    prompts = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
+    plant = sys.argv[2]
+    for slot_bytes, few in ((1 << 16, 1), (1 << 16, 1 << 30), (1 << 12, 1 << 8), (1 << 16, 3000)):
+        shared_memory.SLOT_BYTES, shared_memory._FEW_ELEMENTS = slot_bytes, few
+        group = share_memory(GroupHandle(tuple(range(size)), rank, dist.group.WORLD), 30.0)
+        assert group.fast is not None
+        for name, shape in SHAPES.items():
+            for dtype in DTYPES.values():
+                model = new_model(shape, dtype, group)
+                if plant == "a bias on every rank":
+                    for layer in model.model.layers:
+                        layer.self_attn.o_proj.__class__.own_bias = property(lambda self: self.bias)
+                    model.model.join_layers()
+                    for layer in model.model.layers:
+                        layer.self_attn.o_proj.__class__.own_bias = property(
+                            lambda self: self.bias if self._group.rank == 0 else None
+                        )
+                for chunk in (None, 7):
+                    together, apart = joined_and_one_by_one(model, prompts, chunk)
+                    if not are_equal(together, apart):
+                        print(f"rank {rank}: {name} {dtype} {slot_bytes} {few} {chunk} differ", flush=True)
+        dist.barrier()
+        group.fast.close()
+    print(f"rank {rank} compared all", flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    import os
+    os._exit(0)
+"""
+
+
+def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
+    return ranks.run_ranks(SOURCE, 2, LIMIT_S, arguments=[ranks.REPOSITORY / "tests", plant])
+
+
+@with_unit
+def test_two_ranks_that_share_memory_get_the_same_bits():
+    """Whether rows of sums are shared out or not, and whether parts fit into a slot or take several rounds."""
+    done = compare_on_ranks("nothing")
+    assert done.returncode == 0, done.output
+    assert "differ" not in done.stdout, done.stdout
+    assert sorted(re.findall(r"rank \d compared all", done.stdout)) == ["rank 0 compared all", "rank 1 compared all"]
+
+
+@with_unit
+@pytest.mark.slow
+def test_the_comparison_on_ranks_sees_a_bias_that_is_added_twice():
+    done = compare_on_ranks("a bias on every rank")
+    assert done.returncode == 0, done.output
+    found = set(re.findall(r"rank \d: ([a-z ]+) torch", done.stdout))
+    assert found == {"biased"}, done.stdout
