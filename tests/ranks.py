@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+STARTER = str(Path(__file__).with_name("rank_starter.py"))
 TOKEN_VARIABLE = "TESTS_RANKS_TOKEN"
 GRACE_S = 3.0
 STACKS_S = 0.5
@@ -90,12 +91,31 @@ def run_ranks(
     arguments: Sequence[str | Path] = (),
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    *,
+    under_torchrun: bool = False,
 ) -> CompletedRanks:
-    """Run `source`, the text of a script (indented as it stands in the test), on `nproc` ranks. See `run_torchrun`."""
+    """Run `source`, the text of a script (indented as it stands in the test), on `nproc` ranks. See `run_torchrun`.
+
+    Unless it is to be `under_torchrun`, a launcher starts them that takes half the time (`rank_starter.py`). The store
+    of such a world is the first rank's and goes with it: a script that starts one world after another needs torchrun.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         script = Path(folder) / "ranks_script.py"
         script.write_text(textwrap.dedent(source), encoding="utf-8")
-        return run_torchrun([script, *arguments], nproc, timeout_s, env, cwd)
+        if under_torchrun:
+            return run_torchrun([script, *arguments], nproc, timeout_s, env, cwd)
+        return run_started([script, *arguments], nproc, timeout_s, env, cwd)
+
+
+def run_started(
+    command: Sequence[str | Path],
+    nproc: int,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> CompletedRanks:
+    """As `run_torchrun`, by a launcher that takes half the time: a script and its arguments."""
+    return run_command([sys.executable, STARTER, str(nproc), *map(str, command)], timeout_s, env, cwd)
 
 
 def run_command(

@@ -62,10 +62,10 @@ def num_kept(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("numbers", "exit_codes"),
     [
-        ([signal.SIGTERM], [143]),
-        ([signal.SIGUSR1], [138]),
+        pytest.param([signal.SIGTERM], [143], marks=pytest.mark.slow),
+        pytest.param([signal.SIGUSR1], [138], marks=pytest.mark.slow),
         ([signal.SIGINT], [1]),
-        ([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130]),
+        pytest.param([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130], marks=pytest.mark.slow),
     ],
     ids=["SIGTERM", "SIGUSR1", "Ctrl-C", "Ctrl-C thrice"],
 )
@@ -97,6 +97,7 @@ def test_a_job_that_is_killed_keeps_nothing_without_commits(tmp_path: Path):
     assert num_kept(tmp_path) == 0
 
 
+@pytest.mark.slow
 def test_ranks_that_are_warned_keep_what_is_finished(tmp_path: Path, expected: bytes):
     write_rows(tmp_path)
     # Few at once, so that the job lives until it is warned.
@@ -112,6 +113,7 @@ def test_ranks_that_are_warned_keep_what_is_finished(tmp_path: Path, expected: b
     assert (tmp_path / "out.jsonl").read_bytes() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_with_max_restarts_a_killed_rank_is_no_end_and_the_job_resumes_by_itself(
     tmp_path: Path, expected: bytes, victim: int

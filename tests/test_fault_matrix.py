@@ -49,7 +49,7 @@ WORDS = {
 SILENT = ("SIGSTOP", "hang in forward", "endless loop in forward")
 """Faults that are none until the timeout."""
 
-FEW = [("SIGKILL", 0), ("SIGSTOP", 1)]
+FEW = [("SIGKILL", 0), pytest.param("SIGSTOP", 1, marks=pytest.mark.slow)]
 FIGURES: dict[tuple[str, int], list[float]] = {}
 """Seconds from the fault to the end of all, by fault and number of ranks."""
 
@@ -67,6 +67,7 @@ def test_a_fault_of_one_rank_ends_both_with_the_culprit_named(tmp_path: Path, fa
     break_a_rank(tmp_path, fault, 2, victim, SURE_S)
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Path):
     with started(tmp_path, "full disk", 2) as (launcher, token):
         wait_until(lambda: len((tmp_path / "run" / "steps.csv").read_bytes().splitlines()) > 20, 60.0)

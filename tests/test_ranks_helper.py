@@ -10,8 +10,11 @@ import ranks
 # torchrun imports torch before it starts a rank, which takes long where cores are shared.
 START_S = 60.0
 
+either_launcher = pytest.mark.parametrize("under_torchrun", [True, False], ids=["torchrun", "ours"])
 
-def test_every_rank_runs_and_its_output_is_captured():
+
+@either_launcher
+def test_every_rank_runs_and_its_output_is_captured(under_torchrun: bool):
     done = ranks.run_ranks(
         """
         import os, sys
@@ -22,6 +25,7 @@ def test_every_rank_runs_and_its_output_is_captured():
         nproc=2,
         timeout_s=START_S,
         arguments=["words"],
+        under_torchrun=under_torchrun,
     )
     assert done.returncode == 0, done.output
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 got words", "rank 1 of 2 got words"]
@@ -35,9 +39,15 @@ def test_ranks_import_the_repository_and_the_helpers_of_tests_from_any_folder(tm
     assert done.stdout.strip() == str(ranks.REPOSITORY / "spmd_worker" / "sequence" / "__init__.py")
 
 
-def test_a_failing_rank_fails_the_run_and_its_last_words_are_kept():
-    source = "import os, sys\nsys.exit('rank 1 gives up' if os.environ['RANK'] == '1' else 0)"
-    done = ranks.run_ranks(source, nproc=2, timeout_s=START_S)
+@either_launcher
+def test_a_failing_rank_fails_the_run_ends_the_others_and_its_last_words_are_kept(under_torchrun: bool):
+    source = """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            sys.exit("rank 1 gives up")
+        time.sleep(600)
+        """
+    done = ranks.run_ranks(source, nproc=2, timeout_s=START_S, under_torchrun=under_torchrun)
     assert done.returncode == 1, done.output
     assert "rank 1 gives up" in done.stderr
 
@@ -67,7 +77,7 @@ def test_hanging_ranks_are_killed_in_time_say_where_they_hung_and_leave_nothing(
         """
     started = time.monotonic()
     with pytest.raises(ranks.RanksTimedOut) as refusal:
-        ranks.run_ranks(source, nproc=2, timeout_s=10)
+        ranks.run_ranks(source, nproc=2, timeout_s=5)
     assert time.monotonic() - started < 20
     pids = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
     assert [pid for pid in pids if _is_running(pid)] == []

@@ -93,7 +93,7 @@ def run_on_ranks(folder: Path, num_ranks: int, *settings: str) -> ranks.Complete
     write_inputs(folder)
     jobs = {job: [*overrides_of(folder, job), *settings] for job in JOBS_OF_INPUTS}
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    done = ranks.run_ranks(JOBS, num_ranks, timeout_s=240, arguments=[CONF, folder / "jobs.json"])
+    done = ranks.run_ranks(JOBS, num_ranks, timeout_s=240, arguments=[CONF, folder / "jobs.json"], under_torchrun=True)
     assert done.returncode == 0, done.output
     return done
 
@@ -175,7 +175,7 @@ sys.exit(launch.main(arguments))
     ("fault", "culprit"),
     [
         pytest.param("raise", 1, id="replica-1-raises"),
-        pytest.param("kill", 1, id="replica-1-is-killed"),
+        pytest.param("kill", 1, id="replica-1-is-killed", marks=pytest.mark.slow),
         pytest.param("raise", 0, id="rank-0-raises", marks=pytest.mark.slow),
         pytest.param("kill", 0, id="rank-0-is-killed", marks=pytest.mark.slow),
     ],

@@ -13,13 +13,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ranks
 from bad_rows import BAD_ROWS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-NUM_ROWS = 10_000
 LIMIT_S = 240.0
 SEED = int(os.environ.get("SPMD_WORKER_FUZZ_SEED", "1"))
 
@@ -140,15 +140,16 @@ def hypothetical(count: int) -> list[bytes]:
     return rows
 
 
-def test_ten_thousand_fuzzed_rows_get_one_object_each_in_order_and_the_job_ends_well(tmp_path: Path):
+@pytest.mark.parametrize("num_rows", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_fuzzed_rows_get_one_object_each_in_order_and_the_job_ends_well(tmp_path: Path, num_rows: int):
     chance = random.Random(SEED)
-    lines = hypothetical(2000)
+    lines = hypothetical(num_rows // 5)
     lines += [make(number).encode() for number, make in enumerate(BAD_ROWS)]
-    while len(lines) < NUM_ROWS:
+    while len(lines) < num_rows:
         lines.append(chance.choice((structured, structured, mangled))(chance))
     # A row is a line that is not blank.
     lines = [line.replace(b"\n", b" ") for line in lines]
-    lines = [line if line.strip(b" \t\r") else b"{}" for line in lines[:NUM_ROWS]]
+    lines = [line if line.strip(b" \t\r") else b"{}" for line in lines[:num_rows]]
     chance.shuffle(lines)
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
     command = [
@@ -166,7 +167,7 @@ def test_ten_thousand_fuzzed_rows_get_one_object_each_in_order_and_the_job_ends_
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     answers = (tmp_path / "out.jsonl").read_bytes().splitlines()
-    assert len(answers) == NUM_ROWS
+    assert len(answers) == num_rows
     codes: Counter[str] = Counter()
     for index, (line, answer) in enumerate(zip(lines, answers, strict=True)):
         value = json.loads(answer)
@@ -174,6 +175,6 @@ def test_ten_thousand_fuzzed_rows_get_one_object_each_in_order_and_the_job_ends_
         assert value["index"] == index if is_plain else value["id"] == f"batch-{index}", (line, answer)
         assert (value["error"] is None) == bool(value.get("outputs") or value.get("response")), (line, answer)
         codes[value["error"]["code"] if value["error"] else "well"] += 1
-    assert codes["well"] > 500, codes
+    assert codes["well"] > num_rows // 20, codes
     assert len(codes) > 15, codes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.run", "rows.jsonl"]

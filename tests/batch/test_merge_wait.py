@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import ranks
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -46,6 +47,7 @@ def run(folder: Path, when: str) -> ranks.CompletedRanks:
     return ranks.run_ranks(JOB, 2, timeout_s=100, arguments=arguments)
 
 
+@pytest.mark.slow
 def test_no_rank_waits_for_an_output_that_takes_longer_than_the_timeout(tmp_path: Path):
     done = run(tmp_path, "in the merge")
     assert done.returncode == 0, done.output
@@ -53,6 +55,7 @@ def test_no_rank_waits_for_an_output_that_takes_longer_than_the_timeout(tmp_path
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_kept_waiting_as_long_fails(tmp_path: Path):
     """The control."""
     done = run(tmp_path, "while others wait")

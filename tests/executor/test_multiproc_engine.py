@@ -85,6 +85,7 @@ def test_each_process_has_half_of_the_model_and_its_errors_have_its_rank(two: LL
         two.collective_rpc("get_model")
 
 
+@pytest.mark.slow
 def test_the_world_shrinks_and_grows_and_the_tokens_stay(alone: list[list[RequestOutput]]):
     with LLM(MODEL, **KEYS, tensor_parallel_size=2, distributed_executor_backend="multiproc") as llm:
         executor = llm.llm_engine.executor

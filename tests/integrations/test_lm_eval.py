@@ -172,6 +172,7 @@ def test_three_tasks_score_as_with_the_harness_own_model(folder: Path, tasks: Pa
     assert found["results"]["local_sums"]["exact_match,none"] == reference["results"]["local_sums"]["exact_match,none"]
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_another_model(folder: Path, tasks: Path, reference: dict):
     """The control: with a shorter window the long text scores otherwise."""
     found = evaluate(folder / "short", tasks, "spmd_worker", arguments(num_blocks=64, max_length=100))

@@ -126,6 +126,7 @@ def test_divergence_goes_unnoticed_without_digests(two_ranks, tmp_path, name):
     assert not list(tmp_path.rglob("records.*"))
 
 
+@pytest.mark.slow
 def test_divergence_by_a_dropped_message_hangs_into_the_timeout_where_messages_are_not_numbered(two_ranks, tmp_path):
     job = run(two_ranks, "dropped_message_unnumbered", tmp_path, "executor.timeout_s=4")
     assert job.exit_codes == (1, 1), job.output
@@ -176,6 +177,7 @@ def test_divergence_under_torchrun_lets_four_ranks_exit_70_by_themselves(tmp_pat
     check_torchrun(name, tmp_path, 4)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_a_collective_ends_soon_after_the_launcher_wants_it_to():
     """No handler of Python's runs while native code waits; without a reason to report it leaves with the signal's."""
     source = """
@@ -193,7 +195,7 @@ def test_a_rank_that_hangs_in_a_collective_ends_soon_after_the_launcher_wants_it
             dist.all_reduce(torch.ones(1), group=hanging)
         time.sleep(60)
     """
-    done = ranks.run_ranks(source, 3, 60.0)
+    done = ranks.run_ranks(source, 3, 60.0, under_torchrun=True)
     assert done.wall_s < 25, done.output
     assert sorted(re.findall(r"exitcode +: (\S+) ", done.stderr)) == ["143", "143", "3"], done.output
 
@@ -274,7 +276,7 @@ def check_torchrun(name: str, folder: Path, num_ranks: int) -> None:
         os._exit(exit_code)
     """
     path = os.pathsep.join(map(str, (PLANTS.parent, ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
-    done = ranks.run_ranks(source, num_ranks, 60.0, [name, folder], env={"PYTHONPATH": path})
+    done = ranks.run_ranks(source, num_ranks, 60.0, [name, folder], env={"PYTHONPATH": path}, under_torchrun=True)
     assert done.returncode == 1, done.output
     assert len(re.findall(r"exitcode +: 70 ", done.stderr)) == num_ranks, done.output
     assert "exitcode  : -15" not in done.stderr, done.output

@@ -71,9 +71,8 @@ def answers_of_two_ranks(tmp_path: Path) -> list[dict[str, Any]]:
         "kinds": CROWDED,
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(
-        SCRIPT, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path], env={"SPMD_WORKER_CHECK": "1"}
-    )
+    arguments, env = [tmp_path / "job.json", tmp_path], {"SPMD_WORKER_CHECK": "1"}
+    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments, env=env, under_torchrun=True)
     assert done.returncode == 0, done.output
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 

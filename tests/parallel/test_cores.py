@@ -160,6 +160,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_under_torchrun_ranks_have_their_cores_unless_the_user_said_otherwise(script: str):
     num_cores = len(os.sched_getaffinity(0))
     lines = lines_of([script])

@@ -120,7 +120,9 @@ def reports_of(size: int, tmp_path: Path, *, culprit: int, **sizes: int) -> list
         "culprit": culprit,
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(ANSWERS, size, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
+    done = ranks.run_ranks(
+        ANSWERS, size, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path], under_torchrun=True
+    )
     assert done.returncode == 0, done.output
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
 
@@ -195,6 +197,7 @@ def test_two_replicas_give_one_ranks_answers(tmp_path: Path, alone: dict[str, An
     check_failure(reports, ("rank 1 (replica 1) raised ValueError: no more",), range(1, 2))
 
 
+@pytest.mark.slow
 def test_three_replicas_give_one_ranks_answers_also_for_four_rows(tmp_path: Path, alone: dict[str, Any]):
     reports = reports_of(3, tmp_path, culprit=0, data_parallel_size=3)
     check(reports, alone, 3, tolerance=0.0)
@@ -233,7 +236,9 @@ with LLM(folder, data_parallel_size=2, **settings) as llm:
 @pytest.mark.slow
 def test_a_world_twice_as_large_has_two_engines_with_replicas_and_prompts_of_their_own(tmp_path: Path):
     folder = checkpoint_folder("llama3")
-    done = ranks.run_ranks(SEVERAL, 4, timeout_s=120, arguments=[folder, json.dumps(SETTINGS), tmp_path])
+    done = ranks.run_ranks(
+        SEVERAL, 4, timeout_s=120, arguments=[folder, json.dumps(SETTINGS), tmp_path], under_torchrun=True
+    )
     assert done.returncode == 0, done.output
     answers = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert answers[0] == answers[1]

@@ -1,6 +1,8 @@
 """Under torchrun: the stages of a pipeline compute at the same time, and a job says how much of it they did."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,17 +56,26 @@ def overlap_share(folder: Path) -> float:
     return overlap_us(spans) / min(busy_us(spans, 0), busy_us(spans, 1))
 
 
+def two_cores_are_free() -> bool:
+    """Whether two processes get a core each, or nearly: they count what time they have while a second passes."""
+    count = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+    started = [subprocess.Popen([sys.executable, "-c", count], stdout=subprocess.PIPE) for _ in range(2)]
+    return all(float(each.communicate(timeout=30)[0]) > 0.8 for each in started)
+
+
 def test_both_stages_compute_at_once_and_the_job_says_for_how_long(tmp_path: Path, model: str):
     shares_at_once = []
     # Where others use the cores, stages cannot compute at once: one quiet moment will do.
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        done = ranks.run_torchrun([ranks.REPOSITORY / "launch.py", *job(folder, model)], 2, timeout_s=60)
+        done = ranks.run_started([ranks.REPOSITORY / "launch.py", *job(folder, model)], 2, timeout_s=60)
         assert done.returncode == 0, done.output
         shares_at_once.append(overlap_share(folder))
         if shares_at_once[-1] > 0.3:
             break
+    if shares_at_once[-1] <= 0.3 and not two_cores_are_free():
+        pytest.skip("others use the cores, so stages cannot compute at once")
     assert shares_at_once[-1] > 0.3, shares_at_once
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
     assert [(each["replica"], each["stage"]) for each in metrics["stages"]] == [(0, 0), (0, 1)]
@@ -74,6 +85,7 @@ def test_both_stages_compute_at_once_and_the_job_says_for_how_long(tmp_path: Pat
     assert f"stages busy               {shares[0]:.0%}, {shares[1]:.0%}" in done.stderr
 
 
+@pytest.mark.slow
 def test_with_one_step_under_way_stages_take_turns(tmp_path: Path, model: str):
     """Negative control: only what is prepared before the stage before has sent anything overlaps."""
     done = ranks.run_ranks(ONE_AT_A_TIME, 2, timeout_s=60, arguments=job(tmp_path, model))

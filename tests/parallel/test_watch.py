@@ -124,7 +124,7 @@ print(f"rank {{rank}} goes on", flush=True)
 
 
 def test_a_users_script_hears_which_rank_raised_and_lives_on():
-    done = ranks.run_ranks(USERS_SCRIPT, 2, 90.0, ["raises"])
+    done = ranks.run_ranks(USERS_SCRIPT, 2, 90.0, ["raises"], under_torchrun=True)
     assert done.returncode == 0, done.output
     assert re.search(r"rank 0 caught RankFailedError in .* s: rank 1 raised ValueError at step 3: planted", done.stdout)
     assert re.search(r"rank 1 caught ValueError in .* s: planted", done.stdout)

@@ -18,6 +18,7 @@ def bench(monkeypatch: pytest.MonkeyPatch):
     return import_module("bench_cache")
 
 
+@pytest.mark.slow
 def test_it_prints_a_row_for_each_state_and_operation_and_ends_in_one_json_line(bench, capsys):
     assert bench.main(["--blocks", "1000,2000", "--rounds", "20"]) in (0, 1)
     *rows, last = capsys.readouterr().out.splitlines()

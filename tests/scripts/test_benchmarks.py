@@ -38,20 +38,27 @@ def test_throughput_has_its_parts_its_floor_and_the_ids(rows: Path, tmp_path: Pa
     assert (figures["rows"], figures["error_rows"], figures["output_tokens"], figures["ranks"]) == (7, 1, 30, 1)
     assert [len(ids) for ids in json.loads((tmp_path / "ids.json").read_text())] == [5] * 6 + [0]
     parts = figures["ms_a_step"]
-    assert sum(parts.values()) * figures["steps"] / 1000 == pytest.approx(figures["split_generate_s"], rel=0.02)
+    assert sum(parts.values()) * figures["steps"] / 1000 == pytest.approx(
+        figures["split_generate_s"], rel=0.02, abs=1e-3
+    )
     for part in ("linear", "attention", "other kernels", "sample", "schedule", "lockstep"):
         assert parts[part] > 0, part
     assert 0 < figures["floor_s"] < figures["split_generate_s"]
-    assert figures["floor_ratio"] == pytest.approx(figures["generate_s"] / figures["floor_s"], rel=0.02)
+    assert figures["floor_ratio"] == pytest.approx(figures["generate_s"] / figures["floor_s"], rel=0.1)
+    beside = figures["beside_model"]
+    assert (beside["sequences"], beside["steps"]) == (6, 4)
+    assert 0 < beside["median_ms"] <= beside["p90_ms"] < 1000 * figures["split_generate_s"] / figures["steps"]
     assert figures["job_s"] > figures["generate_s"]
 
 
+@pytest.mark.slow
 def test_throughput_says_what_the_job_says_when_it_fails(rows: Path):
     done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--no-split", "job.max_error_rows=0")
     assert done.returncode != 0
     assert "1 error rows are more than job.max_error_rows=0" in done.stderr
 
 
+@pytest.mark.slow
 def test_journal_compares_pairs_of_runs_with_equal_outputs(rows: Path):
     done = run("bench_journal.py", MODEL, rows, *SETTINGS, "--pairs", "1")
     assert done.returncode == 0, done.stderr
