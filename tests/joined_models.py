@@ -6,7 +6,7 @@ Knows how a worker builds and packs. Knows nothing of torchrun or of what is com
 from dataclasses import replace
 
 import torch
-from native_libraries import NATIVE, library_for
+from native_libraries import WITH_UNIT, library_for
 from our_model import BLOCK_SIZE, prompt_logits
 
 from spmd_worker.attention.backend import AttentionBackend
@@ -54,7 +54,7 @@ def new_model(
     dtype: torch.dtype,
     group: GroupHandle | None = None,
     stage: Stage | None = None,
-    instruction_set: str = NATIVE,
+    instruction_set: str = WITH_UNIT,
     backend: AttentionBackend | None = None,
 ) -> DecoderForCausalLM:
     """Packed; each rank of a group has other weights."""

@@ -1,18 +1,45 @@
-"""The compiled kernels for each instruction set that this machine runs, the matrix unit used and not used.
+"""The compiled kernels for each instruction set that this machine runs, with the matrix unit, without it and emulated.
 
 Knows names of instruction sets. Knows nothing of what is tested.
 """
 
 import dataclasses
+import functools
 import platform
 from pathlib import Path
 
 import pytest
 
-from spmd_worker.kernels.cpu.library import NativeLibrary, native_library
+from spmd_worker.kernels.cpu import build
+from spmd_worker.kernels.cpu.library import NativeLibrary, load, native_library
 
 NATIVE = "native"
 WITHOUT_UNIT = "native without matrix unit"
+EMULATED = "native with an emulated matrix unit"
+EMULATE = "-DSPMD_EMULATED_UNIT"
+
+
+@functools.cache
+def native() -> NativeLibrary:
+    """The library as it is used on this machine."""
+    library = native_library(NATIVE)
+    assert isinstance(library, NativeLibrary), library
+    return library
+
+
+@functools.cache
+def emulated(architecture: str = NATIVE) -> NativeLibrary:
+    """The same sources with the unit's instructions written out in C++. Kept on disk as the others are."""
+    flags = build._FLAGS
+    build._FLAGS = (*flags, EMULATE)
+    try:
+        built = build.build(architecture)
+    finally:
+        build._FLAGS = flags
+    assert isinstance(built, build.Built), built
+    library = load(built)
+    assert isinstance(library, NativeLibrary), library
+    return library
 
 
 def _portable() -> tuple[str, ...]:
@@ -23,15 +50,26 @@ def _portable() -> tuple[str, ...]:
     return ("x86-64-v3", "x86-64-v2") if has_avx2 else ("x86-64-v2",)
 
 
-INSTRUCTION_SETS = (NATIVE, WITHOUT_UNIT, *_portable())
+HAS_UNIT = native().has_matrix_unit
+WITH_UNIT = NATIVE if HAS_UNIT else EMULATED
+"""In which the unit's kernels run on this machine, by the processor or emulated."""
+# Where the processor has no unit, the native library is the one without it.
+INSTRUCTION_SETS = (NATIVE, WITHOUT_UNIT, EMULATED, *_portable()) if HAS_UNIT else (NATIVE, EMULATED, *_portable())
+needs_avx512 = pytest.mark.skipif(
+    not emulated().has_matrix_unit, reason="the unit's kernels are made of AVX-512 too, which is not here"
+)
 each_library = pytest.mark.parametrize(
     "instruction_set",
-    [pytest.param(name, marks=[] if NATIVE in name else pytest.mark.slow) for name in INSTRUCTION_SETS],
+    [pytest.param(name, marks=[] if NATIVE in name else pytest.mark.matrix) for name in INSTRUCTION_SETS],
 )
 
 
 def library_for(instruction_set: str) -> NativeLibrary:
     """Built at the first call."""
-    library = native_library(NATIVE if instruction_set == WITHOUT_UNIT else instruction_set)
+    if instruction_set == EMULATED:
+        return emulated()
+    if instruction_set == WITHOUT_UNIT:
+        return dataclasses.replace(native(), has_matrix_unit=False)
+    library = native_library(instruction_set)
     assert isinstance(library, NativeLibrary), library
-    return dataclasses.replace(library, has_matrix_unit=False) if instruction_set == WITHOUT_UNIT else library
+    return library

@@ -1,6 +1,6 @@
 """All layers in one call give what they give one by one, bit for bit, on one rank and on ranks that share memory.
 
-Where there is no matrix unit nothing is joined, and nothing is to be compared.
+Layers are joined where there is a matrix unit; where the processor has none it is emulated.
 """
 
 import re
@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
-from native_libraries import NATIVE, WITHOUT_UNIT, library_for
+from native_libraries import WITHOUT_UNIT, needs_avx512
 from our_model import prompt_logits
 from reference_models import random_prompt
 
@@ -25,11 +25,10 @@ from spmd_worker.parallel.process_group import GroupHandle
 LIMIT_S = 120.0
 PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
 
-with_unit = pytest.mark.skipif(not library_for(NATIVE).has_matrix_unit, reason="there is no matrix unit")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
-@with_unit
+@needs_avx512
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @each_dtype
@@ -37,14 +36,14 @@ def test_joined_layers_give_the_same_bits(dtype: torch.dtype, shape: ModelShape,
     assert are_equal(*joined_and_one_by_one(new_model(shape, dtype), PROMPTS, chunk))
 
 
-@with_unit
+@needs_avx512
 @pytest.mark.parametrize("tokens_a_call", [1, 300])
 def test_several_calls_go_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch, tokens_a_call: int):
     monkeypatch.setattr(layers, "_TOKENS_A_CALL", tokens_a_call)
     assert are_equal(*joined_and_one_by_one(new_model(PLAIN, torch.bfloat16), PROMPTS))
 
 
-@with_unit
+@needs_avx512
 @each_dtype
 def test_a_stage_in_the_middle_gives_the_same_residual_stream(dtype: torch.dtype):
     model = new_model(PLAIN, dtype, stage=Stage(1, 3, is_first=False, is_last=False))
@@ -79,7 +78,7 @@ def _other_bias(stack: Any) -> None:
     stack.layers[2].mlp.down_proj.bias.add_(0.5)
 
 
-@with_unit
+@needs_avx512
 @pytest.mark.parametrize("change", [_other_order, _other_window, _other_bias])
 def test_the_comparison_sees_layers_that_were_joined_otherwise(change: Any):
     """What was joined keeps what it was joined with, except that a bias is where it was."""
@@ -107,7 +106,7 @@ def test_where_layers_cannot_be_joined_they_run_one_by_one(why: str, shape: Mode
     assert new_model(shape, torch.bfloat16, **arguments).model.joined_layers is None, why
 
 
-@with_unit
+@needs_avx512
 def test_a_cache_that_does_not_fit_is_refused():
     model = new_model(PLAIN, torch.float32)
     model.model.layers[0].self_attn.num_kv_heads = 1  # the cache is made for this many
@@ -129,7 +128,8 @@ SOURCE = """
     rank, size = dist.get_rank(), dist.get_world_size()
     prompts = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
     plant = sys.argv[2]
-    for slot_bytes, few in ((1 << 16, 1), (1 << 16, 1 << 30), (1 << 12, 1 << 8), (1 << 16, 3000)):
+    ways = ((1 << 16, 1), (1 << 16, 1 << 30), (1 << 12, 1 << 8), (1 << 16, 3000))
+    for slot_bytes, few in ways if plant == "nothing" else ways[:1]:
         shared_memory.SLOT_BYTES, shared_memory._FEW_ELEMENTS = slot_bytes, few
         group = share_memory(GroupHandle(tuple(range(size)), rank, dist.group.WORLD), 30.0)
         assert group.fast is not None
@@ -162,7 +162,7 @@ def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
     return ranks.run_ranks(SOURCE, 2, LIMIT_S, arguments=[ranks.REPOSITORY / "tests", plant])
 
 
-@with_unit
+@needs_avx512
 def test_two_ranks_that_share_memory_get_the_same_bits():
     """Whether rows of sums are shared out or not, and whether parts fit into a slot or take several rounds."""
     done = compare_on_ranks("nothing")
@@ -171,8 +171,8 @@ def test_two_ranks_that_share_memory_get_the_same_bits():
     assert sorted(re.findall(r"rank \d compared all", done.stdout)) == ["rank 0 compared all", "rank 1 compared all"]
 
 
-@with_unit
-@pytest.mark.slow
+@needs_avx512
+@pytest.mark.matrix
 def test_the_comparison_on_ranks_sees_a_bias_that_is_added_twice():
     done = compare_on_ranks("a bias on every rank")
     assert done.returncode == 0, done.output

@@ -2,14 +2,20 @@
 //
 // A row of a product is computed as if the others were not there, in an order that the processor fixes, so the unit keeps
 // the kernels' contract as long as the same steps are taken for every row.
+//
+// With SPMD_EMULATED_UNIT defined the unit's instructions are written out in plain C++, with the arithmetic that Intel's
+// manual gives for them, so that what is made of them is tested on processors that have none.
 #pragma once
 
 #include "vector.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(SPMD_AVX512) && defined(__linux__)
+#if defined(__AVX512BF16__) && defined(SPMD_AVX512) && defined(__linux__) && \
+    ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(SPMD_EMULATED_UNIT))
 #define SPMD_MATRIX_UNIT 1
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <cstring>
 
 namespace matrix_unit {
 
@@ -30,19 +36,82 @@ struct alignas(64) Shapes {
   }
 };
 
+#if defined(SPMD_EMULATED_UNIT)
+
+struct Unit {
+  Shapes shapes;
+  alignas(64) uint8_t tiles[8][kRows][64];
+};
+
+inline thread_local Unit unit;
+
+inline void use(const Shapes& shapes) {
+  unit.shapes = shapes;
+  std::memset(unit.tiles, 0, sizeof unit.tiles);
+}
+
+inline void release() { use(Shapes()); }
+
+template <int kTo>
+inline void zero() {
+  std::memset(unit.tiles[kTo], 0, sizeof unit.tiles[kTo]);
+}
+
+template <int kTo>
+inline void load(const void* rows, int64_t stride_bytes) {
+  zero<kTo>();
+  for (int row = 0; row < unit.shapes.rows[kTo]; ++row)
+    std::memcpy(
+        unit.tiles[kTo][row], static_cast<const char*>(rows) + row * stride_bytes, unit.shapes.row_bytes[kTo]);
+}
+
+template <int kTo>
+inline void load_passing(const void* rows, int64_t stride_bytes) {
+  load<kTo>(rows, stride_bytes);
+}
+
+template <int kFrom>
+inline void store(void* rows, int64_t stride_bytes) {
+  for (int row = 0; row < unit.shapes.rows[kFrom]; ++row)
+    std::memcpy(
+        static_cast<char*>(rows) + row * stride_bytes, unit.tiles[kFrom][row], unit.shapes.row_bytes[kFrom]);
+}
+
+// Row `row` of left by right, pair after pair: first and second of all pairs are summed apart, each product is fused into
+// its sum, the two sums are added, and then what was there. Not inlined: the caller sets how it rounds.
+__attribute__((noinline)) inline void multiply_row(
+    const uint32_t* left, const uint8_t (*right)[64], int num_pairs, float* to) {
+  const __m512i high = _mm512_set1_epi32(int(0xffff0000u));
+  __m512 first = _mm512_setzero_ps(), second = _mm512_setzero_ps();
+  for (int pair = 0; pair < num_pairs; ++pair) {
+    const __m512i lefts = _mm512_set1_epi32(int(left[pair])), rights = _mm512_loadu_si512(right[pair]);
+    first = _mm512_fmadd_ps(
+        _mm512_castsi512_ps(_mm512_slli_epi32(lefts, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(rights, 16)), first);
+    second = _mm512_fmadd_ps(
+        _mm512_castsi512_ps(_mm512_and_si512(lefts, high)), _mm512_castsi512_ps(_mm512_and_si512(rights, high)),
+        second);
+  }
+  _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_add_ps(first, second)));
+}
+
+// sum += left [rows][pairs] * right [pairs][columns]. Numbers too small for a full mantissa are zero, as the unit has it.
+template <int kSum, int kLeft, int kRight>
+inline void multiply() {
+  constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | kFlushToZero | kDenormalsAreZero);
+  for (int row = 0; row < unit.shapes.rows[kSum]; ++row)
+    multiply_row(
+        reinterpret_cast<const uint32_t*>(unit.tiles[kLeft][row]), unit.tiles[kRight],
+        unit.shapes.row_bytes[kLeft] / 4, reinterpret_cast<float*>(unit.tiles[kSum][row]));
+  _mm_setcsr(before);
+}
+
+#else
+
 // The compiler must not move reads and writes of memory past these, hence the clobbers.
 SPMD_INLINE void use(const Shapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 SPMD_INLINE void release() { asm volatile("tilerelease" ::: "memory"); }
-
-// For products of up to 32 rows: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the weight.
-SPMD_INLINE void set_up_for(int num_rows) {
-  const int first = num_rows < 16 ? num_rows : 16, second = num_rows - first;
-  Shapes shapes;
-  for (int tile : {0, 1, 4}) shapes.set(tile, first, 16);
-  for (int tile : {2, 3, 5}) shapes.set(tile, second > 0 ? second : 1, 16);
-  for (int tile : {6, 7}) shapes.set(tile, 16, 16);
-  use(shapes);
-}
 
 template <int kTo>
 SPMD_INLINE void zero() {
@@ -69,6 +138,18 @@ SPMD_INLINE void store(void* rows, int64_t stride_bytes) {
 template <int kSum, int kLeft, int kRight>
 SPMD_INLINE void multiply() {
   asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kRight), "i"(kLeft), "i"(kSum));
+}
+
+#endif
+
+// For products of up to 32 rows: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the weight.
+SPMD_INLINE void set_up_for(int num_rows) {
+  const int first = num_rows < 16 ? num_rows : 16, second = num_rows - first;
+  Shapes shapes;
+  for (int tile : {0, 1, 4}) shapes.set(tile, first, 16);
+  for (int tile : {2, 3, 5}) shapes.set(tile, second > 0 ? second : 1, 16);
+  for (int tile : {6, 7}) shapes.set(tile, 16, 16);
+  use(shapes);
 }
 
 // The sums [32][32] of up to two tiles of rows by two panels, as `set_up_for` has them.
@@ -98,9 +179,13 @@ SPMD_INLINE void store_sums(float* to) {
 
 // Linux lets a process use the unit once it has asked.
 inline bool is_granted() {
+#if defined(SPMD_EMULATED_UNIT)
+  return true;
+#else
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return granted;
+#endif
 }
 
 }  // namespace matrix_unit
