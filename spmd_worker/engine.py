@@ -13,6 +13,7 @@ parts fit together and no part's inside.
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
 from spmd_worker.lockstep.step_channel import AbortedError
 from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.model_shape import ModelShape, read_generation_config
-from spmd_worker.observability.heartbeat import BETWEEN_STEPS, CLOSING
+from spmd_worker.observability.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
 from spmd_worker.observability.step_stats import StepStats
 from spmd_worker.observability.step_times import StepTimes
 from spmd_worker.observability.watchdog import Watchdog
@@ -58,6 +59,21 @@ CHECK_VARIABLE: Final = "SPMD_WORKER_CHECK"
 """Environment: 1 checks queues, tables, pools and index against each other after every step. Slow; changes nothing."""
 
 
+def _release(
+    heartbeat: Heartbeat,
+    channels: tuple[Lockstep | ControlChannel, ...],
+    executor: Executor,
+    watchdog: Watchdog | None,
+) -> None:
+    """What `LLMEngine.shutdown` gives back. Idempotent."""
+    heartbeat.enter(CLOSING)
+    for channel in channels:
+        channel.close()
+    executor.shutdown()
+    if watchdog is not None and not watchdog.watched.exits:
+        watchdog.stop()
+
+
 class LLMEngine:
     """Use `start_engine`. Every rank of a replica makes the same calls of `step`, in the same order."""
 
@@ -80,6 +96,10 @@ class LLMEngine:
         self._is_mid_step = False
         self.watchdog = watchdog
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
+        # Without a reference to the engine, for whoever gives back what an engine had that is no more.
+        self.release = partial(
+            _release, self.times.heartbeat, (lockstep, channel, self.engine_channel), executor, watchdog
+        )
         self.default_sampling = default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
         self.max_model_len = resolve_max_model_len(config, shape)
         self._events: list[Event] = []
@@ -214,13 +234,7 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Give back memory and groups. Idempotent; every rank calls it."""
         self.is_closed = True
-        self.times.heartbeat.enter(CLOSING)
-        self.lockstep.close()
-        self.channel.close()
-        self.engine_channel.close()
-        self.executor.shutdown()
-        if self.watchdog is not None and not self.watchdog.watched.exits:
-            self.watchdog.stop()
+        self.release()
 
     def tell(self, error: BaseException) -> None:
         """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""

@@ -4,6 +4,7 @@ In a plain script one process is the whole world; in a script under torchrun eve
 rank gets every output. Knows prompts and messages. Knows nothing about steps, ranks or blocks.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager.
+    """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager; what is
+    forgotten, or open when the interpreter ends, is closed then.
 
     Arguments are named and mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
     `host_tier_gib` are GiB of host memory a rank. Raises ConfigError, ModelConfigError, TokenizerError or
@@ -98,6 +100,9 @@ class LLM:
             seed=seed,
         )
         self.llm_engine: LLMEngine = start_engine(config)
+        # When the engine is forgotten or the interpreter ends. Process groups have threads, and torch may abort the
+        # process when it takes them down with the interpreter.
+        self._release = weakref.finalize(self.llm_engine, self.llm_engine.release)
         self._replicas = open_replicas(self.llm_engine)
 
     def generate(
@@ -175,6 +180,7 @@ class LLM:
     def close(self) -> None:
         """Give back memory, and the process groups this object made. Idempotent; every rank calls it."""
         self.llm_engine.shutdown()
+        self._release.detach()
 
     def __enter__(self) -> "LLM":
         return self
