@@ -4,11 +4,14 @@ Each run checks queues, tables, pools and index against each other after every s
 """
 
 import random
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from reference_models import checkpoint_folder
+from safetensors.torch import load_file, save_file
 
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.device_tables import DeviceTables
@@ -189,26 +192,36 @@ def test_a_second_round_finds_what_the_first_computed_until_the_cache_is_reset()
     assert cold.outputs[0].token_ids == warm.outputs[0].token_ids == other_weights.outputs[0].token_ids
 
 
-def test_weights_changed_in_place_answer_for_themselves_once_their_version_is_told():
+def test_weights_changed_in_place_answer_for_themselves_once_their_version_is_told(tmp_path: Path):
     """Hazard: a cache served from weights that were updated since (NeMo-RL 4018)."""
     prompts = [{"prompt_token_ids": list(range(10, 90))}]
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 
-    def scale_norms(model: torch.nn.Module) -> None:
+    def change(name: str, tensor: torch.Tensor) -> None:
+        if "norm" in name:
+            tensor *= 0.5
+        elif "embed_tokens" in name:
+            tensor[10:40] *= -1
+
+    def change_in_place(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.data *= 0.5
+            change(name, parameter.data)
 
     def run_with(llm: LLM) -> list[float]:
         (output,) = llm.generate(prompts, sampling, use_tqdm=False)
         return [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs]
 
-    with LLM(checkpoint_folder(NAME), num_blocks=100, dtype="float32", max_model_len=256) as llm:
-        llm.apply_model(scale_norms)
+    # What is expected comes from files with the same change, not from another change in place.
+    changed = Path(shutil.copytree(checkpoint_folder(NAME), tmp_path / "changed"))
+    tensors = load_file(changed / "model.safetensors")
+    for name, tensor in tensors.items():
+        change(name, tensor)
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    with LLM(changed, num_blocks=100, dtype="float32", max_model_len=256) as llm:
         expected = run_with(llm)
     with LLM(checkpoint_folder(NAME), num_blocks=100, dtype="float32", max_model_len=256) as llm:
         before = run_with(llm)
-        llm.apply_model(scale_norms)
+        llm.apply_model(change_in_place)
         stale = run_with(llm)
         llm.set_weight_version(1)
         told = run_with(llm)

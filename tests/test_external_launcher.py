@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM, SamplingParams
@@ -44,7 +45,7 @@ Report = dict[str, Any]
 
 # In pytest.
 
-WORLDS = [pytest.param(2, id="tp2"), pytest.param(4, id="tp4", marks=pytest.mark.slow)]
+WORLDS = [pytest.param(2, id="tp2"), pytest.param(4, id="tp4", marks=pytest.mark.matrix)]
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -53,14 +54,15 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("launcher")
     done = ranks.run_torchrun([__file__, folder], request.param, LIMIT_S)
     assert done.returncode == 0, done.output
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)]
+    reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)]
+    return [{**report, "values": load_file(folder / f"rank{rank}.safetensors")} for rank, report in enumerate(reports)]
 
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Report]:
     """What one rank sees, in this process."""
     with LLM(MODEL, dtype="float32", device="cpu", num_blocks=64, seed=0) as llm:
-        yield {"outputs": outputs_of(llm), "parameters": parameters_of(llm)}
+        yield {"outputs": outputs_of(llm), "parameters": parameters_of(llm), "values": values_of(llm)}
 
 
 @pytest.mark.parametrize("params", PARAMS)
@@ -116,6 +118,24 @@ def test_parameters_of_the_local_shard_are_in_reach_of_the_calling_process(repor
             assert part == full / size or (name == "model.embed_tokens.weight" and full / size <= part < full), name
 
 
+def test_their_values_are_the_ranks_part_of_the_checkpoints(reports: list[Report], alone: Report):
+    whole = load_file(MODEL / "model.safetensors")
+    assert alone["values"].keys() == reports[0]["values"].keys()
+    assert len(alone["values"]) > 3
+    for rank, report in enumerate(reports):
+        for name, part in report["values"].items():
+            expected = whole[name].float()
+            if part.shape != expected.shape:
+                assert name == "model.embed_tokens.weight"
+                expected = expected[rank * len(part) : (rank + 1) * len(part)]
+            # The vocabulary is padded before it is cut.
+            assert torch.equal(part[: len(expected)], expected), name
+            # The last ranks may have nothing but padding.
+            assert len(expected) > 0 or rank > 0
+    # Negative control: another rank's part is another.
+    assert not torch.equal(*(report["values"]["model.embed_tokens.weight"][:8] for report in reports[:2]))
+
+
 def test_a_world_of_the_callers_is_used_and_gives_the_same(reports: list[Report]):
     for report in reports:
         assert report["outputs in the caller's world"] == report["outputs"]["of the row"]
@@ -158,6 +178,7 @@ def main(folder: Path) -> None:
         report["outputs"] = outputs_of(llm)
         report["outputs again"] = outputs_of(llm)
         report["parameters"] = parameters_of(llm)
+        save_file(values_of(llm), folder / f"rank{rank}.safetensors")
         report["own blocks"], report["agreed blocks"] = blocks_of(llm)
         report["scheduler's blocks"] = llm.llm_engine.scheduler.cache.num_blocks
     try:
@@ -201,6 +222,18 @@ def rows_of(llm: LLM, params: SamplingParams, prompts: list[str] = PROMPTS) -> l
 def parameters_of(llm: LLM) -> dict[str, list[int]]:
     (shapes,) = llm.apply_model(lambda model: {name: list(each.shape) for name, each in model.named_parameters()})
     return shapes
+
+
+def values_of(llm: LLM) -> dict[str, torch.Tensor]:
+    """Of the parameters that are as the checkpoint has them; those of products are packed."""
+    (values,) = llm.apply_model(
+        lambda model: {
+            name: each.detach().clone()
+            for name, each in model.named_parameters()
+            if "norm" in name or "embed_tokens" in name
+        }
+    )
+    return values
 
 
 def blocks_of(llm: LLM) -> tuple[list[int], list[int]]:

@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
-from ranks import REPOSITORY
+from ranks import REPOSITORY, run_script
 
 from spmd_worker.batch.row import Row
 from spmd_worker.batch.row_parser import parse_row
@@ -59,6 +60,16 @@ def test_the_rows_it_shows_parse():
     assert [row for row in parsed if not isinstance(row, Row)] == []
     shown = json.loads(next(line for line in README.splitlines() if '"outputs"' in line))
     assert list(shown) == ["custom_id", "index", "outputs", "usage", "error"]
+
+
+def test_its_python_runs_and_prints_what_it_says(tmp_path: Path):
+    (example,) = re.findall(r"(?s)```python\n(.*?)```", README)
+    (expected,) = re.findall(r"(?m)^ *print\(.*\)  # (.*)$", example)
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    done = run_script([script], timeout_s=60.0)
+    assert done.returncode == 0, done.output
+    assert done.stdout == f"{expected}\n"
 
 
 def test_the_files_it_names_exist():

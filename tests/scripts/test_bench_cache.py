@@ -18,11 +18,13 @@ def bench(monkeypatch: pytest.MonkeyPatch):
     return import_module("bench_cache")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_it_prints_a_row_for_each_state_and_operation_and_ends_in_one_json_line(bench, capsys):
-    assert bench.main(["--blocks", "1000,2000", "--rounds", "20"]) in (0, 1)
+    code = bench.main(["--blocks", "1000,2000", "--rounds", "20"])
     *rows, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
+    # Which of the two it is, is a matter of time.
+    assert code == (0 if result["is_within_target"] else 1)
     assert sorted(result["ratios"]) == sorted(
         ["plain allocate", "plain append", "plain free", *(f"filling {operation}" for operation in bench.OPERATIONS)]
     )

@@ -51,14 +51,14 @@ def test_throughput_has_its_parts_its_floor_and_the_ids(rows: Path, tmp_path: Pa
     assert figures["job_s"] > figures["generate_s"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_throughput_says_what_the_job_says_when_it_fails(rows: Path):
     done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--no-split", "job.max_error_rows=0")
     assert done.returncode != 0
     assert "1 error rows are more than job.max_error_rows=0" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_journal_compares_pairs_of_runs_with_equal_outputs(rows: Path):
     done = run("bench_journal.py", MODEL, rows, *SETTINGS, "--pairs", "1")
     assert done.returncode == 0, done.stderr
