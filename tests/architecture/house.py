@@ -159,11 +159,6 @@ REPLICA_FORBIDDEN_BUILTINS = {
     "id": "differs between processes",
 }
 
-MAX_MEDIAN_FUNCTION_LINES = 12
-MAX_P95_FUNCTION_LINES = 50
-MAX_CLASS_LINES = 250
-MAX_FILE_LINES = 400
-
 
 def room_index(module: str) -> int | None:
     """The room's place in the order, or None where the module stands nowhere in the house."""
