@@ -1,18 +1,16 @@
-"""A batch job under torchrun that tests start, kill and start again, under any layout.
+"""A batch job on ranks, forked or torchrun's, that tests start, kill and start again, under any layout.
 
 Rows are many and short, so that a job lives for seconds and any moment of it can be hit.
 """
 
 import json
-import os
 import secrets
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import ranks
+from waiting import wait_until
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -35,19 +33,11 @@ def write_rows(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def command(folder: Path, layout: str, *more: str, launcher_arguments: tuple[str, ...] = ()) -> list[str]:
-    num_ranks, overrides = LAYOUTS[layout]
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-        *launcher_arguments,
-        str(LAUNCH),
-    ]
+def command(folder: Path, layout: str, *more: str) -> list[str]:
+    """launch.py and its arguments."""
+    _, overrides = LAYOUTS[layout]
     return [
-        *(sys.executable, *launcher, f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
+        *(str(LAUNCH), f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
         *(
             "cache.num_blocks=512",
             "scheduler.max_num_seqs=32",
@@ -61,31 +51,33 @@ def command(folder: Path, layout: str, *more: str, launcher_arguments: tuple[str
 
 
 class Attempt:
-    """One start of the job, which `kill` may end."""
+    """One start of the job, which `kill` may end. With `torchrun`, its arguments, torchrun starts the ranks."""
 
-    def __init__(self, folder: Path, layout: str, *more: str, launcher_arguments: tuple[str, ...] = ()) -> None:
-        self._token = secrets.token_hex(16)
-        environment = {
-            **os.environ,
-            ranks.TOKEN_VARIABLE: self._token,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ranks.REPOSITORY),
-        }
+    def __init__(self, folder: Path, layout: str, *more: str, torchrun: Sequence[str] | None = None) -> None:
+        self._folder, self._token = folder, secrets.token_hex(16)
+        num_ranks, _ = LAYOUTS[layout]
+        words, environment = command(folder, layout, *more), ranks.environment(self._token, {})
         self._log = open(folder / "log", "ab")  # noqa: SIM115  # closed with the attempt
-        self._process = subprocess.Popen(
-            command(folder, layout, *more, launcher_arguments=launcher_arguments),
-            env=environment,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
+        started: ranks.Launched
+        if torchrun is None:
+            started = ranks.ForkedRanks(words, [0] * num_ranks, True, environment, folder, self._log, self._log)
+        else:
+            words = [*ranks.torchrun(num_ranks), *torchrun, *words]
+            started = ranks.StartedCommand(words, environment, folder, self._log, self._log)
+        self._started = started
 
     def ends_within(self, seconds: float) -> bool:
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return self._started.has_ended(seconds)
+
+    def wait_for_steps(self, num_steps: int) -> None:
+        """Until the job has made so many, by its own account: they are written at once."""
+        path = self._folder / "out.jsonl.run" / "steps.csv"
+
+        def is_there() -> bool:
+            assert not self.ends_within(0.0), (self._folder / "log").read_text()
+            return path.exists() and path.read_bytes().count(b"\n") > num_steps
+
+        wait_until(is_there)
 
     def kill(self, victim: int | None) -> None:
         """All processes at once, or one rank; then wait for the end of all."""
@@ -97,19 +89,16 @@ class Attempt:
         pids = ranks.processes_of(self._token)
         if victim is not None:
             wanted = f"RANK={victim}".encode()
-            pids = [pid for pid in pids if wanted in ranks._proc_bytes(Path(f"/proc/{pid}/environ")).split(b"\0")]
+            pids = [pid for pid in pids if wanted in ranks.proc_bytes(Path(f"/proc/{pid}/environ")).split(b"\0")]
         for pid in pids:
-            ranks._send(pid, number)
+            ranks.send(pid, number)
 
     def close(self) -> int:
         try:
             if not self.ends_within(LIMIT_S):
                 raise AssertionError("the ranks did not end")
-            deadline_s = time.monotonic() + 10
-            while ranks.processes_of(self._token) and time.monotonic() < deadline_s:
-                time.sleep(0.05)
+            wait_until(lambda: not ranks.processes_of(self._token))
         finally:
-            for pid in ranks.processes_of(self._token):
-                ranks._send(pid, signal.SIGKILL)
+            ranks.kill_all(self._token)
             self._log.close()
-        return self._process.returncode
+        return self._started.returncode

@@ -1,7 +1,9 @@
-"""Starts ranks under torchrun for tests, ends them in time, and leaves no process behind.
+"""Starts ranks for tests, ends them in time, and leaves no process behind.
 
-torchrun puts every rank in a session of its own, so killing its process group leaves the ranks running. Each run
-therefore carries a token in its environment, which all of its descendants inherit, and is found again by it in /proc.
+Ranks are forked from a process that has imported everything (`fork_server.py`), with the variables and the store that
+torchrun would give them. torchrun itself, which takes seconds, runs in the tests that are about it: `ABOUT_TORCHRUN`.
+Every rank has a session of its own, so killing a launcher's process group leaves the ranks running. Each run therefore
+carries a token in its environment, which all of its descendants inherit, and is found again by it in /proc.
 Knows nothing of what the ranks compute.
 """
 
@@ -9,20 +11,25 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
+
+from fork_server import ForkedProcess, fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-STARTER = str(Path(__file__).with_name("rank_starter.py"))
+STORE_HOST = str(Path(__file__).with_name("store_host.py"))
 TOKEN_VARIABLE = "TESTS_RANKS_TOKEN"
 GRACE_S = 3.0
+LAUNCHER_GRACE_S = 10.0
+POLL_S = 0.05
 STACKS_S = 0.5
 EXEC_S = 0.5
 # In /proc/PID/stat, counted from the field after the state: `vsize` is the 23rd field of proc(5).
@@ -40,16 +47,30 @@ LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+ABOUT_TORCHRUN: tuple[str, ...] = (
+    "tests/lockstep/test_divergence.py",
+    "tests/parallel/test_cores.py",
+    "tests/test_ending_signals.py",
+    "tests/test_external_launcher.py",
+    "tests/test_fault_matrix.py",
+    "tests/test_kill_resume.py",
+    "tests/test_launch.py",
+    "tests/test_ranks_helper.py",
+)
+"""The files of the tests that start torchrun, because they are about it. All others fork their ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedRanks:
-    """How a run under torchrun ended. `returncode` is torchrun's: 1 whatever a failed rank exited with."""
+    """How a run ended. `returncode` is a launcher's: 1 whatever a failed rank exited with. `exit_codes` are the ranks'
+    own, where they were forked; those of signals are negative.
+    """
 
     returncode: int
     stdout: str
     stderr: str
     wall_s: float
+    exit_codes: tuple[int, ...] = ()
 
     @property
     def output(self) -> str:
@@ -63,7 +84,26 @@ class RanksTimedOut(AssertionError):
 
 
 class RanksLeftBehind(AssertionError):
-    """torchrun ended and processes that it started did not; they were killed."""
+    """The ranks ended and processes that they started did not; they were killed."""
+
+
+class Launched(Protocol):
+    """What was started: a command, or forked ranks."""
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Whether all of it has, after `timeout_s` at the latest."""
+
+    @property
+    def exit_codes(self) -> tuple[int, ...]:
+        """Of ranks, once they have ended."""
+
+    @property
+    def returncode(self) -> int:
+        """Once it has ended."""
+
+
+Launch = Callable[[dict[str, str], str | Path, IO[bytes], IO[bytes]], Launched]
+"""Starts something with all of its environment, in a folder, with its stdout and stderr."""
 
 
 def run_torchrun(
@@ -80,8 +120,14 @@ def run_torchrun(
     exception here but a returncode.
     """
     script = [script_or_args] if isinstance(script_or_args, (str, Path)) else list(script_or_args)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    return run_command([*launcher, *map(str, script)], timeout_s, env, cwd)
+    return run_command([*torchrun(nproc), *map(str, script)], timeout_s, env, cwd)
+
+
+def torchrun(nproc: int) -> list[str]:
+    """The beginning of a command line. Only tests of `ABOUT_TORCHRUN` may ask for it."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    assert not test or test in ABOUT_TORCHRUN, f"{test} is not in ABOUT_TORCHRUN of tests/ranks.py"
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
 
 
 def run_ranks(
@@ -93,60 +139,212 @@ def run_ranks(
     cwd: str | Path | None = None,
     *,
     under_torchrun: bool = False,
+    hash_seeds: bool = False,
+    has_agent_store: bool = True,
 ) -> CompletedRanks:
-    """Run `source`, the text of a script (indented as it stands in the test), on `nproc` ranks. See `run_torchrun`.
-
-    Unless it is to be `under_torchrun`, a launcher starts them that takes half the time (`rank_starter.py`). The store
-    of such a world is the first rank's and goes with it: a script that starts one world after another needs torchrun.
-    """
+    """Run `source`, the text of a script (indented as it stands in the test), on `nproc` ranks. See `run_forked`."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         script = Path(folder) / "ranks_script.py"
         script.write_text(textwrap.dedent(source), encoding="utf-8")
+        command = [script, *arguments]
         if under_torchrun:
-            return run_torchrun([script, *arguments], nproc, timeout_s, env, cwd)
-        return run_started([script, *arguments], nproc, timeout_s, env, cwd)
+            return run_torchrun(command, nproc, timeout_s, env, cwd)
+        return run_forked(command, nproc, timeout_s, env, cwd, hash_seeds=hash_seeds, has_agent_store=has_agent_store)
 
 
-def run_started(
+def run_forked(
     command: Sequence[str | Path],
     nproc: int,
     timeout_s: float,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    *,
+    hash_seeds: bool = False,
+    has_agent_store: bool = True,
 ) -> CompletedRanks:
-    """As `run_torchrun`, by a launcher that takes half the time: a script and its arguments."""
-    return run_command([sys.executable, STARTER, str(nproc), *map(str, command)], timeout_s, env, cwd)
+    """As `run_torchrun`, on ranks that are forked: when one has failed, the others get SIGTERM.
+
+    `hash_seeds`: every rank has a PYTHONHASHSEED of its own, as those of a launcher do. `has_agent_store`: the store
+    is not one of the ranks' and outlives them, as under torchrun; else it is rank 0's, as without a launcher.
+    """
+    words = [str(word) for word in command]
+
+    def launch(variables: dict[str, str], folder: str | Path, stdout: IO[bytes], stderr: IO[bytes]) -> ForkedRanks:
+        seeds = [rank + 1 if hash_seeds else 0 for rank in range(nproc)]
+        return ForkedRanks(words, seeds, has_agent_store, variables, folder, stdout, stderr)
+
+    return _run(launch, " ".join(words), timeout_s, env, cwd)
+
+
+def run_script(
+    command: Sequence[str | Path],
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> CompletedRanks:
+    """As `run_command` of this interpreter with a script and its arguments, which is forked. No launcher started it."""
+    words = [str(word) for word in command]
+
+    def launch(variables: dict[str, str], folder: str | Path, stdout: IO[bytes], stderr: IO[bytes]) -> ForkedScript:
+        return ForkedScript(fork_server().fork(words, variables, folder, stdout, stderr))
+
+    return _run(launch, " ".join(words), timeout_s, env, cwd)
 
 
 def run_command(
     command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None, cwd: str | Path | None = None
 ) -> CompletedRanks:
     """Run any command with the same care: its own session, one thread a process, nothing left behind."""
+
+    def launch(variables: dict[str, str], folder: str | Path, stdout: IO[bytes], stderr: IO[bytes]) -> StartedCommand:
+        return StartedCommand(list(command), variables, folder, stdout, stderr)
+
+    return _run(launch, " ".join(command), timeout_s, env, cwd)
+
+
+class StartedCommand:
+    """Implements `Launched`."""
+
+    exit_codes = ()
+
+    def __init__(
+        self, command: list[str], env: dict[str, str], cwd: str | Path, stdout: IO[bytes], stderr: IO[bytes]
+    ) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=cwd, env=env, start_new_session=True
+        )
+
+    def has_ended(self, timeout_s: float) -> bool:
+        return _has_ended(self._process, timeout_s)
+
+    @property
+    def returncode(self) -> int:
+        return self._process.wait()
+
+
+class ForkedScript:
+    """Implements `Launched` for one process."""
+
+    exit_codes = ()
+
+    def __init__(self, process: ForkedProcess) -> None:
+        self._process = process
+
+    def has_ended(self, timeout_s: float) -> bool:
+        return _has_ended(self._process, timeout_s)
+
+    @property
+    def returncode(self) -> int:
+        return self._process.wait(GRACE_S)
+
+
+class ForkedRanks:
+    """Implements `Launched` for ranks, and does what torchrun does for them."""
+
+    def __init__(
+        self,
+        command: list[str],
+        hash_seeds: Sequence[int],
+        has_agent_store: bool,
+        env: dict[str, str],
+        cwd: str | Path,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+    ) -> None:
+        self._store = StoreHost(env) if has_agent_store else None
+        port = self._store.port if self._store else free_port()
+        self.processes = [
+            fork_server(seed).fork(
+                command, rank_variables(env, rank, len(hash_seeds), port, has_agent_store), cwd, stdout, stderr
+            )
+            for rank, seed in enumerate(hash_seeds)
+        ]
+        self._ends_at_s: float | None = None
+        """When those are killed that SIGTERM has not ended; None while no rank has failed."""
+
+    def has_ended(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while (running := [each for each in self.processes if each.poll() is None]) and time.monotonic() < deadline_s:
+            if any(each.returncode for each in self.processes):
+                self._end(running)
+            _has_ended(running[0], POLL_S)
+        if not running and self._store:
+            self._store.close()
+        return not running
+
+    def _end(self, running: list[ForkedProcess]) -> None:
+        is_first, now_s = self._ends_at_s is None, time.monotonic()
+        if is_first:
+            self._ends_at_s = now_s + LAUNCHER_GRACE_S
+        if is_first or now_s > self._ends_at_s:
+            for each in running:
+                each.send_signal(signal.SIGTERM if is_first else signal.SIGKILL)
+
+    @property
+    def exit_codes(self) -> tuple[int, ...]:
+        return tuple(each.wait(GRACE_S) for each in self.processes)
+
+    @property
+    def returncode(self) -> int:
+        return int(any(self.exit_codes))
+
+
+class StoreHost:
+    """A process that has torch's store, as torchrun's has it for its ranks."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        receiving, sending = os.pipe()
+        with open(sending, "wb") as answer, open(os.devnull, "wb") as nothing:
+            self._process = fork_server().fork([STORE_HOST], env, REPOSITORY, answer, nothing)
+        with open(receiving, "rb") as answer:
+            self.port = int(answer.readline())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(GRACE_S)
+
+
+def rank_variables(
+    env: Mapping[str, str], rank: int, num_ranks: int, port: int, has_agent_store: bool = False
+) -> dict[str, str]:
+    """`env`, and what torchrun tells a rank."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "GROUP_RANK": 0}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if has_agent_store:
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+        place |= {"TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": env[TOKEN_VARIABLE]}
+    return {**env, **{name: str(value) for name, value in place.items()}}
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(
+    launch: Launch, title: str, timeout_s: float, env: Mapping[str, str] | None, cwd: str | Path | None
+) -> CompletedRanks:
     token = secrets.token_hex(16)
     # Files, not pipes: a process left behind would hold a pipe open and reading it would never end.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         started = time.monotonic()
-        process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=cwd or REPOSITORY,
-            env=_environment(token, env or {}),
-            start_new_session=True,
-        )
         try:
-            is_late = not _has_ended(process, timeout_s)
+            launched = launch(environment(token, env or {}), cwd or REPOSITORY, stdout, stderr)
+            is_late = not launched.has_ended(timeout_s)
             if is_late:
-                _ask_for_stacks(token, process.pid)
+                ask_for_stacks(token)
             left_behind = [] if is_late else _wait_for_stragglers(token)
         finally:
-            _kill_all(token, process)
-        completed = CompletedRanks(process.returncode, _text(stdout), _text(stderr), time.monotonic() - started)
+            kill_all(token)
+        launched.has_ended(GRACE_S)
+        wall_s = time.monotonic() - started
+        completed = CompletedRanks(launched.returncode, _text(stdout), _text(stderr), wall_s, launched.exit_codes)
     if is_late:
-        raise RanksTimedOut(f"still running after {timeout_s} s: {' '.join(command)}\n{completed.output}")
+        raise RanksTimedOut(f"still running after {timeout_s} s: {title}\n{completed.output}")
     if left_behind:
-        raise RanksLeftBehind(f"left behind by {' '.join(command)}: {', '.join(left_behind)}\n{completed.output}")
+        raise RanksLeftBehind(f"left behind by {title}: {', '.join(left_behind)}\n{completed.output}")
     return completed
 
 
@@ -155,7 +353,7 @@ def processes_of(token: str) -> list[int]:
     marker = f"{TOKEN_VARIABLE}={token}".encode()
     deadline = time.monotonic() + EXEC_S
     while True:
-        environments = {int(folder.name): _environment_of(folder) for folder in Path("/proc").glob("[0-9]*")}
+        environments = {int(folder.name): environment_of(folder) for folder in Path("/proc").glob("[0-9]*")}
         # A process in the middle of its exec has an empty environment for an instant: one is looked at again.
         is_complete = not any(environment == b"" and _is_running(pid) for pid, environment in environments.items())
         if is_complete or time.monotonic() > deadline:
@@ -163,7 +361,8 @@ def processes_of(token: str) -> list[int]:
         time.sleep(0.01)
 
 
-def _environment(token: str, extra: Mapping[str, str]) -> dict[str, str]:
+def environment(token: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's, without what a launcher told it, with what ranks need and `extra`."""
     inherited = {name: value for name, value in os.environ.items() if not _is_set_by_a_launcher(name)}
     python_path = [str(REPOSITORY), str(REPOSITORY / "tests"), inherited.get("PYTHONPATH", "")]
     return {
@@ -180,7 +379,7 @@ def _is_set_by_a_launcher(name: str) -> bool:
     return name in LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_")
 
 
-def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+def _has_ended(process: subprocess.Popen[bytes] | ForkedProcess, timeout_s: float) -> bool:
     try:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -196,13 +395,18 @@ def _wait_for_stragglers(token: str) -> list[str]:
     return [f"{pid} ({_command_line(pid)})" for pid in pids]
 
 
-def _ask_for_stacks(token: str, launcher_pid: int) -> None:
-    """Have every rank write its stacks to stderr: faulthandler does on SIGABRT, even while a collective blocks."""
+def ask_for_stacks(token: str) -> None:
+    """Have every rank write its stacks to stderr: faulthandler does on SIGABRT, even while a collective blocks.
+
+    A launcher that is no Python, or has no handler, just ends.
+    """
     for pid in processes_of(token):
-        if pid != launcher_pid:
-            _leave_no_core_file(pid)
-            _send(pid, signal.SIGABRT)
-    time.sleep(STACKS_S)
+        _leave_no_core_file(pid)
+        send(pid, signal.SIGABRT)
+        # One after the other: what two write at once cannot be read.
+        deadline_s = time.monotonic() + STACKS_S
+        while _is_running(pid) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
 
 
 def _leave_no_core_file(pid: int) -> None:
@@ -212,23 +416,22 @@ def _leave_no_core_file(pid: int) -> None:
         return
 
 
-def _kill_all(token: str, process: subprocess.Popen[bytes]) -> None:
+def kill_all(token: str) -> None:
     """Kill until none is found: a launcher may start a rank between the search and the kill."""
     while pids := processes_of(token):
         for pid in pids:
-            _send(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
         time.sleep(0.02)
-    process.wait()
 
 
-def _send(pid: int, signal_number: signal.Signals) -> None:
+def send(pid: int, signal_number: signal.Signals) -> None:
     try:
         os.kill(pid, signal_number)
     except ProcessLookupError:
         return
 
 
-def _environment_of(folder: Path) -> bytes | None:
+def environment_of(folder: Path) -> bytes | None:
     """What a process was started with; None where it has ended, is another user's, or is a thread of the kernel."""
     try:
         return (folder / "environ").read_bytes()
@@ -238,15 +441,15 @@ def _environment_of(folder: Path) -> bytes | None:
 
 def _is_running(pid: int) -> bool:
     """Whether `pid` still maps memory: a zombie does not, and its environment stays empty."""
-    state, *fields = _proc_bytes(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split() or [b"X"]
+    state, *fields = proc_bytes(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split() or [b"X"]
     return state not in (b"Z", b"X") and int(fields[VIRTUAL_SIZE_FIELD]) > 0
 
 
 def _command_line(pid: int) -> str:
-    return _proc_bytes(Path(f"/proc/{pid}/cmdline")).replace(b"\0", b" ").decode(errors="replace").strip()
+    return proc_bytes(Path(f"/proc/{pid}/cmdline")).replace(b"\0", b" ").decode(errors="replace").strip()
 
 
-def _proc_bytes(path: Path) -> bytes:
+def proc_bytes(path: Path) -> bytes:
     """The file's bytes, or none where the process has ended or is another user's."""
     try:
         return path.read_bytes()

@@ -1,15 +1,12 @@
 """Small random checkpoints in Hugging Face format, written by transformers, and what transformers computes with them.
 
 `CHECKPOINTS` names one checkpoint for each way in which a family, its biases, heads, windows, rotary scaling, keys or
-files can differ. A folder is written once a session. Weights are scaled so that logits depend on the whole context.
+files can differ. A folder is written once a run. Weights are scaled so that logits depend on the whole context.
 Knows nothing of the runtime under test.
 """
 
-import atexit
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run_folder import made_once
 from tokenizer_folders import CHATML, write_byte_level
 from transformers import (
     AutoModelForCausalLM,
@@ -158,9 +156,8 @@ CHECKPOINTS: dict[str, CheckpointSpec] = {
 
 @cache
 def checkpoint_folder(name: str) -> Path:
-    """The folder of the checkpoint of this name, written when it is first asked for and removed at exit."""
-    spec = CHECKPOINTS[name]
-    return write_checkpoint(_session_folder() / name, spec)
+    """The folder of the checkpoint of this name: written once a run, by whichever test process asks for it first."""
+    return made_once(name, lambda folder: write_checkpoint(folder, CHECKPOINTS[name]))
 
 
 def write_checkpoint(folder: Path, spec: CheckpointSpec, seed: int = 0) -> Path:
@@ -274,10 +271,3 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """The largest difference, as a share of the largest magnitude of the reference."""
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
     return float((ours.double() - theirs.double()).abs().max() / theirs.abs().max())
-
-
-@cache
-def _session_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="reference-models-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder

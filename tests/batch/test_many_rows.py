@@ -71,7 +71,7 @@ def measure(folder: Path, what: str) -> list[int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_ten_million_rows_are_opened_planned_and_started_in_bounded_memory(folder: Path):
     before, peak, _ = measure(folder, "stream")
     print(f"RESIDENT grew by at most {(peak - before) / 2**20:.0f} MiB")
@@ -81,7 +81,7 @@ def test_ten_million_rows_are_opened_planned_and_started_in_bounded_memory(folde
     assert len((folder / "many.jsonl.out").read_bytes().splitlines()) == 300
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_a_reader_that_keeps_the_rows_goes_beyond_the_bound(folder: Path):
     """The control: the measure sees memory that grows with the file."""
     first, *_ = measure(folder, "stream")

@@ -271,7 +271,7 @@ def test_a_sync_that_fails_ends_the_job_with_an_error_that_says_so_and_a_resume_
 
 
 @pytest.mark.parametrize(
-    "num_bytes", [300, *(pytest.param(count, marks=pytest.mark.slow) for count in (2000, 6000, 9000))]
+    "num_bytes", [300, *(pytest.param(count, marks=pytest.mark.matrix) for count in (2000, 6000, 9000))]
 )
 def test_a_disk_that_is_full_ends_the_job_with_an_error_that_says_so_and_a_resume_completes(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_bytes: int

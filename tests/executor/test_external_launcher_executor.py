@@ -1,4 +1,4 @@
-"""Executors under torchrun: one worker each, its own rank in the world, half of the model, one word from all."""
+"""Executors of ranks: one worker each, its own rank in the world, half of the model, one word from all."""
 
 import ranks
 

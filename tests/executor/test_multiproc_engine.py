@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import ranks
-from plain_executors import wait_until
+from waiting import wait_until
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.executor.errors import WorkerError
@@ -85,7 +85,7 @@ def test_each_process_has_half_of_the_model_and_its_errors_have_its_rank(two: LL
         two.collective_rpc("get_model")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_world_shrinks_and_grows_and_the_tokens_stay(alone: list[list[RequestOutput]]):
     with LLM(MODEL, **KEYS, tensor_parallel_size=2, distributed_executor_backend="multiproc") as llm:
         executor = llm.llm_engine.executor
@@ -124,7 +124,7 @@ def test_a_job_writes_the_rows_that_one_rank_writes(tmp_path: Path):
     assert len(written[0].splitlines()) == len(PROMPTS)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_job_whose_workers_cannot_start_says_why_and_exits_1(tmp_path: Path):
     rows = write_rows(tmp_path, [{"prompt": "x"}])
     done = ranks.run_command(command(rows, "multiproc", "executor.worker_extension_cls=no_such.Thing"), timeout_s=60)
@@ -142,7 +142,7 @@ def test_a_job_whose_worker_is_killed_names_it_and_leaves_nobody(tmp_path: Path)
     with subprocess.Popen(
         command(rows, "multiproc"), env=environment, cwd=ranks.REPOSITORY, stderr=subprocess.PIPE, text=True
     ) as job:
-        assert wait_until((tmp_path / "out.jsonl.run" / STEP_STATS_NAME).exists, 30)
+        wait_until((tmp_path / "out.jsonl.run" / STEP_STATS_NAME).exists)
         victim = max(pid for pid in ranks.processes_of(token) if "--rank 1 " in command_line(pid))
         os.kill(victim, signal.SIGKILL)
         _, errors = job.communicate(timeout=10)

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from plain_executors import is_running, new_plain, open_descriptors, plain, wait_until
+from plain_executors import is_running, new_plain, open_descriptors, plain
 from ranks import REPOSITORY, TOKEN_VARIABLE, processes_of
+from waiting import LIMIT_S, wait_until
 
 from spmd_worker.executor.errors import WorkerDiedError, WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
@@ -49,7 +50,7 @@ def test_a_worker_killed_while_a_future_waits_is_named_and_every_waiter_gets_the
             assert isinstance(error, RankFailedError)
             assert str(error) == text
         assert executor.is_failed
-        assert wait_until(lambda: not any(map(is_running, pids)))
+        wait_until(lambda: not any(map(is_running, pids)))
         assert caplog.messages == [f"{text}: the other workers are ended"]
 
 
@@ -133,7 +134,7 @@ def test_a_failure_callback_may_raise_or_shut_the_executor_down(caplog: pytest.L
         for callback in (break_down, executor.shutdown, lambda: called.append("last"), done.set):
             executor.register_failure_callback(callback)
         os.kill(executor.worker_pids[1], signal.SIGKILL)
-        assert done.wait(5)
+        assert done.wait(LIMIT_S)
         assert called == ["first", "last"]
         assert "a failure callback raised" in caplog.text
 
@@ -141,7 +142,7 @@ def test_a_failure_callback_may_raise_or_shut_the_executor_down(caplog: pytest.L
 def test_a_queue_that_is_closed_while_somebody_waits_gives_an_error_at_once():
     with plain() as executor:
         futures = executor.collective_rpc("nap", args=(60.0, 1), non_block=True)
-        assert futures[0].result(timeout=5) == 0
+        assert futures[0].result(timeout=LIMIT_S) == 0
         step = executor.execute_model(StepPlan(step=1), non_block=True)
         raised: list[BaseException] = []
 
@@ -154,10 +155,8 @@ def test_a_queue_that_is_closed_while_somebody_waits_gives_an_error_at_once():
         waiter = threading.Thread(target=call)
         waiter.start()
         time.sleep(0.1)
-        started_s = time.monotonic()
         executor.shutdown()
-        assert time.monotonic() - started_s < 10
-        waiter.join(5)
+        waiter.join(LIMIT_S)
         text = "the executor was shut down while rank 1 was at work on"
         assert str(futures[1].exception(timeout=0)) == f"{text} nap"
         assert str(step.exception(timeout=0)) == f"{text} step"
@@ -179,7 +178,7 @@ def test_shutdown_leaves_no_process_thread_descriptor_or_shared_memory():
                 executor.collective_rpc("nap", args=(60.0,), non_block=True)
             if how == "failed":
                 os.kill(pids[0], signal.SIGKILL)
-                assert wait_until(lambda executor=executor: executor.is_failed)
+                wait_until(lambda executor=executor: executor.is_failed)
         executor.shutdown()
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "not even a zombie"
         assert threading.enumerate() == threads
@@ -187,7 +186,7 @@ def test_shutdown_leaves_no_process_thread_descriptor_or_shared_memory():
         assert sorted(os.listdir("/dev/shm")) == shared
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_workers", [2, 4])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_a_worker_that_dies_at_any_moment_is_named(num_workers: int, number: signal.Signals):
@@ -202,7 +201,7 @@ def test_a_worker_that_dies_at_any_moment_is_named(num_workers: int, number: sig
                 run_steps(executor)
             text = f"worker rank {rank} (pid {pids[rank]}) was killed by {number.name}"
             assert str(raised.value).startswith(text)
-            assert wait_until(lambda pids=pids: not any(map(is_running, pids)))
+            wait_until(lambda pids=pids: not any(map(is_running, pids)))
 
 
 def test_an_executor_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -256,7 +255,7 @@ def test_a_driver_that_is_killed_takes_its_workers_with_it(is_one_stopped: bool)
             os.kill(pids[0], signal.SIGSTOP)
         driver.kill()
         driver.wait()
-        assert wait_until(lambda: processes_of(token) == [])
+        wait_until(lambda: processes_of(token) == [])
     finally:
         end_all(token, driver)
 
@@ -266,8 +265,8 @@ def test_a_driver_that_is_killed_takes_its_workers_with_it(is_one_stopped: bool)
     [
         pytest.param("", 0, id="idle"),
         pytest.param(WORK, 0, id="at work"),
-        pytest.param("raise SystemExit(7)", 7, id="exit", marks=pytest.mark.slow),
-        pytest.param("raise KeyError('of the driver')", 1, id="exception", marks=pytest.mark.slow),
+        pytest.param("raise SystemExit(7)", 7, id="exit", marks=pytest.mark.matrix),
+        pytest.param("raise KeyError('of the driver')", 1, id="exception", marks=pytest.mark.matrix),
     ],
 )
 def test_a_driver_that_just_ends_ends_its_workers_without_a_word(ending: str, code: int):

@@ -46,8 +46,8 @@ def alone() -> list[RequestOutput]:
     "layout",
     [
         {"pipeline_parallel_size": 2},
-        pytest.param({"pipeline_parallel_size": 2, "pipeline_layers": [1, 2]}, marks=pytest.mark.slow),
-        pytest.param({"pipeline_parallel_size": 3}, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2, "pipeline_layers": [1, 2]}, marks=pytest.mark.matrix),
+        pytest.param({"pipeline_parallel_size": 3}, marks=pytest.mark.matrix),
     ],
     ids=["even", "uneven", "three"],
 )
@@ -55,13 +55,13 @@ def test_stages_are_one_process_to_the_last_bit(alone: list[RequestOutput], layo
     assert list(map(asdict, answers(**layout))) == list(map(asdict, alone))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_four_stages_are_one_process_to_the_last_bit():
     name = "llama_four_layers"
     assert list(map(asdict, answers(name, pipeline_parallel_size=4))) == list(map(asdict, answers(name)))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_with_tensor_parallelism_tokens_are_the_same_and_logprobs_near(alone: list[RequestOutput], num_stages: int):
     outputs = answers(tensor_parallel_size=2, pipeline_parallel_size=num_stages)

@@ -86,21 +86,11 @@ def command(out: Path, tasks: Path, model: str, arguments: str, chat: str) -> li
 
 def evaluate(folder: Path, tasks: Path, model: str, arguments: str, num_ranks: int = 1, chat: str = "plain") -> dict:
     """What the first rank reports; every other rank has nothing to add to it."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    environment = {
-        **os.environ,
-        "HF_HOME": str(folder.parent / "huggingface"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ranks.REPOSITORY),
-    }
-    done = subprocess.run(
-        [sys.executable, *(launcher if num_ranks > 1 else []), *command(folder, tasks, model, arguments, chat)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    words, environment = command(folder, tasks, model, arguments, chat), {"HF_HOME": str(folder.parent / "huggingface")}
+    if num_ranks > 1:
+        done = ranks.run_forked(words, num_ranks, LIMIT_S, environment)
+    else:
+        done = ranks.run_script(words, LIMIT_S, environment)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in folder.iterdir()) == [f"rank{rank}.json" for rank in range(num_ranks)]
     return json.loads((folder / "rank0.json").read_text())
@@ -162,7 +152,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name == "one rank" else pytest.mark.slow) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[] if name == "one rank" else pytest.mark.matrix) for name in LAYOUTS]
 )
 def test_three_tasks_score_as_with_the_harness_own_model(folder: Path, tasks: Path, reference: dict, layout: str):
     num_ranks, more = LAYOUTS[layout]
@@ -172,14 +162,14 @@ def test_three_tasks_score_as_with_the_harness_own_model(folder: Path, tasks: Pa
     assert found["results"]["local_sums"]["exact_match,none"] == reference["results"]["local_sums"]["exact_match,none"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_comparison_sees_another_model(folder: Path, tasks: Path, reference: dict):
     """The control: with a shorter window the long text scores otherwise."""
     found = evaluate(folder / "short", tasks, "spmd_worker", arguments(num_blocks=64, max_length=100))
     assert [each for each in differences(found, reference) if each.startswith("local_text")]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_chat_template_is_applied_as_transformers_applies_it(folder: Path, tasks: Path):
     expected = evaluate(folder / "hf chat", tasks, "hf", arguments(), chat="chat")
     found = evaluate(folder / "chat", tasks, "spmd_worker", arguments(num_blocks=64), chat="chat")
@@ -189,7 +179,7 @@ def test_the_chat_template_is_applied_as_transformers_applies_it(folder: Path, t
     assert differences(found, expected) == []
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_module_is_the_harness_own_command_with_this_model(tasks: Path, folder: Path):
     out = folder / "command"
     done = subprocess.run(

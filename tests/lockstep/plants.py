@@ -1,7 +1,7 @@
 """What is planted in ranks to make them diverge: each plant changes one rank (or reads what differs between ranks).
 
-Runs in the ranks that `plant_runner.py` forks. Each plant says when it strikes. Knows the runtime's insides, which it
-breaks; nothing of what the tests expect.
+Each rank runs this file: `plants.py NAME FOLDER OVERRIDE...`. Each plant says when it strikes. Knows the runtime's
+insides, which it breaks; nothing of what the tests expect.
 """
 
 import copy
@@ -17,16 +17,14 @@ from functools import partial
 from pathlib import Path
 from zlib import crc32
 
-import plant_runner
+import ranks
 
 import launch
 from kv_cache.block import BlockHash, BlockId
 from kv_cache.block_table import BlockTable
 from kv_cache.swap_space import SwapSpace
 from spmd_worker import engine_start, llm
-from spmd_worker.batch import job
 from spmd_worker.config import ExecutorConfig
-from spmd_worker.executor import external_launcher
 from spmd_worker.lockstep import codec, connect, step_channel
 from spmd_worker.lockstep.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.observability.ending_signals import EndingSignals
@@ -38,9 +36,7 @@ from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import Sequence
 from spmd_worker.sequence.step import StepPlan
 
-_IMPORTED_FOR_THE_RANKS = (job, external_launcher)
-
-MODEL = plant_runner.REPOSITORY / "scripts" / "demo" / "model"
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 STEP = 6
 """Where plants strike that strike during the run."""
 
@@ -59,8 +55,8 @@ class Place:
         return self.rank == self.num_ranks - 1
 
     def strike(self) -> None:
-        """Note the time."""
-        plant_runner.struck(self.folder, self.rank)
+        """Leave a note."""
+        (self.folder / f"struck.rank{self.rank}").touch()
 
 
 PLANTS: dict[str, Callable[[Place, list[str]], int | None]] = {}
@@ -72,9 +68,18 @@ def plant(function: Callable[[Place, list[str]], int | None]) -> Callable[[Place
     return function
 
 
-def run(name: str, rank: int, folder: Path, arguments: list[str]) -> int:
-    """What a forked rank does: the exit code of the job, with something planted."""
-    num_ranks = int(os.environ["WORLD_SIZE"])
+def main() -> int:
+    """The exit code of the job, with something planted; what it prints goes to files of this rank's own."""
+    name, folder, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for descriptor, stream in ((1, "stdout"), (2, "stderr")):
+        with open(folder / f"{stream}.rank{rank}", "wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    return run(name, rank, num_ranks, folder, arguments)
+
+
+def run(name: str, rank: int, num_ranks: int, folder: Path, arguments: list[str]) -> int:
+    """The exit code of the job, with something planted."""
     arguments = [*_job_arguments(num_ranks, folder), *arguments]
     exit_code = PLANTS[name](Place(rank, num_ranks, folder), arguments)
     return launch.main(arguments) if exit_code is None else exit_code
@@ -502,3 +507,11 @@ def _changed_copy(folder: Path, name: str, place: int) -> Path:
     data[place] ^= 1
     (copy / name).write_bytes(data)
     return copy
+
+
+if __name__ == "__main__":
+    code = main()
+    # At once, as launch.py leaves: a SIGTERM while the interpreter is taken down would be the end of it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

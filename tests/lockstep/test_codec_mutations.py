@@ -1,6 +1,6 @@
 """Damaged and hostile bytes: nothing but MessageError comes out, no broken checksum is accepted, nothing grows far.
 
-The default run is short. `-m slow` mutates a million messages.
+The default run is short. The stress tier mutates a million messages.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def test_mutated_messages_raise_nothing_but_message_errors_and_broken_checksums_
     assert num_repaired > 100
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_million_mutated_messages(seed):

@@ -6,7 +6,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -126,11 +125,11 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("speak", STRANGERS.values(), ids=STRANGERS.keys())
-def test_a_stranger_is_turned_away_and_the_ranks_connect(speak):
+def test_a_stranger_is_turned_away_and_the_ranks_connect(speak, monkeypatch):
+    # Nobody waits for a stranger that has said something: with this the ranks would not connect in time.
+    monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 600.0)
     come, sockets = stranger(speak)
-    started_s = time.monotonic()
     channels = open_all(3, come)
-    assert time.monotonic() - started_s < 1.5
     check_messages_cross(channels)
     close_all(channels)
     sockets[0].close()

@@ -252,7 +252,7 @@ def test_the_mirror_holds_what_the_scheduler_holds_in_short_random_histories():
         run_history(seed, num_steps=4, max_output_tokens=8)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(3000)
 def test_ten_thousand_random_histories():
     """20 s of processor time."""

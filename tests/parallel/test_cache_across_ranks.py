@@ -1,4 +1,4 @@
-"""Under torchrun: the cache of several ranks gives way, finds and loads in the same steps on all of them.
+"""The cache of several ranks gives way, finds and loads in the same steps on all of them.
 
 Each rank hashes with another seed and has another memory budget; tokens are those of one rank that had room.
 """
@@ -29,9 +29,6 @@ CROWDED = {
 
 SCRIPT = """
 import os, sys
-if os.environ.get("PYTHONHASHSEED") != os.environ["RANK"]:
-    os.environ["PYTHONHASHSEED"] = os.environ["RANK"]
-    os.execv(sys.executable, [sys.executable, *sys.argv])
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -72,7 +69,7 @@ def answers_of_two_ranks(tmp_path: Path) -> list[dict[str, Any]]:
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     arguments, env = [tmp_path / "job.json", tmp_path], {"SPMD_WORKER_CHECK": "1"}
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments, env=env, under_torchrun=True)
+    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments, env=env, hash_seeds=True)
     assert done.returncode == 0, done.output
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 

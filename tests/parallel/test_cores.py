@@ -146,7 +146,7 @@ os.write(1, f"{torch.get_num_threads()} {len(own)} {own[0]}\\n".encode())
 
 def lines_of(launcher_arguments: list[str], variables: dict[str, str] | None = None) -> list[list[int]]:
     """Threads, number of cores and first core of each of two ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ranks.torchrun(2)
     unset = [] if variables else ["env", "-u", "OMP_NUM_THREADS"]
     done = ranks.run_command([*unset, *launcher, *launcher_arguments], 60.0, variables)
     assert done.returncode == 0, done.output
@@ -160,7 +160,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_under_torchrun_ranks_have_their_cores_unless_the_user_said_otherwise(script: str):
     num_cores = len(os.sched_getaffinity(0))
     lines = lines_of([script])
@@ -170,7 +170,7 @@ def test_under_torchrun_ranks_have_their_cores_unless_the_user_said_otherwise(sc
     assert [line[:2] for line in lines_of([script], {"OMP_NUM_THREADS": "1"})] == [[1, num_cores]] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_wrapper_around_each_rank_is_not_taken_for_torchrun(script: str, tmp_path: Path):
     """It inherits the 1 that torchrun has set, which would look like a user's own."""
     wrapper = tmp_path / "wrapper.sh"

@@ -35,7 +35,7 @@ LOOPBACKS = ("0100007F", "0000000000000000FFFF00000100007F", "000000000000000000
 
 
 def addresses(tmp_path: Path, **variables: str) -> list[str]:
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=60, arguments=[MODEL, tmp_path], env=variables, under_torchrun=True)
+    done = ranks.run_ranks(SCRIPT, 2, timeout_s=60, arguments=[MODEL, tmp_path], env=variables)
     assert done.returncode == 0, done.output
     return [address for rank in (0, 1) for address in json.loads((tmp_path / f"{rank}.json").read_text())]
 
@@ -51,7 +51,7 @@ def test_ranks_of_one_node_listen_on_loopback_only(tmp_path: Path):
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_user_s_own_interface_is_used_and_would_be_seen(tmp_path: Path):
     """Negative control."""
     others = [name for _, name in socket.if_nameindex() if name.startswith(("eth", "en"))]

@@ -1,4 +1,4 @@
-"""Under torchrun: stages of a pipeline give one rank's answers bit for bit, even or uneven, tied or not."""
+"""Stages of a pipeline give one rank's answers bit for bit, even or uneven, tied or not."""
 
 import json
 from dataclasses import asdict, replace
@@ -68,7 +68,6 @@ def run(layout: dict[str, Any], size: int, names: list[str], tmp_path: Path, bef
         timeout_s=240,
         arguments=[tmp_path / "job.json", tmp_path],
         env={"SPMD_WORKER_CHECK": "1"},
-        under_torchrun=True,
     )
     assert done.returncode == 0, done.output
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
@@ -105,13 +104,13 @@ def test_uneven_stages_are_one_rank_bit_for_bit(tmp_path: Path, expected):
     check(by_rank, expected, [[0, 1], [1, 3]])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_three_stages_of_one_layer_each_are_one_rank_bit_for_bit(tmp_path: Path, expected):
     by_rank = run({"pipeline_parallel_size": 3}, 3, ["llama_tied"], tmp_path)
     check(by_rank, expected, [[0, 1], [1, 2], [2, 3]])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_four_stages_are_one_rank_bit_for_bit(tmp_path: Path):
     by_rank = run({"pipeline_parallel_size": 4}, 4, ["llama_four_layers"], tmp_path)
     expected = {"llama_four_layers": one_rank("llama_four_layers")}
@@ -119,7 +118,7 @@ def test_four_stages_are_one_rank_bit_for_bit(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "before", [pytest.param("", marks=pytest.mark.slow), SHARING], ids=["few elements", "shared rows"]
+    "before", [pytest.param("", marks=pytest.mark.matrix), SHARING], ids=["few elements", "shared rows"]
 )
 def test_stages_of_two_tensor_parallel_ranks_give_one_ranks_tokens(tmp_path: Path, expected, before: str):
     by_rank = run({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 4, ["llama_tied"], tmp_path, before)
@@ -129,7 +128,7 @@ def test_stages_of_two_tensor_parallel_ranks_give_one_ranks_tokens(tmp_path: Pat
             assert [each["token_ids"] for each in ours["outputs"]] == [each["token_ids"] for each in theirs["outputs"]]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_comparison_sees_a_stage_that_passes_on_rows_that_others_have_summed(tmp_path: Path, expected):
     """Negative control: the residual stream as this rank has it, with the other rank's rows as they were."""
     layout = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
@@ -159,8 +158,6 @@ def test_the_comparison_sees_a_stage_that_forgets_what_the_stages_before_compute
         "layout": {"pipeline_parallel_size": 2},
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(
-        forgetful, 2, timeout_s=120, arguments=[tmp_path / "job.json", tmp_path], under_torchrun=True
-    )
+    done = ranks.run_ranks(forgetful, 2, timeout_s=120, arguments=[tmp_path / "job.json", tmp_path])
     assert done.returncode == 0, done.output
     assert json.loads((tmp_path / "0.json").read_text())["llama_tied"]["outputs"] != expected["llama_tied"]

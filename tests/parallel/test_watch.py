@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import ranks
-from plant_runner import free_port
+from ranks import free_port
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.observability.heartbeat import BETWEEN_STEPS, CLOSING, Beat
@@ -109,12 +109,10 @@ def forward(self, step, scheduled):
 
 ModelRunner.forward = forward
 llm = LLM({str(MODEL)!r}, tensor_parallel_size=2, num_blocks=64, device="cpu", timeout_s=4)
-started_s = time.monotonic()
 try:
     llm.generate(["add 1 2 ="], SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
 except Exception as error:
-    seconds = time.monotonic() - started_s
-    print(f"rank {{rank}} caught {{type(error).__name__}} in {{seconds:.1f}} s: {{error}}", flush=True)
+    print(f"rank {{rank}} caught {{type(error).__name__}}: {{error}}", flush=True)
 if rank == 1:
     time.sleep(1)
 llm.close()
@@ -124,17 +122,17 @@ print(f"rank {{rank}} goes on", flush=True)
 
 
 def test_a_users_script_hears_which_rank_raised_and_lives_on():
-    done = ranks.run_ranks(USERS_SCRIPT, 2, 90.0, ["raises"], under_torchrun=True)
+    done = ranks.run_ranks(USERS_SCRIPT, 2, 90.0, ["raises"])
     assert done.returncode == 0, done.output
-    assert re.search(r"rank 0 caught RankFailedError in .* s: rank 1 raised ValueError at step 3: planted", done.stdout)
-    assert re.search(r"rank 1 caught ValueError in .* s: planted", done.stdout)
+    assert re.search(r"rank 0 caught RankFailedError: rank 1 raised ValueError at step 3: planted", done.stdout)
+    assert re.search(r"rank 1 caught ValueError: planted", done.stdout)
     assert all(f"rank {rank} goes on" in done.stdout for rank in range(2))
     # Not in the log where both close before all is known.
     assert done.stderr.count(HEADING) <= 1, done.output
     assert "Thread 0x" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("fault", "what"), [("SIGKILL", "gone"), ("SIGSTOP", "silent")])
 def test_a_users_script_hears_which_rank_died_or_stopped_and_lives_on(fault: str, what: str):
     """torchrun ends the others when one has died, so here each rank is started by hand, with a store of ours."""
@@ -156,9 +154,8 @@ sys.exit(code)
 """
     done = ranks.run_command([sys.executable, "-c", source], 90.0)
     assert done.returncode == 0, done.output
-    found = re.search(r"rank 0 caught RankFailedError in (.*) s: (rank 1 .*)", done.stdout)
+    found = re.search(r"rank 0 caught RankFailedError: (rank 1 .*)", done.stdout)
     assert found, done.output
-    assert float(found[1]) < (2 if fault == "SIGKILL" else 4 + 2), done.output
-    assert f"rank 1 is {what}: last seen in step " in found[2]
+    assert f"rank 1 is {what}: last seen in step " in found[1]
     assert len(done.stderr.splitlines()) < 10, done.output
     assert "rank 0 goes on" in done.stdout

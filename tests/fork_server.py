@@ -1,0 +1,289 @@
+"""A process that has imported torch and the package once and forks scripts from there, in milliseconds.
+
+Importing takes two seconds of a core, which is longer than what most tests do on their ranks. The server imports
+everything, starts no thread and runs no parallel region (either would break in a fork), and waits. A forked script sees
+what a fresh interpreter would: its own environment (in /proc/PID/environ too, where tests look for processes), session,
+standard streams, folder, arguments, `__main__` and an interpreter that ends as usual. PYTHONHASHSEED is read when an
+interpreter starts, so there is a server for each hash seed that is asked for. When the process that started a server
+ends, the server ends all it has forked.
+
+    process = fork_server().fork(["script.py", "argument"], env, cwd, stdout=file, stderr=file)
+    process.wait(10.0)
+"""
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+START_S = 120.0
+ENVIRONMENT_BYTES = 1 << 16
+PADDING_VARIABLE = "FORK_SERVER_PADDING"
+# In /proc/PID/stat, counted from the field after the state: `env_start` and `env_end` are the 50th and 51st of proc(5).
+ENVIRONMENT_FIELDS = slice(46, 48)
+
+
+class ForkServerError(RuntimeError):
+    """The server has ended, or says nothing."""
+
+
+class ForkServer:
+    """One server process and this end of the connection to it. Not for several threads at once."""
+
+    def __init__(self, hash_seed: int) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        variables = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]),
+            "PYTHONHASHSEED": str(hash_seed),
+            "PYTHONFAULTHANDLER": "1",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            PADDING_VARIABLE: "x" * ENVIRONMENT_BYTES,
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=variables,
+                cwd=REPOSITORY,
+                start_new_session=True,
+            )
+        self._exit_codes: dict[int, int] = {}
+
+    def fork(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: str | Path, stdout: IO[bytes], stderr: IO[bytes]
+    ) -> "ForkedProcess":
+        """Run a script and its arguments as `python SCRIPT ARGUMENT...` would. `env` is all of its environment."""
+        order = json.dumps({"command": list(command), "env": dict(env), "cwd": str(cwd)}).encode()
+        payload = os.memfd_create("order")
+        try:
+            os.write(payload, order)
+            os.lseek(payload, 0, os.SEEK_SET)
+            socket.send_fds(self._connection, [b"fork"], [payload, stdout.fileno(), stderr.fileno()])
+        finally:
+            os.close(payload)
+        return ForkedProcess(self, int(self._receive("pid", START_S)["pid"]))
+
+    def exit_code_of(self, pid: int, timeout_s: float) -> int | None:
+        """Once it is known, which is when the process has ended; None after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while pid not in self._exit_codes:
+            if self._next(max(deadline_s - time.monotonic(), 0.0)) is None:
+                return None
+        return self._exit_codes[pid]
+
+    def close(self) -> None:
+        """Ends the server and what it has forked."""
+        self._connection.close()
+        self._process.wait(START_S)
+
+    def _receive(self, key: str, timeout_s: float) -> dict[str, Any]:
+        while True:
+            message = self._next(timeout_s)
+            if message is None:
+                raise ForkServerError(f"the fork server has not answered for {timeout_s} s")
+            if key in message:
+                return message
+
+    def _next(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next message, an exit noted; None after `timeout_s`."""
+        if not select.select([self._connection], [], [], timeout_s)[0]:
+            return None
+        content = self._connection.recv(1 << 16)
+        if not content:
+            raise ForkServerError(f"the fork server has ended (exit code {self._process.poll()})")
+        message = json.loads(content)
+        if "exit_code" in message:
+            self._exit_codes[message["ended"]] = message["exit_code"]
+        else:
+            # The system gives numbers out again.
+            self._exit_codes.pop(message["pid"], None)
+        return message
+
+
+class ForkedProcess:
+    """What tests use of `subprocess.Popen`, for a process that the server has forked."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self.pid, self.returncode = server, pid, None
+
+    def poll(self) -> int | None:
+        self.returncode = self._server.exit_code_of(self.pid, 0.0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        self.returncode = self._server.exit_code_of(self.pid, timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return self.returncode
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            # It may have ended since, and the server may know.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+@functools.cache
+def fork_server(hash_seed: int = 0) -> ForkServer:
+    """The server of this process with that PYTHONHASHSEED, started at the first call."""
+    return ForkServer(hash_seed)
+
+
+# In the server.
+
+
+def serve(connection: socket.socket) -> dict[str, Any]:
+    """Until the other end is closed. Returns in each forked process, with its order."""
+    import gc
+
+    import_everything()
+    check_that_forks_are_safe()
+    gc.freeze()
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    children: dict[int, int] = {}
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor != connection.fileno():
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                pid = children.pop(descriptor)
+                exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                send(connection, {"ended": pid, "exit_code": exit_code})
+                continue
+            words, descriptors, _, _ = socket.recv_fds(connection, 16, 3)
+            if not words:
+                end_all(list(children.values()))
+            order = json.loads(read_all(descriptors[0]))
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                for other in children:
+                    os.close(other)
+                os.close(descriptors[0])
+                become(order, descriptors[1:])
+                return order
+            for each in descriptors:
+                os.close(each)
+            child = os.pidfd_open(pid)
+            children[child] = pid
+            poll.register(child, select.POLLIN)
+            send(connection, {"pid": pid})
+
+
+def import_everything() -> None:
+    """What ranks import, and no more: what a test's model of reference needs stays out."""
+    import importlib
+    import pkgutil
+
+    import torch.distributed.distributed_c10d  # noqa: F401
+
+    import kv_cache
+    import spmd_worker
+
+    for package in (kv_cache, spmd_worker):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if ".integrations" not in module.name:
+                importlib.import_module(module.name)
+    importlib.import_module("launch")
+
+
+def check_that_forks_are_safe() -> None:
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"a process of {len(threads)} threads cannot be forked safely"
+
+
+def become(order: dict[str, Any], streams: list[int]) -> None:
+    """This forked process has the session, streams, folder, environment and path that were asked for."""
+    os.setsid()
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for descriptor, stream in zip((1, 2), streams, strict=True):
+        os.dup2(stream, descriptor)
+        os.close(stream)
+    os.chdir(order["cwd"])
+    own_path = os.environ["PYTHONPATH"].split(os.pathsep)
+    rest = [entry for entry in sys.path[1:] if entry not in own_path]
+    os.environ.clear()
+    os.environ.update(order["env"])
+    show_environment()
+    asked_path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.argv[:] = order["command"]
+    sys.path[:] = [str(Path(sys.argv[0]).resolve().parent), *asked_path, *rest]
+    set_num_threads()
+
+
+def show_environment() -> None:
+    """In /proc/PID/environ, which shows the memory in which the server's environment was. Nothing points there since
+    every variable was unset.
+    """
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[1:]
+    start, end = map(int, fields[ENVIRONMENT_FIELDS])
+    content = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
+    assert len(content) < end - start, f"an environment of {len(content)} bytes is larger than {ENVIRONMENT_BYTES}"
+    ctypes.memmove(start, content + bytes(end - start - len(content)), end - start)
+
+
+def set_num_threads() -> None:
+    """Of OpenMP, which read the variable in the server."""
+    import torch
+
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    num_threads = int(wanted) if wanted else len(os.sched_getaffinity(0))
+    if num_threads != torch.get_num_threads():
+        torch.set_num_threads(num_threads)
+
+
+def run(command: list[str]) -> None:
+    """The script, as `__main__`."""
+    script = command[0]
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+
+
+def end_all(pids: list[int]) -> None:
+    """Never returns."""
+    for pid in pids:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    os._exit(0)
+
+
+def read_all(descriptor: int) -> bytes:
+    with open(descriptor, "rb", closefd=False) as file:
+        return file.read()
+
+
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    try:
+        connection.send(json.dumps(message).encode())
+    except BrokenPipeError:
+        # The next thing to be read is the end.
+        return
+
+
+if __name__ == "__main__":
+    run(serve(socket.socket(fileno=int(sys.argv[1])))["command"])
