@@ -1,0 +1,71 @@
+"""A test that hangs fails at its limit, with its name and where it was, and the run goes on."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+from waiting import LIMIT_S
+
+HANGING = """
+import ctypes
+import ranks
+
+def test_whose_ranks_hang():
+    source = "import time\\ndef innermost():\\n    time.sleep(1000)\\ninnermost()"
+    ranks.run_ranks(source, nproc=2, timeout_s=1000)
+
+def test_after_it():
+    pass
+
+def test_that_holds_the_interpreter():
+    process, mutex = ctypes.PyDLL(None), (ctypes.c_char * 64)()
+    process.pthread_mutex_lock(mutex)
+    process.pthread_mutex_lock(mutex)
+
+def test_after_that_too():
+    pass
+"""
+
+
+def run_tests(folder: Path, *arguments: str) -> tuple[int, str]:
+    (folder / "test_planted.py").write_text(HANGING)
+    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 12\n")
+    command = [sys.executable, "-m", "pytest", "-p", "hang_guard", "-n", "1", "test_planted.py", *arguments]
+    path = os.pathsep.join([str(ranks.REPOSITORY), str(ranks.REPOSITORY / "tests")])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=4 * LIMIT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.matrix
+def test_a_test_whose_ranks_hang_says_where_all_are_and_the_run_goes_on(tmp_path: Path):
+    code, output = run_tests(tmp_path, "-k", "ranks or after_it")
+    assert code == 1, output
+    assert "test_planted.py::test_whose_ranks_hang has hung" in output
+    assert 'test_planted.py", line 7 in test_whose_ranks_hang' in output, output
+    # pytest's closing lines say it again where CI is set.
+    assert output.partition("short test summary")[0].count('ranks_script.py", line 3 in innermost') == 2, output
+    assert "1 failed, 1 passed" in output
+
+
+@pytest.mark.matrix
+def test_a_test_that_holds_the_interpreter_is_named_and_the_run_goes_on(tmp_path: Path):
+    """As a deadlock of the interpreter did: no Python runs any more, no limit of Python's is heard."""
+    code, output = run_tests(tmp_path, "-k", "interpreter or after_that")
+    assert code == 1, output
+    assert "test_planted.py::test_that_holds_the_interpreter has hung" in output
+    assert re.search(r'test_planted.py", line \d+ in test_that_holds_the_interpreter', output), output
+    assert "crashed while running 'test_planted.py::test_that_holds_the_interpreter'" in output
+    assert "1 failed, 1 passed" in output
