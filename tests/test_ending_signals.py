@@ -4,23 +4,20 @@ Commits by count and by time are switched off here, so that what is kept is kept
 """
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import ranks
+from fork_server import ForkedProcess, fork_server
 from job_attempts import LAUNCH, MODEL, Attempt, write_rows
+from waiting import wait_until
 
 from spmd_worker.batch.journal import read_journal
 
 NO_COMMITS = ("job.commit_rows=100000", "job.commit_s=3600")
 LIMIT_S = 60.0
-MOST_S = 12.0
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +28,26 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "out.jsonl").read_bytes()
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen:
+def start(folder: Path, *more: str) -> ForkedProcess:
     """Without a launcher, as `python launch.py`."""
     command = [
-        *(sys.executable, str(LAUNCH), f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
+        *(str(LAUNCH), f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
         *("cache.num_blocks=512", "scheduler.max_num_seqs=32"),
         *(f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", *NO_COMMITS, *more),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ranks.REPOSITORY)}
     with open(folder / "log", "ab") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return fork_server().fork(command, ranks.environment("", {}), folder, log, log)
 
 
-def wait_for_rows(folder: Path, process: subprocess.Popen | None = None) -> None:
+def wait_for_rows(folder: Path, process: ForkedProcess | None = None) -> None:
     """Until the job has answered some rows, by its own account."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline_s:
-        steps = folder / "out.jsonl.run" / "steps.csv"
-        if steps.exists() and steps.read_bytes().count(b"\n") > 120:
-            return
+    steps = folder / "out.jsonl.run" / "steps.csv"
+
+    def has_answered() -> bool:
         assert process is None or process.poll() is None, (folder / "log").read_text()
-        time.sleep(0.02)
-    raise AssertionError("the job did not get under way")
+        return steps.exists() and steps.read_bytes().count(b"\n") > 120
+
+    wait_until(has_answered)
 
 
 def num_kept(folder: Path) -> int:
@@ -62,10 +57,10 @@ def num_kept(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("numbers", "exit_codes"),
     [
-        pytest.param([signal.SIGTERM], [143], marks=pytest.mark.slow),
-        pytest.param([signal.SIGUSR1], [138], marks=pytest.mark.slow),
+        pytest.param([signal.SIGTERM], [143], marks=pytest.mark.matrix),
+        pytest.param([signal.SIGUSR1], [138], marks=pytest.mark.matrix),
         ([signal.SIGINT], [1]),
-        pytest.param([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130], marks=pytest.mark.slow),
+        pytest.param([signal.SIGINT, signal.SIGINT, signal.SIGINT], [1, 130], marks=pytest.mark.matrix),
     ],
     ids=["SIGTERM", "SIGUSR1", "Ctrl-C", "Ctrl-C thrice"],
 )
@@ -77,7 +72,7 @@ def test_a_job_that_is_told_to_end_keeps_what_is_finished(tmp_path: Path, expect
         wait_for_rows(tmp_path, process)
         for number in numbers:
             process.send_signal(number)
-        assert process.wait(MOST_S) in exit_codes, (tmp_path / "log").read_text()
+        assert process.wait(LIMIT_S) in exit_codes, (tmp_path / "log").read_text()
     finally:
         process.kill()
     kept = num_kept(tmp_path)
@@ -93,15 +88,15 @@ def test_a_job_that_is_killed_keeps_nothing_without_commits(tmp_path: Path):
     process = start(tmp_path)
     wait_for_rows(tmp_path, process)
     process.kill()
-    process.wait()
+    process.wait(LIMIT_S)
     assert num_kept(tmp_path) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_ranks_that_are_warned_keep_what_is_finished(tmp_path: Path, expected: bytes):
     write_rows(tmp_path)
     # Few at once, so that the job lives until it is warned.
-    attempt = Attempt(tmp_path, "two shards", *NO_COMMITS, "scheduler.max_num_seqs=8")
+    attempt = Attempt(tmp_path, "two shards", *NO_COMMITS, "scheduler.max_num_seqs=8", torchrun=())
     wait_for_rows(tmp_path)
     for rank in (0, 1):
         attempt.send(signal.SIGUSR1, rank)
@@ -113,13 +108,13 @@ def test_ranks_that_are_warned_keep_what_is_finished(tmp_path: Path, expected: b
     assert (tmp_path / "out.jsonl").read_bytes() == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.stress)])
 def test_with_max_restarts_a_killed_rank_is_no_end_and_the_job_resumes_by_itself(
     tmp_path: Path, expected: bytes, victim: int
 ):
     write_rows(tmp_path)
-    attempt = Attempt(tmp_path, "two shards", launcher_arguments=("--max-restarts", "2"))
+    attempt = Attempt(tmp_path, "two shards", torchrun=("--max-restarts", "2"))
     wait_for_rows(tmp_path)
     attempt.send(signal.SIGKILL, victim)
     assert attempt.close() == 0, (tmp_path / "log").read_text()

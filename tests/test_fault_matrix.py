@@ -1,7 +1,7 @@
 """One rank breaks, at any moment: every rank is gone in seconds, with a failure, and the terminal names the one.
 
-Under torchrun, as people run it. The whole matrix is slow: SPMD_WORKER_FAULT_REPEATS sets how often each cell runs,
-each time at another moment, and with pytest's -s it ends with the figures.
+Under torchrun, as people run it, and on forked ranks. In the stress tier SPMD_WORKER_FAULT_REPEATS sets how often each
+cell runs, each time at another moment; it ends with the figures.
 """
 
 import contextlib
@@ -11,20 +11,20 @@ import random
 import re
 import secrets
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ranks
+from waiting import wait_until
 
 SCRIPT = Path(__file__).with_name("faults.py")
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-REPEATS = int(os.environ.get("SPMD_WORKER_FAULT_REPEATS", "1"))
+REPEATS = int(os.environ.get("SPMD_WORKER_FAULT_REPEATS", "10"))
 TIMEOUT_S = 5.0
 MAX_S = 10.0
 LIMIT_S = 120.0
@@ -49,7 +49,8 @@ WORDS = {
 SILENT = ("SIGSTOP", "hang in forward", "endless loop in forward")
 """Faults that are none until the timeout."""
 
-FEW = [("SIGKILL", 0), pytest.param("SIGSTOP", 1, marks=pytest.mark.slow)]
+ALL = [pytest.param(fault, int(fault != "full disk"), marks=pytest.mark.matrix) for fault in WORDS]
+"""Faults, and which of two ranks has them."""
 FIGURES: dict[tuple[str, int], list[float]] = {}
 """Seconds from the fault to the end of all, by fault and number of ranks."""
 
@@ -62,44 +63,49 @@ def _figures() -> Iterator[None]:
         print(f"\n{fault}, {num_ranks} ranks, {len(seconds)} times: {figures}", end="")
 
 
-@pytest.mark.parametrize(("fault", "victim"), FEW)
+def test_a_killed_rank_ends_both_with_the_culprit_named_by_torchrun_too(tmp_path: Path):
+    break_a_rank(tmp_path, "SIGKILL", 2, 0, SURE_S)
+
+
+@pytest.mark.parametrize(("fault", "victim"), ALL)
 def test_a_fault_of_one_rank_ends_both_with_the_culprit_named(tmp_path: Path, fault: str, victim: int):
-    break_a_rank(tmp_path, fault, 2, victim, SURE_S)
+    break_a_rank(tmp_path, fault, 2, victim, SURE_S, under_torchrun=False)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Path):
     with started(tmp_path, "full disk", 2) as (launcher, token):
-        wait_until(lambda: len((tmp_path / "run" / "steps.csv").read_bytes().splitlines()) > 20, 60.0)
+        steps = tmp_path / "run" / "steps.csv"
+        wait_until(lambda: steps.exists() and len(steps.read_bytes().splitlines()) > 20)
         # Ranks that have not heard of each other yet would both speak.
         time.sleep(2.5)
         launcher.kill()
         launcher.wait()
-        wait_until(lambda: not ranks.processes_of(token), MAX_S)
+        wait_until(lambda: not ranks.processes_of(token))
     text = (tmp_path / "stderr").read_text()
     assert text.count(HEADING) == 1, text
     assert "error: the launcher is gone: torchrun's process has ended\n" in text
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_without_a_watchdog_a_stopped_rank_keeps_the_others_past_the_limit(tmp_path: Path):
     """Negative control: torchrun asks the stopped process to end, which it cannot hear, for half a minute."""
     with started(tmp_path, "SIGSTOP, unwatched", 1, SURE_S) as (launcher, token):
-        wait_until((tmp_path / "struck").exists, 60.0)
+        wait_until((tmp_path / "struck").exists)
         time.sleep(TIMEOUT_S + MAX_S)
         assert launcher.poll() is None
         assert ranks.processes_of(token)
     assert HEADING not in (tmp_path / "stderr").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_disk_that_is_really_full_is_named_and_the_doctor_knows(tmp_path: Path):
     """A file system of 16 KiB for the run directory, in a mount namespace of its own."""
     (tmp_path / "run").mkdir()
     mount = f"mount -t tmpfs -o size=16k none {tmp_path / 'run'}"
     if subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
         pytest.skip("may not mount here")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ranks.torchrun(2)
     words = shlex.join(map(str, [*launcher, *command_of(tmp_path, "full disk", 2, 2, 0.0)]))
     doctor = f"{sys.executable} {ranks.REPOSITORY / 'scripts' / 'doctor.py'} {tmp_path / 'run'}"
     script = f"{mount} && {{ {words}; code=$?; {doctor}; exit $code; }}"
@@ -111,17 +117,18 @@ def test_a_disk_that_is_really_full_is_named_and_the_doctor_knows(tmp_path: Path
     assert "What to do: The disk is full" in done.stdout, done.output
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.parametrize("repeat", range(REPEATS))
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("fault", WORDS)
 def test_a_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ranks: int, repeat: int):
     chance = random.Random(f"{fault}, {num_ranks} ranks, {repeat}")
     victim = 0 if fault == "full disk" else chance.randrange(num_ranks)
-    break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5))
+    seconds = break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5))
+    assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_without_a_fault_the_same_job_ends_well_and_leaves_no_record(tmp_path: Path):
     """Negative control."""
     done = run(tmp_path, "exception in forward", 2, 2, 0.0, "job.max_rows=8")
@@ -139,22 +146,27 @@ def test_without_a_fault_the_same_job_ends_well_and_leaves_no_record(tmp_path: P
 # Helpers.
 
 
-def break_a_rank(folder: Path, fault: str, num_ranks: int, victim: int, moment: float) -> None:
+def break_a_rank(
+    folder: Path, fault: str, num_ranks: int, victim: int, moment: float, *, under_torchrun: bool = True
+) -> float:
+    """Returns the seconds from the fault to the end of all."""
     shared_memory = sorted(os.listdir("/dev/shm"))
     # Raises for processes left behind.
-    done = run(folder, fault, num_ranks, victim, moment)
+    command = command_of(folder, fault, num_ranks, victim, moment)
+    start = ranks.run_torchrun if under_torchrun else ranks.run_forked
+    done = start(command, num_ranks, LIMIT_S)
     struck = folder / "struck"
     assert struck.exists(), done.output
     seconds = time.monotonic() - float(struck.read_text())
     FIGURES.setdefault((fault, num_ranks), []).append(seconds)
     print(f"{fault}, {num_ranks} ranks, rank {victim}, moment {moment:.2f}: {seconds:.1f} s", flush=True)
     assert done.returncode != 0, done.output
-    assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0), done.output
     assert sorted(os.listdir("/dev/shm")) == shared_memory
     is_sure = moment >= SURE_S or fault not in ("SIGKILL", "SIGTERM", "SIGSTOP")
     if is_sure or HEADING in done.output:
         check_words(folder, done, WORDS[fault].format(rank=victim), num_ranks)
-    assert root_cause(done) == victim, done.output
+    assert not under_torchrun or root_cause(done) == victim, done.output
+    return seconds
 
 
 def check_words(folder: Path, done: ranks.CompletedRanks, words: str, num_ranks: int) -> None:
@@ -177,17 +189,6 @@ def root_cause(done: ranks.CompletedRanks) -> int:
     return int(match[1])
 
 
-def wait_until(is_so: Callable[[], bool], limit_s: float) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        # A file may not be there yet.
-        with contextlib.suppress(FileNotFoundError):
-            if is_so():
-                return
-        time.sleep(0.05)
-    raise AssertionError("waited in vain")
-
-
 @contextlib.contextmanager
 def started(
     folder: Path, fault: str, victim: int, moment: float = 0.0
@@ -195,16 +196,14 @@ def started(
     """A job on two ranks that nobody waits for: its launcher, and the token of its processes, which end with this."""
     token = secrets.token_hex(16)
     environment = {**os.environ, ranks.TOKEN_VARIABLE: token, "PYTHONPATH": str(ranks.REPOSITORY)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ranks.torchrun(2)
     with open(folder / "stderr", "wb") as stderr:
         command = [*launcher, *map(str, command_of(folder, fault, 2, victim, moment))]
         process = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True)
     try:
         yield process, token
     finally:
-        for pid in ranks.processes_of(token):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        ranks.kill_all(token)
         process.wait()
 
 

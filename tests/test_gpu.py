@@ -55,7 +55,7 @@ def test_ours_is_near_transformers_on_the_gpu():
     assert result["results"][0]["num_same_tokens"] == result["results"][0]["num_tokens"], done.output
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_comparison_itself_runs_on_a_cpu_and_ends_in_one_json_line():
     command = [sys.executable, COMPARE, "--device", "cpu", "--prompts", "3", "--tokens", "12"]
     done = ranks.run_command(command, timeout_s=120)

@@ -1,6 +1,6 @@
 """Kill a job at any moment of its life, go on under any layout: the same bytes in the end, no row lost or done twice.
 
-Under torchrun, as people run it. SPMD_WORKER_KILLS sets how many kills the slow test makes.
+SPMD_WORKER_KILLS sets how many kills the stress test makes, under torchrun, as people run it.
 """
 
 import json
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from job_attempts import LAYOUTS, LIMIT_S, NUM_ROWS, Attempt, write_rows
 
-NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "10"))
+NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "100"))
 LIFE_S = 9.0
 """About how long the job lives; moments are drawn from it, start and merge included."""
 
 
-def whole_output(folder: Path, layout: str = "two shards") -> bytes:
+def whole_output(folder: Path, layout: str = "one rank") -> bytes:
     folder.mkdir()
     write_rows(folder)
     attempt = Attempt(folder, layout)
@@ -32,7 +32,7 @@ def killed_job(folder: Path, chance: random.Random, most_kills: int, first: str)
     num_kills = 0
     while True:
         layout = first if chance.random() < 0.5 else chance.choice(list(LAYOUTS))
-        attempt = Attempt(folder, layout)
+        attempt = Attempt(folder, layout, torchrun=())
         if num_kills < most_kills and not attempt.ends_within(chance.uniform(0, LIFE_S)):
             num_ranks = LAYOUTS[layout][0]
             attempt.kill(chance.choice([None, None, *range(num_ranks)]))
@@ -47,15 +47,39 @@ def check_lines(output: bytes) -> None:
     assert [json.loads(line)["index"] for line in output.splitlines()] == list(range(NUM_ROWS))
 
 
-def test_a_job_that_was_killed_ends_with_the_bytes_of_one_that_was_not(tmp_path: Path):
-    expected = whole_output(tmp_path / "whole")
-    output, num_kills = killed_job(tmp_path / "killed", random.Random(4), 1, "two replicas")
-    assert num_kills == 1
+@pytest.mark.parametrize(
+    ("layouts", "victims"),
+    [
+        (["two replicas", "two shards"], [1]),
+        pytest.param(["two shards", "two stages", "one rank"], [0, None], marks=pytest.mark.matrix),
+        pytest.param(["two stages", "two replicas", "two shards"], [None, 1], marks=pytest.mark.matrix),
+    ],
+    ids=["a replica", "a shard, all stages", "all stages, a replica"],
+)
+def test_a_job_that_was_killed_ends_with_the_bytes_of_one_that_was_not(
+    tmp_path: Path, whole: bytes, layouts: list[str], victims: list[int | None]
+):
+    """Killed when it has made some steps: one rank, or all (None). Each start goes on under another layout."""
+    write_rows(tmp_path)
+    for number, (layout, victim) in enumerate(zip(layouts, victims)):
+        attempt = Attempt(tmp_path, layout)
+        attempt.wait_for_steps(60 * (number + 1))
+        attempt.kill(victim)
+    attempt = Attempt(tmp_path, layouts[-1])
+    assert attempt.close() == 0, (tmp_path / "log").read_text()
+    output = (tmp_path / "out.jsonl").read_bytes()
     check_lines(output)
-    assert output == expected
+    assert output == whole
+    metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
+    assert 0 < metrics["resumed_rows"] < NUM_ROWS
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return whole_output(tmp_path_factory.mktemp("whole") / "job")
+
+
+@pytest.mark.stress
 def test_kills_at_many_moments_lose_no_row_and_repeat_none(tmp_path: Path):
     chance, num_kills, number = random.Random(1), 0, 0
     expected = whole_output(tmp_path / "whole")

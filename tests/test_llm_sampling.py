@@ -178,7 +178,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", pytest.param("processed_logprobs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["raw_logprobs", pytest.param("processed_logprobs", marks=pytest.mark.matrix)])
 def test_no_row_whatever_it_asks_ends_the_engine_or_goes_unanswered(text_folder: Path, mode: str):
     chance = random.Random(mode)
     params = [SamplingParams(**{key: chance.choice(given) for key, given in CHOICES.items()}) for _ in range(60)]

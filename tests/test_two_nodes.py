@@ -17,14 +17,14 @@ def two_nodes(*arguments: str) -> ranks.CompletedRanks:
     return done
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_two_nodes_answer_as_one_rank_does_though_only_one_has_the_files():
     done = two_nodes()
     assert done.returncode == 0, done.output
     assert "two nodes and one rank answered the same: 64 rows" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_both_sides_end_in_time_and_name_the_silent_rank_when_the_cable_is_cut():
     done = two_nodes("--cut")
     assert done.returncode == 0, done.output

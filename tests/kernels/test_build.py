@@ -181,7 +181,7 @@ def test_the_cache_is_where_the_user_says(compiler, tmp_path, monkeypatch):
     assert built_at(build()).is_relative_to(tmp_path / "home" / ".cache")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_real_compiler_builds_what_loads_from_a_private_folder(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     result = build(cache_folder=tmp_path / "file")

@@ -1,6 +1,6 @@
 """Exchange through shared memory: what gloo gives, in a fixed order of sums, whatever the ranks are busy with.
 
-Ranks are processes under torchrun; each runs the source below and the checks are made in it.
+Ranks are processes; each runs the source below and the checks are made in it.
 """
 
 import re
@@ -16,21 +16,23 @@ LIMIT_S = 90.0
 
 START = """
     import os, random, signal, sys, threading, time
+    from pathlib import Path
     import torch, torch.distributed as dist
     from spmd_worker.kernels.cpu import shared_memory
     from spmd_worker.kernels.cpu.native import cpu_kernels
     from spmd_worker.kernels.cpu.shared_memory import share_memory
     from spmd_worker.parallel.process_group import GroupHandle
+    from waiting import at_least, wait_until
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     gloo = GroupHandle(tuple(range(size)), rank, dist.group.WORLD)
+    late = float(os.environ.get("LATE", "0.02"))
     def say_how_a_sum_ends(fast):
-        began = time.monotonic()
         try:
             fast.all_reduce(torch.ones(4))
         except RuntimeError as error:
-            print(f"rank {rank} after {time.monotonic() - began:.2f}: {error}", flush=True)
+            os.write(1, f"rank {rank}: {error}\\n".encode())
     def leave():
         # gloo's own threads may still be ending when the interpreter does.
         dist.barrier()
@@ -49,7 +51,7 @@ MANY_ROUNDS = """
         dtype = alike.choice((torch.float32, torch.bfloat16))
         seeds = [torch.Generator().manual_seed(number * 8 + each) for each in range(size)]
         parts = [torch.randn(count, generator=seed).to(dtype) for seed in seeds]
-        if own.random() < 0.02:
+        if own.random() < late:
             time.sleep(own.random() * 0.01)
         kind = alike.randrange(5)
         if kind == 0:
@@ -114,7 +116,7 @@ MANY_MESSAGES = """
         dtype = alike.choice((torch.float32, torch.bfloat16))
         if rank > 0:
             receiving.append((number, fast.receive_previous(torch.empty(shape, dtype=dtype))))
-        if own.random() < 0.02:
+        if own.random() < late:
             time.sleep(own.random() * 0.01)
         if rank + 1 < size:
             if sending is not None:
@@ -139,11 +141,12 @@ MANY_MESSAGES = """
 """
 
 
-def run(source: str, num_ranks: int, folder: Path | None = None) -> ranks.CompletedRanks:
-    return ranks.run_ranks(START + source, num_ranks, LIMIT_S, arguments=[] if folder is None else [folder])
+def run(source: str, num_ranks: int, folder: Path | None = None, **variables: str) -> ranks.CompletedRanks:
+    arguments = [] if folder is None else [folder]
+    return ranks.run_ranks(START + source, num_ranks, LIMIT_S, arguments=arguments, env=variables)
 
 
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(size, marks=pytest.mark.matrix) for size in (3, 4))])
 def test_many_rounds_of_all_kinds_and_sizes_give_what_they_should(num_ranks: int):
     """Also with more ranks than cores, slots that are far too small, and ranks that come late."""
     done = run(MANY_ROUNDS, num_ranks)
@@ -153,7 +156,7 @@ def test_many_rounds_of_all_kinds_and_sizes_give_what_they_should(num_ranks: int
     ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_messages_to_the_next_rank_come_whole_and_in_order(num_ranks: int):
     done = run(MANY_MESSAGES, num_ranks)
     assert done.returncode == 0, done.output
@@ -186,38 +189,43 @@ def test_what_was_sent_arrives_though_the_sender_does_nothing_more():
 PLANTS = {
     "one slot for odd and even rounds: some rank writes while another still reads": (
         MANY_ROUNDS,
-        "int64_t(round % 2) * size",
-        "int64_t(0) * size",
+        {"int64_t(round % 2) * size": "int64_t(0) * size"},
     ),
     "nobody waits for the rows that others norm": (
         MANY_ROUNDS,
-        "return run_round(group, [](char*) {}, [](uint32_t) {});",
-        "return 0;",
+        {
+            "return run_round(group, [](char*) {}, [](uint32_t) {});": "return 0;",
+            # So that they are not there yet when the others look.
+            "const int64_t end = num_rows * (group.rank + 1)": "if (group.rank == 1) usleep(200);\n"
+            "        const int64_t end = num_rows * (group.rank + 1)",
+        },
     ),
     "messages are sent before their slot was emptied": (
         MANY_MESSAGES,
-        "rank + 1, number - 2);",
-        "rank + 1, number - 9);",
+        {"rank + 1, number - 2);": "rank + 1, number - 9);"},
     ),
 }
 
 
 @pytest.mark.parametrize(
-    "why", [pytest.param(why, marks=[] if why.startswith("one slot") else pytest.mark.slow) for why in PLANTS]
+    "why", [pytest.param(why, marks=[] if why.startswith("one slot") else pytest.mark.matrix) for why in PLANTS]
 )
 def test_many_rounds_find_what_is_wrong(tmp_path: Path, why: str):
     """Negative controls."""
-    script, right, wrong = PLANTS[why]
+    script, changes = PLANTS[why]
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
     text = (sources / "shared_memory.cpp").read_text()
-    assert text.count(right) == 1
-    (sources / "shared_memory.cpp").write_text(text.replace(right, wrong))
+    for right, wrong in changes.items():
+        assert text.count(right) == 1
+        text = text.replace(right, wrong)
+    (sources / "shared_memory.cpp").write_text(text)
     planted = """
     from pathlib import Path
     from spmd_worker.kernels.cpu import build
     build._SOURCE_FOLDER = Path(sys.argv[1])
 """
-    done = run(planted + script, 2, sources)
+    # Ranks that often come late, so that what nobody waits for is not there yet.
+    done = run(planted + script, 2, sources, LATE="0.3")
     assert done.returncode != 0
     assert "AssertionError" in done.stderr
 
@@ -225,7 +233,7 @@ def test_many_rounds_find_what_is_wrong(tmp_path: Path, why: str):
 def test_a_rank_that_has_gone_is_told_within_a_moment_and_named():
     done = run(
         """
-    fast = share_memory(gloo, 60.0)
+    fast = share_memory(gloo, 600.0)
     # The launcher, which sees the end too, wants the others to end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fast.all_reduce(torch.ones(4))
@@ -239,46 +247,42 @@ def test_a_rank_that_has_gone_is_told_within_a_moment_and_named():
         3,
     )
     # Lines of two processes may end up in one.
-    said = re.findall(r"rank (\d) after ([\d.]+): (.*?has left)", done.stdout)
-    assert sorted(each[0] for each in said) == ["0", "2"], done.output
-    for _, seconds, text in said:
-        assert float(seconds) < 2.0
-        assert text == "shared memory: Connection closed by peer: rank 1 has left"
+    said = re.findall(r"rank (\d): (.*?has left)", done.stdout)
+    text = "shared memory: Connection closed by peer: rank 1 has left"
+    assert sorted(said) == [("0", text), ("2", text)], done.output
 
 
-@pytest.mark.parametrize("waits_to_send", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("waits_to_send", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_whoever_waits_for_a_message_or_for_room_is_told_that_the_other_has_gone(waits_to_send: bool):
     done = run(
         f"""
-    fast = share_memory(gloo, 60.0)
+    fast = share_memory(gloo, 600.0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fast.all_reduce(torch.ones(4))
     gone = 1 if {waits_to_send} else 0
     if rank == gone:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     try:
         for _ in range(3):
             # Two messages find room, the third waits for one of them to be taken.
             (fast.send_next(torch.ones(4)) if gone else fast.receive_previous(torch.ones(4))).wait()
     except RuntimeError as error:
-        print(f"rank {{rank}} after {{time.monotonic() - began:.2f}}: {{error}}", flush=True)
+        print(f"rank {{rank}}: {{error}}", flush=True)
     time.sleep(1)
     os._exit(0)
 """,
         2,
     )
-    found = re.search(r"after ([\d.]+): shared memory: Connection closed by peer: rank (\d) has left", done.stdout)
+    found = re.search(r": shared memory: Connection closed by peer: rank (\d) has left", done.stdout)
     assert found, done.output
-    assert 0.1 < float(found[1]) < 2.0
-    assert int(found[2]) == int(waits_to_send)
+    assert int(found[1]) == int(waits_to_send)
 
 
 def test_a_rank_that_closes_is_as_good_as_gone_and_the_others_are_told_at_once():
     done = run(
         """
-    fast = share_memory(gloo, 60.0)
+    fast = share_memory(gloo, 600.0)
     fast.all_reduce(torch.ones(4))
     if rank == 1:
         time.sleep(0.5)
@@ -290,12 +294,10 @@ def test_a_rank_that_closes_is_as_good_as_gone_and_the_others_are_told_at_once()
 """,
         2,
     )
-    found = re.search(r"after ([\d.]+): shared memory: Connection closed by peer: rank 1 has left", done.stdout)
-    assert found, done.output
-    assert 0.3 < float(found[1]) < 1.5
+    assert "rank 0: shared memory: Connection closed by peer: rank 1 has left" in done.stdout, done.output
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer():
     done = run(
         """
@@ -304,44 +306,47 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer():
     if rank == 1:
         time.sleep(3)
         os._exit(0)
-    say_how_a_sum_ends(fast)
+    with at_least(0.9):
+        say_how_a_sum_ends(fast)
     time.sleep(3)
     os._exit(0)
 """,
         2,
     )
-    found = re.search(r"after ([\d.]+): shared memory: timed out waiting for another rank", done.stdout)
-    assert found, done.output
-    assert 0.9 <= float(found[1]) < 2.0
+    assert done.returncode == 0, done.output
+    assert "rank 0: shared memory: timed out waiting for another rank" in done.stdout, done.output
 
 
-def test_other_threads_go_on_while_a_rank_waits_and_the_core_is_free():
+def test_other_threads_go_on_while_a_rank_waits_and_the_core_is_free(tmp_path: Path):
     """Waiting sleeps: the process takes little of its core, and Python's lock is not held."""
     done = run(
         """
-    fast = share_memory(gloo, 60.0)
+    fast = share_memory(gloo, 600.0)
     fast.all_reduce(torch.ones(4))
+    has_counted = Path(sys.argv[1], "counted")
     if rank == 1:
+        # Two seconds at least, and until the other rank's thread has had its turns: if it gets none, for ever.
         time.sleep(2)
+        wait_until(has_counted.exists)
         fast.all_reduce(torch.ones(4))
     else:
-        turns, is_over = [0], threading.Event()
         def count():
-            while not is_over.wait(0.01):
-                turns[0] += 1
+            for _ in range(50):
+                time.sleep(0.01)
+            has_counted.touch()
         threading.Thread(target=count).start()
         before = time.process_time()
         fast.all_reduce(torch.ones(4))
-        print(f"{time.process_time() - before:.2f} s of the core, {turns[0]} turns", flush=True)
-        is_over.set()
+        print(f"{time.process_time() - before:.2f} s of the core", flush=True)
     dist.barrier()
     leave()
 """,
         2,
+        tmp_path,
     )
-    seconds, turns = re.search(r"([\d.]+) s of the core, (\d+) turns", done.stdout).groups()
+    assert done.returncode == 0, done.output
+    (seconds,) = re.search(r"([\d.]+) s of the core", done.stdout).groups()
     assert float(seconds) < 0.5
-    assert int(turns) > 50
 
 
 FALLBACKS = {
@@ -355,7 +360,7 @@ FALLBACKS = {
 
 @pytest.mark.parametrize(
     "why",
-    [pytest.param(why, marks=[] if why.endswith("one rank") else pytest.mark.slow) for why in FALLBACKS],
+    [pytest.param(why, marks=[] if why.endswith("one rank") else pytest.mark.matrix) for why in FALLBACKS],
 )
 def test_where_one_rank_cannot_all_keep_gloo_and_agree_on_it(why: str):
     done = run(

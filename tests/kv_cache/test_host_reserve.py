@@ -2,6 +2,7 @@ import time
 
 import pytest
 import torch
+from waiting import wait_until
 
 from kv_cache import host_reserve
 from kv_cache.cache_engine import CacheEngine
@@ -18,9 +19,7 @@ def resident_bytes() -> int:
 
 
 def wait_for(reserve: HostReserve, num_bytes: int) -> None:
-    deadline_s = time.monotonic() + 20
-    while reserve.committed_bytes < num_bytes and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: reserve.committed_bytes >= num_bytes)
     assert reserve.committed_bytes == num_bytes
 
 

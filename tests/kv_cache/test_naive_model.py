@@ -1,4 +1,4 @@
-"""200,000 random operations on the manager and on a naive model of it: the same answers, and integrity after each."""
+"""Random operations on the manager and on a naive model of it: the same answers, and integrity after each."""
 
 from random import Random
 
@@ -261,7 +261,7 @@ def operate(num_operations, manager=CacheManager):
     return pairs
 
 
-@pytest.mark.parametrize("count", [40_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40_000, pytest.param(200_000, marks=pytest.mark.stress)])
 def test_the_manager_answers_as_a_naive_model_does_many_times(count: int):
     operate(count)
 

@@ -70,7 +70,7 @@ QUICK |= {("qwen2", schedule) for schedule in ("whole", "preempted in chunks")}
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        pytest.param(name, schedule, marks=[] if (name, schedule) in QUICK else pytest.mark.slow)
+        pytest.param(name, schedule, marks=[] if (name, schedule) in QUICK else pytest.mark.matrix)
         for name in ("llama3", "qwen2", "qwen3")
         for schedule in SCHEDULES
     ],

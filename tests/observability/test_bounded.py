@@ -1,7 +1,6 @@
 """Nobody waits for what hangs."""
 
 import threading
-import time
 
 import pytest
 
@@ -14,9 +13,8 @@ def test_what_is_done_in_time_is_returned():
 
 def test_what_hangs_is_left_alone():
     may_go = threading.Event()
-    started_s = time.monotonic()
+    # Whoever waits for it waits for ever.
     assert within(0.05, may_go.wait) is None
-    assert time.monotonic() - started_s < 5
     may_go.set()
 
 

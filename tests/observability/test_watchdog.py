@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from made_up_store import MadeUpStore
 from our_logger import logger_as_it_was
+from waiting import at_least, wait_until
 
 from spmd_worker.config import ConfigError
 from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
 from spmd_worker.observability import bulletin, ending, roll_call, watchdog
 from spmd_worker.observability.bulletin import Board
-from spmd_worker.observability.error_file import read_records
+from spmd_worker.observability.error_file import read_records, write_elastic_file
 from spmd_worker.observability.heartbeat import Beat, born_at, node_name
 from spmd_worker.observability.watchdog import Watchdog, Watched
 
@@ -72,8 +73,8 @@ class Ranks:
         for each in self.all:
             each.stop()
 
-    def wait_for_exits(self, num_exits: int, limit_s: float = 10.0) -> dict[int, int]:
-        wait_until(lambda: len(self.exits) == num_exits, limit_s)
+    def wait_for_exits(self, num_exits: int) -> dict[int, int]:
+        wait_until(lambda: len(self.exits) == num_exits)
         return self.exits
 
     def _exit(self, code: int) -> None:
@@ -82,13 +83,6 @@ class Ranks:
                 self.exits[each.watched.rank] = code
         # What ends the process ends its thread.
         raise SystemExit
-
-
-def wait_until(is_so: Callable[[], bool], limit_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -156,11 +150,10 @@ def test_a_silent_rank_is_named_after_the_timeout_and_ended_where_it_is_ours(mak
     silent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     monkeypatch.setattr(ending, "parent_of", lambda pid: 1)
     pin(ranks.store, Beat(1, node_name(), silent.pid, born_at(silent.pid), 1, 5, "execute"))
-    started_s = time.monotonic()
-    ranks.start((0,))
-    ranks.all[0].heartbeat.enter("between steps")
-    ranks.wait_for_exits(1)
-    assert time.monotonic() - started_s > 1.0
+    with at_least(1.0):
+        ranks.start((0,))
+        ranks.all[0].heartbeat.enter("between steps")
+        ranks.wait_for_exits(1)
     assert "error: rank 1 is silent: last seen in step 5, phase execute, " in capsys.readouterr().err
     assert killed == [(silent.pid, 9)]
     silent.communicate(b"\n")
@@ -434,7 +427,10 @@ def test_torchruns_error_file_is_the_culprits_and_has_its_form(make, tmp_path, m
     message = json.loads(path.read_text())["message"]
     assert message["message"] == "rank 1 raised ValueError while starting: boom"
     assert message["extraInfo"]["py_callstack"].endswith("ValueError: boom\n")
-    assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 5
+    # Seconds since 1970, by which torchrun finds the earliest.
+    assert len(message["extraInfo"]["timestamp"]) == 10
+    write_elastic_file("text", "", 1234567.8, {"TORCHELASTIC_ERROR_FILE": str(path)})
+    assert json.loads(path.read_text())["message"]["extraInfo"]["timestamp"] == "1234567"
 
 
 def test_a_rank_that_computes_while_another_waits_in_vain_is_named_and_says_so_to_torchrun(

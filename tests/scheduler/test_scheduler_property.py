@@ -98,7 +98,7 @@ def test_any_history_keeps_the_books_and_ends(limits: dict[str, Any], operations
     keeps_the_books_and_ends(limits, operations)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @settings(max_examples=5_000)
 @given(limits, operations)
 def test_any_of_many_more_histories_keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]):
