@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Everything that a change must pass: ruff, mypy, pytest. Ends with pytest's closing line.
+# What a change must pass: ruff, mypy, pytest. Ends with pytest's closing line.
 #
-#   bash scripts/test.sh                            without the slow matrices
-#   bash scripts/test.sh --slow                     with them
+#   bash scripts/test.sh                             what a change must pass
+#   bash scripts/test.sh --matrix                    and correctness in all layouts, sizes and instruction sets: .ci/run
+#   bash scripts/test.sh --stress                    only what is timed, repeated, fuzzed at length or killed at random
 #   bash scripts/test.sh tests/kv_cache -k eviction  further arguments are pytest's
+#
+# Each prints its ten slowest tests and how long it took.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -11,11 +14,16 @@ cd "$root" || exit 1
 bash scripts/setup_env.sh --dev || exit 1
 bin=$root/.venv/bin
 
-markers="not slow and not gpu"
+# More processes than cores: many tests wait, for a timeout or for a process. A file's tests stay in one process, because
+# they share what takes long to make.
+processes=(-n 3 --dist loadfile)
+markers="not matrix and not stress and not gpu"
 arguments=()
 for argument in "$@"; do
   case $argument in
-    --slow) markers="not gpu" ;;
+    --matrix) markers="not stress and not gpu" ;;
+    # Figures are taken with nothing beside them.
+    --stress) markers="stress and not gpu" processes=() ;;
     *) arguments+=("$argument") ;;
   esac
 done
@@ -28,10 +36,12 @@ check() {
 check ruff check --output-format concise
 check ruff format --check
 check mypy
+printf '$ python tests/architecture/size_rules.py\n'
+"$bin/python" tests/architecture/size_rules.py
 # Said before the tests run, so that pytest's closing line stays the last one.
 [ ${#failed[@]} -eq 0 ] || printf 'FAILED: %s the tests run all the same, and the exit code will not be 0\n' "${failed[*]}"
 
-"$bin/python" -m pytest -q -m "$markers" ${arguments[@]+"${arguments[@]}"}
+"$bin/python" -m pytest -q -m "$markers" ${processes[@]+"${processes[@]}"} ${arguments[@]+"${arguments[@]}"}
 code=$?
 [ $code -ne 0 ] || [ ${#failed[@]} -eq 0 ] || code=1
 exit $code
