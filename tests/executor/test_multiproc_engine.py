@@ -113,6 +113,7 @@ def test_prefixes_that_lost_their_place_come_back_once_every_process_has_stored_
     assert expected[0] == expected[1]
 
 
+@pytest.mark.matrix
 def test_a_job_writes_the_rows_that_one_rank_writes(tmp_path: Path):
     written = []
     for backend in ("uniproc", "multiproc"):

@@ -16,6 +16,7 @@ import ranks
 RUNNER = Path(__file__).with_name("lm_eval_runner.py")
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 LIMIT_S = 200.0
+pytestmark = pytest.mark.matrix
 TOLERANCE = 1e-3
 
 YAML = {

@@ -163,6 +163,7 @@ def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
 
 
 @needs_avx512
+@pytest.mark.matrix
 def test_two_ranks_that_share_memory_get_the_same_bits():
     """Whether rows of sums are shared out or not, and whether parts fit into a slot or take several rounds."""
     done = compare_on_ranks("nothing")
