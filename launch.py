@@ -19,16 +19,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from spmd_worker.config import ConfigError, RunConfig
-from spmd_worker.config_compose import as_plain, as_yaml, compose_run, named_sets
+from spmd_worker.config.compose import as_plain, as_yaml, compose_run, named_sets
+from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.distributed.cores import look_at_node, share_cores, take_share
+from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
+from spmd_worker.liveness.failure_diagnosis import is_echo
+from spmd_worker.liveness.flight_recorder import flight_recorder_variables
+from spmd_worker.liveness.signals import EndingSignals
+from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.memory.host import keep_freed_memory
-from spmd_worker.model_shape import ModelConfigError, read_model_shape
-from spmd_worker.observability.ending_signals import EndingSignals
-from spmd_worker.observability.flight_recorder import flight_recorder_variables
-from spmd_worker.observability.roll_call import is_echo
-from spmd_worker.observability.watchdog import Watchdog
-from spmd_worker.parallel.cores import look_at_node, share_cores, take_share
-from spmd_worker.parallel.environment import RankEnvironment, read_rank_environment
+from spmd_worker.model_config.model_config import ModelConfigError, read_model_shape
 from spmd_worker.version import version
 
 logger = logging.getLogger("spmd_worker.launch")
@@ -138,8 +138,8 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     if not environment.is_leader:
         return 0
     # Imported here so that composing and --help stay quick.
+    from spmd_worker.distributed.topology import check_divides, layout_of
     from spmd_worker.memory.plan_text import describe_plan, make_plan
-    from spmd_worker.parallel.layout import check_divides, layout_of
 
     if not config.model.path:
         raise ConfigError("model.path is not set: give a Hugging Face model folder (config.json is enough for a plan)")
@@ -151,11 +151,11 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
 
 def commit_cache_ahead(config: RunConfig, environment: RankEnvironment) -> None:
     """On the CPU: begin to commit the cache's memory now. What is wrong with the settings is found, and said, later."""
-    from spmd_worker.batch.commit_ahead import commit_ahead
-    from spmd_worker.batch.input_files import STANDARD_INPUT, find_inputs
+    from spmd_worker.batch.input.input_files import STANDARD_INPUT, find_inputs
+    from spmd_worker.batch.prefault import commit_ahead
+    from spmd_worker.distributed.topology import layout_of
     from spmd_worker.memory.estimate import cache_spec
     from spmd_worker.memory.plan import resolve_dtype, resolve_max_model_len
-    from spmd_worker.parallel.layout import layout_of
 
     is_on_gpu = config.device == "cuda" or (config.device == "auto" and Path("/proc/driver/nvidia").exists())
     if is_on_gpu or config.executor.backend not in ("auto", "external_launcher", "uniproc"):
@@ -176,16 +176,16 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     commit_cache_ahead(config, environment)
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.batch.job import JobError, run_job
-    from spmd_worker.batch.job_files import run_dir_of
+    from spmd_worker.batch.run_dir.job_files import run_dir_of
+    from spmd_worker.distributed.rank_watchdog import watch_program
     from spmd_worker.lockstep.errors import (
         DIVERGED_EXIT_CODE,
         RankFailedError,
         RanksDisagreeError,
         ReplicaDivergedError,
     )
-    from spmd_worker.observability.log import configure_logging
-    from spmd_worker.parallel.watch import watch_program
-    from spmd_worker.tokenizer import TokenizerError
+    from spmd_worker.metrics.log import configure_logging
+    from spmd_worker.tokenizer.tokenizer import TokenizerError
     from spmd_worker.weights.safetensors_header import CheckpointError
     from spmd_worker.worker.device import DeviceError, device_type
 
@@ -237,7 +237,7 @@ def _share_the_node(config: RunConfig, environment: RankEnvironment, is_on_gpu: 
     """Threads and cores for this rank, and where NCCL writes: both before torch computes or makes groups."""
     import torch
 
-    from spmd_worker.batch.job_files import run_dir_of
+    from spmd_worker.batch.run_dir.job_files import run_dir_of
 
     share = share_cores(look_at_node(), environment.local_rank, environment.local_world_size, os.environ)
     take_share(share, torch.set_num_threads, binds=not is_on_gpu)

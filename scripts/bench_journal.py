@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WITHOUT = """
 import sys
 import launch
-from spmd_worker.batch.journal import RowJournal
+from spmd_worker.batch.run_dir.journal import RowJournal
 from spmd_worker.batch.progress import Progress
 
 kept = {}

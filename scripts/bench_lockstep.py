@@ -32,17 +32,17 @@ from typing import Any, TypeVar, cast
 import torch
 
 from kv_cache.cache_manager import CacheManager
-from spmd_worker.lockstep.channel import ControlChannel
-from spmd_worker.lockstep.codec import Decoder, Encoder
-from spmd_worker.lockstep.connect import open_step_channel
+from spmd_worker.distributed.environment import read_rank_environment
+from spmd_worker.distributed.groups import join_groups
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.lockstep import Lockstep
-from spmd_worker.lockstep.message import StepMessage
-from spmd_worker.lockstep.mirror import Mirror
-from spmd_worker.lockstep.step_channel import FollowerChannel, LeaderChannel
-from spmd_worker.parallel.environment import read_rank_environment
-from spmd_worker.parallel.groups import join_groups
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.lockstep.transport.channel import ControlChannel
+from spmd_worker.lockstep.transport.connect import open_step_channel
+from spmd_worker.lockstep.transport.step_channel import FollowerChannel, LeaderChannel
+from spmd_worker.lockstep.wire.codec import Decoder, Encoder
+from spmd_worker.lockstep.wire.message import StepMessage
+from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker

@@ -35,15 +35,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     sys.path.insert(0, str(ROOT))
     from launch import commit_cache_ahead
-    from spmd_worker.config_compose import compose_run
-    from spmd_worker.parallel.environment import read_rank_environment
+    from spmd_worker.config.compose import compose_run
+    from spmd_worker.distributed.environment import read_rank_environment
 
     environment = read_rank_environment()
     config = compose_run(ROOT / "conf", [f"model.path={options.model}", f"job.input={options.workload}", *options.keys])
     commit_cache_ahead(config, environment)
     import torch
 
-    from spmd_worker.engine_start import start_engine
+    from spmd_worker.engine.startup import start_engine
     from spmd_worker.memory.host import keep_freed_memory
 
     # As launch.py does.
@@ -122,9 +122,9 @@ class Pass:
 
 def run_rows(engine: Any, watch: "StepWatch | None" = None) -> Pass:
     """As the job does, without its files: parse, admit, step, format."""
+    from spmd_worker.batch.input.row_parser import parse_row
+    from spmd_worker.batch.input.row_reader import RowReader
     from spmd_worker.batch.row import Row
-    from spmd_worker.batch.row_parser import parse_row
-    from spmd_worker.batch.row_reader import RowReader
     from spmd_worker.batch.row_runner import RowRunner
 
     done = Pass()

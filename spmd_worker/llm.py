@@ -13,8 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from spmd_worker.chat_template import ChatTemplateError
-from spmd_worker.config import (
+from spmd_worker.config.schema import (
     CacheConfig,
     ConfigError,
     ExecutorConfig,
@@ -23,14 +22,15 @@ from spmd_worker.config import (
     RunConfig,
     SchedulerConfig,
 )
-from spmd_worker.engine import LLMEngine
-from spmd_worker.engine_start import start_engine
-from spmd_worker.replicas.agreement import agree_on_prompts
-from spmd_worker.replicas.prompts import RoundPrompt, answer_alone, answer_together
-from spmd_worker.replicas.replicas import open_replicas
+from spmd_worker.data_parallel.agreement import agree_on_prompts
+from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
+from spmd_worker.data_parallel.replicas import open_replicas
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.startup import start_engine
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer import Tokenizer
+from spmd_worker.tokenizer.chat_template import ChatTemplateError
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""

@@ -11,13 +11,13 @@ from our_model import BLOCK_SIZE, prompt_logits
 
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.attention.cpu import CpuBackend
+from spmd_worker.distributed.communicator import GroupHandle, single_group
+from spmd_worker.distributed.topology import Stage
 from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.model_shape import ModelShape, RopeParameters
+from spmd_worker.model_config.model_config import ModelShape, RopeParameters
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
-from spmd_worker.parallel.layout import Stage
-from spmd_worker.parallel.process_group import GroupHandle, single_group
 
 PLAIN = ModelShape(
     architecture="LlamaForCausalLM",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd_worker.kernels.cpu import build
-from spmd_worker.kernels.cpu.library import NativeLibrary, load, native_library
+from spmd_worker.native import build
+from spmd_worker.native.library import NativeLibrary, load, native_library
 
 NATIVE = "native"
 WITHOUT_UNIT = "native without matrix unit"

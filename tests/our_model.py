@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kv_cache.block import BlockId, num_blocks_for
-from spmd_worker.config import ModelConfig, RunConfig
-from spmd_worker.lockstep.mirror import MirroredSequence, ScheduledSequence
-from spmd_worker.model_shape import ModelShape, read_model_shape
+from spmd_worker.config.schema import ModelConfig, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.model_config.model_config import ModelShape, read_model_shape
 from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.layout import RankLayout
 from spmd_worker.runner.batch import build_batch
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams

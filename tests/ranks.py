@@ -49,8 +49,8 @@ LAUNCHER_VARIABLES = (
 )
 ABOUT_TORCHRUN: tuple[str, ...] = (
     "tests/lockstep/test_divergence.py",
-    "tests/parallel/test_cores.py",
-    "tests/test_ending_signals.py",
+    "tests/distributed/test_cores.py",
+    "tests/liveness/test_signals.py",
     "tests/test_external_launcher.py",
     "tests/test_fault_matrix.py",
     "tests/test_kill_resume.py",

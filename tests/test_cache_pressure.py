@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.device_tables import DeviceTables
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.engine import CHECK_VARIABLE
+from spmd_worker.engine.engine import CHECK_VARIABLE
 from spmd_worker.scheduler.counters import SchedulerCounters
 
 NAME = "llama3"

@@ -44,7 +44,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
     expected = files_of_the_packages()
-    assert {"conf/config.yaml", "spmd_worker/kernels/cpu/attention.cpp"} <= set(expected)
+    assert {"conf/config.yaml", "spmd_worker/native/attention.cpp"} <= set(expected)
     assert sorted(names) == sorted([*expected, "launch.py"])
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ranks import REPOSITORY, run_script
 
+from spmd_worker.batch.input.row_parser import parse_row
 from spmd_worker.batch.row import Row
-from spmd_worker.batch.row_parser import parse_row
-from spmd_worker.config import RunConfig
+from spmd_worker.config.schema import RunConfig
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
-from spmd_worker.parallel.process_group import GroupHandle
 
 
 class JoinedLayers(Protocol):

@@ -2,7 +2,7 @@
 
 One query row's result depends, bit for bit, on its query and on the keys and values it may see: not on the rows
 computed with it, the chunk, the batch, the block size, the placement of blocks or the number of threads. The arithmetic
-and the packing of a block are described in kernels/cpu/attention.cpp.
+and the packing of a block are described in native/attention.cpp.
 
 T: tokens; Hq, Hkv: query and key-value heads of this rank; D: head size.
 """
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.kernels.cpu.layers import NativeLayers, StepAddresses, join_layers
-from spmd_worker.kernels.cpu.library import NativeLibrary, native_library
 from spmd_worker.kernels.cpu.native import NATIVE_DTYPES, dtype_name
-from spmd_worker.parallel.process_group import GroupHandle
+from spmd_worker.native.library import NativeLibrary, native_library
 
 MAX_HEAD_SIZE = 256
 _HEAD_SIZE_STEP = 16

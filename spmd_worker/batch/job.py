@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from spmd_worker.batch.job_files import METRICS_NAME, PROOF_NAME, check_job, prepare_files, run_dir_of, write_json
+from spmd_worker.batch.input.row_reader import RowReader
 from spmd_worker.batch.job_metrics import (
     ReplicaCounts,
     chain_heads,
@@ -24,33 +24,40 @@ from spmd_worker.batch.job_metrics import (
     stages_of,
 )
 from spmd_worker.batch.job_rows import JobInput, JobOutput, count_rows
-from spmd_worker.batch.journal import JournalError, RowJournal, remove_journal
-from spmd_worker.batch.manifest import check_manifest, end_manifest, make_manifest
-from spmd_worker.batch.output_file import OutputFile
+from spmd_worker.batch.output.output_file import OutputFile
+from spmd_worker.batch.output.row_answer import refusal
 from spmd_worker.batch.progress import Progress, format_summary
-from spmd_worker.batch.prometheus import PrometheusFile
-from spmd_worker.batch.proof import OutputDigest, write_proof
 from spmd_worker.batch.row import RowError
-from spmd_worker.batch.row_answer import refusal
-from spmd_worker.batch.row_reader import RowReader
 from spmd_worker.batch.row_runner import RowRunner
-from spmd_worker.batch.run_lock import RunLock
-from spmd_worker.batch.run_records import open_step_log, write_last_records
+from spmd_worker.batch.run_dir.job_files import (
+    METRICS_NAME,
+    PROOF_NAME,
+    check_job,
+    prepare_files,
+    run_dir_of,
+    write_json,
+)
+from spmd_worker.batch.run_dir.journal import JournalError, RowJournal, remove_journal
+from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest
+from spmd_worker.batch.run_dir.provenance import OutputDigest, write_proof
+from spmd_worker.batch.run_dir.run_lock import RunLock
+from spmd_worker.batch.run_dir.run_records import open_step_log, write_last_records
 from spmd_worker.batch.shared_job import help_shared_job, lead_shared_job
-from spmd_worker.config import ConfigError, RunConfig
-from spmd_worker.engine import LLMEngine
-from spmd_worker.engine_start import package_versions, read_run, start_engine
+from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.data_parallel.replicas import Replicas, open_replicas
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.topology import check_world_size
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.startup import package_versions, read_run, start_engine
+from spmd_worker.liveness.error_file import clear_records
+from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.lockstep.errors import ReplicaDivergedError
-from spmd_worker.model_shape import read_generation_config
-from spmd_worker.observability.error_file import clear_records
-from spmd_worker.observability.stage_times import STAGE_TIMES_NAME, write_stage_times
-from spmd_worker.observability.step_stats import STEP_STATS_NAME, StepStatsWriter
-from spmd_worker.observability.watchdog import Watchdog
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.layout import check_world_size
-from spmd_worker.replicas.replicas import Replicas, open_replicas
+from spmd_worker.metrics.prometheus import PrometheusFile
+from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, write_stage_times
+from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
+from spmd_worker.model_config.model_config import read_generation_config
 from spmd_worker.sequence.defaults import default_sampling
-from spmd_worker.tokenizer import Tokenizer
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.device import device_type
 
 logger = logging.getLogger(__name__)

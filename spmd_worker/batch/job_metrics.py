@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spmd_worker.batch.job_rows import JobCounts
-from spmd_worker.engine import LLMEngine
-from spmd_worker.observability.stage_times import busy_shares
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.metrics.stage_times import busy_shares
 
 
 @dataclass(slots=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
-from spmd_worker.batch.journal import JournalRecord, RowJournal, row_key
+from spmd_worker.batch.input.row_parser import CustomIds, parse_row
+from spmd_worker.batch.input.row_reader import RowReader
+from spmd_worker.batch.output.row_answer import RowAnswer
 from spmd_worker.batch.progress import Progress
-from spmd_worker.batch.prometheus import PrometheusFile
 from spmd_worker.batch.row import Row, RowError
-from spmd_worker.batch.row_answer import RowAnswer
-from spmd_worker.batch.row_parser import CustomIds, parse_row
-from spmd_worker.batch.row_reader import RowReader
-from spmd_worker.config import ConfigError, JobConfig, RowLimits
+from spmd_worker.batch.run_dir.journal import JournalRecord, RowJournal, row_key
+from spmd_worker.config.schema import ConfigError, JobConfig, RowLimits
+from spmd_worker.metrics.prometheus import PrometheusFile
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 

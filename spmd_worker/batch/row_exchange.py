@@ -13,10 +13,10 @@ rows mean.
 import json
 from typing import Any, Final
 
-from spmd_worker.batch.row_answer import RowAnswer
+from spmd_worker.batch.output.row_answer import RowAnswer
 from spmd_worker.batch.row_window import NumberedLine
-from spmd_worker.replicas.round import ReplicaRound
-from spmd_worker.replicas.store import put_bytes, take_bytes
+from spmd_worker.data_parallel.round import ReplicaRound
+from spmd_worker.data_parallel.store import put_bytes, take_bytes
 
 _END: Final = "end"
 

@@ -3,11 +3,11 @@
 Knows rows and an engine. Knows nothing about where rows come from, the order of lines or who writes them.
 """
 
+from spmd_worker.batch.input.row_parser import resolve
+from spmd_worker.batch.output.row_answer import RowAnswer, refusal
+from spmd_worker.batch.output.row_writer import format_result
 from spmd_worker.batch.row import EncodedRow, Row, RowError, shape_of
-from spmd_worker.batch.row_answer import RowAnswer, refusal
-from spmd_worker.batch.row_parser import resolve
-from spmd_worker.batch.row_writer import format_result
-from spmd_worker.engine import LLMEngine
+from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import RequestId
 

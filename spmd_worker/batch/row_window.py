@@ -10,7 +10,7 @@ from typing import Final
 
 from spmd_worker.batch.job_rows import InputRow
 from spmd_worker.batch.row import ChatPrompt, Row, RowError, TextPrompt
-from spmd_worker.replicas.round import share_of
+from spmd_worker.data_parallel.round import share_of
 
 _MAX_ROWS: Final = 4096
 _MAX_BYTES: Final = 64 << 20

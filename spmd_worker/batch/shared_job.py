@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from spmd_worker.batch.input.row_parser import parse_row
 from spmd_worker.batch.job_metrics import ReplicaCounts
 from spmd_worker.batch.job_rows import JobInput, JobOutput
+from spmd_worker.batch.output.row_answer import RowAnswer, refusal
 from spmd_worker.batch.row import Row
-from spmd_worker.batch.row_answer import RowAnswer, refusal
 from spmd_worker.batch.row_exchange import RowDrawer, RowSender
-from spmd_worker.batch.row_parser import parse_row
 from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.batch.row_window import NumberedLine, RowWindow
-from spmd_worker.engine import LLMEngine
-from spmd_worker.replicas.replicas import Replicas, num_wanted
-from spmd_worker.replicas.round import ReplicaRound
+from spmd_worker.data_parallel.replicas import Replicas, num_wanted
+from spmd_worker.data_parallel.round import ReplicaRound
+from spmd_worker.engine.engine import LLMEngine
 
 _MAX_CHUNK_ROWS: Final = 64
 _CHUNKS_A_ROOM: Final = 8

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config import ConfigError, RunConfig
+from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.lockstep.transfers import TransferBook
-from spmd_worker.model_shape import ModelShape
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.model_config.model_config import ModelShape
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import resolve_class
 

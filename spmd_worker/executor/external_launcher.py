@@ -5,9 +5,9 @@ Each rank has an executor of one: `rpc_rank` 0, its own global rank. What has to
 the control group. Knows nothing about who started the ranks.
 """
 
+from spmd_worker.distributed.topology import check_whole_engines
 from spmd_worker.executor.uniproc import UniProcExecutor
-from spmd_worker.lockstep.channel import ControlChannel
-from spmd_worker.parallel.layout import check_whole_engines
+from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.worker.worker import Worker
 
 

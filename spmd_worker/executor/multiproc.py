@@ -15,7 +15,10 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-from spmd_worker.config import ConfigError, RunConfig
+from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.network_interface import LOOPBACK
+from spmd_worker.distributed.topology import RankLayout, check_divides
 from spmd_worker.executor.errors import WorkerError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.rpc_coding import encode_call
@@ -23,14 +26,11 @@ from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_environment import open_store, process_environment, rank_environment
 from spmd_worker.executor.worker_pool import WorkerPool
 from spmd_worker.executor.worker_process import output_rank
-from spmd_worker.lockstep.codec import Encoder
-from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.lockstep.wire.codec import Encoder
+from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.memory import host
-from spmd_worker.model_shape import ModelShape
-from spmd_worker.observability.log import LOGGER_NAME
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.interface import LOOPBACK
-from spmd_worker.parallel.layout import RankLayout, check_divides
+from spmd_worker.metrics.log import LOGGER_NAME
+from spmd_worker.model_config.model_config import ModelShape
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 _STEP_SHARE: Final = 0.9

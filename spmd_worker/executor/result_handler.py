@@ -19,7 +19,7 @@ from spmd_worker.executor.errors import WorkerError
 from spmd_worker.executor.rpc_coding import decode_value
 from spmd_worker.executor.worker_channel import Frame, FrameKind, FrameParser
 from spmd_worker.executor.worker_handle import WorkerHandle
-from spmd_worker.lockstep.frames import FrameError
+from spmd_worker.lockstep.transport.frames import FrameError
 
 logger = logging.getLogger(__name__)
 

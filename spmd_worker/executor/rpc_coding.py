@@ -12,10 +12,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker import config
-from spmd_worker.model_shape import ModelShape, RopeParameters
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.config import schema as config
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.model_config.model_config import ModelShape, RopeParameters
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepResult
 

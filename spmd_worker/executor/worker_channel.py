@@ -14,7 +14,7 @@ import struct
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from spmd_worker.lockstep.frames import MAX_FRAME_BYTES, FrameError, PeerGoneError
+from spmd_worker.lockstep.transport.frames import MAX_FRAME_BYTES, FrameError, PeerGoneError
 
 _HEAD: Final = struct.Struct("<BQI")
 _PIECE_BYTES: Final = 1 << 18

@@ -18,7 +18,7 @@ from spmd_worker.executor.errors import WorkerDiedError
 from spmd_worker.executor.result_handler import PendingResults, ResultHandler
 from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_handle import WorkerHandle
-from spmd_worker.lockstep.frames import PeerGoneError
+from spmd_worker.lockstep.transport.frames import PeerGoneError
 
 logger = logging.getLogger(__name__)
 

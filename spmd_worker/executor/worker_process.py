@@ -18,13 +18,13 @@ import traceback
 from queue import SimpleQueue
 from typing import Any, Final
 
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.rpc_coding import decode_call, encode_value
 from spmd_worker.executor.worker_channel import Frame, FrameKind, FrameParser, receive_piece, send_frame
-from spmd_worker.lockstep.codec import Decoder
-from spmd_worker.lockstep.frames import PeerGoneError
+from spmd_worker.lockstep.transport.frames import PeerGoneError
+from spmd_worker.lockstep.wire.codec import Decoder
 from spmd_worker.memory.host import keep_freed_memory
-from spmd_worker.observability.log import LOGGER_NAME, configure_logging
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.metrics.log import LOGGER_NAME, configure_logging
 from spmd_worker.sequence.step import StepResult
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 

@@ -6,11 +6,11 @@ T: tokens of the step; Hq, Hkv: query and key-value heads of this rank; D: head 
 from torch import Tensor, nn
 
 from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.distributed.topology import shard_range
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.linear import RowParallelLinear, kv_head_range, qkv_linear
 from spmd_worker.layers.norm import RMSNorm
-from spmd_worker.model_shape import ModelShape
-from spmd_worker.parallel.layout import shard_range
+from spmd_worker.model_config.model_config import ModelShape
 
 
 class Attention(nn.Module):

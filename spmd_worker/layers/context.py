@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from spmd_worker.attention.backend import AttentionBackend
+from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import Kernels
-from spmd_worker.parallel.process_group import GroupHandle
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmd_worker.distributed.topology import vocabulary_rows
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
-from spmd_worker.parallel.layout import vocabulary_rows
 
 
 class VocabularyShard:

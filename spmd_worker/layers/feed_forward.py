@@ -5,10 +5,10 @@ T: tokens of the step.
 
 from torch import Tensor, nn
 
+from spmd_worker.distributed.topology import shard_range
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.linear import RowParallelLinear, gate_up_linear
-from spmd_worker.model_shape import ModelShape
-from spmd_worker.parallel.layout import shard_range
+from spmd_worker.model_config.model_config import ModelShape
 
 
 class FeedForward(nn.Module):

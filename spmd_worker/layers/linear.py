@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from spmd_worker.distributed.topology import shard_range
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import WeightSlice, whole
-from spmd_worker.parallel.layout import shard_range
 
 
 @dataclass(frozen=True, slots=True)

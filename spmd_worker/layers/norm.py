@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import WeightSlice, whole
-from spmd_worker.parallel.process_group import GroupHandle
 
 
 class RMSNorm(nn.Module):

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from spmd_worker.model_shape import RopeParameters
+from spmd_worker.model_config.model_config import RopeParameters
 
 
 class RotaryEmbedding:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Final
 
-from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.sequence.events import Event
 from spmd_worker.sequence.step import StepPlan
 

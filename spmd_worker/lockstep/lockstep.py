@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NoReturn, cast
 
-from spmd_worker.lockstep.codec import Decoder, Encoder, decode_message, encode_message
 from spmd_worker.lockstep.difference import first_difference, record_of
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.errors import LostMessageError, RankFailedError, ReplicaDivergedError
-from spmd_worker.lockstep.message import MessageError, StepMessage
-from spmd_worker.lockstep.step_channel import Abort, AbortedError, FollowerChannel, LeaderChannel
 from spmd_worker.lockstep.transfers import TransferBook, pack_answer, unpack_answer
+from spmd_worker.lockstep.transport.step_channel import Abort, AbortedError, FollowerChannel, LeaderChannel
+from spmd_worker.lockstep.wire.codec import Decoder, Encoder, decode_message, encode_message
+from spmd_worker.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.sequence.events import Event
 from spmd_worker.sequence.step import StepPlan
 

@@ -16,8 +16,8 @@ import torch
 
 from kv_cache import host_reserve
 from kv_cache.cache_sizing import MemoryMeasurement
+from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.memory import host
-from spmd_worker.parallel.process_group import GroupHandle
 
 PreparedStep = AbstractContextManager[Callable[[], None]]
 """Entered, it has taken the memory that is not the step's own, and gives a function that runs the step once."""

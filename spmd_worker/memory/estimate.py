@@ -7,8 +7,8 @@ forward pass holds at its fullest, rounded up. Knows sizes; needs no torch, so t
 from dataclasses import dataclass
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.model_shape import DTYPE_BYTES, ModelShape
-from spmd_worker.parallel.layout import RankLayout, shard_range, stage_of, vocabulary_rows
+from spmd_worker.distributed.topology import RankLayout, shard_range, stage_of, vocabulary_rows
+from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelShape
 
 
 @dataclass(frozen=True, slots=True)

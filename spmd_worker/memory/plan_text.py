@@ -16,7 +16,8 @@ from kv_cache.cache_sizing import (
     format_bytes,
     num_swap_blocks,
 )
-from spmd_worker.config import RunConfig
+from spmd_worker.config.schema import RunConfig
+from spmd_worker.distributed.topology import RankLayout, stage_of
 from spmd_worker.memory import host
 from spmd_worker.memory.estimate import RankSizes, activation_bytes, cache_spec, rank_sizes, weights_bytes
 from spmd_worker.memory.plan import (
@@ -26,8 +27,7 @@ from spmd_worker.memory.plan import (
     resolve_swap_space_bytes,
     size_rank,
 )
-from spmd_worker.model_shape import ModelShape
-from spmd_worker.parallel.layout import RankLayout, stage_of
+from spmd_worker.model_config.model_config import ModelShape
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
 """About what a process holds beside its tensors: torch itself, and on a GPU CUDA's context and libraries."""

@@ -6,9 +6,9 @@ size cancels: each rank computes its share of the tokens and moves its share of 
 
 from typing import Final
 
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.memory.estimate import cache_spec, weights_bytes
-from spmd_worker.model_shape import DTYPE_BYTES, ModelShape
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelShape
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Arithmetic that a device does in prompts while one byte moves between it and the host: about 1 TFLOP/s against 7 GB/s

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spmd_worker.attention.backend import JoinedLayers
 from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.distributed.topology import Stage
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.layers.attention import Attention
 from spmd_worker.layers.context import LayerContext
@@ -25,8 +26,7 @@ from spmd_worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from spmd_worker.layers.norm import RMSNorm, add_whole
 from spmd_worker.layers.rotary import RotaryEmbedding
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
-from spmd_worker.model_shape import ModelShape
-from spmd_worker.parallel.layout import Stage
+from spmd_worker.model_config.model_config import ModelShape
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 

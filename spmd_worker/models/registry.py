@@ -6,10 +6,10 @@ class builds them all.
 
 from typing import Final
 
+from spmd_worker.distributed.topology import Stage, whole_model
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.model_shape import FAMILIES, ModelShape
+from spmd_worker.model_config.model_config import FAMILIES, ModelShape
 from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.parallel.layout import Stage, whole_model
 
 MODEL_CLASSES: Final[dict[str, type[DecoderForCausalLM]]] = dict.fromkeys(FAMILIES, DecoderForCausalLM)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_worker.attention.metadata import AttentionMetadata
-from spmd_worker.lockstep.mirror import ScheduledSequence
+from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.sampling.row import SampleRow
 
 Integers = NDArray[np.int64]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import CacheEngine
-from spmd_worker.lockstep.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.sequence.request import Request, RequestId

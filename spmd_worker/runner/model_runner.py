@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
-from spmd_worker.lockstep.mirror import ScheduledSequence
+from spmd_worker.distributed.communicator import GroupHandle, Transfer
+from spmd_worker.metrics.stage_times import StageClock
+from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.observability.stage_times import StageClock
-from spmd_worker.parallel.process_group import GroupHandle, Transfer
 from spmd_worker.runner.batch import Batch, build_batch
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.sampler import Sampler

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from spmd_worker.lockstep.mirror import ScheduledSequence
+from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import RequestId

@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.parallel.process_group import GroupHandle
 from spmd_worker.sampling.filters import filter_logits
 from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
 from spmd_worker.sampling.processors import process_logits

@@ -2,8 +2,8 @@
 
 A snapshot (`SequenceGroupMetadata`) introduces a group or replaces what was known of the sequences it lists (after they
 were preempted and lost their blocks). A delta (`SequenceGroupMetadataDelta`) appends. Steady decoding needs neither:
-see `StepPlan.continuing`. Knows nothing about the wire: `lockstep/codec.py` packs these records, `lockstep/mirror.py`
-applies them.
+see `StepPlan.continuing`. `lockstep/wire/codec.py` packs these records, `mirror/mirror.py` applies
+them.
 """
 
 from dataclasses import dataclass

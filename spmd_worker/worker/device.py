@@ -5,7 +5,7 @@ Knows what torch finds on this machine. Does not change the process's current de
 
 import torch
 
-from spmd_worker.config import ConfigError
+from spmd_worker.config.schema import ConfigError
 
 
 class DeviceError(RuntimeError):

@@ -19,21 +19,21 @@ from kv_cache.cache_spec import CacheSpec
 from kv_cache.connector import TransferEngine
 from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.config import ConfigError, RunConfig
+from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.groups import ParallelGroups, join_groups
+from spmd_worker.distributed.shared_memory import share_memory
+from spmd_worker.distributed.topology import RankLayout, stage_of
 from spmd_worker.kernels.api import Kernels
-from spmd_worker.kernels.cpu.shared_memory import share_memory
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.lockstep.mirror import Mirror
 from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.memory.estimate import activation_bytes, cache_spec
 from spmd_worker.memory.plan import is_estimate_enough, resolve_dtype, resolve_max_model_len, size_rank
-from spmd_worker.model_shape import ModelShape
+from spmd_worker.metrics.stage_times import StageClock
+from spmd_worker.mirror.mirror import Mirror
+from spmd_worker.model_config.model_config import ModelShape
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
-from spmd_worker.observability.stage_times import StageClock
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.groups import ParallelGroups, join_groups
-from spmd_worker.parallel.layout import RankLayout, stage_of
 from spmd_worker.runner.largest_step import largest_step, prepared_step
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.sampling.sampler import Sampler

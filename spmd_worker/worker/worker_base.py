@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.memory import host
-from spmd_worker.observability.stage_times import StageClock
+from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from spmd_worker.config import ConfigError
-from spmd_worker.observability.roll_call import is_echo
+from spmd_worker.config.schema import ConfigError
+from spmd_worker.liveness.failure_diagnosis import is_echo
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)

@@ -43,13 +43,16 @@ ROOMS = (
     Room(("kv_cache.cache_engine",), may_import_torch=True),
     Room(("kv_cache.host_tier_engine",), may_import_torch=True),
     Room(("spmd_worker.version",)),
-    Room(("spmd_worker.config", "spmd_worker.config_compose")),
-    Room(("spmd_worker.observability",)),
-    Room(("spmd_worker.model_shape",)),
-    Room(("spmd_worker.tokenizer", "spmd_worker.chat_template")),
+    Room(("spmd_worker.config",)),
+    Room(("spmd_worker.liveness",)),
+    Room(("spmd_worker.metrics",)),
+    Room(("spmd_worker.model_config",)),
+    Room(("spmd_worker.tokenizer",)),
     Room(("spmd_worker.sequence",)),
     Room(("spmd_worker.scheduler",)),
-    Room(("spmd_worker.parallel",), may_import_torch=True),
+    Room(("spmd_worker.mirror",)),
+    Room(("spmd_worker.native",), may_import_torch=True),
+    Room(("spmd_worker.distributed",), may_import_torch=True),
     Room(("spmd_worker.lockstep",)),
     Room(("spmd_worker.kernels",), may_import_torch=True),
     Room(("spmd_worker.attention",), may_import_torch=True),
@@ -62,37 +65,33 @@ ROOMS = (
     Room(("spmd_worker.runner",), may_import_torch=True),
     Room(("spmd_worker.worker",), may_import_torch=True),
     Room(("spmd_worker.executor",), may_import_torch=True),
-    Room(
-        (
-            *("spmd_worker.engine", "spmd_worker.engine_outputs", "spmd_worker.engine_pipeline"),
-            *("spmd_worker.engine_requests", "spmd_worker.engine_start", "spmd_worker.engine_stats"),
-        ),
-        may_import_torch=True,
-    ),
-    Room(("spmd_worker.replicas",), may_import_torch=True),
+    Room(("spmd_worker.engine",), may_import_torch=True),
+    Room(("spmd_worker.data_parallel",), may_import_torch=True),
     Room(("spmd_worker.llm",), may_import_torch=True),
+    Room(("spmd_worker.replay",)),
     Room(("spmd_worker.batch",)),
+    Room(("spmd_worker.tools",)),
     Room(("spmd_worker.integrations",), may_import_torch=True),
 )
 
 TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
-    "spmd_worker.observability.profiler",
-    "spmd_worker.lockstep.channel",
-    "spmd_worker.lockstep.connect",
     "spmd_worker.lockstep.lockstep",
-    "spmd_worker.lockstep.step_channel",
+    "spmd_worker.lockstep.transport.channel",
+    "spmd_worker.lockstep.transport.connect",
+    "spmd_worker.lockstep.transport.step_channel",
+    "spmd_worker.replay.model",
     "spmd_worker.batch.job",
     "spmd_worker.batch.job_metrics",
     "spmd_worker.batch.row_runner",
     "spmd_worker.batch.shared_job",
-    "spmd_worker.batch.replay_model",
-    "spmd_worker.batch.run_records",
+    "spmd_worker.batch.run_dir.run_records",
 )
 TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
-    "spmd_worker.parallel.layout",
-    "spmd_worker.parallel.environment",
-    "spmd_worker.parallel.cores",
-    "spmd_worker.parallel.interface",
+    "spmd_worker.native.build",
+    "spmd_worker.distributed.topology",
+    "spmd_worker.distributed.environment",
+    "spmd_worker.distributed.cores",
+    "spmd_worker.distributed.network_interface",
     "spmd_worker.layers.weight_slice",
     "spmd_worker.weights.safetensors_header",
     "spmd_worker.memory.estimate",
@@ -100,29 +99,29 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.memory.plan",
     "spmd_worker.memory.plan_text",
     "spmd_worker.memory.swap_cost",
-    "spmd_worker.replicas.output_coding",
-    "spmd_worker.replicas.round",
-    "spmd_worker.replicas.store",
+    "spmd_worker.data_parallel.output_coding",
+    "spmd_worker.data_parallel.round",
+    "spmd_worker.data_parallel.store",
 )
 
 TORCH_NAMES = ("torch", "safetensors.torch")
 THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "yaml", "safetensors", "tokenizers", "jinja2", "tqdm")
 OPTIONAL = {
-    "zstandard": ("spmd_worker.batch.input_files", "spmd_worker.batch.output_file"),
-    "pyarrow": ("spmd_worker.batch.input_files", "spmd_worker.batch.output_file"),
+    "zstandard": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),
+    "pyarrow": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
 }
 """Packages of extras: the modules that may import them, where they are needed and not before."""
 NEED_OPTIONAL = ("spmd_worker.integrations.lm_eval_model",)
 """Modules that are nothing without one of them, and that no other module imports."""
 COMPOSITION_NAMES = ("hydra", "omegaconf", "yaml")
-COMPOSITION_MODULES = ("spmd_worker.config_compose",)
+COMPOSITION_MODULES = ("spmd_worker.config.compose",)
 
-REPLICATED = ("kv_cache", "spmd_worker.sequence", "spmd_worker.scheduler", "spmd_worker.lockstep")
+REPLICATED = ("kv_cache", "spmd_worker.sequence", "spmd_worker.scheduler", "spmd_worker.mirror", "spmd_worker.lockstep")
 NOT_REPLICATED = (
     *("kv_cache.cache_engine", "kv_cache.cache_sizing", "kv_cache.host_memory", "kv_cache.host_tier_engine"),
     # What carries the messages waits, and so needs a clock; what is in them is replicated.
-    *("spmd_worker.lockstep.channel", "spmd_worker.lockstep.connect", "spmd_worker.lockstep.step_channel"),
+    "spmd_worker.lockstep.transport",
 )
 
 FORBIDDEN_NAMES = (

@@ -10,12 +10,12 @@ from source_tree import read_modules
 
 DOC = '"""Planted."""\n\n'
 ENGINE, SCHEDULER, BLOCK = "kv_cache/cache_engine.py", "spmd_worker/scheduler/scheduler.py", "kv_cache/block.py"
-REQUEST, LAYOUT = "spmd_worker/sequence/request.py", "spmd_worker/parallel/layout.py"
+REQUEST, LAYOUT = "spmd_worker/sequence/request.py", "spmd_worker/distributed/topology.py"
 
 # file -> what is appended to it, and the words of the violation that it must raise
 PLANTED = [
     # The order, wherever the import stands.
-    (BLOCK, "import spmd_worker.config", "spmd_worker.config stands below kv_cache.block"),
+    (BLOCK, "import spmd_worker.config.schema", "spmd_worker.config.schema stands below kv_cache.block"),
     (BLOCK, "from kv_cache import block_pool", "kv_cache.block_pool stands below kv_cache.block"),
     (BLOCK, "from kv_cache.block_pool import BlockPool", "kv_cache.block_pool stands below kv_cache.block"),
     (REQUEST, "import spmd_worker.scheduler.scheduler", "spmd_worker.scheduler.scheduler stands below"),
@@ -31,7 +31,7 @@ PLANTED = [
     ),
     (REQUEST, "import importlib\nimportlib.import_module('spmd_worker.scheduler.scheduler')", "stands below"),
     (REQUEST, "from importlib import import_module as load\nload('spmd_worker.llm')", "which imports torch"),
-    ("spmd_worker/parallel/groups.py", "from spmd_worker.llm import LLM", "spmd_worker.llm stands below"),
+    ("spmd_worker/distributed/groups.py", "from spmd_worker.llm import LLM", "spmd_worker.llm stands below"),
     (REQUEST, "from spmd_worker import LLM", "are for users"),
     (REQUEST, "from spmd_worker.attic import old", "spmd_worker.attic stands nowhere in the house"),
     (REQUEST, "import launch", "launch is not among the dependencies"),
@@ -42,24 +42,32 @@ PLANTED = [
     (SCHEDULER, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", "is torch-free"),
     (SCHEDULER, "from safetensors.torch import save_file", "is torch-free and imports torch"),
     (SCHEDULER, "from safetensors import torch as st", "is torch-free and imports torch"),
-    (LAYOUT, "import torch", "spmd_worker.parallel.layout is torch-free"),
-    (LAYOUT, "from spmd_worker.parallel import groups", "imports spmd_worker.parallel.groups, which imports torch"),
+    (LAYOUT, "import torch", "spmd_worker.distributed.topology is torch-free"),
     (
-        "spmd_worker/batch/row_reader.py",
+        LAYOUT,
+        "from spmd_worker.distributed import groups",
+        "imports spmd_worker.distributed.groups, which imports torch",
+    ),
+    (
+        "spmd_worker/batch/input/row_reader.py",
         "from spmd_worker.llm import LLM",
         "imports spmd_worker.llm, which imports torch",
     ),
-    ("spmd_worker/batch/row_reader.py", "import spmd_worker.batch.job", "spmd_worker.batch.job, which imports torch"),
+    (
+        "spmd_worker/batch/input/row_reader.py",
+        "import spmd_worker.batch.job",
+        "spmd_worker.batch.job, which imports torch",
+    ),
     ("launch.py", "import torch", "launch imports torch, at top level"),
     ("launch.py", "from spmd_worker.batch.job import run", "launch imports spmd_worker.batch.job, which imports torch"),
     ("spmd_worker/__init__.py", "from spmd_worker.llm import LLM", "which imports torch, at top level"),
     # Third parties.
     (REQUEST, "import requests", "requests is not among the dependencies"),
-    (REQUEST, "def late():\n    import pyarrow", "pyarrow is optional and for spmd_worker.batch.input_files and"),
-    ("spmd_worker/batch/output_file.py", "import pyarrow", "pyarrow is optional: import it where it is needed"),
+    (REQUEST, "def late():\n    import pyarrow", "pyarrow is optional and for spmd_worker.batch.input.input_files and"),
+    ("spmd_worker/batch/output/output_file.py", "import pyarrow", "pyarrow is optional: import it where it is needed"),
     (REQUEST, "import transformers", "transformers is not among the dependencies"),
-    (REQUEST, "from omegaconf import DictConfig", "omegaconf is for spmd_worker.config_compose only"),
-    ("spmd_worker/config.py", "import hydra", "hydra is for spmd_worker.config_compose only"),
+    (REQUEST, "from omegaconf import DictConfig", "omegaconf is for spmd_worker.config.compose only"),
+    ("spmd_worker/config/schema.py", "import hydra", "hydra is for spmd_worker.config.compose only"),
     # Bytes and names that become code.
     (REQUEST, "import pickle", "pickle is forbidden"),
     (REQUEST, "from marshal import loads", "marshal is forbidden"),
@@ -72,8 +80,8 @@ PLANTED = [
     (ENGINE, "from torch import load", "torch.load is forbidden"),
     (ENGINE, "import torch.distributed as dist\ndist.broadcast_object_list([])", "broadcast_object_list is forbidden"),
     (ENGINE, "import numpy as np\nnp.load('x.npy')", "numpy.load is forbidden"),
-    ("spmd_worker/config_compose.py", "hydra.utils.instantiate({})", "hydra.utils.instantiate is forbidden"),
-    ("spmd_worker/config_compose.py", "from hydra.utils import instantiate", "hydra.utils.instantiate is forbidden"),
+    ("spmd_worker/config/compose.py", "hydra.utils.instantiate({})", "hydra.utils.instantiate is forbidden"),
+    ("spmd_worker/config/compose.py", "from hydra.utils import instantiate", "hydra.utils.instantiate is forbidden"),
     (REQUEST, "KEY = '_target_'", "_target_ is forbidden"),
     (REQUEST, "class Config:\n    _target_: str = 'x'", "_target_ is forbidden"),
     (REQUEST, "dict(_target_='x')", "_target_ is forbidden"),

@@ -92,9 +92,9 @@ def test_a_planted_difference_is_found_at_its_line(tmp_path: Path, code: str, wo
         ("kv_cache.cache_engine", False),
         ("spmd_worker.sequence.request", True),
         ("spmd_worker.scheduler.scheduler", True),
-        ("spmd_worker.lockstep.codec", True),
-        ("spmd_worker.lockstep.channel", False),
-        ("spmd_worker.observability.metrics", False),
+        ("spmd_worker.lockstep.wire.codec", True),
+        ("spmd_worker.lockstep.transport.channel", False),
+        ("spmd_worker.metrics.log", False),
     ],
 )
 def test_what_is_replicated(module: str, is_replicated: bool, tmp_path: Path):

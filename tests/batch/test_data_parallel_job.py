@@ -11,8 +11,8 @@ import pytest
 import ranks
 
 from spmd_worker.batch.job import run_job
-from spmd_worker.config_compose import compose_run
-from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.config.compose import compose_run
+from spmd_worker.distributed.environment import RankEnvironment
 
 CONF = ranks.REPOSITORY / "conf"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -27,9 +27,9 @@ import json, sys
 from pathlib import Path
 from spmd_worker.batch import row_runner
 from spmd_worker.batch.job import run_job
-from spmd_worker.config_compose import compose_run
-from spmd_worker.engine import LLMEngine
-from spmd_worker.parallel.environment import read_rank_environment
+from spmd_worker.config.compose import compose_run
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.distributed.environment import read_rank_environment
 
 conf, jobs = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
 add_request = LLMEngine.add_request

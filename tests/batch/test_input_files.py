@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from spmd_worker.batch.row_reader import RowReader
-from spmd_worker.config import ConfigError
+from spmd_worker.batch.input.row_reader import RowReader
+from spmd_worker.config.schema import ConfigError
 
 ROWS = [{"prompt": f"row {number} é"} for number in range(5)]
 CONTENT = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)

@@ -14,7 +14,7 @@ from ranks import REPOSITORY
 from spmd_worker.batch import job as job_module
 from spmd_worker.batch import row_runner
 from spmd_worker.batch.job import JobError, run_job
-from spmd_worker.config import (
+from spmd_worker.config.schema import (
     CacheConfig,
     ConfigError,
     JobConfig,
@@ -23,7 +23,7 @@ from spmd_worker.config import (
     SamplingConfig,
     SchedulerConfig,
 )
-from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.distributed.environment import RankEnvironment
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 METRIC_KEYS = (

@@ -15,9 +15,9 @@ import pytest
 import ranks
 
 from spmd_worker.batch.job import run_job
-from spmd_worker.batch.prometheus import PrometheusFile, format_metrics
-from spmd_worker.config import CacheConfig, JobConfig, ModelConfig, RowLimits, RunConfig, SamplingConfig
-from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelConfig, RowLimits, RunConfig, SamplingConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.metrics.prometheus import PrometheusFile, format_metrics
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 LAUNCH = ranks.REPOSITORY / "launch.py"

@@ -22,8 +22,8 @@ import json, resource, sys
 from pathlib import Path
 from spmd_worker.batch import job
 from spmd_worker.batch.job import run_job
-from spmd_worker.config import CacheConfig, JobConfig, ModelConfig, RunConfig, SamplingConfig
-from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelConfig, RunConfig, SamplingConfig
+from spmd_worker.distributed.environment import RankEnvironment
 
 folder, keep = Path(sys.argv[1]), sys.argv[2] == "keep"
 def resident() -> int:

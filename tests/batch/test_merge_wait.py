@@ -13,7 +13,7 @@ JOB = f"""
 import sys, time
 import launch
 from spmd_worker.batch import job
-from spmd_worker.engine import LLMEngine
+from spmd_worker.engine.engine import LLMEngine
 
 write, close_followers = job._write_output, LLMEngine.close_followers
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from spmd_worker.batch.openai_body import finite, logprob_records
+from spmd_worker.batch.output.openai_body import finite, logprob_records
 from spmd_worker.sequence.outputs import Logprob
 
 

@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter
 
 from spmd_worker.batch.job import run_job
-from spmd_worker.config import CacheConfig, JobConfig, ModelConfig, RunConfig
-from spmd_worker.parallel.environment import RankEnvironment
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelConfig, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 

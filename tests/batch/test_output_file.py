@@ -7,8 +7,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from spmd_worker.batch.output_file import OutputFile
-from spmd_worker.config import ConfigError
+from spmd_worker.batch.output.output_file import OutputFile
+from spmd_worker.config.schema import ConfigError
 
 PLAIN = {
     "custom_id": "a",

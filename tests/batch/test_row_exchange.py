@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from plain_store import PlainStore
 
-from spmd_worker.batch.row_answer import RowAnswer
+from spmd_worker.batch.output.row_answer import RowAnswer
 from spmd_worker.batch.row_exchange import (
     RowDrawer,
     RowSender,
@@ -14,7 +14,7 @@ from spmd_worker.batch.row_exchange import (
     unpack_rows,
 )
 from spmd_worker.batch.row_window import NumberedLine
-from spmd_worker.replicas.round import ReplicaRound
+from spmd_worker.data_parallel.round import ReplicaRound
 
 ANSWERS = [
     RowAnswer(3, b'{"a": "\xc3\xa9"}\n', None, 5, 2, 7),

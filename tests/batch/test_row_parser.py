@@ -3,14 +3,14 @@ import json
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from spmd_worker.batch.row import ChatPrompt, EncodedRow, Row, RowError, TextPrompt, TokensPrompt
-from spmd_worker.batch.row_parser import CustomIds, parse_row, resolve
-from spmd_worker.batch.row_writer import format_error
-from spmd_worker.config import RowLimits
-from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
-from spmd_worker.tokenizer import Tokenizer
 from tests.tokenizer_folders import CHATML, write_byte_level
+
+from spmd_worker.batch.input.row_parser import CustomIds, parse_row, resolve
+from spmd_worker.batch.output.row_writer import format_error
+from spmd_worker.batch.row import ChatPrompt, EncodedRow, Row, RowError, TextPrompt, TokensPrompt
+from spmd_worker.config.schema import RowLimits
+from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 DEFAULTS = SamplingParams(temperature=0.5, max_tokens=7)
 

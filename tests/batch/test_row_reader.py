@@ -3,7 +3,7 @@ import tracemalloc
 
 import pytest
 
-from spmd_worker.batch.row_reader import RowReader
+from spmd_worker.batch.input.row_reader import RowReader
 
 
 def rows_of(tmp_path, content, **limits):

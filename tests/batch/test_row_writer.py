@@ -3,8 +3,8 @@ import math
 
 import pytest
 
+from spmd_worker.batch.output.row_writer import format_error, format_result
 from spmd_worker.batch.row import EncodedRow, RowError
-from spmd_worker.batch.row_writer import format_error, format_result
 from spmd_worker.sequence.outputs import CompletionOutput, Logprob, RequestOutput
 from spmd_worker.sequence.sampling_params import SamplingParams
 

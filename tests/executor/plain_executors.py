@@ -11,11 +11,11 @@ from typing import Any
 
 from ranks import REPOSITORY
 
-from spmd_worker.config import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.multiproc import MultiprocExecutor
-from spmd_worker.model_shape import read_model_shape
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.model_config.model_config import read_model_shape
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 PLAIN_WORKER = "plain_worker.PlainWorker"

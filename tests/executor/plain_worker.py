@@ -11,10 +11,10 @@ import time
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config import RunConfig
-from spmd_worker.model_shape import ModelShape
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.config.schema import RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.model_config.model_config import ModelShape
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_base import WorkerBase

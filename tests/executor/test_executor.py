@@ -6,13 +6,13 @@ import pytest
 import torch
 from ranks import REPOSITORY
 
-from spmd_worker.config import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.external_launcher import ExternalLauncherExecutor
 from spmd_worker.executor.uniproc import UniProcExecutor
-from spmd_worker.model_shape import read_model_shape
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.model_config.model_config import read_model_shape
 from spmd_worker.sequence.step import StepPlan
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"

@@ -6,12 +6,12 @@ MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 
 SCRIPT = """
     import os, sys
-    from spmd_worker.config import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+    from spmd_worker.config.schema import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
     from spmd_worker.executor.executor import Executor
-    from spmd_worker.lockstep.channel import ControlChannel
-    from spmd_worker.model_shape import read_model_shape
-    from spmd_worker.parallel.environment import read_rank_environment
-    from spmd_worker.parallel.layout import RankLayout
+    from spmd_worker.lockstep.transport.channel import ControlChannel
+    from spmd_worker.model_config.model_config import read_model_shape
+    from spmd_worker.distributed.environment import read_rank_environment
+    from spmd_worker.distributed.topology import RankLayout
     from spmd_worker.sequence.step import StepPlan
     from pathlib import Path
 

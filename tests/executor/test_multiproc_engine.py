@@ -16,10 +16,10 @@ import ranks
 from waiting import wait_until
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.errors import WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
-from spmd_worker.observability.step_stats import STEP_STATS_NAME
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.metrics.step_stats import STEP_STATS_NAME
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 PROMPTS = ["copy a m v s j l =", "reverse h x a f w =", "sort 21 87 57 15 =", "copy q =", "no such task"]

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker import config
+from spmd_worker.config import schema as config
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.rpc_coding import decode_call, decode_value, encode_call, encode_value
-from spmd_worker.parallel.environment import RankEnvironment
-from spmd_worker.parallel.layout import RankLayout
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.step import StepResult

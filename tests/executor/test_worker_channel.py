@@ -15,7 +15,7 @@ from spmd_worker.executor.worker_channel import (
     receive_piece,
     send_frame,
 )
-from spmd_worker.lockstep.frames import FrameError, PeerGoneError
+from spmd_worker.lockstep.transport.frames import FrameError, PeerGoneError
 
 FRAMES = [Frame(FrameKind.CALL, 0, b"first"), Frame(FrameKind.STEP, 1, b""), Frame(FrameKind.RESULT, 2**63, b"x" * 999)]
 

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from native_libraries import EMULATED, HAS_UNIT, NATIVE, emulated, library_for, needs_avx512
 
-from spmd_worker.kernels.cpu import build, linear
+from spmd_worker.kernels.cpu import linear
 from spmd_worker.kernels.cpu.linear import PackedKernels
 from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels
 from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.native import build
 
 # (inputs, outputs); the last two have numbers of inputs and outputs that fit no tile.
 SHAPES = [(576, 960), (576, 3072), (1536, 576), (896, 1152), (4864, 896), (64, 192), (128, 64), (4096, 1024)]

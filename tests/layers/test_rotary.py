@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spmd_worker.layers.rotary import RotaryEmbedding, attention_factor, inverse_frequencies
-from spmd_worker.model_shape import RopeParameters, shape_from_config
+from spmd_worker.model_config.model_config import RopeParameters, shape_from_config
 
 CPU = torch.device("cpu")
 SIZES = {

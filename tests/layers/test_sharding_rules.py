@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.config import ConfigError
+from spmd_worker.config.schema import ConfigError
+from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.distributed.topology import VOCABULARY_ALIGNMENT, RankLayout, check_divides
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.layers.linear import kv_head_range
-from spmd_worker.model_shape import FAMILIES, ModelShape, shape_from_config
+from spmd_worker.model_config.model_config import FAMILIES, ModelShape, shape_from_config
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
-from spmd_worker.parallel.layout import VOCABULARY_ALIGNMENT, RankLayout, check_divides
-from spmd_worker.parallel.process_group import GroupHandle
 from spmd_worker.weights.coverage import check_coverage
 from spmd_worker.weights.safetensors_header import CheckpointError
 

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kv_cache.block_ops import BlockOps
-from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.sequence.events import (
     Abort,
     Admit,

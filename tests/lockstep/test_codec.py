@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from step_records import RunModel, every_change, messages, sampled_by
 
 from kv_cache.block_ops import BlockOps
-from spmd_worker.lockstep.codec import VERSION, Decoder, Encoder, decode_message, encode_message
-from spmd_worker.lockstep.message import MessageError, StepMessage
-from spmd_worker.lockstep.record_packing import SAMPLING_LAYOUT
+from spmd_worker.lockstep.wire.codec import VERSION, Decoder, Encoder, decode_message, encode_message
+from spmd_worker.lockstep.wire.message import MessageError, StepMessage
+from spmd_worker.lockstep.wire.record_packing import SAMPLING_LAYOUT
 from spmd_worker.sequence.events import (
     Abort,
     Admit,

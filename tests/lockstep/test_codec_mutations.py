@@ -11,8 +11,8 @@ from zlib import crc32
 import pytest
 from step_records import RunModel
 
-from spmd_worker.lockstep.codec import Decoder, Encoder
-from spmd_worker.lockstep.message import MessageError, StepMessage
+from spmd_worker.lockstep.wire.codec import Decoder, Encoder
+from spmd_worker.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.sequence.events import Abort, Admit, Close, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampling_params import SamplingParams

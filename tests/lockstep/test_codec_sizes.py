@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from spmd_worker.lockstep.codec import Decoder, Encoder, encode_message
-from spmd_worker.lockstep.message import StepMessage
+from spmd_worker.lockstep.wire.codec import Decoder, Encoder, encode_message
+from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.sequence.events import Admit
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata
 from spmd_worker.sequence.request import Request

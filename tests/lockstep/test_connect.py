@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from thread_control import thread_controls
 
-from spmd_worker.lockstep import connect
-from spmd_worker.lockstep.connect import open_step_channel
-from spmd_worker.lockstep.frames import FrameKind, send_frame
-from spmd_worker.lockstep.step_channel import GlooStepChannel, TcpFollower, TcpLeader
+from spmd_worker.lockstep.transport import connect
+from spmd_worker.lockstep.transport.connect import open_step_channel
+from spmd_worker.lockstep.transport.frames import FrameKind, send_frame
+from spmd_worker.lockstep.transport.step_channel import GlooStepChannel, TcpFollower, TcpLeader
 
 TIMEOUT_S = 20.0
 Address = tuple[str, int]

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_records import keys, words
 
-from spmd_worker.lockstep.continuing_packing import read_continuing, sampling_keys, write_continuing
-from spmd_worker.lockstep.message import MessageError
-from spmd_worker.lockstep.packing import ByteReader, ByteWriter
+from spmd_worker.lockstep.wire.continuing_packing import read_continuing, sampling_keys, write_continuing
+from spmd_worker.lockstep.wire.message import MessageError
+from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.sequence.metadata import (
     SequenceData,
     SequenceDataDelta,

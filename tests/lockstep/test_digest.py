@@ -12,8 +12,8 @@ from step_records import messages
 from test_codec import CHANGES, FULL_MESSAGE, message_with
 
 from kv_cache.block_ops import BlockOps
-from spmd_worker.lockstep.codec import decode_message, encode_message
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES, ChainedDigest
+from spmd_worker.lockstep.wire.codec import decode_message, encode_message
 from spmd_worker.sequence.events import Abort, Close, EndRound, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import ranks
 
-from spmd_worker.lockstep.codec import Decoder
 from spmd_worker.lockstep.difference import first_difference, record_of
-from spmd_worker.lockstep.message import StepMessage
-from spmd_worker.lockstep.step_log import read_step_log
+from spmd_worker.lockstep.wire.codec import Decoder
+from spmd_worker.lockstep.wire.message import StepMessage
+from spmd_worker.replay.step_log import read_step_log
 
 PLANTS = Path(__file__).with_name("plants.py")
 LIMIT_S = 120.0
@@ -190,7 +190,7 @@ def test_a_rank_that_hangs_in_a_collective_ends_soon_after_the_launcher_wants_it
     source = """
         import os, sys, time
         import torch, torch.distributed as dist
-        from spmd_worker.observability.ending_signals import EndingSignals
+        from spmd_worker.liveness.signals import EndingSignals
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo")
         hanging = dist.new_group([0, 2])

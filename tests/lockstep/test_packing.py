@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_worker.lockstep.message import MessageError
-from spmd_worker.lockstep.packing import ByteReader, ByteWriter
+from spmd_worker.lockstep.wire.message import MessageError
+from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
 
 words = st.integers(-(2**63), 2**63 - 1)
 columns = st.one_of(

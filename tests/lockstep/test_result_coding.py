@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_worker.lockstep.message import MessageError
-from spmd_worker.lockstep.result_coding import decode_result, encode_result
+from spmd_worker.lockstep.wire.message import MessageError
+from spmd_worker.lockstep.wire.result_coding import decode_result, encode_result
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.step import StepResult

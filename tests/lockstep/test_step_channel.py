@@ -14,9 +14,10 @@ from thread_control import thread_controls
 from waiting import at_least
 
 from kv_cache.cache_manager import CacheManager
-from spmd_worker.lockstep import step_channel
 from spmd_worker.lockstep.errors import LostMessageError, RankFailedError, ReplicaDivergedError
-from spmd_worker.lockstep.frames import (
+from spmd_worker.lockstep.lockstep import Lockstep
+from spmd_worker.lockstep.transport import step_channel
+from spmd_worker.lockstep.transport.frames import (
     MAX_FRAME_BYTES,
     FrameError,
     FrameKind,
@@ -24,8 +25,7 @@ from spmd_worker.lockstep.frames import (
     receive_frame,
     send_frame,
 )
-from spmd_worker.lockstep.lockstep import Lockstep
-from spmd_worker.lockstep.step_channel import Abort, AbortedError, GlooStepChannel, TcpFollower, TcpLeader
+from spmd_worker.lockstep.transport.step_channel import Abort, AbortedError, GlooStepChannel, TcpFollower, TcpLeader
 from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Close

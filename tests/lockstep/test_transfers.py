@@ -18,16 +18,16 @@ from thread_control import ThreadControl, thread_controls
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
-from spmd_worker.config import ExecutorConfig, ModelConfig, RunConfig
-from spmd_worker.engine import LLMEngine
+from spmd_worker.config.schema import ExecutorConfig, ModelConfig, RunConfig
+from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.lockstep import lockstep as lockstep_module
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES
 from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.lockstep.lockstep import Lockstep
-from spmd_worker.lockstep.mirror import Mirror
-from spmd_worker.lockstep.step_channel import FollowerChannel, GlooStepChannel, LeaderChannel
 from spmd_worker.lockstep.transfers import TransferBook, pack_answer, unpack_answer
-from spmd_worker.model_shape import read_model_shape
+from spmd_worker.lockstep.transport.step_channel import FollowerChannel, GlooStepChannel, LeaderChannel
+from spmd_worker.mirror.mirror import Mirror
+from spmd_worker.model_config.model_config import read_model_shape
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker

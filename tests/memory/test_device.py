@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kv_cache.cache_sizing import MemoryMeasurement
+from spmd_worker.distributed.communicator import single_group
 from spmd_worker.memory import host
 from spmd_worker.memory.device import is_on_any_rank, measure_cuda, measure_host, profile_host
-from spmd_worker.parallel.process_group import single_group
 
 MIB, GIB = 2**20, 2**30
 DEVICE = torch.device("cuda", 0)

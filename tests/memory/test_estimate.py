@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.distributed.topology import RankLayout, Stage, stage_of
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory.estimate import activation_bytes, cache_spec, rank_sizes, weights_bytes
-from spmd_worker.model_shape import FAMILIES, ModelShape, shape_from_config
+from spmd_worker.model_config.model_config import FAMILIES, ModelShape, shape_from_config
 from spmd_worker.models.registry import build_model
-from spmd_worker.parallel.layout import RankLayout, Stage, stage_of
-from spmd_worker.parallel.process_group import GroupHandle
 
 
 def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelShape:

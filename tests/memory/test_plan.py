@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from spmd_worker.config import CacheConfig, ConfigError, ModelConfig, RunConfig, SchedulerConfig
+from spmd_worker.config.schema import CacheConfig, ConfigError, ModelConfig, RunConfig, SchedulerConfig
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting, resolve_dtype, resolve_max_model_len
 from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.model_shape import ModelShape, read_model_shape, shape_from_config
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.model_config.model_config import ModelShape, read_model_shape, shape_from_config
 
 
 def llama_8b(**keys: object) -> ModelShape:

@@ -8,12 +8,12 @@ import pytest
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.config import CacheConfig, ConfigError, ModelConfig, RunConfig, SchedulerConfig
+from spmd_worker.config.schema import CacheConfig, ConfigError, ModelConfig, RunConfig, SchedulerConfig
+from spmd_worker.distributed.environment import read_rank_environment
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.memory import device, host
 from spmd_worker.memory.estimate import activation_bytes
-from spmd_worker.model_shape import read_model_shape
-from spmd_worker.parallel.environment import read_rank_environment
-from spmd_worker.parallel.layout import RankLayout
+from spmd_worker.model_config.model_config import read_model_shape
 from spmd_worker.runner import largest_step
 from spmd_worker.worker import worker as worker_module
 from spmd_worker.worker.worker import Worker

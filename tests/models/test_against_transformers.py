@@ -27,7 +27,7 @@ from reference_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from spmd_worker.model_shape import ModelShape, RopeParameters, read_model_shape
+from spmd_worker.model_config.model_config import ModelShape, RopeParameters, read_model_shape
 
 TOLERANCE = 1e-4
 # Around the block size of 16, beyond every window, and (the last) beyond the 48 positions of the dynamic checkpoints.

@@ -17,10 +17,10 @@ from reference_models import random_prompt
 
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.distributed.topology import Stage
 from spmd_worker.kernels.cpu import layers
-from spmd_worker.model_shape import ModelShape
-from spmd_worker.parallel.layout import Stage
-from spmd_worker.parallel.process_group import GroupHandle
+from spmd_worker.model_config.model_config import ModelShape
 
 LIMIT_S = 120.0
 PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
@@ -120,9 +120,10 @@ SOURCE = """
     import torch, torch.distributed as dist
     from joined_models import DTYPES, SHAPES, are_equal, joined_and_one_by_one, new_model
     from reference_models import random_prompt
-    from spmd_worker.kernels.cpu import layers, shared_memory
-    from spmd_worker.kernels.cpu.shared_memory import share_memory
-    from spmd_worker.parallel.process_group import GroupHandle
+    from spmd_worker.distributed import shared_memory
+    from spmd_worker.kernels.cpu import layers
+    from spmd_worker.distributed.shared_memory import share_memory
+    from spmd_worker.distributed.communicator import GroupHandle
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

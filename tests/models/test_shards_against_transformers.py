@@ -27,7 +27,7 @@ from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers import linear
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.model_shape import read_model_shape
+from spmd_worker.model_config.model_config import read_model_shape
 from spmd_worker.models.registry import build_model
 from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.loader import load_weights

@@ -3,7 +3,7 @@
 import torch
 
 from kv_cache.block import BlockId
-from spmd_worker.lockstep.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.runner.batch import build_batch
 from spmd_worker.runner.largest_step import largest_step
 from spmd_worker.sequence.request import Request, RequestId

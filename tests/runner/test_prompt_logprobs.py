@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_worker.lockstep.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.runner import prompt_logprobs as module
 from spmd_worker.runner.prompt_logprobs import prompt_logprobs
 from spmd_worker.sequence.outputs import TokenLogprobs

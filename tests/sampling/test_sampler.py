@@ -12,8 +12,8 @@ import torch
 from thread_groups import on_ranks
 
 import spmd_worker.sampling.sampler as sampler_module
+from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.layers.embedding import VocabularyShard
-from spmd_worker.parallel.process_group import GroupHandle, single_group
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
 from spmd_worker.sequence.sampling_params import SamplingParams

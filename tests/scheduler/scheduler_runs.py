@@ -12,7 +12,7 @@ from visible_cache import VisibleCache
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
-from spmd_worker.lockstep.mirror import Mirror
+from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.residency import PreemptionPolicy
 from spmd_worker.scheduler.scheduler import Scheduler

@@ -8,7 +8,7 @@ does. Knows nothing of schedulers.
 from collections.abc import Container, Sequence
 
 from kv_cache.block_ops import BlockOps
-from spmd_worker.lockstep.mirrored import MirroredSequence
+from spmd_worker.mirror.records import MirroredSequence
 from spmd_worker.sequence.sequence import SequenceKey
 
 ROOT, RUBBISH, TO_BE_WRITTEN = -1, -2, -3

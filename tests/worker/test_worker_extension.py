@@ -9,7 +9,7 @@ import pytest
 from fake_worker import FakeWorker
 from ranks import REPOSITORY
 
-from spmd_worker.config import ConfigError
+from spmd_worker.config.schema import ConfigError
 from spmd_worker.worker.worker_wrapper import PluginError, WorkerWrapper, extend_class, load_plugins
 
 FAKE = "fake_worker.FakeWorker"

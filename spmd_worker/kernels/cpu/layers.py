@@ -17,11 +17,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.distributed.shared_memory import SharedMemoryGroup
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
-from spmd_worker.kernels.cpu.library import NativeLibrary
 from spmd_worker.kernels.cpu.native import are_gated_panels, are_panels, dtype_name
-from spmd_worker.kernels.cpu.shared_memory import SharedMemoryGroup
-from spmd_worker.parallel.process_group import GroupHandle
+from spmd_worker.native.library import NativeLibrary
 
 _TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name != "window")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spmd_worker.kernels.api import Kernels
-from spmd_worker.kernels.cpu.library import NativeLibrary, native_library
 from spmd_worker.kernels.cpu.linear import PackedKernels
+from spmd_worker.native.library import NativeLibrary, native_library
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 

@@ -1,0 +1,178 @@
+"""The files that `job.input` names, and each as a stream of bytes or rows.
+
+    -                          standard input
+    rows.jsonl                 a file, plain or compressed: what its name ends in says which (.gz, .zst)
+    parts/*.jsonl.gz           all files that match, in the order of their names
+    rows.parquet               a row group at a time, each of its rows as a line of JSON
+
+Knows names and formats of files. Knows nothing about what is in a line.
+"""
+
+import glob
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from spmd_worker.batch.extras import refuse_without
+from spmd_worker.config.schema import ConfigError
+
+STANDARD_INPUT: Final = "-"
+PARQUET_SUFFIX: Final = ".parquet"
+_ZSTD_PIECE_BYTES: Final = 1024
+"""Of compressed bytes at a time: what they become, which may be 32,768 times as much, is held in memory."""
+_BUFFER_BYTES: Final = 1 << 18
+_PARQUET_ROWS: Final = 1024
+
+
+def find_inputs(name: str) -> tuple[Path, ...]:
+    """The files of `job.input`, which is not standard input. Raises ConfigError where there is none."""
+    if Path(name).is_file():
+        return (Path(name),)
+    if not glob.has_magic(name):
+        raise ConfigError(
+            f"job.input={name} is not a file: give a JSONL or Parquet file of rows, a pattern such as 'rows/*.jsonl', "
+            f"or - for standard input"
+        )
+    paths = tuple(Path(found) for found in sorted(glob.glob(name, recursive=True)) if Path(found).is_file())
+    if not paths:
+        raise ConfigError(f"job.input={name} matches no file: give a pattern that does")
+    return paths
+
+
+def open_input(path: Path) -> BinaryIO:
+    """The file's bytes, decompressed. Reading raises OSError, also for a file that is damaged or cut off."""
+    if path.suffix == ".gz":
+        return io.BufferedReader(_GzipFile(path), _BUFFER_BYTES)
+    if path.suffix == ".zst":
+        return io.BufferedReader(_ZstdFile(path), _BUFFER_BYTES)
+    return open(path, "rb")
+
+
+class _GzipFile(io.RawIOBase):
+    """gzip's reader, whose exceptions are of several kinds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stream = gzip.open(path, "rb")  # noqa: SIM115  # closed with this stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        try:
+            return self._stream.readinto(buffer)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise OSError(f"{self._path} is damaged or cut off ({error}): give the whole file") from None
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+class _ZstdFile(io.RawIOBase):
+    """Frames of zstd, one after another. The package's own reader takes a frame that is cut off for its end."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            refuse_without("zstandard", "zstd", f"job.input={path}", error)
+        self._path, self._module = path, zstandard
+        self._file = open(path, "rb")  # noqa: SIM115  # closed with this stream
+        self._frame: Any = None
+        self._compressed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._ready:
+            piece = self._compressed or self._file.read(_ZSTD_PIECE_BYTES)
+            self._compressed = b""
+            if not piece:
+                if self._frame is not None:
+                    raise OSError(f"{self._path} is cut off in the middle of a frame: give the whole file")
+                return 0
+            self._ready = memoryview(self._decompress(piece))
+        num_taken = min(len(buffer), len(self._ready))
+        buffer[:num_taken] = self._ready[:num_taken]
+        self._ready = self._ready[num_taken:]
+        return num_taken
+
+    def _decompress(self, piece: bytes) -> bytes:
+        if self._frame is None:
+            self._frame = self._module.ZstdDecompressor().decompressobj()
+        try:
+            data: bytes = self._frame.decompress(piece)
+        except self._module.ZstdError as error:
+            raise OSError(f"{self._path} is damaged ({error}): give the whole file") from None
+        if self._frame.eof:
+            self._compressed = self._frame.unused_data
+            self._frame = None
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class ParquetRows:
+    """Rows of a Parquet file as lines of JSON; a column that is null in a row is one that the row does not have.
+
+    Raises ConfigError for columns that JSON has no values for, and for what is no Parquet file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            refuse_without("pyarrow", "parquet", f"job.input={path}", error)
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowInvalid as error:
+            raise ConfigError(f"job.input={path} is no Parquet file ({error}): give one that is whole") from None
+        self.num_rows = int(self._file.metadata.num_rows)
+        for field in self._file.schema_arrow:
+            _check_type(path, field.name, field.type, pyarrow.types)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Raises OSError."""
+        for batch in self._file.iter_batches(batch_size=_PARQUET_ROWS):
+            for row in batch.to_pylist():
+                yield json.dumps(_without_nulls(row), ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:
+    if types.is_dictionary(kind):
+        _check_type(path, name, kind.value_type, types)
+    elif types.is_struct(kind):
+        for index in range(kind.num_fields):
+            _check_type(path, f"{name}.{kind.field(index).name}", kind.field(index).type, types)
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        _check_type(path, f"{name}[]", kind.value_type, types)
+    elif not any(
+        is_kind(kind)
+        for is_kind in (
+            *(types.is_null, types.is_boolean, types.is_integer, types.is_floating, types.is_string),
+            *(types.is_large_string, types.is_string_view),
+        )
+    ):
+        raise ConfigError(
+            f"job.input={path}: column {name} has type {kind}, which a row cannot hold: cast it to string, number, "
+            f"boolean, list or struct, or leave it out"
+        )
+
+
+def _without_nulls(value: Any) -> Any:
+    """In objects; in a list a null is an item."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

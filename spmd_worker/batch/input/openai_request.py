@@ -1,0 +1,169 @@
+"""Reads a row of the OpenAI batch format: custom_id, method, url, body.
+
+Knows which keys of a body mean which sampling parameter, which are accepted and ignored, and which ask for something
+this runtime does not do. Knows nothing about files, tokenizers or how the answer is written.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from spmd_worker.batch.input.prompt_values import (
+    RowProblem,
+    chat_prompt,
+    refuse_unknown_keys,
+    sampling_from,
+    short,
+    text_prompt,
+    tokens_prompt,
+)
+from spmd_worker.batch.row import Prompt, Row, TextPrompt, TokensPrompt
+from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
+
+OPENAI_ROW_KEYS: Final = ("method", "url", "body")
+"""A row with any of these is read as an OpenAI batch row."""
+
+_COMPLETIONS_URL: Final = "/v1/completions"
+_CHAT_URL: Final = "/v1/chat/completions"
+
+_IGNORED_KEYS: Final = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "stream_options",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+"""Accepted, without effect on the answer (`model` is repeated in it)."""
+
+_UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Keys that ask for what is not done here, with the values besides null that ask for nothing."""
+
+_UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "best_of": (1,)}
+"""OpenAI ranks completions alone: one sample a choice is all that a chat body can ask for."""
+
+_COMMON_KEYS: Final = (*SAMPLING_KEYS, "max_completion_tokens", *_IGNORED_KEYS, *_UNSUPPORTED)
+_COMPLETION_KEYS: Final = ("prompt", *_COMMON_KEYS)
+_CHAT_KEYS: Final = ("messages", "top_logprobs", "chat_template_kwargs", *_COMMON_KEYS)
+
+
+def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
+    """The row of an OpenAI batch line. Raises RowProblem with the code and message of the error row."""
+    refuse_unknown_keys(fields, ("custom_id", *OPENAI_ROW_KEYS))
+    for key in ("custom_id", *OPENAI_ROW_KEYS):
+        if fields.get(key) is None:
+            raise RowProblem(
+                "missing_key", f"the row has no {key}: an OpenAI batch row has custom_id, method, url, body"
+            )
+    if fields["method"] != "POST":
+        raise RowProblem("invalid_value", f"method={short(fields['method'])} must be 'POST'")
+    body = fields["body"]
+    if not isinstance(body, dict):
+        raise RowProblem("invalid_value", f"body={short(body)} must be an object")
+    url = fields["url"]
+    if url == _COMPLETIONS_URL:
+        return _completion_row(index, custom_id, body, defaults)
+    if url == _CHAT_URL:
+        return _chat_row(index, custom_id, body, defaults)
+    raise RowProblem("unsupported_url", _unsupported_url(url))
+
+
+def _unsupported_url(url: Any) -> str:
+    if url == "/v1/embeddings":
+        return f"url='/v1/embeddings': embeddings do not exist here yet; use {_COMPLETIONS_URL} or {_CHAT_URL}"
+    return f"url={short(url)} is not supported: use {_COMPLETIONS_URL} or {_CHAT_URL}"
+
+
+def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
+    _check_keys(body, _COMPLETION_KEYS, _UNSUPPORTED)
+    if body.get("prompt") is None:
+        raise RowProblem("missing_prompt", "the body has no prompt")
+    prompt = _completion_prompt(body["prompt"])
+    given = _sampling_values(body)
+    return Row(index, custom_id, "completion", prompt, sampling_from(defaults, given), _model_name(body))
+
+
+def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:
+    _check_keys(body, _CHAT_KEYS, _UNSUPPORTED_IN_CHAT)
+    if body.get("messages") is None:
+        raise RowProblem("missing_prompt", "the body has no messages")
+    prompt = chat_prompt(body["messages"], body.get("chat_template_kwargs"))
+    given = _sampling_values(body)
+    if "best_of" in body:
+        # 1, which a chat body may say, is no rule for its n.
+        given["best_of"] = None
+    if "logprobs" in body or "top_logprobs" in body:
+        given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
+    return Row(index, custom_id, "chat", prompt, sampling_from(defaults, given), _model_name(body))
+
+
+def _check_keys(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    refuse_unknown_keys(body, known, " in body")
+    for key, neutral in unsupported.items():
+        value = body.get(key)
+        # Types are compared too: true is not 1.
+        if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
+            raise RowProblem("unsupported_value", f"{key}={short(value)} is not supported")
+
+
+def _completion_prompt(value: Any) -> Prompt:
+    """Text, or token ids, or a list that holds one of either."""
+    if not isinstance(value, list):
+        return text_prompt("prompt", value)
+    if any(isinstance(item, str | list) for item in value):
+        if len(value) > 1:
+            message = f"prompt is a list of {len(value)} prompts: write one row for each"
+            raise RowProblem("unsupported_value", message)
+        return _single_prompt(value[0])
+    return tokens_prompt("prompt", value)
+
+
+def _single_prompt(value: str | list[Any]) -> TextPrompt | TokensPrompt:
+    return text_prompt("prompt[0]", value) if isinstance(value, str) else tokens_prompt("prompt[0]", value)
+
+
+def _sampling_values(body: Mapping[str, Any]) -> dict[str, Any]:
+    given = {key: body[key] for key in SAMPLING_KEYS if key in body}
+    limit = body.get("max_completion_tokens")
+    if limit is None:
+        return given
+    if body.get("max_tokens") is not None and body["max_tokens"] != limit:
+        message = f"max_tokens={short(body['max_tokens'])} and max_completion_tokens={short(limit)} differ: give one"
+        raise RowProblem("conflicting_keys", message)
+    given["max_tokens"] = limit
+    return given
+
+
+def _chat_logprobs(logprobs: Any, top_logprobs: Any) -> int | None:
+    """Chat bodies say whether, and then how many; the sampler takes how many, or None."""
+    if logprobs is not None and not isinstance(logprobs, bool):
+        raise RowProblem("invalid_value", f"logprobs={short(logprobs)} must be true or false in a chat body")
+    if top_logprobs is not None and type(top_logprobs) is not int:
+        raise RowProblem("invalid_value", f"top_logprobs={short(top_logprobs)} must be a whole number")
+    if top_logprobs and not logprobs:
+        raise RowProblem("conflicting_keys", f"top_logprobs={short(top_logprobs)} needs logprobs=true")
+    return (top_logprobs or 0) if logprobs else None
+
+
+def _model_name(body: Mapping[str, Any]) -> str | None:
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise RowProblem("invalid_value", f"model={short(model)} must be a string")
+    return model

@@ -1,0 +1,212 @@
+"""Turns one line into a Row, and a Row into an EncodedRow; whatever is wrong becomes a RowError, never an exception.
+
+Knows the plain row shape, the sampling defaults and the limits of the model. The OpenAI shape is read in
+`openai_request.py`. Knows nothing about files, engines or ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, Final
+
+from spmd_worker.batch.input.openai_request import OPENAI_ROW_KEYS, parse_openai
+from spmd_worker.batch.input.prompt_values import (
+    RowProblem,
+    chat_prompt,
+    refuse_unknown_keys,
+    sampling_from,
+    short,
+    text_prompt,
+    tokens_prompt,
+)
+from spmd_worker.batch.row import (
+    ChatPrompt,
+    EncodedRow,
+    ErrorShape,
+    Prompt,
+    Row,
+    RowError,
+    TokensPrompt,
+    shape_of,
+)
+from spmd_worker.batch.strict_json import StrictJsonError, decode_object
+from spmd_worker.config.schema import RowLimits
+from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
+from spmd_worker.tokenizer.chat_template import ChatTemplateError
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
+_PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPLING_KEYS)
+
+
+_DEFAULT_LIMITS: Final = RowLimits()
+
+
+def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimits = _DEFAULT_LIMITS) -> Row | RowError:
+    """The row on a line. `defaults` holds for every sampling key that the row does not give.
+
+    In both shapes null means the default, but for the keys whose null has a meaning of its own: `best_of`, `seed`,
+    `max_tokens` (as many as the model's length allows), `logprobs`, `prompt_logprobs`.
+    """
+    if len(line) > limits.max_line_bytes:
+        message = f"the line is longer than limits.max_line_bytes={limits.max_line_bytes}"
+        return RowError(index, None, "plain", "line_too_long", message)
+    try:
+        fields = decode_object(line, limits.max_nesting)
+    except StrictJsonError as error:
+        return RowError(index, None, "plain", error.code, str(error))
+    return _parse_fields(index, fields, defaults, limits)
+
+
+def _parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams, limits: RowLimits) -> Row | RowError:
+    shape: ErrorShape = "openai" if any(key in fields for key in OPENAI_ROW_KEYS) else "plain"
+    custom_id = fields.get("custom_id")
+    if custom_id is not None and not isinstance(custom_id, str):
+        return RowError(index, None, shape, "invalid_value", f"custom_id={short(custom_id)} must be a string")
+    try:
+        read = parse_openai if shape == "openai" else _parse_plain
+        row = read(index, custom_id, fields, defaults)
+        _check_limits(row.sampling, limits)
+        return row
+    except RowProblem as problem:
+        return RowError(index, custom_id, shape, problem.code, str(problem))
+
+
+def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
+    asked = (
+        ("n", sampling.n, "max_n", limits.max_n),
+        ("best_of", sampling.best_of or 0, "max_n", limits.max_n),
+        ("max_tokens", sampling.max_tokens or 0, "max_tokens", limits.max_tokens),
+        ("entries of stop", len(sampling.stop), "max_stop_strings", limits.max_stop_strings),
+        ("entries of stop_token_ids", len(sampling.stop_token_ids), "max_stop_strings", limits.max_stop_strings),
+        ("entries of logit_bias", len(sampling.logit_bias), "max_logit_bias", limits.max_logit_bias),
+    )
+    for what, value, name, most in asked:
+        if most is not None and value > most:
+            raise RowProblem("limit_exceeded", f"{what}: {value} is more than limits.{name}={most}")
+
+
+def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
+    refuse_unknown_keys(fields, _PLAIN_KEYS)
+    prompt = _plain_prompt(fields)
+    sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
+    return Row(index, custom_id, "plain", prompt, sampling)
+
+
+def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
+    given = [key for key in _PROMPT_KEYS if fields.get(key) is not None]
+    if not given:
+        raise RowProblem("missing_prompt", f"the row has no prompt: give one of {', '.join(_PROMPT_KEYS)}")
+    if len(given) > 1:
+        raise RowProblem("conflicting_prompts", f"the row has {' and '.join(given)}: give one of them")
+    value = fields[given[0]]
+    template_kwargs = fields.get("chat_template_kwargs")
+    if template_kwargs is not None and given[0] != "messages":
+        raise RowProblem("conflicting_keys", f"chat_template_kwargs goes with messages, this row has {given[0]}")
+    if given[0] == "prompt":
+        return text_prompt("prompt", value)
+    if given[0] == "prompt_token_ids":
+        return tokens_prompt("prompt_token_ids", value)
+    return chat_prompt(value, template_kwargs)
+
+
+def resolve(
+    row: Row, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, limits: RowLimits = _DEFAULT_LIMITS
+) -> EncodedRow | RowError:
+    """The row with its prompt as token ids and its limits made concrete.
+
+    `vocab_size` is the model's, `max_model_len` counts prompt and output tokens. `max_tokens` becomes what the row asks
+    for or what is left of `max_model_len`, whichever is less; a row that names none gets `limits.max_tokens` at most.
+    """
+    try:
+        text, token_ids = _encode(row.prompt, tokenizer)
+        _check_prompt(token_ids, vocab_size, max_model_len, limits.max_prompt_tokens)
+        num_left = max_model_len - len(token_ids)
+        if limits.max_tokens is not None:
+            num_left = min(num_left, limits.max_tokens)
+        sampling = _concrete_sampling(row.sampling, tokenizer, vocab_size, num_left)
+    except RowProblem as problem:
+        return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, str(problem))
+    return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model)
+
+
+def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, tuple[int, ...]]:
+    if isinstance(prompt, TokensPrompt):
+        return None, prompt.token_ids
+    if tokenizer is None:
+        raise RowProblem("tokenizer_missing", "the model folder has no tokenizer.json: give prompt_token_ids")
+    is_chat = isinstance(prompt, ChatPrompt)
+    text = _render(prompt, tokenizer) if isinstance(prompt, ChatPrompt) else prompt.text
+    try:
+        # A chat template writes the special tokens itself.
+        return text, tuple(tokenizer.encode(text, add_special_tokens=not is_chat))
+    except ValueError as error:
+        raise RowProblem("invalid_unicode", str(error)) from None
+
+
+def _render(prompt: ChatPrompt, tokenizer: Tokenizer) -> str:
+    if not tokenizer.has_chat_template:
+        message = "the model folder has no chat template (chat_template.jinja or tokenizer_config.json): give prompt"
+        raise RowProblem("chat_template_missing", message)
+    try:
+        return tokenizer.apply_chat_template(prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs)
+    except ChatTemplateError as error:
+        raise RowProblem("chat_template_error", str(error)[:500]) from None
+
+
+def _check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, most: int | None) -> None:
+    if not token_ids:
+        raise RowProblem("empty_prompt", "the prompt encodes to no tokens")
+    if most is not None and len(token_ids) > most:
+        message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens={most}"
+        raise RowProblem("prompt_too_long", message)
+    outside = max(token_ids) if max(token_ids) >= vocab_size else min(token_ids)
+    if not 0 <= outside < vocab_size:
+        message = f"token id {short(outside)} is outside the vocabulary of {vocab_size} tokens"
+        raise RowProblem("token_out_of_vocabulary", message)
+    if len(token_ids) + 1 > max_model_len:
+        message = (
+            f"the prompt has {len(token_ids)} tokens but model.max_model_len is {max_model_len}, which must hold the "
+            f"prompt and at least one output token: shorten the prompt or raise model.max_model_len"
+        )
+        raise RowProblem("prompt_too_long", message)
+
+
+def _concrete_sampling(
+    sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, num_left: int
+) -> SamplingParams:
+    try:
+        sampling.check_vocabulary(vocab_size)
+    except ValueError as error:
+        raise RowProblem("token_out_of_vocabulary", str(error)) from None
+    if sampling.min_tokens > num_left:
+        message = f"min_tokens={sampling.min_tokens} but only {num_left} tokens of model.max_model_len are left"
+        raise RowProblem("invalid_value", message)
+    if tokenizer is None and sampling.stop:
+        raise RowProblem(
+            "tokenizer_missing", "stop strings need a tokenizer.json in the model folder: use stop_token_ids"
+        )
+    limit = num_left if sampling.max_tokens is None else min(sampling.max_tokens, num_left)
+    return replace(sampling, max_tokens=limit, detokenize=sampling.detokenize and tokenizer is not None)
+
+
+class CustomIds:
+    """Remembers every custom_id of a run, 16 bytes of digest for each, and refuses the second row that has it.
+
+    Two ids of the billions a file may hold share a digest with a probability below 1e-18.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def check(self, row: Row | RowError) -> Row | RowError:
+        """The row, or an error row when an earlier row had its custom_id. An error row stays itself."""
+        if row.custom_id is None:
+            return row
+        digest = blake2b(row.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        is_duplicate = digest in self._seen
+        self._seen.add(digest)
+        if not is_duplicate or isinstance(row, RowError):
+            return row
+        message = f"custom_id={short(row.custom_id)} was used by an earlier row: every custom_id must be unique"
+        return RowError(row.index, row.custom_id, shape_of(row.kind), "duplicate_custom_id", message)

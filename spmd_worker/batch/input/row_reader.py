@@ -1,0 +1,89 @@
+"""Reads the rows of a job's input one by one, with bounded memory.
+
+Knows lines and bytes. Knows nothing about JSON: a line may hold anything.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from spmd_worker.batch.input.input_files import PARQUET_SUFFIX, STANDARD_INPUT, ParquetRows, find_inputs, open_input
+from spmd_worker.config.schema import RowLimits
+
+_SKIP_BYTES: Final = 1024 * 1024
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_JSON_SPACE: Final = b" \t\r"
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Iterates the rows of files as (index, bytes without line end), in order; `paths` None is standard input.
+
+    A row is a line that is not blank; `index` counts rows from 0, over all files, so blank lines have no index and no
+    output row. The last line of a file may lack its line end, lines may end in CRLF, and a byte order mark before a
+    file's first line is dropped. Of a line longer than `max_line_bytes` the first `max_line_bytes + 1` bytes are given
+    and the rest is skipped: the length tells the parser. Files can be iterated again, standard input cannot. Iterating
+    raises OSError.
+    """
+
+    paths: Sequence[Path] | None
+    max_line_bytes: int = RowLimits().max_line_bytes
+
+    @staticmethod
+    def of(name: str, max_line_bytes: int = RowLimits().max_line_bytes) -> "RowReader":
+        """For a value of `job.input`. Raises ConfigError where there is no such file."""
+        return RowReader(None if name == STANDARD_INPUT else find_inputs(name), max_line_bytes)
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(self._lines())
+
+    def count(self) -> int | None:
+        """How many rows there are; None for standard input, which can be read only once."""
+        if self.paths is None:
+            return None
+        return sum(
+            ParquetRows(path).num_rows if path.suffix == PARQUET_SUFFIX else sum(1 for _ in self._lines_of(path))
+            for path in self.paths
+        )
+
+    def _lines(self) -> Iterator[bytes]:
+        if self.paths is None:
+            yield from _rows(sys.stdin.buffer, self.max_line_bytes)
+            return
+        for path in self.paths:
+            yield from self._lines_of(path)
+
+    def _lines_of(self, path: Path) -> Iterator[bytes]:
+        if path.suffix == PARQUET_SUFFIX:
+            for line in ParquetRows(path):
+                yield line[: self.max_line_bytes + 1]
+            return
+        with open_input(path) as stream:
+            yield from _rows(stream, self.max_line_bytes)
+
+
+def _rows(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
+    for line in _bounded_lines(stream, max_line_bytes):
+        if len(line) > max_line_bytes or line.strip(_JSON_SPACE):
+            yield line
+
+
+def _bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
+    """Lines without their ends, each at most `max_line_bytes + 1` bytes."""
+    is_first = True
+    # Two bytes more than a line may have, for CRLF.
+    while line := stream.readline(max_line_bytes + 2 + (len(_BYTE_ORDER_MARK) if is_first else 0)):
+        if not line.endswith(b"\n"):
+            _skip_rest_of_line(stream)
+        line = line.removesuffix(b"\n").removesuffix(b"\r")
+        if is_first:
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+            is_first = False
+        yield line[: max_line_bytes + 1]
+
+
+def _skip_rest_of_line(stream: BinaryIO) -> None:
+    while (piece := stream.readline(_SKIP_BYTES)) and not piece.endswith(b"\n"):
+        pass

@@ -1,0 +1,26 @@
+"""What a row came to: its output line, and the counts that the job's metrics add up.
+
+Knows nothing about engines or files.
+"""
+
+from dataclasses import dataclass
+
+from spmd_worker.batch.output.row_writer import format_error
+from spmd_worker.batch.row import RowError
+
+
+@dataclass(frozen=True, slots=True)
+class RowAnswer:
+    """A row's output line, and what it came to. `error_code` is None for a row that ran."""
+
+    index: int
+    line: bytes
+    error_code: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+def refusal(row: RowError) -> RowAnswer:
+    """The answer of a row that does not run."""
+    return RowAnswer(row.index, format_error(row), row.code)

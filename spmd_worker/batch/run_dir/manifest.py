@@ -1,0 +1,151 @@
+"""What a job is: everything that its answers depend on, written to the run directory before the first row.
+
+A job that goes on from what the run directory holds must be the same job; how many ranks compute it, with how much
+memory and in which steps, may differ. Knows configurations and fingerprints. Knows nothing about rows or engines.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME, write_json
+from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.version import code_fingerprint, version
+from spmd_worker.weights.safetensors_header import read_header
+
+FORMAT_VERSION: Final = 1
+_HASH_BYTES: Final = 16
+_PIECE_BYTES: Final = 1 << 20
+
+_ANSWER_KEYS: Final = ("model.dtype", "model.max_model_len", "model.load_format", "model.logprobs_mode", "seed")
+"""Keys of the configuration that answers depend on, beside all of `sampling`, the input and the model's files."""
+
+
+def make_manifest(
+    config: RunConfig,
+    device: str,
+    packages: Mapping[str, str],
+    tokenizer: str | None,
+    inputs: Sequence[Path] | None,
+    num_rows: int | None,
+) -> dict[str, Any]:
+    """`answers` is what must be equal to go on, by key; the rest says how the job was run. Raises OSError.
+
+    `tokenizer` is the tokenizer's fingerprint, `inputs` the files that are read and `num_rows` how many rows they have
+    (None: standard input).
+    """
+    settings = asdict(config)
+    answers: dict[str, Any] = {key: _at(settings, key) for key in _ANSWER_KEYS}
+    answers |= {f"sampling.{key}": value for key, value in settings["sampling"].items()}
+    answers |= {f"limits.{key}": value for key, value in settings["limits"].items()}
+    answers["device"] = device
+    answers["job.max_rows"] = config.job.max_rows
+    answers["job.input"] = None if inputs is None else _input_digest(inputs)
+    answers["model.path"] = model_digest(Path(config.model.path or ""))
+    answers["tokenizer"] = tokenizer
+    answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
+    answers["version of the code"] = code_fingerprint()
+    return {
+        "format_version": FORMAT_VERSION,
+        "has_ended": False,
+        "answers": answers,
+        "config": settings,
+        "config_hash": _digest_of(json.dumps(settings, sort_keys=True)),
+        "num_rows": num_rows,
+        "version": version(),
+        "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
+        "model": str(Path(config.model.path or "").resolve()),
+        "starts": [{"layout": settings["parallel"], "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}],
+    }
+
+
+def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool:
+    """Compare with the manifest of a run that has not ended, if there is one, add its history, and write it. Returns
+    whether there is one to go on with.
+
+    Raises ConfigError naming the first key that differs, unless `resume` is force.
+    """
+    path = run_dir / MANIFEST_NAME
+    last = read_manifest(path)
+    overridden: dict[str, Any] = {}
+    goes_on = last is not None and not last["has_ended"]
+    if last is not None and goes_on:
+        keys = dict.fromkeys([*last["answers"], *manifest["answers"]])
+        values = {key: (last["answers"].get(key), manifest["answers"].get(key)) for key in keys}
+        overridden = {key: list(pair) for key, pair in values.items() if pair[0] != pair[1]}
+        if overridden and resume != "force":
+            key, (before, now) = next(iter(overridden.items()))
+            raise ConfigError(
+                f"{key} is {_short(now)}, and {_short(before)} in the run that job.run_dir={run_dir} holds: answers "
+                f"would differ. Go on as that run began, give another job.run_dir, or set job.resume=force to go on "
+                f"all the same"
+            )
+    history, starts = (last["overridden"], last["starts"]) if last is not None and goes_on else ([], [])
+    manifest["overridden"] = [*history, overridden] if overridden else history
+    manifest["starts"] = [*starts, *manifest["starts"]]
+    write_json(path, manifest)
+    return goes_on
+
+
+def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
+    """Every row has its answer in the output. Raises OSError."""
+    write_json(run_dir / MANIFEST_NAME, {**manifest, "has_ended": True})
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """None where there is none. Raises ConfigError for what is no manifest."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}): give another job.run_dir, or remove this one") from None
+    if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
+        raise ConfigError(f"{path} is no manifest of version {FORMAT_VERSION}: give another job.run_dir")
+    return value
+
+
+def model_digest(folder: Path) -> str:
+    """Of config.json, the checkpoint's index and the headers and sizes of its files; not of the weights themselves."""
+    digest = blake2b(digest_size=_HASH_BYTES)
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+        path = folder / name
+        digest.update(f"{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))
+    for path in sorted(folder.glob("*.safetensors")):
+        header = read_header(path)
+        digest.update(f"\0{path.name}\0{header.file_bytes}\0{header.digest}".encode())
+    return digest.hexdigest()
+
+
+def _input_digest(paths: Sequence[Path]) -> str:
+    """Of the bytes of all files; of standard input there is none, and each row is compared when it comes."""
+    digest = blake2b(digest_size=_HASH_BYTES)
+    num_bytes = 0
+    for path in paths:
+        with open(path, "rb") as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                digest.update(piece)
+                num_bytes += len(piece)
+        # Where one file ends and the next begins a row ends.
+        digest.update(f"\0{num_bytes}\0".encode())
+    return f"{num_bytes} bytes in {len(paths)} file{'s' * (len(paths) != 1)}, {digest.hexdigest()}"
+
+
+def _digest_of(text: str) -> str:
+    return blake2b(text.encode(), digest_size=_HASH_BYTES).hexdigest()
+
+
+def _at(settings: Mapping[str, Any], key: str) -> Any:
+    value: Any = settings
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

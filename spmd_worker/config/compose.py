@@ -1,0 +1,226 @@
+"""From the values in `conf/` and the overrides of a command line to a frozen `RunConfig`, and back to text.
+
+Hydra composes and does nothing else: it is given no job to run, so it makes no folder, sets up no logging and sweeps
+over nothing. What it refuses is said again in one sentence: the key, the value, the rule, the way out. Knows Hydra and
+OmegaConf, which nothing else does. Knows nothing about ranks, or about who typed the overrides.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from spmd_worker.config.schema import ConfigError, RunConfig
+
+SCHEMA_NAME: Final = "run_schema"
+EXPERIMENT: Final = "experiment"
+"""The group of named runs: its sets hold keys of any group."""
+
+_TYPE_WORDS: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "list[str]": "a list of texts, such as [a,b]",
+    "None": "null",
+}
+
+
+def compose_run(config_dir: Path, overrides: Sequence[str], extra_dir: Path | None = None) -> RunConfig:
+    """The run that `overrides` describe, over the values in `config_dir`; `extra_dir` adds named sets of its own.
+
+    Raises ConfigError. A `+` before a key makes no difference: a key exists or it does not.
+    """
+    plain = [override.lstrip("+") for override in overrides]
+    _check_overrides(plain)
+    # Quoted, because a path may hold what Hydra's grammar gives a meaning.
+    paths = [] if extra_dir is None else [f"hydra.searchpath=['file://{extra_dir.resolve()}']"]
+    register_schema()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve()), job_name="launch"):
+            return to_run_config(compose("config", [*plain, *paths]))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise _explained(error, plain) from None
+
+
+def named_sets(config_dirs: Sequence[Path]) -> dict[str, list[str]]:
+    """Group -> the names that can be chosen in it, both sorted."""
+    groups = sorted([*_groups(), EXPERIMENT])
+    return {
+        group: sorted(path.stem for folder in config_dirs for path in (folder / group).glob("*.yaml"))
+        for group in groups
+    }
+
+
+def register_schema() -> None:
+    """Offer `RunConfig` to Hydra under `SCHEMA_NAME`. Idempotent.
+
+    OmegaConf makes nodes of frozen dataclasses read-only, which would refuse every override: the flag is cleared on the
+    schema, and what comes out of `to_run_config` is frozen again.
+    """
+    ConfigStore.instance().store(name=SCHEMA_NAME, node=writable_schema())
+
+
+def writable_schema() -> DictConfig:
+    """The schema as a node that accepts values but no unknown keys."""
+    schema = OmegaConf.structured(RunConfig)
+    assert isinstance(schema, DictConfig), type(schema)
+    for node in (schema, *(schema._get_node(key) for key in schema)):
+        if isinstance(node, DictConfig):
+            OmegaConf.set_readonly(node, None)
+            node._set_flag("readonly", False)
+    return schema
+
+
+def to_run_config(composed: DictConfig) -> RunConfig:
+    """Build the frozen objects; their checks speak here. Raises ConfigError."""
+    with read_write(composed):
+        config = OmegaConf.to_object(composed)
+    assert isinstance(config, RunConfig), type(config)
+    return config
+
+
+def canonical_json(config: RunConfig) -> str:
+    """The resolved configuration as JSON with sorted keys: equal text means equal configuration."""
+    return json.dumps(as_plain(config), sort_keys=True, separators=(",", ":"))
+
+
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    """Nested dictionaries of plain values."""
+    return dataclasses.asdict(config)
+
+
+def as_yaml(values: Any) -> str:
+    """Plain values, or a whole RunConfig, as YAML in the order of declaration."""
+    return OmegaConf.to_yaml(OmegaConf.create(as_plain(values) if isinstance(values, RunConfig) else values))
+
+
+def _groups() -> dict[str, type]:
+    """Group -> the dataclass of its keys, in the order of declaration."""
+    hints = typing.get_type_hints(RunConfig)
+    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
+
+
+def _keys() -> dict[str, Any]:
+    """Dotted key -> its type."""
+    groups = _groups()
+    top = {name: hint for name, hint in typing.get_type_hints(RunConfig).items() if name not in groups}
+    inner = {
+        f"{group}.{name}": hint for group, kind in groups.items() for name, hint in typing.get_type_hints(kind).items()
+    }
+    return {**inner, **top}
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse what would not be one value of one known key, before Hydra speaks of it in its own words."""
+    parser = OverridesParser.create()
+    for text in overrides:
+        if text.startswith("~"):
+            raise ConfigError(f"{text}: keys cannot be removed; leave it out, or give the key another value")
+        override = _parse(parser, text)
+        if override.is_hydra_override():
+            raise ConfigError(
+                f"{text}: Hydra's own settings cannot be changed here; Hydra only composes the configuration, and "
+                f"job.run_dir is where a run writes"
+            )
+        if override.is_sweep_override():
+            key = override.key_or_group
+            raise ConfigError(
+                f"{text} has several values and a command runs one job: give one value and start the command once for "
+                f"each (a list is {key}=[a,b], a comma in a text is \"{key}='a,b'\")"
+            )
+        _check_known(override, text)
+
+
+def _parse(parser: OverridesParser, text: str) -> Override:
+    if "=" not in text:
+        raise ConfigError(f"{text} is not an override: write KEY=VALUE, such as cache.num_blocks=512")
+    try:
+        return parser.parse_overrides([text])[0]
+    except OverrideParseException:
+        key, _, value = text.partition("=")
+        quoted = value.strip("'\"").replace("'", "\\'")
+        raise ConfigError(
+            f"{text} cannot be read: a value with one of = ( ) [ ] {{ }} # ~ or a letter beyond ASCII needs quotes "
+            f"that the shell leaves in place, as in \"{key}='{quoted}'\""
+        ) from None
+
+
+def _check_known(override: Override, text: str) -> None:
+    key = override.key_or_group
+    if key in _groups() or key == EXPERIMENT:
+        # A group takes a name; Hydra speaks of a name that does not exist.
+        if not isinstance(override.value(), str):
+            way_out = f"choose a named set, as in {key}=NAME (--help lists them), or leave it out"
+            raise ConfigError(f"{text} names no set of values: {way_out}")
+    elif key not in _keys():
+        _refuse_unknown_key(key, text)
+
+
+def _refuse_unknown_key(key: str, where: str) -> NoReturn:
+    nearest = _nearest_keys(key)
+    hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+    group = next(iter(difflib.get_close_matches(key.partition(".")[0], _groups(), n=1)), None)
+    if "." in key and group is not None:
+        names = [each.partition(".")[2] for each in _keys() if each.startswith(f"{group}.")]
+        raise ConfigError(f"{where}: there is no key {key}; {hint}{group} has {', '.join(names)}")
+    raise ConfigError(f"{where}: there is no key {key}; {hint}--help lists all")
+
+
+def _nearest_keys(key: str) -> list[str]:
+    """At most three: the same last word in any group, then what is spelled alike."""
+    known = [*_keys(), *_groups(), EXPERIMENT]
+    same_word = [each for each in known if each.rpartition(".")[2] == key.rpartition(".")[2]]
+    # High enough that keys which merely share their group's name do not count.
+    alike = difflib.get_close_matches(key, known, n=3, cutoff=0.8)
+    return list(dict.fromkeys([*same_word, *alike]))[:3]
+
+
+def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
+    """What Hydra or OmegaConf refused, in one sentence."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return ConfigError(f"{group}={name} is not one of {', '.join(error.options or ['(none)'])}")
+    text = "\n".join(str(each) for each in (error, error.__cause__) if each is not None)
+    found = re.search(r"full_key: (\S+)", text)
+    if found is None:
+        return ConfigError(" ".join(text.split()))
+    key = found[1]
+    file = re.search(r"In '([^']+)'", text)
+    # What was typed; of a value in a file only the file's name is known.
+    given = next((each for each in reversed(overrides) if each.partition("=")[0] == key), None)
+    where = given or (f"{file[1]}.yaml: {key}" if file else key)
+    if re.search(r"Key '.*' not in '", text):
+        try:
+            _refuse_unknown_key(key, where)
+        except ConfigError as refusal:
+            return refusal
+    reason = "" if key in _keys() and given and "$" not in given else f" ({_reason(text)})"
+    return ConfigError(f"{where} must be {_type_words(_keys().get(key))}{reason}")
+
+
+def _reason(text: str) -> str:
+    """OmegaConf's own words, without Hydra's frame around them."""
+    lines = [line for line in text.splitlines() if line and not line.startswith(("In '", "Error merging", "    "))]
+    return lines[0] if lines else "no reason given"
+
+
+def _type_words(hint: Any) -> str:
+    parts = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
+    names = ["None" if part is type(None) else str(getattr(part, "__name__", part)) for part in parts]
+    names = ["list[str]" if name == "list" else name for name in names]
+    return " or ".join(_TYPE_WORDS.get(name, name) for name in names)

@@ -1,0 +1,292 @@
+"""Every key of a run, typed, checked and frozen.
+
+The defaults stand here and nowhere else; `conf/` holds named sets of values, Hydra merges them with the command line,
+and `config_compose.py` turns the result into a `RunConfig`. Knows names, types and rules. Knows nothing about Hydra,
+files, models or ranks: rules that need a model or a world (a tensor-parallel size that must divide the heads) live
+where those are known.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS: Final = ("auto", "dummy")
+EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
+PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
+POLICIES: Final = ("fcfs",)
+RESUME_MODES: Final = ("auto", "never", "force")
+DEVICES: Final = ("auto", "cpu", "cuda")
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: the message names the key, the value, the rule and the way out."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model: a Hugging Face folder. `max_model_len` null takes the model's own length (tokens)."""
+
+    path: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    load_format: str = "auto"
+    logprobs_mode: str = "raw_logprobs"
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        _check_choice("model.dtype", self.dtype, DTYPES)
+        _check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("model.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _check_at_least("model.max_model_len", self.max_model_len, 1)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks divide the work: world size = data x pipeline x tensor.
+
+    `pipeline_layers` is the number of layers of each stage, such as [10,8]; null shares the weights out evenly.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    pipeline_layers: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        _check_at_least("parallel.tensor_parallel_size", self.tensor_parallel_size, 1)
+        _check_at_least("parallel.pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        _check_at_least("parallel.data_parallel_size", self.data_parallel_size, 1)
+
+
+@dataclass(frozen=True)
+class ExecutorConfig:
+    """Who starts the workers: `auto` is external_launcher under torchrun and uniproc elsewhere, multiproc starts them
+    on this node without a launcher, and the qualified name of a class (`package.module.Class`) is imported.
+
+    The plan's digest is compared across ranks every `digest_every` steps (0: never). No rank waits for another longer
+    than `timeout_s` seconds. `worker_cls` is the qualified name of another worker class, `worker_extension_cls` of one
+    whose methods every worker gets beside its own.
+    """
+
+    backend: str = "auto"
+    digest_every: int = 1
+    timeout_s: float = 300.0
+    worker_cls: str | None = None
+    worker_extension_cls: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        if "." not in self.backend:
+            _check_choice("executor.backend", self.backend, EXECUTOR_BACKENDS, "nor the qualified name of a class")
+        _check_at_least("executor.digest_every", self.digest_every, 0)
+        if not 1 <= self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(f"executor.timeout_s={self.timeout_s:g} must be from 1 to {MAX_TIMEOUT_S} seconds")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache. `num_blocks` null measures memory and takes `gpu_memory_utilization` of it.
+
+    `swap_space_gib` is host memory a rank for sequences that give way; null is 4, and 0 where the cache takes all of
+    the host's memory that it can use: on the CPU without `num_blocks`. `host_tier_gib` is host memory a rank for prefix
+    blocks that lost their place.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    swap_space_gib: float | None = None
+    enable_prefix_caching: bool = True
+    host_tier_gib: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"cache.block_size={self.block_size} must be a power of two, such as 16")
+        _check_at_least("cache.num_blocks", self.num_blocks, 1)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"cache.gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1, such as 0.9"
+            )
+        _check_at_least("cache.swap_space_gib", self.swap_space_gib, 0)
+        _check_at_least("cache.host_tier_gib", self.host_tier_gib, 0)
+        if self.host_tier_gib and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"cache.host_tier_gib={self.host_tier_gib:g} keeps prefix blocks, and "
+                f"cache.enable_prefix_caching=false makes none: enable it, or leave cache.host_tier_gib at 0"
+            )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How much runs at once: sequences in a step, tokens in a step.
+
+    Where the cache does not suffice, `preemption_mode` swap copies a sequence's blocks to the host, recompute drops
+    them, and auto takes the cheaper way by counting.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    preemption_mode: str = "auto"
+    policy: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        """Check each key alone, and that every running sequence can have its token."""
+        _check_at_least("scheduler.max_num_seqs", self.max_num_seqs, 1)
+        _check_at_least("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _check_choice("scheduler.preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        _check_choice("scheduler.policy", self.policy, POLICIES)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"scheduler.max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"scheduler.max_num_seqs={self.max_num_seqs}: each running sequence needs a token a step; "
+                f"raise the first or lower the second"
+            )
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Defaults for rows. Null takes the model's generation_config.json where it has the key, else vLLM's default."""
+
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: list[str] | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The keys that are set, in declaration order."""
+        return {
+            spec.name: getattr(self, spec.name)
+            for spec in dataclasses.fields(self)
+            if getattr(self, spec.name) is not None
+        }
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """What a single row may be and ask for: one that goes beyond is an error row. Null is no limit but the model's.
+
+    `max_line_bytes` of its line, `max_nesting` levels of JSON, `max_prompt_tokens`, `max_n` samples (best_of too),
+    `max_tokens` of output (of rows that name no number, the most they get), `max_stop_strings` (stop token ids too),
+    `max_logit_bias` entries.
+    """
+
+    max_line_bytes: int = 16 * 1024 * 1024
+    max_nesting: int = 64
+    max_prompt_tokens: int | None = None
+    max_n: int = 1024
+    max_tokens: int | None = None
+    max_stop_strings: int = 64
+    max_logit_bias: int = 1024
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        for spec in dataclasses.fields(self):
+            _check_at_least(f"limits.{spec.name}", getattr(self, spec.name), 0 if spec.name in _MAY_BE_NONE else 1)
+        if self.max_nesting > _MAX_NESTING:
+            raise ConfigError(f"limits.max_nesting={self.max_nesting} must be at most {_MAX_NESTING}")
+
+
+_MAY_BE_NONE: Final = ("max_stop_strings", "max_logit_bias")
+_MAX_NESTING: Final = 256
+"""What readers of JSON, whose stacks end somewhere, take everywhere."""
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """A batch job: rows in, rows out. `run_dir` null is `<output>.run` beside the output.
+
+    A job that was ended goes on where it was (`resume` auto; force: although it has changed; never: refuses a run
+    directory that holds a run). Finished rows are made durable every `commit_rows` rows or `commit_s` seconds.
+    `step_log` writes the stream of step messages to `steps.log` in the run directory, for `tools/replay.py`.
+    `prometheus_file` is rewritten while the job runs, for node_exporter's textfile collector. With `private` only the
+    user can read what the job writes.
+    """
+
+    input: str | None = None
+    output: str | None = None
+    run_dir: str | None = None
+    resume: str = "auto"
+    max_rows: int | None = None
+    max_error_rows: int | None = None
+    commit_rows: int = 256
+    commit_s: float = 5.0
+    step_log: bool = False
+    prometheus_file: str | None = None
+    private: bool = False
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        _check_choice("job.resume", self.resume, RESUME_MODES)
+        _check_at_least("job.max_rows", self.max_rows, 0)
+        _check_at_least("job.max_error_rows", self.max_error_rows, 0)
+        _check_at_least("job.commit_rows", self.commit_rows, 1)
+        _check_at_least("job.commit_s", self.commit_s, 0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run. `plan` prints the layout and the memory plan and exits."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    limits: RowLimits = field(default_factory=RowLimits)
+    job: JobConfig = field(default_factory=JobConfig)
+    device: str = "auto"
+    seed: int = 0
+    plan: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the top keys, and rules between groups."""
+        _check_choice("device", self.device, DEVICES)
+        _check_defaults(self.sampling, self.limits)
+        if self.cache.host_tier_gib and not self.executor.digest_every:
+            raise ConfigError(
+                f"cache.host_tier_gib={self.cache.host_tier_gib:g} cannot run with executor.digest_every=0: ranks say "
+                f"that a transfer has finished with their digests; set executor.digest_every to 1 or more"
+            )
+
+
+def _check_defaults(sampling: SamplingConfig, limits: RowLimits) -> None:
+    """Defaults beyond a limit would make an error of every row that names nothing else."""
+    asked = {
+        "sampling.n": (sampling.n, "max_n", limits.max_n),
+        "sampling.best_of": (sampling.best_of, "max_n", limits.max_n),
+        "sampling.max_tokens": (sampling.max_tokens, "max_tokens", limits.max_tokens),
+        "sampling.stop": (len(sampling.stop or ()), "max_stop_strings", limits.max_stop_strings),
+    }
+    for key, (value, name, most) in asked.items():
+        if value is not None and most is not None and value > most:
+            raise ConfigError(
+                f"{key} asks for {value}, more than limits.{name}={most}: lower the one or raise the other"
+            )
+
+
+def _check_choice(key: str, value: str, choices: tuple[str, ...], but: str = "") -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}{but and ', ' + but}")
+
+
+def _check_at_least(key: str, value: float | None, least: int) -> None:
+    # Written so that NaN fails.
+    if value is not None and not value >= least:
+        raise ConfigError(f"{key}={value} must be {least} or more")

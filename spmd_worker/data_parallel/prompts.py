@@ -1,0 +1,143 @@
+"""Answering a list of prompts: in one replica, or by all replicas of an engine, of which every rank gets every output.
+
+Every rank knows the whole list. A replica's leader takes the next prompts from the shared counter, longest first, while
+there is room; the other ranks of its replica follow its steps. No replica waits for another before all is answered.
+Knows engines and rounds. Knows nothing about text or files.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spmd_worker.data_parallel.output_coding import decode_outputs, encode_outputs
+from spmd_worker.data_parallel.replicas import Replicas, num_wanted
+from spmd_worker.data_parallel.round import ReplicaRound
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+OnAnswered = Callable[[int], object]
+"""Told how many more prompts are answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPrompt:
+    """A prompt that `LLMEngine.check_request` found nothing wrong with. `index` names its randomness and its output."""
+
+    index: int
+    text: str | None
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it may come to: prompt and, where they are limited, output tokens of all its samples."""
+        return len(self.token_ids) + self.sampling.num_sequences * (self.sampling.max_tokens or 0)
+
+
+def answer_alone(engine: LLMEngine, prompts: list[RoundPrompt], on_answered: OnAnswered) -> dict[int, RequestOutput]:
+    """Outputs by index. Every rank of the replica calls this with the same prompts."""
+    run = _Run(engine)
+    for prompt in prompts:
+        run.add(prompt)
+    while engine.has_unfinished_requests():
+        on_answered(run.step())
+    return run.outputs
+
+
+def answer_together(
+    replicas: Replicas, prompts: list[RoundPrompt], on_answered: OnAnswered
+) -> dict[int, RequestOutput]:
+    """Outputs of all prompts by index, the same on every rank. Every rank of the engine calls this with the same
+    prompts; `on_answered` is for its first rank.
+
+    Raises RankFailedError, naming replica and rank, where another replica failed or fell silent.
+    """
+    engine = replicas.engine
+    with replicas.round() as round_:
+        progress = _Progress(round_, on_answered if engine.is_first_rank else None)
+        outputs = _take_part(engine, round_, prompts, progress)
+        for _ in round_.wait(lambda: round_.is_over):
+            progress.show()
+        progress.show()
+    shared: dict[int, RequestOutput] = {}
+    for payload in engine.engine_channel.collect(encode_outputs(outputs) if outputs else b""):
+        shared |= decode_outputs(payload) if payload else {}
+    replicas.forget_round()
+    return shared
+
+
+def _take_part(
+    engine: LLMEngine, round_: ReplicaRound, prompts: list[RoundPrompt], progress: "_Progress"
+) -> dict[int, RequestOutput]:
+    """This replica's outputs, on its leader."""
+    if not engine.is_leader:
+        engine.follow_round()
+        return {}
+    # Sorting is stable, so every rank has one order.
+    order = sorted(prompts, key=lambda prompt: -prompt.longest)
+    run = _Run(engine)
+    while _take(engine, round_, order, run) or engine.has_unfinished_requests():
+        num_answered = run.step()
+        if num_answered:
+            round_.count(num_answered)
+        if round_.beat():
+            progress.show()
+    if engine.channel.size > 1:
+        engine.end_round()
+    round_.finish()
+    return run.outputs
+
+
+def _take(engine: LLMEngine, round_: ReplicaRound, prompts: list[RoundPrompt], run: "_Run") -> bool:
+    """Whether something was taken."""
+    most = num_wanted(engine, run.num_sequences)
+    if most == 0:
+        return False
+    places = round_.take(len(prompts), most)
+    for place in places:
+        run.add(prompts[place])
+    return bool(places)
+
+
+class _Progress:
+    """What all replicas have answered, told to whoever shows it."""
+
+    def __init__(self, round_: ReplicaRound, on_answered: OnAnswered | None) -> None:
+        self._round, self._on_answered, self._num_shown = round_, on_answered, 0
+
+    def show(self) -> None:
+        """What came since the last call."""
+        if self._on_answered is None:
+            return
+        num_answered = self._round.num_counted
+        self._on_answered(num_answered - self._num_shown)
+        self._num_shown = num_answered
+
+
+class _Run:
+    """Prompts in an engine, and what came of them."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.outputs: dict[int, RequestOutput] = {}
+        self._engine = engine
+        self._prompts: dict[RequestId, RoundPrompt] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        """Of the prompts that are not answered yet."""
+        return sum(prompt.sampling.num_sequences for prompt in self._prompts.values())
+
+    def add(self, prompt: RoundPrompt) -> None:
+        """Queue a prompt for the next step."""
+        number = self._engine.add_request(prompt.token_ids, prompt.sampling, prompt=prompt.text, index=prompt.index)
+        self._prompts[number] = prompt
+
+    def step(self) -> int:
+        """One step; returns how many prompts were answered in it."""
+        answered = self._engine.step()
+        for output in answered:
+            index = self._prompts.pop(RequestId(int(output.request_id))).index
+            output.request_id = str(index)
+            self.outputs[index] = output
+        return len(answered)

@@ -1,0 +1,142 @@
+"""Joining the groups: this rank's tensor-parallel and pipeline-parallel group, and one on the CPU for control.
+
+When the caller has initialised torch.distributed already, its world is used, sub-groups are made beside its own, and
+only those are destroyed. Knows nothing about what travels over the groups.
+"""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from spmd_worker.distributed.communicator import GroupHandle, single_group
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.network_interface import named_interface
+from spmd_worker.distributed.topology import RankLayout, in_every_engine
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelGroups:
+    """`tensor` and `pipeline` carry device tensors; `control` spans one replica and is gloo on the CPU, and so is
+    `engine`, which spans all replicas of an engine: the same group as `control` where there is one.
+    """
+
+    layout: RankLayout
+    tensor: GroupHandle
+    pipeline: GroupHandle
+    control: GroupHandle
+    engine: GroupHandle
+    owns_world: bool
+
+    def destroy(self) -> None:
+        """Leave: destroys what `join_groups` made and nothing else. Call once, on every rank."""
+        for handle in (self.tensor, self.pipeline):
+            if handle.fast is not None:
+                handle.fast.close()
+        if self.owns_world:
+            dist.destroy_process_group()
+            return
+        of_all_replicas = () if self.engine is self.control else (self.engine,)
+        for handle in (self.tensor, self.pipeline, self.control, *of_all_replicas):
+            if handle.group is not None:
+                dist.destroy_process_group(handle.group)
+
+
+def join_groups(
+    layout: RankLayout, environment: RankEnvironment, device: torch.device, timeout_s: float
+) -> ParallelGroups:
+    """Make the groups of `layout`; every rank of the world calls this, in the same order.
+
+    In a world of several engines each gets groups of its own, and nothing is compared or waited for between them later.
+    Raises what torch.distributed raises when the other ranks do not come within `timeout_s`.
+    """
+    if layout.world_size == 1:
+        alone = single_group()
+        return ParallelGroups(layout, alone, alone, alone, alone, owns_world=False)
+    with named_interface(environment):
+        return _join_all(layout, environment, device, timedelta(seconds=timeout_s))
+
+
+def _join_all(
+    layout: RankLayout, environment: RankEnvironment, device: torch.device, timeout: timedelta
+) -> ParallelGroups:
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        _join_world(device, timeout)
+    data_backend = "nccl" if device.type == "cuda" else "gloo"
+    replica_size = layout.tensor_parallel_size * layout.pipeline_parallel_size
+    replicas = [list(range(start, start + replica_size)) for start in range(0, layout.world_size, replica_size)]
+
+    def join(groups: list[list[int]], backend: str) -> GroupHandle:
+        everywhere = in_every_engine(groups, layout, environment.world_size)
+        return _join_one(everywhere, environment.rank, backend, timeout)
+
+    tensor, pipeline = (join(groups, data_backend) for groups in (layout.tensor_groups(), layout.pipeline_groups()))
+    control = join(replicas, "gloo")
+    return ParallelGroups(
+        layout=layout,
+        tensor=tensor,
+        pipeline=pipeline,
+        control=control,
+        engine=control if len(replicas) == 1 else join([list(range(layout.world_size))], "gloo"),
+        owns_world=owns_world,
+    )
+
+
+def _join_world(device: torch.device, timeout: timedelta) -> None:
+    """The launcher's store outlives every world, and torch gives each the same keys: a second world in a process, ours
+    or the caller's, would find the addresses of the first. So each of ours has keys of its own.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    number = store.add(f"spmd_worker/rank {rank}", 1)
+    where = {
+        "store": PrefixStore(f"spmd_worker/world {number}", store),
+        "rank": rank,
+        "world_size": world_size,
+        "timeout": timeout,
+    }
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **where)
+    else:
+        dist.init_process_group("gloo", **where)
+
+
+def _join_one(groups: list[list[int]], rank: int, backend: str, timeout: timedelta) -> GroupHandle:
+    """Every rank makes every group (torch.distributed demands it) and keeps the one it is in."""
+    mine = single_group(rank)
+    for ranks in groups:
+        if len(ranks) == 1:
+            continue
+        group = dist.new_group(ranks, backend=backend, timeout=timeout)
+        if rank in ranks:
+            mine = GroupHandle(ranks=tuple(ranks), rank=ranks.index(rank), group=group)
+    return mine
+
+
+def shared_store() -> Store:
+    """The store of the world that these ranks are in: the launcher's, or the caller's own."""
+    assert dist.is_initialized(), "join_groups comes first"
+    # Torch offers no other way to the store of a world that somebody else initialised.
+    return distributed_c10d._get_default_store()
+
+
+def world_environment(environment: RankEnvironment) -> RankEnvironment:
+    """This process's place, asked of torch.distributed where the caller initialised it without torchrun's variables."""
+    if environment.is_launched or not dist.is_available() or not dist.is_initialized():
+        return environment
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_world_size = torch.cuda.device_count() or world_size
+    return replace(
+        environment,
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_world_size,
+        local_world_size=min(local_world_size, world_size),
+        is_launched=True,
+    )

@@ -1,0 +1,94 @@
+"""The watchdog of a rank among those that a launcher started: where its board is, and which groups it may abort.
+
+The board is the store that torchrun's agent keeps, in a connection of its own; in ranks that somebody else started with
+torchrun's variables, a store in rank 0's process. Knows torch's stores and groups. Knows nothing about steps.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.liveness.heartbeat_store import Board
+from spmd_worker.liveness.watchdog import Watchdog, Watched
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S: Final = 60.0
+"""Ranks start when their imports are done, which may be far apart."""
+
+_ANSWER_S: Final = 5.0
+
+
+def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path, *, spins: bool) -> Watchdog:
+    """For a program of ours, which owns its process and its world. Not started yet."""
+    has_agent = _has_agent()
+    watched = Watched(
+        environment.rank,
+        tuple(range(environment.world_size)),
+        timeout_s,
+        run_dir,
+        exits=True,
+        abort_groups=_abort_groups,
+        has_launcher=has_agent,
+        spins=spins,
+    )
+    return Watchdog(watched, _connector(watched, may_host=True))
+
+
+def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, *, spins: bool) -> Watchdog:
+    """For an engine of `num_ranks` ranks in somebody else's process. Not started yet."""
+    first = environment.rank // num_ranks * num_ranks
+    ranks = tuple(range(first, first + num_ranks))
+    watched = Watched(environment.rank, ranks, timeout_s, spins=spins)
+    return Watchdog(watched, _connector(watched, may_host=False))
+
+
+def _connector(watched: Watched, *, may_host: bool) -> Callable[[], Board] | None:
+    """None where there is nobody to watch, or no store but one that belongs to somebody else."""
+    if len(watched.ranks) == 1 or "MASTER_ADDR" not in os.environ or not (_has_agent() or may_host):
+        return None
+    is_host = watched.rank == 0 and not _has_agent()
+    return lambda: open_board(watched.rank, watched.ranks, is_host=is_host)
+
+
+def _has_agent() -> bool:
+    """Whether torchrun's agent is this process's parent, and keeps a store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_board(rank: int, ranks: Sequence[int], *, is_host: bool, variables: Mapping[str, str] = os.environ) -> Board:
+    """Connect. The store outlives every run in it, a restart too, so each has keys of its own, and so has each engine
+    of a world with several: every rank counts its own runs, and the `ranks` of one run in the same order.
+
+    Raises RuntimeError when there is no store.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs do not export it
+        variables["MASTER_ADDR"],
+        int(variables["MASTER_PORT"]),
+        is_master=is_host,
+        timeout=timedelta(seconds=_CONNECT_S),
+        wait_for_workers=False,
+        # Torch's own rendezvous opens the same store in this process.
+        multi_tenant=True,
+    )
+    store.set_timeout(timedelta(seconds=_ANSWER_S))
+    restart = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"spmd_worker/watch/restart {restart}/ranks {ranks[0]} to {ranks[-1]}"
+    return Board(store, f"{prefix}/run {store.add(f'{prefix}/runs of rank {rank}', 1)}", is_host)
+
+
+def _abort_groups() -> None:
+    """End what the main thread may be waiting for, where torch can: NCCL's groups."""
+    if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
+        return
+    try:
+        distributed_c10d._abort_process_group()
+    except (RuntimeError, ValueError) as error:
+        logger.debug("the groups could not be aborted: %s", error)

@@ -1,0 +1,217 @@
+"""Which rank does what: world = data x pipeline x tensor, tensor innermost.
+
+Pure arithmetic, and the one place where the factorisation is checked. Knows nothing about torch, processes or networks.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from spmd_worker.config.schema import ConfigError, ParallelConfig
+from spmd_worker.model_config.model_config import ModelShape
+
+VOCABULARY_ALIGNMENT: Final = 64
+"""Vocabulary shards are padded to a multiple of this many rows, which kernels like and which halves six times."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Sizes of the three axes. Rank = (data * pipeline_size + pipeline) * tensor_size + tensor.
+
+    `pipeline_layers` are the layers of each stage; empty for stages of about equally many bytes of weights.
+    """
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    def tensor_rank(self, rank: int) -> int:
+        """Place in the tensor-parallel group."""
+        return rank % self.tensor_parallel_size
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Stage of the pipeline."""
+        return rank // self.tensor_parallel_size % self.pipeline_parallel_size
+
+    def data_rank(self, rank: int) -> int:
+        """Which replica."""
+        return rank // (self.tensor_parallel_size * self.pipeline_parallel_size)
+
+    def tensor_groups(self) -> list[list[int]]:
+        """Ranks that share each layer's weights, one list a group, in order."""
+        size = self.tensor_parallel_size
+        return [list(range(start, start + size)) for start in range(0, self.world_size, size)]
+
+    def pipeline_groups(self) -> list[list[int]]:
+        """Ranks that hold the same shard of successive stages, one list a group."""
+        stride, replica_size = self.tensor_parallel_size, self.tensor_parallel_size * self.pipeline_parallel_size
+        return [
+            list(range(start + offset, start + replica_size, stride))
+            for start in range(0, self.world_size, replica_size)
+            for offset in range(stride)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers [start, stop) of a model; the first stage has the embedding too, the last one the norm and the head."""
+
+    start: int
+    stop: int
+    is_first: bool
+    is_last: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stage."""
+        return self.stop - self.start
+
+
+def whole_model(shape: ModelShape) -> Stage:
+    """The only stage where there is no pipeline."""
+    return Stage(0, shape.num_layers, is_first=True, is_last=True)
+
+
+def layout_of(parallel: ParallelConfig) -> RankLayout:
+    """The layout that a configuration asks for."""
+    return RankLayout(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.data_parallel_size,
+        tuple(parallel.pipeline_layers or ()),
+    )
+
+
+def stage_of(layout: RankLayout, shape: ModelShape, rank: int) -> Stage:
+    """What a rank's stage of the pipeline has; the layout has been checked against the shape."""
+    counts, stage = (
+        layout.pipeline_layers or balanced_layers(shape, layout.pipeline_parallel_size),
+        layout.pipeline_rank(rank),
+    )
+    start = sum(counts[:stage])
+    return Stage(start, start + counts[stage], is_first=stage == 0, is_last=stage == len(counts) - 1)
+
+
+def balanced_layers(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, one at least, so that the largest share of weights is the smallest possible.
+
+    The first stage also holds the embedding and the last one the head, tied or not. Of equal shares the earlier stage's
+    is the larger.
+    """
+    counts = [1] * num_stages
+    table = shape.vocab_size * shape.hidden_size
+    extra = [0] * num_stages
+    extra[0] += table
+    extra[-1] += table
+    for _ in range(shape.num_layers - num_stages):
+        least = min(
+            range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * shape.num_layer_parameters
+        )
+        counts[least] += 1
+    return tuple(counts)
+
+
+def check_world_size(layout: RankLayout, world_size: int) -> None:
+    """Raise ConfigError unless the launcher started as many ranks as the layout has."""
+    if layout.world_size != world_size:
+        replica_size = layout.tensor_parallel_size * layout.pipeline_parallel_size
+        choices = [f"start {layout.world_size} (torchrun --nproc-per-node)"]
+        if world_size % replica_size == 0:
+            choices.append(f"set parallel.data_parallel_size to {world_size // replica_size}")
+        if world_size % layout.pipeline_parallel_size == 0:
+            size = world_size // layout.pipeline_parallel_size
+            choices.append(f"set parallel.tensor_parallel_size to {size} (and parallel.data_parallel_size to 1)")
+        raise ConfigError(
+            f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
+            f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
+            f"{layout.world_size} ranks, but {world_size} were started: {', or '.join(choices)}"
+        )
+
+
+def check_whole_engines(layout: RankLayout, world_size: int) -> None:
+    """Raise ConfigError unless the ranks that were started make one or several whole engines of this layout."""
+    if world_size % layout.world_size:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
+            f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
+            f"{layout.world_size} ranks an engine, but {world_size} were started: start a multiple of "
+            f"{layout.world_size} (torchrun --nproc-per-node)"
+        )
+
+
+def in_every_engine(groups: list[list[int]], layout: RankLayout, world_size: int) -> list[list[int]]:
+    """The groups of one engine, for each engine of the world: ranks k * size to (k + 1) * size are engine k."""
+    starts = range(0, world_size, layout.world_size)
+    return [[start + rank for rank in ranks] for start in starts for ranks in groups]
+
+
+def check_divides(layout: RankLayout, shape: ModelShape) -> None:
+    """Raise ConfigError unless every shard is whole; the message lists the sizes that are.
+
+    Query heads must divide. Key-value heads must divide or, when ranks outnumber them, each must serve a whole number
+    of ranks. The feed-forward is cut into nearly equal parts and the vocabulary is padded, so these always divide.
+    """
+    _check_stages(layout, shape)
+    size = layout.tensor_parallel_size
+    problem = _shard_problem(size, shape)
+    if problem:
+        valid = [str(each) for each in range(1, shape.num_heads + 1) if not _shard_problem(each, shape)]
+        raise ConfigError(
+            f"parallel.tensor_parallel_size={size} does not divide this model: {problem}; "
+            f"sizes that do are {_spoken(valid)}"
+        )
+
+
+def _check_stages(layout: RankLayout, shape: ModelShape) -> None:
+    size, layers = layout.pipeline_parallel_size, layout.pipeline_layers
+    if size > shape.num_layers:
+        raise ConfigError(
+            f"parallel.pipeline_parallel_size={size} is more than the model's {shape.num_layers} layers: each stage "
+            f"has one at least; lower it to {shape.num_layers} or less"
+        )
+    if not layers:
+        return
+    spelled = f"parallel.pipeline_layers=[{','.join(map(str, layers))}]"
+    if len(layers) != size:
+        raise ConfigError(
+            f"{spelled} has {len(layers)} stages but parallel.pipeline_parallel_size is {size}: give one number "
+            f"a stage, or leave it null"
+        )
+    if min(layers) < 1 or sum(layers) != shape.num_layers:
+        example = ",".join(map(str, balanced_layers(shape, size)))
+        raise ConfigError(
+            f"{spelled} makes {sum(layers)} layers and the model has {shape.num_layers}, of which each stage takes "
+            f"one at least: give numbers that add up, such as [{example}], or leave it null"
+        )
+
+
+def _shard_problem(size: int, shape: ModelShape) -> str:
+    if shape.num_heads % size:
+        return f"it has {shape.num_heads} attention heads"
+    if shape.num_kv_heads % size and size % shape.num_kv_heads:
+        return f"it has {shape.num_kv_heads} key-value heads"
+    if shape.intermediate_size < size:
+        return f"its feed-forward has {shape.intermediate_size} columns"
+    return ""
+
+
+def _spoken(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def shard_range(total: int, size: int, rank: int) -> tuple[int, int]:
+    """The part (start, stop) of `total` items that `rank` of `size` owns: nearly equal parts, earlier ones larger."""
+    base, extra = divmod(total, size)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+def vocabulary_rows(vocab_size: int, num_shards: int) -> int:
+    """Rows of each vocabulary shard: an equal part, padded to a multiple of `VOCABULARY_ALIGNMENT`."""
+    per_shard = -(-vocab_size // num_shards)
+    return -(-per_shard // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT

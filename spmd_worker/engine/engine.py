@@ -1,0 +1,324 @@
+"""Tokens in, tokens out: the engine that every rank runs a replica of.
+
+One step is three calls, all in one direction: `schedule`, `agree`, `execute_model`; then what was sampled goes back
+into the scheduler. Rank 0's requests and aborts become events of the next message; what other ranks ask for is ignored,
+because only rank 0 touches the outside world.
+
+A pipeline of d stages has d steps under way: the ranks agree on a step at the same time, and stage s executes it s
+steps later, so that all stages compute at once. What a step sampled, and its events, are taken in d - 1 steps later, on
+all ranks at the same place between the same steps; at once where no request waits for what is under way. Knows how the
+parts fit together and no part's inside.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.config.schema import RunConfig
+from spmd_worker.engine.outputs import request_output
+from spmd_worker.engine.pipeline import StepPipeline
+from spmd_worker.engine.step_recorder import StepRecorder
+from spmd_worker.engine.validation import check_request
+from spmd_worker.executor.executor import Executor
+from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
+from spmd_worker.liveness.watchdog import Watchdog
+from spmd_worker.lockstep.errors import RankFailedError
+from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
+from spmd_worker.lockstep.transport.channel import ControlChannel
+from spmd_worker.lockstep.transport.step_channel import AbortedError
+from spmd_worker.memory.plan import resolve_max_model_len
+from spmd_worker.metrics.step_stats import StepStats
+from spmd_worker.metrics.step_times import StepTimes
+from spmd_worker.model_config.model_config import ModelShape, read_generation_config
+from spmd_worker.scheduler.counters import SchedulerCounters
+from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.sequence.defaults import default_sampling
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    Close,
+    EndRound,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
+from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.request import Request, RequestId, random_stream
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sequence import SequenceGroup
+from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+CHECK_VARIABLE: Final = "SPMD_WORKER_CHECK"
+"""Environment: 1 checks queues, tables, pools and index against each other after every step. Slow; changes nothing."""
+
+
+def _release(
+    heartbeat: Heartbeat,
+    channels: tuple[Lockstep | ControlChannel, ...],
+    executor: Executor,
+    watchdog: Watchdog | None,
+) -> None:
+    """What `LLMEngine.shutdown` gives back. Idempotent."""
+    heartbeat.enter(CLOSING)
+    for channel in channels:
+        channel.close()
+    executor.shutdown()
+    if watchdog is not None and not watchdog.watched.exits:
+        watchdog.stop()
+
+
+class LLMEngine:
+    """Use `start_engine`. Every rank of a replica makes the same calls of `step`, in the same order."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: ModelShape,
+        tokenizer: Tokenizer | None,
+        executor: Executor,
+        channel: ControlChannel,
+        lockstep: Lockstep,
+        scheduler: Scheduler,
+        engine_channel: ControlChannel | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.config, self.shape, self.tokenizer, self.executor = config, shape, tokenizer, executor
+        self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
+        self.engine_channel = engine_channel or channel
+        self.is_closed = self._is_round_over = False
+        self._is_mid_step = False
+        self.watchdog = watchdog
+        self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
+        # Without a reference to the engine, for whoever gives back what an engine had that is no more.
+        self.release = partial(
+            _release, self.times.heartbeat, (lockstep, channel, self.engine_channel), executor, watchdog
+        )
+        self.default_sampling = default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
+        self.max_model_len = resolve_max_model_len(config, shape)
+        self._events: list[Event] = []
+        self._prompts: dict[RequestId, str | None] = {}
+        self._num_requests = 0
+        self._sampled_token_ids: tuple[int, ...] = ()
+        self._finished_transfers: tuple[int, ...] = ()
+        parallel = config.parallel
+        self._under_way = StepPipeline(
+            executor, channel, parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        )
+        self._on_step: Callable[[StepPlan, StepResult], None] | None = None
+        self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank's requests count: each replica has one such rank."""
+        return self.channel.rank == 0
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank speaks for all replicas."""
+        return self.engine_channel.rank == 0
+
+    @property
+    def counters(self) -> SchedulerCounters:
+        """What happened so far."""
+        return self.scheduler.counters
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests added here and not answered yet."""
+        return len(self._prompts)
+
+    def check_request(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
+        """Raise ValueError for a request that could never be answered. Needs no other rank."""
+        check_request(
+            prompt_token_ids,
+            sampling,
+            vocab_size=self.shape.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            has_tokenizer=self.tokenizer is not None,
+        )
+
+    def add_request(
+        self,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        prompt: str | None = None,
+        custom_id: str | None = None,
+        index: int | None = None,
+    ) -> RequestId:
+        """Queue a request for the next step. `custom_id`, else `index`, else the order of requests names its
+        randomness.
+
+        Raises ValueError as `check_request` does.
+        """
+        self.check_request(prompt_token_ids, sampling)
+        request_id = RequestId(self._num_requests)
+        row = self._num_requests if index is None else index
+        stream = random_stream(self.config.seed, sampling.seed, custom_id, row)
+        self._num_requests += 1
+        self._prompts[request_id] = prompt
+        self._events.append(Admit(Request(request_id, prompt_token_ids, sampling, stream)))
+        return request_id
+
+    def abort_request(self, request_id: RequestId) -> None:
+        """End a request at the next step; its output so far comes back with finish reason "abort"."""
+        self._events.append(Abort(request_id))
+
+    def watch_steps(self, write: Callable[[StepStats], None]) -> None:
+        """Have every step from now on described to `write`."""
+        recorder = StepRecorder(self.scheduler, self.times)
+        self._on_step = lambda plan, result: write(recorder.record(plan, result))
+
+    def stage_times(self) -> list[dict[str, Any]]:
+        """What the workers of this rank's executor noted of a pipeline (`StageClock.report`); empty without one."""
+        has_pipeline = self.config.parallel.pipeline_parallel_size > 1
+        return self.executor.collective_rpc("get_stage_times") if has_pipeline else []
+
+    def reset_prefix_cache(self) -> None:
+        """From the next step on no request finds what is in the cache now. Running requests go on."""
+        self._events.append(ResetPrefixCache())
+
+    def set_weight_version(self, version: int) -> None:
+        """The weights are others than before: from the next step on nothing computed with the old ones is found."""
+        self._events.append(SetWeightVersion(version))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do here."""
+        return bool(self._prompts)
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError unless new prompts would have the engine to themselves: open, whole, nothing waiting."""
+        if self.is_closed:
+            raise RuntimeError("this LLM was closed: make a new one")
+        self._check_whole()
+        if self.has_unfinished_requests():
+            raise RuntimeError(
+                f"{self.num_unfinished} requests of llm_engine.add_request are not answered yet: call llm_engine.step "
+                f"until they are"
+            )
+
+    def step(self) -> list[RequestOutput]:
+        """One step. Returns the requests that ended in it, in plan order."""
+        return [self._output(group) for group in self._step()]
+
+    def follow(self) -> None:
+        """Run steps until rank 0 closes: the loop of a rank that has no requests of its own."""
+        while not self.is_closed:
+            self._step()
+
+    def close_followers(self) -> None:
+        """Rank 0 only: end the `follow` loops. The engine takes no more requests."""
+        self._events.append(Close())
+        while not self.is_closed:
+            self._step()
+
+    def follow_round(self) -> None:
+        """Run steps until the leader ends the round: for ranks that do not know which requests their replica has."""
+        self._is_round_over = False
+        while not self._is_round_over:
+            self._step()
+
+    def end_round(self) -> None:
+        """The leader only: end the `follow_round` loops. The engine takes more requests afterwards."""
+        self._events.append(EndRound())
+        self.follow_round()
+
+    def shutdown(self) -> None:
+        """Give back memory and groups. Idempotent; every rank calls it."""
+        self.is_closed = True
+        self.release()
+
+    def tell(self, error: BaseException) -> None:
+        """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""
+        if not self._is_mid_step:
+            self.lockstep.explain(error)
+
+    def _step(self) -> list[SequenceGroup]:
+        """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
+        self._check_whole()
+        self._is_mid_step = True
+        try:
+            ended = self._run_step()
+        except Exception as error:  # told to the other ranks, which may be waiting for this one, then raised again
+            explained = self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        self._is_mid_step = False
+        self.times.heartbeat.enter(BETWEEN_STEPS)
+        return ended
+
+    def _explain(self, error: Exception) -> BaseException:
+        """Tell the other ranks. Returns what to raise: where another rank is the cause, an error that names it."""
+        known: Exception = error
+        if self.watchdog is not None and not isinstance(error, AbortedError):
+            self.watchdog.fail(error)
+            cause = self.watchdog.find_cause(error)
+            known = RankFailedError(cause) if cause is not None else error
+        return self.lockstep.explain(known)
+
+    def _check_whole(self) -> None:
+        """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good."""
+        if self._is_mid_step:
+            raise RuntimeError("an earlier step failed halfway: close this LLM and make a new one")
+
+    def _run_step(self) -> list[SequenceGroup]:
+        self.times.begin()
+        plan = self.scheduler.schedule()
+        finished_transfers = self.lockstep.take_finished_transfers()
+        if finished_transfers:
+            self._events.insert(0, FinishTransfers(finished_transfers))
+        events, self._events = tuple(self._events), []
+        self.times.end("schedule")
+        agreed = self.lockstep.agree(plan, self._sampled_token_ids, events, self._finished_transfers)
+        self._sampled_token_ids = self._finished_transfers = ()
+        self.times.end("lockstep")
+        self._under_way.add(agreed)
+        ended: list[SequenceGroup] = []
+        while self._under_way.is_full or (self._under_way and self._is_idle):
+            ended += self._settle(*self._under_way.take_oldest())
+        self.times.end("execute")
+        return ended
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nobody waits for the steps under way: then none is left half done between two calls."""
+        return self.is_closed or not self.scheduler.has_unfinished
+
+    def _settle(self, step: AgreedStep, result: StepResult) -> list[SequenceGroup]:
+        """The oldest step under way has ended: take in what it sampled, then its events."""
+        self.times.end("execute")
+        self._sampled_token_ids += result.token_ids
+        self._finished_transfers += result.finished_transfers
+        ended = self.scheduler.apply(result) if step.plan.has_rows else []
+        for event in step.events:
+            ended += self._take_in(event)
+        if self._checks_integrity:
+            self.scheduler.check_integrity()
+        self.times.end("apply")
+        if self._on_step is not None:
+            self._on_step(step.plan, result)
+        return ended
+
+    def _take_in(self, event: Event) -> list[SequenceGroup]:
+        if isinstance(event, Close):
+            self.is_closed = True
+        elif isinstance(event, EndRound):
+            self._is_round_over = True
+        elif isinstance(event, Admit):
+            # Requests that this rank did not add itself have taken their numbers too.
+            self._num_requests = max(self._num_requests, event.request.request_id + 1)
+        aborted = self.scheduler.handle(event)
+        return [aborted] if aborted is not None else []
+
+    def _output(self, group: SequenceGroup) -> RequestOutput:
+        prompt = self._prompts.pop(group.request.request_id, None)
+        return request_output(group, prompt, self.tokenizer)

@@ -1,0 +1,87 @@
+"""Groups that ended -> what callers get: text, finish reasons, log-probabilities with their tokens' text.
+
+Knows sequences and the tokenizer, and which of more samples than were asked for are the best. Knows nothing about
+scheduling.
+"""
+
+import math
+
+from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
+from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+
+
+def request_output(group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None) -> RequestOutput:
+    """`prompt` is the text that was encoded, if there was any.
+
+    Of `best_of` samples the best `n` come back, best first, with indices counted anew and with the
+    `cumulative_logprob` that ranked them, also where the row did not ask for log-probabilities.
+    """
+    sampling = group.request.sampling
+    wants_prompt_logprobs = sampling.prompt_logprobs is not None
+    return RequestOutput(
+        request_id=str(group.request.request_id),
+        prompt=prompt,
+        prompt_token_ids=list(group.request.prompt_token_ids),
+        outputs=[_completion(index, sequence, tokenizer) for index, sequence in enumerate(_returned(group))],
+        finished=True,
+        prompt_logprobs=[_spelled(each, tokenizer) for each in group.prompt_logprobs]
+        if wants_prompt_logprobs
+        else None,
+        num_cached_tokens=group.num_cached_tokens or 0,
+    )
+
+
+def _returned(group: SequenceGroup) -> list[Sequence]:
+    """The sequences whose completions the row gets, in order; those of an aborted row are ranked as they stand."""
+    sampling = group.request.sampling
+    if not sampling.is_ranked:
+        return group.sequences
+    # Sequences are in sample order and sorting keeps it among equal ones: the earlier sample wins.
+    return sorted(group.sequences, key=_improbability)[: sampling.n]
+
+
+def _improbability(sequence: Sequence) -> float:
+    """The less the better. What is no number (logits that overflowed) comes last, as what is impossible does."""
+    logprob = sequence.cumulative_logprob
+    return math.inf if math.isnan(logprob) else -logprob
+
+
+def _completion(index: int, sequence: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
+    sampling = sequence.request.sampling
+    # Sequences that are only ranked have log-probabilities too.
+    entries = sequence.logprobs if sampling.logprobs is not None else []
+    logprobs = [spelled for each in entries if (spelled := _spelled(each, tokenizer)) is not None]
+    return CompletionOutput(
+        index=index,
+        text=_text(sequence, tokenizer),
+        token_ids=sequence.output_token_ids,
+        cumulative_logprob=sequence.cumulative_logprob if sampling.needs_logprobs else None,
+        logprobs=logprobs if sampling.logprobs is not None else None,
+        finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
+        stop_reason=sequence.stop_reason,
+    )
+
+
+def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
+    sampling = sequence.request.sampling
+    if tokenizer is None or not sampling.detokenize:
+        return ""
+    if sequence.text is not None:
+        return sequence.text
+    decoder = IncrementalDecoder(tokenizer, sequence.request.prompt_token_ids, sampling.skip_special_tokens)
+    has_hidden_end = _ends_by_id(sequence) and not sampling.include_stop_str_in_output
+    return decoder.finish(sequence.output_token_ids[:-1] if has_hidden_end else sequence.output_token_ids)
+
+
+def _ends_by_id(sequence: Sequence) -> bool:
+    """Whether the last token is what ended the sequence: what it spells is treated as a stop string is."""
+    return sequence.finish_reason is FinishReason.STOP and not isinstance(sequence.stop_reason, str)
+
+
+def _spelled(logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None) -> TokenLogprobs | None:
+    if logprobs is None or tokenizer is None:
+        return logprobs
+    return {
+        token_id: entry._replace(decoded_token=tokenizer.token_text(token_id)) for token_id, entry in logprobs.items()
+    }

@@ -1,0 +1,80 @@
+"""The steps that are agreed on and not taken in yet: one, or as many as a pipeline has stages.
+
+Every rank agrees on a step at the same time; the ranks of stage s execute it s steps later, so that all stages compute
+at once. Knows the order in which steps run, and whose result counts. Knows nothing about what they compute.
+"""
+
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from spmd_worker.executor.executor import Executor
+from spmd_worker.lockstep.lockstep import AgreedStep
+from spmd_worker.lockstep.transport.channel import ControlChannel
+from spmd_worker.lockstep.wire.result_coding import decode_result, encode_result
+from spmd_worker.sequence.step import StepResult
+
+
+@dataclass(slots=True)
+class _StepUnderWay:
+    """`result` is what this rank's executor makes of the step, None until it begins."""
+
+    agreed: AgreedStep
+    is_expected: bool = False
+    result: StepResult | Future[StepResult] | None = None
+
+
+class StepPipeline:
+    """Call `add` for each step, and `take_oldest` while `is_full`, or to leave nothing under way."""
+
+    def __init__(self, executor: Executor, channel: ControlChannel, num_stages: int, num_shards: int) -> None:
+        self._executor, self._channel, self._num_stages = executor, channel, num_stages
+        self._steps: deque[_StepUnderWay] = deque()
+        # An executor of all stages hands every step on at once.
+        has_own_stage = num_stages > 1 and channel.size > 1
+        self._stage = channel.rank // num_shards if has_own_stage else 0
+        # The replica's first rank that samples: of the last stage.
+        self._sampling_rank = (num_stages - 1) * num_shards if has_own_stage else 0
+
+    def __len__(self) -> int:
+        """Steps under way."""
+        return len(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the oldest must be taken before another is added."""
+        return len(self._steps) == self._num_stages
+
+    def add(self, agreed: AgreedStep) -> None:
+        """Every rank's next step. Executes the one whose turn it is on this rank's stage, if there is one."""
+        assert not self.is_full, agreed.plan.step
+        self._steps.append(_StepUnderWay(agreed))
+        if 0 < self._stage <= len(self._steps):
+            self._expect(self._steps[-self._stage])
+        if self._stage < len(self._steps):
+            self._execute(self._steps[-1 - self._stage])
+
+    def take_oldest(self) -> tuple[AgreedStep, StepResult]:
+        """The oldest step and what all its ranks made of it, waiting for it."""
+        step = self._steps.popleft()
+        plan = step.agreed.plan
+        if step.result is None:
+            self._execute(step)
+        result = self._executor.wait_for_step(step.result) if isinstance(step.result, Future) else step.result
+        assert result is not None, plan.step
+        return step.agreed, self._shared(result) if self._sampling_rank and plan.has_rows else result
+
+    def _expect(self, step: _StepUnderWay) -> None:
+        """What the stage before sends of this step may come while this rank computes the step before."""
+        if not step.is_expected and step.agreed.plan.has_rows:
+            step.is_expected = True
+            self._executor.collective_rpc("expect_step", args=(step.agreed.plan.num_tokens,))
+
+    def _execute(self, step: _StepUnderWay) -> None:
+        step.result = self._executor.execute_model(step.agreed.plan, non_block=self._num_stages > 1)
+
+    def _shared(self, result: StepResult) -> StepResult:
+        """What the last stage sampled, on every rank."""
+        is_source = self._channel.rank == self._sampling_rank
+        payload = self._channel.broadcast(encode_result(result) if is_source else None, self._sampling_rank)
+        return replace(decode_result(payload), finished_transfers=result.finished_transfers)

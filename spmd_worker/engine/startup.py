@@ -1,0 +1,277 @@
+"""Starting an engine: every rank builds its replica, and what must be the same everywhere is compared first.
+
+Configuration, code and model first, then files and memory phase by phase, each agreed on by all ranks, so that one
+rank's failure is every rank's error and nobody is waited for in vain. Knows how the parts are made. Knows nothing about
+steps.
+"""
+
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy
+import safetensors
+import tokenizers
+import torch
+
+from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
+from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.distributed.communicator import single_group
+from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
+from spmd_worker.distributed.groups import world_environment
+from spmd_worker.distributed.rank_watchdog import watch_guest
+from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.executor.executor import Executor
+from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
+from spmd_worker.liveness.watchdog import Watchdog
+from spmd_worker.lockstep.agreement import canonical, check_equal
+from spmd_worker.lockstep.errors import RankFailedError
+from spmd_worker.lockstep.lockstep import Lockstep
+from spmd_worker.lockstep.transport.channel import ControlChannel
+from spmd_worker.lockstep.transport.connect import open_step_channel
+from spmd_worker.lockstep.transport.step_channel import FollowerChannel, LeaderChannel
+from spmd_worker.memory.plan import check_cache_setting, resolve_dtype, resolve_max_model_len
+from spmd_worker.memory.swap_cost import block_copy_tokens
+from spmd_worker.model_config.model_config import ModelShape, read_model_shape
+from spmd_worker.scheduler.planner import SchedulerLimits
+from spmd_worker.scheduler.residency import PreemptionPolicy
+from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.scheduler.stop import StopChecker
+from spmd_worker.sequence.sequence import Sequence
+from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.version import code_fingerprint
+from spmd_worker.weights.identity import file_identities, tensor_digests
+from spmd_worker.worker.device import device_type
+
+WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
+"""Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""
+
+
+class CacheSizes(NamedTuple):
+    """Blocks that every rank has room for: on the device, to swap to, and beyond for prefixes that lost their place."""
+
+    num_blocks: int
+    num_host_blocks: int = 0
+    num_tier_blocks: int = 0
+
+
+def start_engine(
+    config: RunConfig, environment: RankEnvironment | None = None, watchdog: Watchdog | None = None
+) -> LLMEngine:
+    """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
+
+    `watchdog` is the program's own, and started; without one the engine has one for as long as it lives.
+
+    Raises ConfigError or ModelConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the
+    same on every rank, once the groups exist.
+    """
+    environment = world_environment(environment or read_rank_environment())
+    shape, layout = read_run(config)
+    executor = Executor.get_class(config.executor.backend, environment)(config, shape, layout, environment)
+    if watchdog is None:
+        num_ranks = layout.world_size if environment.is_launched else 1
+        is_on_gpu = device_type(config.device) == "cuda"
+        watchdog = watch_guest(environment, num_ranks, config.executor.timeout_s, spins=is_on_gpu)
+        watchdog.start()
+    try:
+        return _start(config, shape, environment, executor, watchdog)
+    except BaseException as error:  # told to the other ranks, which may be waiting for this one, then raised again
+        watchdog.fail(error)
+        cause = watchdog.find_cause(error)
+        if not watchdog.watched.exits:
+            watchdog.stop()
+        if cause is None:
+            raise
+        raise RankFailedError(cause) from error
+
+
+def _start(
+    config: RunConfig, shape: ModelShape, environment: RankEnvironment, executor: Executor, watchdog: Watchdog
+) -> LLMEngine:
+    watchdog.heartbeat.enter("joining the other ranks")
+    executor.start()
+    channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
+    engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
+    try:
+        tokenizer, sizes = _load(config, shape, executor, channel, engine_channel, watchdog)
+        watchdog.heartbeat.enter("agreeing on the start")
+        device = str(executor.collective_rpc("get_device_type")[0])
+        scheduler = new_scheduler(config, shape, tokenizer, sizes, device)
+        if config.executor.digest_every:
+            _agree_on_computing(channel, engine_channel, executor, scheduler)
+        # The channel last: it starts a thread.
+        lockstep = Lockstep(
+            _open_channel(config, channel, environment),
+            config.executor.digest_every,
+            config.parallel.pipeline_parallel_size,
+        )
+    except BaseException as error:
+        # Before the groups are taken down, which may take a while.
+        watchdog.fail(error)
+        executor.shutdown()
+        raise
+    watchdog.heartbeat.enter(BETWEEN_STEPS)
+    return LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
+
+
+def _agree_on_computing(
+    channel: ControlChannel, engine_channel: ControlChannel, executor: Executor, scheduler: Scheduler
+) -> None:
+    """Blocks and the order of arithmetic: what is only known once the kernels are built and the memory is measured.
+
+    Another replica may have another number of blocks, but must compute the same bits.
+    """
+    cache = {
+        "num_blocks": scheduler.cache.num_blocks,
+        "num_host_blocks": scheduler.cache.num_host_blocks,
+        "block_size": scheduler.cache.block_size,
+    }
+    check_equal("caches", channel.gather(canonical(cache)))
+    arithmetic = executor.collective_rpc("get_arithmetic")[0]
+    check_equal("kernels", engine_channel.gather(canonical({"arithmetic": arithmetic})))
+
+
+def _load(
+    config: RunConfig,
+    shape: ModelShape,
+    executor: Executor,
+    channel: ControlChannel,
+    engine_channel: ControlChannel,
+    watchdog: Watchdog,
+) -> tuple[Tokenizer | None, CacheSizes]:
+    """Everything that reads files or takes memory, agreed on step by step by all replicas; returns the blocks that
+    every rank of this one has.
+    """
+    folder = Path(config.model.path or "")
+    together = partial(_together, engine_channel, watchdog)
+    tokenizer = together("reading the tokenizer", partial(Tokenizer.open_if_present, folder))
+    if config.executor.digest_every:
+        _agree_on_start(engine_channel, watchdog, config, shape, tokenizer)
+    together("loading the model", executor.load_model)
+    counts = together("sizing the cache", executor.determine_num_available_blocks)
+    num_tier = int(config.cache.host_tier_gib * 2**30) // max(executor.collective_rpc("get_cache_block_size_bytes"))
+    sizes = CacheSizes(*channel.minimum((*counts, num_tier)))
+    allocate = partial(executor.initialize_from_config, sizes.num_blocks, sizes.num_host_blocks)
+    together("allocating the cache", allocate)
+    if sizes.num_tier_blocks:
+        allocate_tier = partial(executor.collective_rpc, "initialize_host_tier", args=(sizes.num_tier_blocks,))
+        together("allocating the host tier", allocate_tier)
+    return tokenizer, sizes
+
+
+def _open_channel(
+    config: RunConfig, channel: ControlChannel, environment: RankEnvironment
+) -> LeaderChannel | FollowerChannel | None:
+    if channel.size == 1:
+        return None
+    is_one_node = environment.local_world_size == environment.world_size
+    return open_step_channel(channel, None if is_one_node else environment.master_address, config.executor.timeout_s)
+
+
+def read_run(config: RunConfig) -> tuple[ModelShape, RankLayout]:
+    """The model's shape and the layout of ranks, checked against each other. Raises ConfigError or ModelConfigError."""
+    if config.model.path is None:
+        raise ConfigError("model.path is not set: give a Hugging Face model folder, such as scripts/demo/model")
+    shape = read_model_shape(Path(config.model.path))
+    layout = layout_of(config.parallel)
+    check_divides(layout, shape)
+    resolve_max_model_len(config, shape)
+    check_cache_setting(config, shape)
+    return shape, layout
+
+
+def new_scheduler(
+    config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None, sizes: CacheSizes, device: str
+) -> Scheduler:
+    """This rank's replica of the scheduler, empty. `device` is "cpu" or "cuda"."""
+    copy_tokens = block_copy_tokens(shape, resolve_dtype(config, shape, device), config.cache.block_size, device)
+    limits = SchedulerLimits(
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_num_batched_tokens,
+        config.scheduler.enable_chunked_prefill,
+        config.cache.enable_prefix_caching,
+        PreemptionPolicy(config.scheduler.preemption_mode, copy_tokens),
+        WATERMARK_BLOCKS_PER_SEQUENCE,
+        config.parallel.pipeline_parallel_size,
+    )
+    cache = CacheManager(
+        sizes.num_blocks,
+        config.cache.block_size,
+        num_host_blocks=sizes.num_host_blocks,
+        connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
+    )
+    new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
+    return Scheduler(limits, cache, StopChecker(shape.eos_token_ids, resolve_max_model_len(config, shape), new_decoder))
+
+
+def _new_decoder(tokenizer: Tokenizer, sequence: Sequence) -> IncrementalDecoder:
+    request = sequence.request
+    return IncrementalDecoder(tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
+
+
+def package_versions() -> dict[str, str]:
+    """What computes beside this code, and could compute otherwise in another version."""
+    versions = {module.__name__: str(module.__version__) for module in (numpy, safetensors, tokenizers, torch)}
+    return {"python": platform.python_version(), **versions}
+
+
+def _agree_on_start(
+    channel: ControlChannel, watchdog: Watchdog, config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None
+) -> None:
+    """Configuration, code and model must be the same on every rank; where output goes is rank 0's business."""
+    settings = asdict(config)
+    del settings["job"]
+    # The memory budget may differ: the number of blocks is agreed on by its minimum.
+    del settings["cache"]["gpu_memory_utilization"]
+    settings["model"]["path"] = None
+    value = {
+        "config": settings,
+        "code": code_fingerprint(),
+        "packages": package_versions(),
+        "model": asdict(shape),
+        "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
+    }
+    check_equal("settings", channel.gather(canonical(value)))
+    if config.model.load_format != "dummy":
+        _agree_on_weights(channel, watchdog, Path(config.model.path or ""))
+
+
+def _agree_on_weights(channel: ControlChannel, watchdog: Watchdog, folder: Path) -> None:
+    """Ranks that read the same files have the same weights; copies are compared by content, tensor by tensor."""
+    identities = channel.gather(
+        canonical(_together(channel, watchdog, "reading the checkpoint", partial(file_identities, folder)))
+    )
+    if len(dict.fromkeys(identities)) == 1:
+        return
+    # One rank of those that share files reads them for all.
+    is_first = identities.index(identities[channel.rank]) == channel.rank
+    digests = _together(
+        channel, watchdog, "reading the checkpoint", partial(tensor_digests, folder) if is_first else dict
+    )
+    gathered = channel.gather(canonical(digests))
+    check_equal("weights", [gathered[identities.index(identity)] for identity in identities])
+
+
+def _together(channel: ControlChannel, watchdog: Watchdog, phase: str, action: Callable[[], Any]) -> Any:
+    """Run `action` on every rank; if it fails on any, all raise RankFailedError naming the first that did and why."""
+    result: Any = None
+    problem = ""
+    watchdog.heartbeat.enter(phase)
+    try:
+        result = action()
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if channel.size == 1:
+            raise
+        problem = f"{type(error).__name__}: {error}"
+        watchdog.fail(error, phase)
+    for rank, other in enumerate(channel.gather(problem.encode("utf-8", "replace"))):
+        if other:
+            failed = RankFailedError(f"rank {rank} failed while {phase}: {other.decode('utf-8', 'replace')}")
+            failed.names_cause = True
+            raise failed
+    return result

@@ -1,0 +1,147 @@
+"""What a rank leaves on the disk when it fails: its record, its stacks, and the file from which torchrun's summary is
+made.
+
+Records are JSON, whole or not at all, one a rank: `error.rank<N>.json`; stacks are text: `stacks.rank<N>.txt`. Writing
+never raises: a disk that takes nothing must not keep a rank from ending. Knows formats. Knows nothing of what failed.
+"""
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.liveness.failure_diagnosis import Standing, Verdict
+from spmd_worker.liveness.heartbeat import Beat
+
+logger = logging.getLogger(__name__)
+
+ELASTIC_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
+RECORD_NAME: Final = "error.rank{}.json"
+STACKS_NAME: Final = "stacks.rank{}.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """One rank's view of the end: its own last heartbeat with its failure, everybody's, and who was to blame."""
+
+    rank: int
+    wall_s: float
+    """Seconds since 1970."""
+    standings: tuple[Standing, ...]
+    verdict: Verdict | None
+    traceback: str = ""
+
+    def as_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        own = next((each.beat for each in self.standings if each.rank == self.rank and each.beat), None)
+        return {
+            "rank": self.rank,
+            "wall_s": self.wall_s,
+            "step": own.step if own else 0,
+            "phase": own.phase if own else "",
+            "phase_age_s": own.phase_age_s if own else 0.0,
+            "text": own.failure.text if own and own.failure else "",
+            "verdict": None if self.verdict is None else {"ranks": self.verdict.ranks, "text": self.verdict.text},
+            "traceback": self.traceback,
+            "ranks": [
+                {
+                    "rank": each.rank,
+                    "heard_ago_s": round(each.heard_ago_s, 3),
+                    "is_gone": each.is_gone,
+                    "beat": each.beat.as_plain() if each.beat else None,
+                }
+                for each in self.standings
+            ],
+        }
+
+    @staticmethod
+    def from_plain(value: Any) -> "ErrorRecord":
+        """From JSON. Raises ValueError for anything else."""
+        try:
+            verdict = value["verdict"]
+            return ErrorRecord(
+                int(value["rank"]),
+                float(value["wall_s"]),
+                tuple(
+                    Standing(
+                        int(each["rank"]),
+                        Beat.from_plain(each["beat"]) if each["beat"] else None,
+                        float(each["heard_ago_s"]),
+                        bool(each["is_gone"]),
+                    )
+                    for each in value["ranks"]
+                ),
+                None if verdict is None else Verdict(tuple(verdict["ranks"]), str(verdict["text"])),
+                str(value["traceback"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no error record: {error}") from None
+
+
+def write_record(run_dir: Path | None, record: ErrorRecord) -> None:
+    """Into the run directory, where there is one on this node."""
+    if run_dir is None or not run_dir.is_dir():
+        return
+    path = run_dir / RECORD_NAME.format(record.rank)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(record.as_plain(), indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        logger.warning("the error record could not be written: %s", error)
+
+
+def read_records(run_dir: Path) -> list[ErrorRecord]:
+    """In rank order. Raises OSError, and ValueError naming the file, for what cannot be read."""
+    records = []
+    for path in run_dir.glob(RECORD_NAME.format("*")):
+        try:
+            records.append(ErrorRecord.from_plain(json.loads(path.read_bytes())))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    return sorted(records, key=lambda record: record.rank)
+
+
+def clear_records(run_dir: Path) -> None:
+    """Remove what an earlier run left; rank 0, before the others begin. Raises OSError."""
+    for name in (RECORD_NAME, STACKS_NAME):
+        for path in run_dir.glob(name.format("*")):
+            path.unlink()
+
+
+def write_stacks(run_dir: Path | None, rank: int) -> str:
+    """The stacks of all threads of this process: into the run directory, else to stderr. Returns where they are."""
+    if run_dir is not None and run_dir.is_dir():
+        path = run_dir / STACKS_NAME.format(rank)
+        try:
+            with open(path, "w", encoding="utf-8") as stream:
+                faulthandler.dump_traceback(stream)
+            return str(path)
+        except OSError as error:
+            logger.warning("the stacks could not be written: %s", error)
+    # Not sys.stderr, which may be no file; stacks are written by the interpreter's C code.
+    if sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"[rank {rank}] stacks:", file=sys.__stderr__, flush=True)
+            faulthandler.dump_traceback(sys.__stderr__)
+    return "stderr"
+
+
+def write_elastic_file(text: str, traceback: str, wall_s: float, variables: Mapping[str, str] = os.environ) -> None:
+    """What torchrun looks for when a rank has failed: it names the rank whose file has the earliest time stamp."""
+    path = variables.get(ELASTIC_VARIABLE)
+    if not path:
+        return
+    value = {"message": {"message": text, "extraInfo": {"py_callstack": traceback, "timestamp": str(int(wall_s))}}}
+    try:
+        Path(path).write_text(json.dumps(value), encoding="utf-8")
+    except OSError as error:
+        logger.warning("torchrun's error file could not be written: %s", error)

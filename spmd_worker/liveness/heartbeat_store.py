@@ -1,0 +1,252 @@
+"""The board on which ranks pin their heartbeats: the launcher's store, which outlives any of them.
+
+A thread of its own talks to the store, because a store whose machine is gone may not answer for long; whoever asks this
+board gets what was known at the last exchange. The alarm is a count that any rank raises and all look at, every second;
+from then on everybody exchanges more often. Knows keys and heartbeats. Knows nothing about what they lead to.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from spmd_worker.liveness.failure_diagnosis import SILENT_AFTER_S, Standing
+from spmd_worker.liveness.heartbeat import Beat, born_at
+from spmd_worker.liveness.stall_clock import WatchClock
+
+PERIOD_S: Final = 1.0
+ALARMED_PERIOD_S: Final = 0.1
+MAX_RANKS_THAT_SEE_ALL: Final = 64
+"""In a larger world ranks other than 0 look at rank 0 only, until there is an alarm."""
+
+_ANSWER_S: Final = 3.0
+"""A store answers in milliseconds; torch waits for one that is out of reach for as long as for one to connect to."""
+
+_LEAVE_S: Final = 2.0
+"""How long a store in this process is kept for ranks that have not ended yet, and a silent one is waited for."""
+
+
+class Store(Protocol):
+    """What is asked of the launcher's store. Calls raise RuntimeError when it is gone."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """The values of keys that exist."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Make a key exist."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Count up, from 0. Returns the new value."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of the keys exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A store, and where on it the keys of this run are. `is_host` says that the store lives in this process."""
+
+    store: Store
+    prefix: str
+    is_host: bool = False
+
+    def pin(self, beat: Beat) -> None:
+        """This rank's heartbeat takes the place of its last one."""
+        self.store.set(f"{self.prefix}/beat/{beat.rank}", beat.pack().decode())
+
+    def find(self, ranks: Sequence[int], known: Container[int] = ()) -> dict[int, Beat]:
+        """The last heartbeats of those of `ranks` that have one, which `known` have: in one request where all are."""
+        keys = {rank: f"{self.prefix}/beat/{rank}" for rank in ranks}
+        there = [rank for rank, key in keys.items() if rank in known or self.store.check([key])]
+        payloads = self.store.multi_get([keys[rank] for rank in there]) if there else []
+        return {rank: Beat.unpack(payload) for rank, payload in zip(there, payloads, strict=True)}
+
+    def count(self, what: str, amount: int = 1) -> int:
+        """1 for the first rank that asks, 2 for the second; with an `amount` of 0 how many have asked so far."""
+        return self.store.add(f"{self.prefix}/{what}", amount)
+
+    def raise_flag(self, name: str) -> None:
+        """For all to see, for good."""
+        self.store.set(f"{self.prefix}/{name}", "1")
+
+    def has_flag(self, name: str) -> bool:
+        """Whether anybody raised it."""
+        return self.store.check([f"{self.prefix}/{name}"])
+
+
+class Bulletin:
+    """This rank's view of the board. `connect` runs in the thread; None is for a rank that nobody else watches.
+
+    `beat` makes this rank's heartbeat of now, given the order of its failure (0: none yet). `node` is this node's name.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        connect: Callable[[], Board] | None,
+        beat: Callable[[int], Beat],
+        clock: WatchClock,
+        node: str = "",
+    ) -> None:
+        self._rank, self._ranks = rank, tuple(ranks)
+        self.node = node
+        self._connect, self._beat, self._clock = connect, beat, clock
+        self._beats: dict[int, Beat] = {}
+        self._heard_s: dict[int, float] = {}
+        self._gone: dict[int, bool] = {}
+        self._order = self._num_calmed = 0
+        self._wants_alarm = self._wants_to_speak = self._has_spoken = self._is_stopping = False
+        self._asked_s: float | None = None
+        self._has_failed = False
+        self.is_connected = False
+        self.num_alarms = 0
+        """How often anybody has rung, as far as it is known here."""
+        self.is_speaker = self.is_reported = False
+        """This rank is the one that speaks; it, or another, has spoken."""
+        self._wake = threading.Event()
+        self._is_known = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spmd-bulletin", daemon=True)
+
+    def start(self) -> None:
+        """Begin to exchange."""
+        if self._connect is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Pin the last heartbeat and leave; waits a moment for a store that does not answer, and no longer."""
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * _LEAVE_S)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the store is gone, or has not answered for so long that its machine must be."""
+        asked_s = self._asked_s
+        return self._has_failed or (asked_s is not None and self._clock.now_s - asked_s > _ANSWER_S)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others see this board."""
+        return self.is_connected and not self.is_lost
+
+    @property
+    def is_alarmed(self) -> bool:
+        """Whether somebody has rung and this rank has not calmed down since."""
+        return self.num_alarms > self._num_calmed
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nobody else will ever see it."""
+        return self._connect is None or self.is_lost
+
+    def alarm(self, wait_s: float = 0.0) -> None:
+        """This rank's heartbeat says something that concerns all. Waits up to `wait_s` until all can read it."""
+        self._is_known.clear()
+        self._wants_alarm = True
+        self._wake.set()
+        if self.is_shared:
+            self._is_known.wait(wait_s)
+
+    def calm_down(self, num_alarms: int) -> None:
+        """Nothing was wrong at the first so many alarms, as when a rank that was silent for long has spoken again."""
+        self._num_calmed = num_alarms
+
+    def ask_to_speak(self) -> None:
+        """`is_speaker` will say whether this rank is the one that does."""
+        self._wants_to_speak = True
+        self._wake.set()
+
+    def has_spoken(self) -> None:
+        """This rank spoke for all: the others need not."""
+        self._has_spoken = True
+        self._wake.set()
+
+    def standings(self) -> list[Standing]:
+        """Every rank, in order, as far as it is known here."""
+        return [self._standing(rank) for rank in self._ranks]
+
+    def _standing(self, rank: int) -> Standing:
+        if rank == self._rank:
+            return Standing(rank, self._beat(self._order))
+        heard_ago_s = max(self._clock.now_s - self._heard_s.get(rank, self._clock.now_s), 0.0)
+        beat = self._beats.get(rank)
+        if self.is_lost and beat is not None and self._is_near(beat):
+            # Nobody is heard of any more, but processes on this node can be seen, and are not silent for that.
+            is_gone = self._has_no_process(beat) and not beat.has_ended
+            return Standing(rank, beat, min(heard_ago_s, SILENT_AFTER_S), is_gone)
+        return Standing(rank, beat, heard_ago_s, self._gone.get(rank, False))
+
+    def _run(self) -> None:
+        assert self._connect is not None, "start comes first"
+        try:
+            board = self._connect()
+            self.is_connected = True
+            while not self._is_stopping:
+                self._asked_s = self._clock.now_s
+                self._exchange(board)
+                self._asked_s = None
+                self._wake.wait(ALARMED_PERIOD_S if self.is_alarmed else PERIOD_S)
+                self._wake.clear()
+            self._leave(board)
+        except (RuntimeError, OSError, ValueError):
+            # A store that is gone does not come back, and whoever needs the board asks whether it is there.
+            self._has_failed = True
+            self._is_known.set()
+
+    def _exchange(self, board: Board) -> None:
+        self._say(board)
+        sees_all = self._rank == 0 or self.is_alarmed or len(self._ranks) <= MAX_RANKS_THAT_SEE_ALL
+        others = [rank for rank in (self._ranks if sees_all else self._ranks[:1]) if rank != self._rank]
+        for rank in [rank for rank in self._beats if rank not in others]:
+            # Looked at during an alarm only: it is not silent because nobody listens.
+            del self._beats[rank]
+        # The processes first, their heartbeats after: one that ended well has said so before it did.
+        gone = [rank for rank, beat in self._beats.items() if self._is_near(beat) and self._has_no_process(beat)]
+        for rank, beat in board.find(others, self._beats).items():
+            last = self._beats.get(rank)
+            if last is None or (beat.pid, beat.count) != (last.pid, last.count):
+                self._beats[rank], self._heard_s[rank] = beat, self._clock.now_s
+            self._gone[rank] = rank in gone and not beat.has_ended
+
+    def _say(self, board: Board) -> None:
+        wants_alarm = self._wants_alarm
+        if wants_alarm:
+            # Whoever rings again from here on has failed before the heartbeat that follows is made.
+            self._wants_alarm = False
+        beat = self._beat(self._order)
+        if beat.failure is not None and self._order == 0:
+            self._order = board.count("failures")
+            beat = self._beat(self._order)
+        board.pin(beat)
+        self.num_alarms = board.count("alarms", int(wants_alarm))
+        if wants_alarm:
+            self._is_known.set()
+        if self._wants_to_speak:
+            self._wants_to_speak = False
+            self.is_speaker = board.count("speakers") == 1
+        if self._has_spoken:
+            board.raise_flag("reported")
+        self.is_reported = self.is_reported or board.has_flag("reported")
+
+    def _is_near(self, beat: Beat) -> bool:
+        """Whether a rank's process is on this node."""
+        return bool(self.node) and beat.node == self.node
+
+    def _has_no_process(self, beat: Beat) -> bool:
+        """For a rank on this node: whether its process is known to be there no more."""
+        try:
+            return born_at(beat.pid) != beat.born
+        except OSError:
+            return False
+
+    def _leave(self, board: Board) -> None:
+        self._say(board)
+        others = [rank for rank in self._ranks if rank != self._rank]
+        deadline_s = time.monotonic() + _LEAVE_S
+        while board.is_host and others and time.monotonic() < deadline_s:
+            # The store ends with this process: those that still read it would take that for a failure.
+            others = [rank for rank, beat in board.find(others).items() if not beat.has_ended]
+            time.sleep(0.01)

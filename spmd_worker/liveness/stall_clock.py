@@ -1,0 +1,73 @@
+"""How long the main thread has been where it is, and how long without progress.
+
+What counts as progress is what keeps a slow step, a slow disk or a long compilation from being taken for a hang. Knows
+clocks and one heartbeat. Knows nothing about limits, or what follows when one is passed.
+"""
+
+import time
+from typing import Final
+
+from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, Heartbeat, Moment, cpu_seconds_of
+
+_LOOK_S: Final = 1.0
+"""Computing is measured over so long: the kernel counts it in hundredths of a second."""
+
+_BUSY_SHARE: Final = 0.05
+"""A thread that computes for less of the time waits, and wakes up now and then."""
+
+
+class WatchClock:
+    """Seconds during which this process ran: a pause of all of it, as when a container is frozen, hardly counts."""
+
+    MOST_S: Final = 1.0
+    """A watcher that looks several times a second and was away for longer did not run."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._last_s = time.monotonic()
+
+    def tick(self) -> float:
+        """Look at the clock. Returns the time."""
+        now_s = time.monotonic()
+        self.now_s += min(now_s - self._last_s, self.MOST_S)
+        self._last_s = now_s
+        return self.now_s
+
+
+class StallClock:
+    """On a watch clock. Progress is:
+
+    between steps   whatever happens
+    at the start    whatever happens, unless this rank waits for others: nobody knows how long files, compilers and
+                    locks take, and whoever needs this rank waits no longer than it may
+    in a step       another phase, another step; computing too, unless `spins` says that this thread also computes
+                    while it waits, as it does for a GPU
+    """
+
+    def __init__(self, heartbeat: Heartbeat, *, spins: bool = False) -> None:
+        self._heartbeat, self._spins = heartbeat, spins
+        self._seen = heartbeat.now
+        self._since_s = self._progress_s = 0.0
+        self._measured_s = 0.0
+        self._measured_cpu_s: float | None = None
+        self.age_s = self.stalled_s = 0.0
+        """Seconds in this phase, and seconds of them without progress."""
+
+    def look(self, now_s: float, thread_id: int, is_waiting: bool) -> Moment:
+        """`thread_id` is the main thread's, as the system numbers it. Returns where the main thread is."""
+        now, has_computed = self._heartbeat.now, self._has_computed(now_s, thread_id)
+        if now is not self._seen:
+            self._seen, self._since_s, self._progress_s = now, now_s, now_s
+        elif now.phase == BETWEEN_STEPS or (not is_waiting if now.step == 0 else has_computed):
+            self._progress_s = now_s
+        self.age_s, self.stalled_s = now_s - self._since_s, now_s - self._progress_s
+        return now
+
+    def _has_computed(self, now_s: float, thread_id: int) -> bool:
+        """Since the last measurement; False before the next is due."""
+        elapsed_s = now_s - self._measured_s
+        if self._spins or elapsed_s < _LOOK_S:
+            return False
+        last_s, cpu_s = self._measured_cpu_s, cpu_seconds_of(thread_id)
+        self._measured_s, self._measured_cpu_s = now_s, cpu_s
+        return last_s is not None and cpu_s is not None and cpu_s - last_s > _BUSY_SHARE * elapsed_s

@@ -1,0 +1,204 @@
+"""Step messages as bytes and back.
+
+A message is coded against those before it, if the last one's step is the step before: sequences in steady decoding go
+on with the token they sampled and cost nothing but that token, once. So both sides hold the plans whose samples are
+still to come (`Encoder`, `Decoder`): one, or with `num_in_flight` steps under way at once as many, the oldest of which
+the message's ids are of. Messages must be decoded in order, each once, and a log is readable from its first message on.
+A message with nothing before it stands alone (`encode_message`, `decode_message`).
+
+    byte            version
+    byte            flags: bit 0, coded against the message before
+    unsigned        step
+    4 bytes         checksum of the message before, if bit 0
+    blob            digest
+    counted         sampled token ids
+    unsigned ...    number of events, then each
+    columns         finished sequences, finished request ids, block operations with the number of their transfer
+    signed          num_tokens
+    continuing      see `continuing_packing.py`
+    groups          see `group_packing.py`
+    4 bytes         CRC-32 of everything before
+
+Integers are packed as `packing.py` says. A reader refuses what is left over, and every value that has no meaning.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+from zlib import crc32
+
+from kv_cache.block import BlockId
+from kv_cache.block_ops import BlockOps
+from spmd_worker.lockstep.wire.continuing_packing import (
+    Keys,
+    read_continuing,
+    read_pairs,
+    sampling_keys,
+    write_continuing,
+    write_pairs,
+)
+from spmd_worker.lockstep.wire.group_packing import read_groups, write_groups
+from spmd_worker.lockstep.wire.message import MessageError, StepMessage
+from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
+from spmd_worker.lockstep.wire.record_packing import read_event, write_event
+from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sequence import SequenceKey
+from spmd_worker.sequence.step import StepPlan
+
+VERSION: Final = 2
+_GOES_ON: Final = 1
+_CHECKSUM: Final = struct.Struct("<I")
+_MAX_DIGEST_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The message before, and the plans whose samples are still to come, oldest first; its own is the last. What they
+    sampled is numbered when it is known how many ids that were (`sampling_keys`).
+    """
+
+    checksum: bytes
+    plans: tuple[StepPlan, ...]
+
+    @property
+    def next_step(self) -> int:
+        return self.plans[-1].step + 1
+
+    def sampled_plan(self, num_in_flight: int) -> StepPlan | None:
+        """Whose ids the next message carries."""
+        return self.plans[0] if len(self.plans) == num_in_flight else None
+
+    def after(self, plan: StepPlan, num_in_flight: int) -> tuple[StepPlan, ...]:
+        """The plans once the next message is there."""
+        return (*self.plans, plan)[-num_in_flight:]
+
+
+class Encoder:
+    """Codes the messages of one run, in order."""
+
+    def __init__(self, num_in_flight: int = 1) -> None:
+        self._num_in_flight = num_in_flight
+        self._base: _Base | None = None
+
+    def encode(self, message: StepMessage) -> bytes:
+        """The bytes of the run's next message. Raises MessageError, and stays as it was, for values without a place."""
+        base = self._base if self._base is not None and self._base.next_step == message.step else None
+        writer = ByteWriter()
+        _write_head(writer, message, base)
+        _write_plan(writer, message, _last_keys(base, message.sampled_token_ids, self._num_in_flight))
+        checksum = _CHECKSUM.pack(crc32(writer.data))
+        self._base = _next_base(base, checksum, message.plan, self._num_in_flight)
+        return bytes(writer.data + checksum)
+
+
+class Decoder:
+    """Reads the messages of one run, in order and each once, with the `num_in_flight` they were coded with."""
+
+    def __init__(self, num_in_flight: int = 1) -> None:
+        self._num_in_flight = num_in_flight
+        self._base: _Base | None = None
+
+    def decode(self, data: bytes) -> StepMessage:
+        """The next message. Raises MessageError, and stays as it was, unless these are exactly its bytes."""
+        reader = ByteReader(data, _checked_end(data))
+        step, base = self._read_head(reader)
+        digest = reader.blob()
+        if len(digest) > _MAX_DIGEST_BYTES:
+            raise MessageError(f"a digest of {len(digest)} bytes")
+        sampled_token_ids = reader.counted()
+        events = tuple(read_event(reader) for _ in range(reader.count()))
+        last_keys = _last_keys(base, sampled_token_ids, self._num_in_flight)
+        plan = _read_plan(reader, step, sampled_token_ids, last_keys)
+        if reader.num_left:
+            raise MessageError(f"{reader.num_left} bytes left over")
+        self._base = _next_base(base, data[-_CHECKSUM.size :], plan, self._num_in_flight)
+        return StepMessage(step, events, plan, sampled_token_ids, digest)
+
+    def _read_head(self, reader: ByteReader) -> tuple[int, _Base | None]:
+        """The step, and the message before it if this one is coded against that."""
+        version, flags, step = reader.byte(), reader.byte(), reader.integer_64()
+        if version != VERSION:
+            raise MessageError(f"layout version {version}; this is version {VERSION}")
+        if flags not in (0, _GOES_ON):
+            raise MessageError(f"unknown flags {flags:#x}")
+        if flags == 0:
+            return step, None
+        checksum = reader.take(_CHECKSUM.size)
+        if self._base is None:
+            raise MessageError(f"message of step {step} goes on from step {step - 1}, which was not read")
+        if step != self._base.next_step:
+            raise MessageError(f"message of step {step} where {self._base.next_step} comes next")
+        if checksum != self._base.checksum:
+            raise MessageError(f"message of step {step} goes on from another message of step {step - 1}")
+        return step, self._base
+
+
+def encode_message(message: StepMessage) -> bytes:
+    """The bytes of a message that stands alone."""
+    return Encoder().encode(message)
+
+
+def decode_message(data: bytes) -> StepMessage:
+    """The message that was encoded alone. Raises MessageError for any other bytes."""
+    return Decoder().decode(data)
+
+
+def _last_keys(base: _Base | None, sampled_token_ids: tuple[int, ...], num_in_flight: int) -> Keys:
+    """Whose the sampled ids are that a message carries, as far as the messages before tell."""
+    plan = None if base is None else base.sampled_plan(num_in_flight)
+    return () if plan is None else sampling_keys(plan, len(sampled_token_ids))
+
+
+def _next_base(base: _Base | None, checksum: bytes, plan: StepPlan, num_in_flight: int) -> _Base:
+    return _Base(checksum, (plan,) if base is None else base.after(plan, num_in_flight))
+
+
+def _checked_end(data: bytes) -> int:
+    """Where the checksum begins, which must be right."""
+    end = len(data) - _CHECKSUM.size
+    if end < 1:
+        raise MessageError(f"{len(data)} bytes are no message")
+    if data[end:] != _CHECKSUM.pack(crc32(memoryview(data)[:end])):
+        raise MessageError("checksum does not match: the message was damaged or cut short")
+    return end
+
+
+def _write_head(writer: ByteWriter, message: StepMessage, base: _Base | None) -> None:
+    if len(message.digest) > _MAX_DIGEST_BYTES:
+        raise MessageError(f"a digest of {len(message.digest)} bytes")
+    writer.byte(VERSION)
+    writer.byte(0 if base is None else _GOES_ON)
+    writer.signed(message.step)
+    if base is not None:
+        writer.data += base.checksum
+    writer.blob(message.digest)
+    writer.counted(message.sampled_token_ids)
+    writer.unsigned(len(message.events))
+    for event in message.events:
+        write_event(writer, event)
+
+
+def _write_plan(writer: ByteWriter, message: StepMessage, last_keys: Keys) -> None:
+    plan = message.plan
+    operations = plan.block_ops
+    write_pairs(writer, plan.finished_sequences)
+    writer.counted(plan.finished_request_ids)
+    for pairs in (operations.swap_in, operations.swap_out, operations.copy, operations.store, operations.load):
+        write_pairs(writer, pairs)
+    writer.signed(operations.transfer)
+    writer.signed(plan.num_tokens)
+    write_continuing(writer, plan, last_keys, message.sampled_token_ids)
+    write_groups(writer, plan.groups)
+
+
+def _read_plan(reader: ByteReader, step: int, sampled_token_ids: tuple[int, ...], last_keys: Keys) -> StepPlan:
+    finished_sequences = tuple(SequenceKey(RequestId(first), second) for first, second in read_pairs(reader))
+    finished_request_ids = tuple(map(RequestId, reader.counted()))
+    swap_in, swap_out, copy, store, load = [
+        tuple((BlockId(first), BlockId(second)) for first, second in read_pairs(reader)) for _ in range(5)
+    ]
+    operations = BlockOps(swap_in, swap_out, copy, store, load, reader.integer_64())
+    num_tokens = reader.integer_64()
+    continuing = read_continuing(reader, last_keys, sampled_token_ids)
+    groups = read_groups(reader)
+    return StepPlan(step, groups, operations, finished_sequences, finished_request_ids, num_tokens, *continuing)

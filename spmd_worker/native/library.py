@@ -1,0 +1,135 @@
+"""The compiled kernels as Python functions over addresses.
+
+Loads what `build` made, once a process. Knows signatures; the checks of shapes and dtypes are in `native` and in
+`attention.cpu`.
+"""
+
+import ctypes
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmd_worker.native.build import Built, build
+
+_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+_CACHE = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER)  # elements, block stride, heads, head size, block size
+_STRIDED = (_POINTER, _INTEGER, _INTEGER)  # elements, stride of tokens, stride of heads
+_ANGLES = (_POINTER, _POINTER)  # cosines and sines by which rows are turned when they are read, or null
+
+_DTYPES = ("float32", "bfloat16")
+
+# One function for each dtype, `spmd_<name>_float32` and `spmd_<name>_bfloat16`; the sources say what arguments mean.
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "write": (*_CACHE, *_STRIDED, *_STRIDED, *_ANGLES, _POINTER, _POINTER, _INTEGER, _INTEGER),
+    "attend": (
+        *_CACHE,
+        *(_POINTER, _INTEGER),
+        *(*_STRIDED, _INTEGER, *_ANGLES),
+        *(_POINTER, _POINTER, _INTEGER),
+        *(_FLOAT, _INTEGER),
+        *(_POINTER, _INTEGER, _INTEGER),
+    ),
+    "rms_norm": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER, _INTEGER),
+    "add_rms_norm": (
+        *(_POINTER, _INTEGER, _POINTER, _INTEGER),
+        *(_INTEGER, _INTEGER, _POINTER, _FLOAT, _INTEGER),
+    ),
+    "attend_projected": (
+        *_CACHE,
+        *(_POINTER, _INTEGER),
+        *(_POINTER, _INTEGER, _INTEGER, *_ANGLES),
+        *(_POINTER, _POINTER, _INTEGER),
+        *(_POINTER, _POINTER, _INTEGER),
+        *(_FLOAT, _INTEGER),
+        *(_POINTER, _INTEGER, _INTEGER),
+    ),
+    "rotate": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER),
+    "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
+    "product": (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER, _POINTER, _POINTER), *(_INTEGER,) * 2),
+    "largest": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
+}
+# Of one dtype alone.
+_SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
+    "largest_of_product_bfloat16": (
+        *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
+        *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
+    ),
+}
+_LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)
+_GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER)
+_SUM_AND_NORM = (*_GROUP, _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER)
+# Each returns a number, or an address, 0 for none; what is shared is of Linux alone.
+_COUNTING: dict[str, tuple[type, ...]] = {
+    "run_layers_float32": _LAYERS,
+    "run_layers_bfloat16": _LAYERS,
+    "shared_header_bytes": (_INTEGER,),
+    "shared_leave": _GROUP,
+    "shared_next_part": (*_GROUP, _INTEGER),
+    "shared_common_norms": (*_GROUP, _INTEGER, _INTEGER),
+    "shared_sum_float32": (*_GROUP, _POINTER, _INTEGER),
+    "shared_sum_bfloat16": (*_GROUP, _POINTER, _INTEGER),
+    "shared_sum_add_rms_norm_float32": _SUM_AND_NORM,
+    "shared_sum_add_rms_norm_bfloat16": _SUM_AND_NORM,
+    "shared_gather": (*_GROUP, _POINTER, _INTEGER, _POINTER),
+    "shared_send": (*_GROUP, _POINTER, _INTEGER),
+    "shared_receive": (*_GROUP, _POINTER, _INTEGER),
+    "shared_broadcast": (*_GROUP, _INTEGER, _POINTER, _INTEGER),
+}
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """What one loaded library offers, each function by name and dtype: `attend_float32`.
+
+    `has_matrix_unit`: products may go through the processor's matrix unit.
+    """
+
+    instruction_set: str
+    has_matrix_unit: bool
+    functions: Mapping[str, Function]
+
+
+@functools.cache
+def native_library(architecture: str = "native") -> NativeLibrary | str:
+    """Built and loaded at the first call; or why not, in words."""
+    built = build(architecture)
+    return built if isinstance(built, str) else load(built)
+
+
+def load(built: Built) -> NativeLibrary | str:
+    """Maps a library into this process; a private one is then removed from disk."""
+    try:
+        library = ctypes.CDLL(str(built.path))
+    except OSError as error:
+        return f"the compiled kernels do not load: {error}"
+    finally:
+        if built.is_private:
+            shutil.rmtree(built.path.parent, ignore_errors=True)
+    library.spmd_instruction_set.restype = ctypes.c_char_p
+    library.spmd_has_matrix_unit.restype = _INTEGER
+    return NativeLibrary(
+        instruction_set=library.spmd_instruction_set().decode(),
+        has_matrix_unit=bool(library.spmd_has_matrix_unit()),
+        functions=_functions(library),
+    )
+
+
+def _functions(library: ctypes.CDLL) -> dict[str, Function]:
+    signatures = {f"{name}_{dtype}": types for name, types in _SIGNATURES.items() for dtype in _DTYPES}
+    signatures |= _SIGNATURES_OF_ONE
+    functions: dict[str, Function] = {}
+    for name, types in signatures.items():
+        function = getattr(library, f"spmd_{name}")
+        function.argtypes, function.restype = types, None
+        functions[name] = function
+    for name, types in _COUNTING.items():
+        if hasattr(library, f"spmd_{name}"):
+            function = getattr(library, f"spmd_{name}")
+            function.argtypes, function.restype = types, _INTEGER
+            functions[name] = function
+    return functions

@@ -1,0 +1,98 @@
+"""Recomputes the token ids of a step log on one rank, whatever the number of ranks that made it.
+
+The plans are the log's, so every step computes exactly what the run's step computed; its ids are compared with the
+log's, which stay what the next step goes on from: one different id shows once. Knows workers and plans. Knows nothing
+about schedulers.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelConfig, RunConfig, SchedulerConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.executor.uniproc import UniProcExecutor
+from spmd_worker.model_config.model_config import read_model_shape
+from spmd_worker.replay.replay import ReplayedStep, SampledPlace
+from spmd_worker.replay.step_log import StepLogHeader
+from spmd_worker.sequence.step import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """An id of the log that was not sampled again."""
+
+    step: int
+    place: SampledPlace
+    logged: int
+    recomputed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedStep:
+    """One step's count of ids and the ones that differ."""
+
+    step: int
+    num_token_ids: int
+    mismatches: tuple[Mismatch, ...]
+
+
+def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedStep]) -> Iterator[RecomputedStep]:
+    """Execute each step's plan and compare. `steps` are read as they are needed, all from the first on.
+
+    Raises ConfigError or ModelConfigError for a model or device that cannot be had here, CheckpointError for weights.
+    """
+    executor = _start(header, model_path)
+    try:
+        for step in steps:
+            result = executor.execute_model(step.plan)
+            assert isinstance(result, StepResult), type(result)
+            if step.sampled_token_ids is not None:
+                yield _compare(step, step.sampled_token_ids, result.token_ids)
+    finally:
+        executor.shutdown()
+
+
+def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
+    config = _config(header, model_path)
+    executor = UniProcExecutor(config, read_model_shape(model_path), RankLayout(1, 1, 1), RankEnvironment())
+    executor.start()
+    try:
+        executor.load_model()
+        executor.initialize_from_config(header.num_blocks, header.num_host_blocks)
+        if header.num_tier_blocks:
+            executor.collective_rpc("initialize_host_tier", args=(header.num_tier_blocks,))
+    except BaseException:
+        executor.shutdown()
+        raise
+    return executor
+
+
+def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(
+            path=str(model_path),
+            dtype=header.dtype,
+            max_model_len=header.max_model_len,
+            load_format=header.load_format,
+        ),
+        executor=ExecutorConfig(backend="uniproc"),
+        cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks),
+        scheduler=SchedulerConfig(
+            max_num_seqs=header.max_num_seqs,
+            max_num_batched_tokens=header.max_num_batched_tokens,
+            enable_chunked_prefill=header.enable_chunked_prefill,
+        ),
+        device=header.device,
+        seed=header.seed,
+    )
+
+
+def _compare(step: ReplayedStep, logged: tuple[int, ...], recomputed: tuple[int, ...]) -> RecomputedStep:
+    mismatches = tuple(
+        Mismatch(step.plan.step, place, old, new)
+        for place, old, new in zip(step.places, logged, recomputed, strict=True)
+        if old != new
+    )
+    return RecomputedStep(step.plan.step, len(logged), mismatches)

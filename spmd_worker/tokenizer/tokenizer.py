@@ -1,0 +1,371 @@
+"""Text to token ids and back, from the files of a model folder.
+
+Knows tokenizer.json, tokenizer_config.json, special_tokens_map.json and where a chat template may lie. Knows nothing
+about requests, models or ranks. Ids equal those of transformers' fast tokenizer for the same folder; transformers
+itself is never imported, and nothing in the folder is executed but the chat template, in its sandbox.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+
+from spmd_worker.tokenizer.chat_template import ChatTemplate, ChatTemplateError
+
+_TOKENIZER_FILE: Final = "tokenizer.json"
+_CONFIG_FILE: Final = "tokenizer_config.json"
+_SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
+_TEMPLATE_FILE: Final = "chat_template.jinja"
+_OLD_TEMPLATE_FILE: Final = "chat_template.json"
+_FILES: Final = (_TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
+
+_REPLACEMENT: Final = "\ufffd"
+"""What an incomplete or invalid UTF-8 sequence decodes to."""
+
+_NUM_CONTEXT_TOKENS: Final = 8
+"""Tokens decoded before new ones. Six do: three bytes to be in step with UTF-8, three of an unfinished character."""
+
+_MAX_HELD_TOKENS: Final = 16
+"""After as many tokens that end in no whole character the bytes are invalid: the window moves on regardless."""
+
+_MAX_BYTE_RUN: Final = 64
+
+
+class TokenizerError(ValueError):
+    """A tokenizer file is missing or does not hold what it should."""
+
+
+class Tokenizer:
+    """The tokenizer of one model folder. Use `open` or `open_if_present`.
+
+    tokenizer.json decides which special tokens `encode` adds; `add_bos_token` and `add_eos_token` of
+    tokenizer_config.json are ignored beside it, as transformers 5 ignores them.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: ChatTemplate | None,
+        fingerprint: str,
+    ) -> None:
+        self._backend = backend
+        self._special_tokens = dict(special_tokens)
+        self._chat_template = chat_template
+        self._fingerprint = fingerprint
+        self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._has_byte_fallback = _has_byte_fallback(backend)
+        self._token_texts: dict[int, str] = {}
+
+    @staticmethod
+    def open(model_folder: Path) -> "Tokenizer":
+        """Read the tokenizer of a model folder. Raises TokenizerError naming the file and what is wrong with it."""
+        folder = Path(model_folder)
+        if not (folder / _TOKENIZER_FILE).is_file():
+            raise TokenizerError(
+                f"{folder} has no {_TOKENIZER_FILE}: text prompts need one (convert other formats with transformers' "
+                f"save_pretrained); rows with prompt_token_ids work without"
+            )
+        config = _read_json_object(folder / _SPECIAL_TOKENS_FILE) | _read_json_object(folder / _CONFIG_FILE)
+        backend = _read_backend(folder / _TOKENIZER_FILE)
+        special_tokens = _named_tokens(config)
+        _register_tokens(backend, config, special_tokens)
+        source = _chat_template_source(folder, config)
+        template = None if source is None else ChatTemplate(source, special_tokens)
+        return Tokenizer(backend, special_tokens, template, _fingerprint(folder))
+
+    @staticmethod
+    def open_if_present(model_folder: Path) -> "Tokenizer | None":
+        """The tokenizer, or None for a folder without tokenizer.json. Raises TokenizerError when the file is broken."""
+        return Tokenizer.open(model_folder) if (Path(model_folder) / _TOKENIZER_FILE).is_file() else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model's own vocabulary may be padded beyond it."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the token that begins a sequence, None when the folder names none."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a sequence, None when the folder names none. A model may have more of them."""
+        return self._named_id("eos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can be called."""
+        return self._chat_template is not None
+
+    @property
+    def chat_template_source(self) -> str | None:
+        """The template as the model folder has it."""
+        return None if self._chat_template is None else self._chat_template.source
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises ValueError for text that is not Unicode (half a surrogate pair)."""
+        if not _is_unicode(text):
+            raise ValueError("the text holds half of a surrogate pair, which is no character")
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text.
+
+        One after the other: the library's own batch call starts a thread per core, which takes the cores from the ranks
+        and makes it print a warning after every later fork.
+        """
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Ids without a token (a model's padding) give no text, invalid UTF-8 gives U+FFFD."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it appears inside a text: with its leading space, special tokens by name."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            anchor = self._backend.encode("a", add_special_tokens=False).ids
+            prefix = self.decode(anchor, skip_special_tokens=False)
+            text = self.decode([*anchor, token_id], skip_special_tokens=False)[len(prefix) :]
+            self._token_texts[token_id] = text
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`. Raises ChatTemplateError."""
+        if self._chat_template is None:
+            raise ChatTemplateError(f"the model folder has no chat template ({_TEMPLATE_FILE} or in {_CONFIG_FILE})")
+        return self._chat_template.render(messages, add_generation_prompt, variables)
+
+    def fingerprint(self) -> str:
+        """Digest of the files, 32 hexadecimal digits: equal on two ranks exactly when they read the same tokenizer."""
+        return self._fingerprint
+
+    def is_visible(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether decoding takes notice of a token: it exists, and is not a special token that is skipped."""
+        if token_id in self._special_ids:
+            return not skip_special_tokens
+        return self._backend.id_to_token(token_id) is not None
+
+    def is_fallback_byte(self, token_id: int) -> bool:
+        """Whether a token stands for one byte (`<0x0A>`) that only its neighbours make a character of."""
+        token = self._backend.id_to_token(token_id) if self._has_byte_fallback else None
+        return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+    def _named_id(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        token_id = None if token is None else self._backend.token_to_id(token)
+        return None if token_id is None else int(token_id)
+
+
+class IncrementalDecoder:
+    """Decodes one sequence as its tokens appear, and never gives out part of a character.
+
+    What `append` and `flush` return, put together, is `decode(context + output)` behind the text of the context, where
+    the context is the end of the prompt. An unfinished character at the end of the prompt belongs to the output. With
+    `skip_special_tokens` special tokens leave no trace, as in `decode`.
+
+    A window of a few tokens is decoded each time: its beginning gives the context that leading spaces and cleaning-up
+    depend on (the idea of text-generation-inference and vLLM). Two kinds of text are held back: a last character that
+    is U+FFFD, which more bytes may complete, and the whole of a run of fallback bytes (SentencePiece), because one
+    invalid byte at its end changes how all of it decodes. Work per token is constant over a sequence.
+    """
+
+    __slots__ = ("_is_flushed", "_num_characters_given", "_num_tokens_read", "_skips_special", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
+        self._window = _prompt_context(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._num_tokens_read = len(self._window)
+        self._num_characters_given = _prompt_length(tokenizer, self._window)
+        self._is_flushed = False
+
+    def append(self, token_ids: Iterable[int]) -> str:
+        """The text that the new tokens make certain, often "" and sometimes of earlier tokens."""
+        assert not self._is_flushed
+        visible = [i for i in token_ids if self._tokenizer.is_visible(i, self._skips_special)]
+        pieces = []
+        # Token by token, so that how tokens are grouped into calls never shows in the text.
+        for token_id in visible:
+            self._window.append(token_id)
+            if not self._tokenizer.is_fallback_byte(token_id):
+                pieces.append(self._release())
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """The rest of the text, once, when no more tokens come: what was held back is given as it decodes."""
+        assert not self._is_flushed
+        self._is_flushed = True
+        return self._decode(self._window)[self._num_characters_given :]
+
+    def finish(self, token_ids: Iterable[int]) -> str:
+        """`append` and `flush` in one, for a sequence whose tokens are all there: decodes once."""
+        assert not self._is_flushed
+        self._window += [i for i in token_ids if self._tokenizer.is_visible(i, self._skips_special)]
+        return self.flush()
+
+    def _release(self) -> str:
+        text = self._decode(self._window)
+        num_certain = len(text) - text.endswith(_REPLACEMENT)
+        new_text = text[self._num_characters_given : num_certain]
+        self._num_characters_given = max(self._num_characters_given, num_certain)
+        num_held = len(text) - num_certain
+        if num_held == 0 or len(self._window) - self._num_tokens_read > _MAX_HELD_TOKENS:
+            self._move_window(num_held)
+        return new_text
+
+    def _move_window(self, num_held: int) -> None:
+        self._window = self._window[-_NUM_CONTEXT_TOKENS:]
+        self._num_tokens_read = len(self._window)
+        self._num_characters_given = len(self._decode(self._window)) - num_held
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        # Invisible tokens are gone already; special ones that are left are wanted.
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _prompt_context(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
+    """The last visible tokens of a prompt, from a place where no run of fallback bytes is cut."""
+    context: list[int] = []
+    for token_id in reversed(token_ids):
+        is_enough = len(context) >= _NUM_CONTEXT_TOKENS
+        if is_enough and (len(context) > _MAX_BYTE_RUN or not tokenizer.is_fallback_byte(context[-1])):
+            break
+        if tokenizer.is_visible(token_id, skip_special_tokens):
+            context.append(token_id)
+    context.reverse()
+    return context
+
+
+def _prompt_length(tokenizer: Tokenizer, context: Sequence[int]) -> int:
+    """Characters of the context that belong to the prompt: all but an unfinished one at the end."""
+    text = tokenizer.decode(context, skip_special_tokens=False)
+    if not text.endswith(_REPLACEMENT):
+        return len(text)
+    num_bytes = 0
+    while num_bytes < len(context) and tokenizer.is_fallback_byte(context[-1 - num_bytes]):
+        num_bytes += 1
+    return len(text) - max(num_bytes, 1)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+    except Exception as error:  # the library raises Exception itself for a file it cannot use
+        raise TokenizerError(f"{path} is not a tokenizer of the tokenizers library: {error}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file, {} when there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object")
+    return value
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, `unk_token`, ... -> text. A token is written as its text or as {"content": text}."""
+    named = {name: _token_content(value) for name, value in config.items() if name.endswith("_token")}
+    return {name: content for name, content in named.items() if content is not None}
+
+
+def _token_content(value: Any) -> str | None:
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) and content else None
+
+
+def _register_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Add what the configuration calls a token and tokenizer.json does not, as transformers does."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in _listed_tokens(config):
+        if token.content not in known:
+            backend.add_tokens([token])
+            known.add(token.content)
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    extra = list(extra.values()) if isinstance(extra, dict) else extra
+    for content in (*named.values(), *(_token_content(value) for value in extra)):
+        if content is not None and content not in known:
+            backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])
+            known.add(content)
+
+
+def _listed_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]:
+    """The tokens of `added_tokens_decoder`, in order of their ids."""
+    listed = config.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return
+    for key in sorted(listed, key=lambda key: int(key) if str(key).isdecimal() else 0):
+        value = listed[key]
+        content = _token_content(value)
+        if content is not None and isinstance(value, dict):
+            flags = {name: value.get(name, False) is True for name in ("lstrip", "rstrip", "single_word", "special")}
+            normalized = value.get("normalized", not flags["special"]) is True
+            yield tokenizers.AddedToken(content, normalized=normalized, **flags)
+
+
+def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The template's text: a file of its own goes before the configuration."""
+    path = folder / _TEMPLATE_FILE
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{path} cannot be read: {error}") from None
+    for where, value in ((_OLD_TEMPLATE_FILE, _read_json_object(folder / _OLD_TEMPLATE_FILE)), (_CONFIG_FILE, config)):
+        if value.get("chat_template") is not None:
+            return _template_text(folder / where, value["chat_template"])
+    return None
+
+
+def _template_text(path: Path, value: Any) -> str:
+    """A template is a string, or a list of named ones of which "default" is taken."""
+    if isinstance(value, str):
+        return value
+    entries = value if isinstance(value, list) else []
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    text = named.get("default")
+    if not isinstance(text, str):
+        raise TokenizerError(f"{path}: chat_template must be a string or a list that has a template named 'default'")
+    return text
+
+
+def _has_byte_fallback(backend: tokenizers.Tokenizer) -> bool:
+    return backend.decoder is not None and b'"ByteFallback"' in backend.decoder.__getstate__()
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = blake2b(digest_size=16)
+    for name in _FILES:
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"{name}:{path.is_file()}:{len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,57 @@
+"""What is finished of a job that has not ended, in the order of its rows.
+
+    python -m spmd_worker.tools.collect RUN_DIR > partial.jsonl
+
+RUN_DIR is job.run_dir, or <job.output>.run. Reads the journal of a job that was killed or is still running, and changes
+nothing. Rows that are not finished are left out; the terminal is told how many are. Exits with 2 where there is nothing
+to read.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
+from spmd_worker.batch.run_dir.journal import JournalError, read_journal
+
+EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    num_rows, last_row = 0, -1
+    try:
+        for last_row, line in read_journal(options.run_dir):  # noqa: B007  # the last is told below
+            sys.stdout.buffer.write(line)
+            num_rows += 1
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        # The reader has seen enough, as in `collect.py RUN_DIR | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except FileNotFoundError:
+        print(f"collect.py: {options.run_dir}: {why_nothing(options.run_dir)}", file=sys.stderr)
+        return EXIT_CANNOT_TELL
+    except (JournalError, OSError) as error:
+        print(f"collect.py: {error}", file=sys.stderr)
+        return EXIT_CANNOT_TELL
+    last = f", the last of them is row {last_row}" if num_rows else ""
+    print(f"{num_rows} rows are finished{last}", file=sys.stderr)
+    return EXIT_DONE
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory of a job that has not ended")
+    return parser.parse_args(arguments)
+
+
+def why_nothing(run_dir: Path) -> str:
+    if (run_dir / MANIFEST_NAME).exists():
+        return "the job has ended and its output is complete, or it has not finished a row yet"
+    return "no job ran in this folder; give job.run_dir, or <job.output>.run where the job named none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

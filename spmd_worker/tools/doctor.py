@@ -1,0 +1,199 @@
+"""Say how a run ended, and which rank is to blame if it ended badly.
+
+    python -m spmd_worker.tools.doctor RUN_DIR
+
+RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Rebuilds the roll-call that was on the terminal
+from what the ranks left: error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run that was
+killed as a whole, or is still running. Exits with 0 for a run that ended well, 1 for one that did not, 2 where it
+cannot tell.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from spmd_worker.batch.run_dir.job_files import METRICS_NAME
+from spmd_worker.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
+from spmd_worker.liveness.failure_diagnosis import roll_call
+from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
+
+EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
+LAST_RECORDS_GLOB = "records.rank*.log"
+RUNNING_S = 30.0
+"""A run whose step statistics grew in the last seconds may be running still."""
+
+FULL_BYTES = 64 * 1024
+"""A disk with less room is full: an error record has this size."""
+
+ADVICE = (
+    (
+        "No space left on device",
+        "The disk is full: make room, or give job.output and job.run_dir on another disk; a new start with the same "
+        "command begins again.",
+    ),
+    (
+        " gone: ",
+        "Its process was ended from outside or crashed. Look for the kernel's out-of-memory killer (dmesg, or the "
+        "container's events); less memory: lower cache.num_blocks or cache.gpu_memory_utilization, and "
+        "cache.swap_space_gib. Stacks of a crash are on the terminal.",
+    ),
+    (
+        " silent: ",
+        "Its process was stopped, its machine is overloaded or cannot be reached. Look at that machine and the network "
+        "between the nodes.",
+    ),
+    (
+        " stuck: ",
+        "Its main thread did not move. Its stacks show where; raise executor.timeout_s if the work is only slow.",
+    ),
+    (" busy ", "The others waited for it longer than executor.timeout_s: raise it if the work is only slow."),
+    (" waiting for ", "Ranks waited for each other. Compare their stacks; raise executor.timeout_s if a step is slow."),
+    ("every rank was told to end", "The launcher, the scheduler of the cluster or Ctrl-C ended it: start it again."),
+    ("told to end", "Somebody sent SIGTERM to this process alone: start the job again."),
+    ("MemoryError", "A rank had no memory left: lower cache.num_blocks, or give it more."),
+    ("out of memory", "A rank had no memory left: lower cache.gpu_memory_utilization or cache.num_blocks."),
+    (" raised ", "Its traceback is below; an exception within a step is a fault of the program: please report it."),
+    (" failed while ", "It could not start; the sentence says what it lacked."),
+)
+"""By a part of the verdict: what to do. The first that fits."""
+
+
+class DoctorError(Exception):
+    """It cannot be told; the message says why."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
+    run_dir = parser.parse_args(arguments).run_dir
+    try:
+        lines, exit_code = examine(run_dir)
+    except DoctorError as error:
+        print(f"doctor.py: {error}", file=sys.stderr)
+        return EXIT_CANNOT_TELL
+    print("\n".join(lines))
+    return exit_code
+
+
+def examine(run_dir: Path) -> tuple[list[str], int]:
+    """What there is to say, and the exit code. Raises DoctorError."""
+    if not run_dir.is_dir():
+        what = "is a file: give the folder it is in" if run_dir.exists() else "no such folder"
+        raise DoctorError(f"{run_dir}: {what} (a run's directory is job.run_dir, else <job.output>.run)")
+    try:
+        records = read_records(run_dir)
+        steps = read_steps(run_dir)
+        metrics = read_metrics(run_dir)
+    except (OSError, ValueError) as error:
+        raise DoctorError(f"cannot read what the run left: {error}") from None
+    if records:
+        return failure_lines(run_dir, records, steps), EXIT_FAILED
+    if metrics is not None and is_newer(run_dir / METRICS_NAME, run_dir / STEP_STATS_NAME):
+        return well_lines(metrics), EXIT_WELL
+    last_records = sorted(run_dir.glob(LAST_RECORDS_GLOB))
+    if last_records and is_newer(last_records[0], run_dir / STEP_STATS_NAME):
+        return diverged_lines(last_records), EXIT_FAILED
+    if steps is None:
+        raise DoctorError(
+            f"{run_dir} holds no step statistics, metrics or error records: no job got as far as its first step here"
+        )
+    return unfinished_lines(run_dir, steps), EXIT_FAILED
+
+
+def read_steps(run_dir: Path) -> list[StepStats] | None:
+    """None where no step was recorded, or what was cannot be read any more."""
+    try:
+        return read_step_stats(run_dir / STEP_STATS_NAME)
+    except (FileNotFoundError, StepStatsError):
+        return None
+
+
+def read_metrics(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        metrics = json.loads((run_dir / METRICS_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    if not isinstance(metrics, dict):
+        raise ValueError(f"{run_dir / METRICS_NAME} holds no JSON object")
+    return metrics
+
+
+def is_newer(path: Path, other: Path) -> bool:
+    """Whether `path` was written after `other`, which need not be there."""
+    return not other.exists() or path.stat().st_mtime_ns >= other.stat().st_mtime_ns
+
+
+def well_lines(metrics: dict[str, Any]) -> list[str]:
+    rows, error_rows = metrics.get("rows", 0), metrics.get("error_rows", 0)
+    lines = [f"The run ended well: {rows:,} rows, {error_rows:,} of them error rows."]
+    codes = metrics.get("error_codes") or {}
+    if codes:
+        lines.append("Error rows by code: " + ", ".join(f"{count:,} {code}" for code, count in codes.items()) + ".")
+    return lines
+
+
+def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepStats] | None) -> list[str]:
+    """From the record of whoever knew first; the others' agree, or were written when that rank had left already. Of
+    those that agree the lowest rank's, which was on the terminal.
+    """
+    first = min(records, key=lambda each: (each.verdict is None, each.wall_s))
+    record = next(each for each in records if ranks_to_blame(each) == ranks_to_blame(first))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.wall_s))
+    lines = [f"The run failed at {when}; the ranks when they were last heard of:"]
+    lines += [f"  {line}" for line in roll_call(record.standings)]
+    if record.verdict is not None:
+        lines += ["", f"To blame: {record.verdict.text}"]
+        lines += [f"What to do: {text}" for part, text in ADVICE if part in record.verdict.text][:1]
+    lines += [f"Steps recorded: {len(steps):,}, the last is step {steps[-1].step}."] if steps else []
+    lines += stacks_lines(run_dir)
+    return lines + traceback_lines(records, record)
+
+
+def stacks_lines(run_dir: Path) -> list[str]:
+    paths = sorted(run_dir.glob(STACKS_NAME.format("*")))
+    return [f"Stacks of ranks that did not move: {', '.join(map(str, paths))}"] if paths else []
+
+
+def ranks_to_blame(record: ErrorRecord) -> tuple[int, ...] | None:
+    return None if record.verdict is None else record.verdict.ranks
+
+
+def traceback_lines(records: list[ErrorRecord], record: ErrorRecord) -> list[str]:
+    blamed = ranks_to_blame(record) or ()
+    found = [each for each in records if each.rank in blamed and each.traceback]
+    return [line for each in found for line in ("", f"Rank {each.rank}:", each.traceback.rstrip())]
+
+
+def diverged_lines(paths: list[Path]) -> list[str]:
+    return [
+        "The run failed: its ranks diverged, and the terminal said in which step and which field.",
+        f"What to do: compare the ranks' last steps with tools/replay.py: {', '.join(map(str, paths))}",
+    ]
+
+
+def unfinished_lines(run_dir: Path, steps: list[StepStats]) -> list[str]:
+    age_s = time.time() - (run_dir / STEP_STATS_NAME).stat().st_mtime
+    what = f"{len(steps):,} steps, the last is step {steps[-1].step}" if steps else "no whole step"
+    if free_bytes(run_dir) < FULL_BYTES:
+        return [f"The run did not end: {what}, and no rank could leave a word.", f"What to do: {ADVICE[0][1]}"]
+    if age_s < RUNNING_S:
+        return [f"The run has not ended: {what}, recorded {age_s:.0f} s ago. It may be running still."]
+    return [
+        f"The run did not end: {what}, recorded {age_s:,.0f} s ago, and no rank left a word.",
+        "What to do: all processes were ended at once, as by SIGKILL, the out-of-memory killer of a container or a "
+        "machine that went down. Start it again.",
+        *stacks_lines(run_dir),
+    ]
+
+
+def free_bytes(run_dir: Path) -> int:
+    disk = os.statvfs(run_dir)
+    return disk.f_bavail * disk.f_frsize
+
+
+if __name__ == "__main__":
+    sys.exit(main())

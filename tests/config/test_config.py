@@ -1,0 +1,256 @@
+"""Every file of conf/ composes; every bad value and every typo is one sentence with a way out."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from ranks import REPOSITORY
+
+from spmd_worker.config.compose import as_yaml, canonical_json, compose_run, named_sets
+from spmd_worker.config.schema import CacheConfig, ConfigError, ExecutorConfig, RunConfig, SchedulerConfig
+
+CONF = REPOSITORY / "conf"
+CHOICES = [f"{group}={name}" for group, names in named_sets([CONF]).items() for name in names]
+
+# DESIGN.md, section 7: what people type. A key that is renamed breaks every script that they have.
+KEYS = {
+    "model": ("path", "dtype", "max_model_len", "load_format"),
+    "parallel": ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    "executor": ("backend", "digest_every", "timeout_s"),
+    "cache": ("block_size", "num_blocks", "gpu_memory_utilization", "swap_space_gib", "enable_prefix_caching"),
+    "scheduler": (
+        *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "preemption_mode"),
+        "policy",
+    ),
+    "sampling": (
+        *("n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "ignore_eos", "logprobs"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    ),
+    "job": ("input", "output", "run_dir", "resume", "max_rows", "max_error_rows"),
+}
+
+
+def composed(*overrides: str, extra_dir: Path | None = None) -> RunConfig:
+    return compose_run(CONF, overrides, extra_dir)
+
+
+def refusal(*overrides: str, extra_dir: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as refused:
+        composed(*overrides, extra_dir=extra_dir)
+    return str(refused.value)
+
+
+def test_the_defaults_of_the_dataclasses_are_the_defaults_of_a_run():
+    assert composed() == RunConfig()
+
+
+def test_conf_has_no_default_value_of_its_own():
+    assert list(yaml.safe_load((CONF / "config.yaml").read_text())) == ["defaults"]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_file_in_conf_composes(choice: str):
+    config = composed(choice)
+    group, _, name = choice.partition("=")
+    for key, value in (yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}).items():
+        if group != "experiment":
+            assert getattr(getattr(config, group), key) == value
+
+
+def test_every_yaml_file_of_conf_can_be_chosen():
+    files = [path.relative_to(CONF).with_suffix("") for path in CONF.rglob("*.yaml") if path.name != "config.yaml"]
+    assert sorted(f"{path.parent}={path.name}" for path in files) == sorted(CHOICES)
+    assert len(CHOICES) >= 10
+
+
+def test_the_keys_people_type_exist():
+    for group, names in KEYS.items():
+        assert set(names) <= {spec.name for spec in dataclasses.fields(getattr(RunConfig(), group))}, group
+
+
+def test_the_command_line_wins_over_a_named_set_and_a_named_set_over_the_default():
+    assert composed("cache=tiny").cache.num_blocks == 64
+    assert composed("cache=tiny", "cache.num_blocks=99").cache == CacheConfig(num_blocks=99)
+    assert composed("experiment=demo", "parallel.tensor_parallel_size=1").parallel.tensor_parallel_size == 1
+
+
+def test_a_plus_before_a_key_makes_no_difference():
+    assert composed("+cache.num_blocks=3", "++seed=2", "+experiment=demo") == composed(
+        "cache.num_blocks=3", "seed=2", "experiment=demo"
+    )
+
+
+def test_a_folder_of_ones_own_adds_named_sets(tmp_path: Path):
+    folder = tmp_path / "with = and (brackets)"
+    (folder / "experiment").mkdir(parents=True)
+    (folder / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\ncache:\n  num_blocks: 5\n")
+    config = composed("experiment=mine", "cache=tiny", extra_dir=folder)
+    assert (config.seed, config.cache.num_blocks, config.cache.block_size) == (7, 5, 16)
+    assert "mine" in named_sets([CONF, folder])["experiment"]
+
+
+def test_what_is_composed_is_frozen_and_plain():
+    config = composed("sampling.stop=[a,'b c']")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.cache.num_blocks = 3  # type: ignore[misc]  # frozen, which is the point
+    assert config.sampling.stop == ["a", "b c"]
+    assert type(config.sampling.stop) is list
+    assert config.sampling.given() == {"stop": ["a", "b c"]}
+
+
+def test_values_that_hydra_gives_a_meaning_can_be_quoted():
+    assert composed("job.input='a=b (1).jsonl'").job.input == "a=b (1).jsonl"
+    assert composed("model.path='/ü/x'").model.path == "/ü/x"
+    assert composed("job.input=-").job.input == "-"
+
+
+def test_a_configuration_is_yaml_that_can_be_read_again_and_json_that_can_be_compared():
+    config = composed("experiment=demo")
+    assert yaml.safe_load(as_yaml(config)) == dataclasses.asdict(config)
+    assert canonical_json(config) == canonical_json(composed("experiment=demo"))
+    assert canonical_json(config) != canonical_json(composed("experiment=demo", "seed=1"))
+
+
+MISSPELLED = [
+    (
+        "cache.num_block=3",
+        "cache.num_block=3: there is no key cache.num_block; did you mean cache.num_blocks? cache has block_size, "
+        "num_blocks, gpu_memory_utilization, swap_space_gib, enable_prefix_caching",
+    ),
+    (
+        "cach.x=1",
+        "cach.x=1: there is no key cach.x; cache has block_size, num_blocks, gpu_memory_utilization, swap_space_gib, "
+        "enable_prefix_caching",
+    ),
+    (
+        "temperature=0.5",
+        "temperature=0.5: there is no key temperature; did you mean sampling.temperature? --help lists all",
+    ),
+    ("plann=true", "plann=true: there is no key plann; did you mean plan? --help lists all"),
+    ("modle=demo", "modle=demo: there is no key modle; did you mean model? --help lists all"),
+    ("+foo=3", "foo=3: there is no key foo; --help lists all"),
+    ("model._target_=os.system", "model._target_=os.system: there is no key model._target_; model has path,"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), MISSPELLED)
+def test_a_misspelled_key_is_named_with_the_keys_it_may_have_meant(override: str, message: str):
+    assert refusal(override).startswith(message)
+
+
+REFUSED = [
+    ("cache.num_blocks=abc", "cache.num_blocks=abc must be a whole number or null"),
+    ("cache.num_blocks=0", "cache.num_blocks=0 must be 1 or more"),
+    ("cache.block_size=12", "cache.block_size=12 must be a power of two, such as 16"),
+    (
+        "cache.gpu_memory_utilization=1.5",
+        "cache.gpu_memory_utilization=1.5 must be above 0 and at most 1, such as 0.9",
+    ),
+    (
+        "cache.gpu_memory_utilization=nan",
+        "cache.gpu_memory_utilization=nan must be above 0 and at most 1, such as 0.9",
+    ),
+    ("seed=null", "seed=null must be a whole number"),
+    ("seed=true", "seed=true must be a whole number"),
+    ("seed=${foo}", "seed=${foo} must be a whole number (Interpolation key 'foo' not found)"),
+    ("sampling.temperature=hot", "sampling.temperature=hot must be a number or null"),
+    ("sampling.stop=x", "sampling.stop=x must be a list of texts, such as [a,b] or null"),
+    ("plan=maybe", "plan=maybe must be true or false"),
+    ("model.path=[1]", "model.path=[1] must be text or null"),
+    ("model.dtype=float8", "model.dtype=float8 is not one of auto, float32, bfloat16, float16"),
+    ("model.max_model_len=0", "model.max_model_len=0 must be 1 or more"),
+    ("device=tpu", "device=tpu is not one of auto, cpu, cuda"),
+    ("parallel.tensor_parallel_size=0", "parallel.tensor_parallel_size=0 must be 1 or more"),
+    ("executor.timeout_s=nan", "executor.timeout_s=nan must be from 1 to 604800 seconds"),
+    ("executor.timeout_s=inf", "executor.timeout_s=inf must be from 1 to 604800 seconds"),
+    (
+        "executor.backend=ray",
+        "executor.backend=ray is not one of auto, external_launcher, uniproc, multiproc, nor the qualified name of a "
+        "class",
+    ),
+    ("job.resume=maybe", "job.resume=maybe is not one of auto, never, force"),
+    ("job.max_rows=1.5", "job.max_rows=1.5 must be a whole number or null"),
+    ("job.max_error_rows=-1", "job.max_error_rows=-1 must be 0 or more"),
+    (
+        "scheduler.max_num_seqs=4096",
+        "scheduler.max_num_batched_tokens=2048 is below scheduler.max_num_seqs=4096: each running sequence needs a "
+        "token a step; raise the first or lower the second",
+    ),
+    ("cache=nosuch", "cache=nosuch is not one of tiny"),
+    ("experiment=nosuch", "experiment=nosuch is not one of demo"),
+    ("model=null", "model=null names no set of values: choose a named set, as in model=NAME"),
+    ("cache={num_blocks:3}", "cache={num_blocks:3} names no set of values: choose a named set, as in cache=NAME"),
+    ("~cache", "~cache: keys cannot be removed; leave it out, or give the key another value"),
+    ("foo", "foo is not an override: write KEY=VALUE, such as cache.num_blocks=512"),
+    ("seed=1,2", "seed=1,2 has several values and a command runs one job: give one value"),
+    ("seed=range(1,3)", "seed=range(1,3) has several values and a command runs one job: give one value"),
+    ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: Hydra's own settings cannot be changed here"),
+    ("hydra.run.dir=x", "hydra.run.dir=x: Hydra's own settings cannot be changed here"),
+    ("hydra/launcher=x", "hydra/launcher=x: Hydra's own settings cannot be changed here"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED, ids=[override for override, _ in REFUSED])
+def test_a_bad_value_is_one_sentence_with_key_value_and_rule(override: str, message: str):
+    said = refusal(override)
+    assert said.startswith(message)
+    assert "\n" not in said
+
+
+def test_a_value_that_cannot_be_read_comes_back_in_the_quotes_it_needs():
+    said = refusal("job.input=a=b (1).jsonl")
+    assert said.startswith("job.input=a=b (1).jsonl cannot be read:")
+    assert said.endswith("as in \"job.input='a=b (1).jsonl'\"")
+
+
+FILES = [
+    (
+        "cache:\n  num_block: 3\n",
+        "experiment/bad.yaml: cache.num_block: there is no key cache.num_block; did you mean cache.num_blocks? ",
+    ),
+    ("sampling:\n  temperature: hot\n", "experiment/bad.yaml: sampling.temperature must be a number or null (Value "),
+    ("defaults:\n  - override /model: gone\n", "model=gone is not one of demo"),
+    ("seed: [\n", "while parsing a flow node expected the node content, but found '<stream end>' in "),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FILES, ids=["key", "value", "set", "yaml"])
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "bad.yaml").write_text(f"# @package _global_\n{text}")
+    said = refusal("experiment=bad", extra_dir=tmp_path)
+    assert said.startswith(message)
+    assert "\n" not in said
+    assert "bad.yaml" in said or "gone" in said
+
+
+def test_limits_are_checked_and_defaults_beyond_them_are_refused():
+    assert refusal("limits.max_n=0") == "limits.max_n=0 must be 1 or more"
+    assert refusal("limits.max_stop_strings=-1") == "limits.max_stop_strings=-1 must be 0 or more"
+    assert refusal("limits.max_nesting=1000") == "limits.max_nesting=1000 must be at most 256"
+    assert refusal("limits.max_tokens=10", "sampling.max_tokens=11") == (
+        "sampling.max_tokens asks for 11, more than limits.max_tokens=10: lower the one or raise the other"
+    )
+    assert refusal("limits.max_n=2", "sampling.n=3").startswith("sampling.n asks for 3, more than limits.max_n=2")
+    assert refusal("limits.max_stop_strings=0", "sampling.stop=[a]").startswith("sampling.stop asks for 1, more than")
+
+
+def test_a_host_tier_without_prefix_blocks_or_without_digests_is_refused_with_the_way_out():
+    assert refusal("cache.host_tier_gib=2", "cache.enable_prefix_caching=false") == (
+        "cache.host_tier_gib=2 keeps prefix blocks, and cache.enable_prefix_caching=false makes none: enable it, or "
+        "leave cache.host_tier_gib at 0"
+    )
+    assert refusal("cache.host_tier_gib=2", "executor.digest_every=0") == (
+        "cache.host_tier_gib=2 cannot run with executor.digest_every=0: ranks say that a transfer has finished with "
+        "their digests; set executor.digest_every to 1 or more"
+    )
+    assert refusal("cache.swap_space_gib=-1") == "cache.swap_space_gib=-1.0 must be 0 or more"
+
+
+def test_dataclasses_made_by_hand_are_checked_like_a_command_line():
+    with pytest.raises(ConfigError, match=r"executor.digest_every=-1 must be 0 or more"):
+        ExecutorConfig(digest_every=-1)
+    with pytest.raises(ConfigError, match="raise the first or lower the second"):
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4)
+    assert ExecutorConfig(backend="my_package.executors.Mine").backend == "my_package.executors.Mine"

@@ -1,0 +1,161 @@
+"""The board over torch's own store, and the watchdog of an engine in somebody else's process."""
+
+import re
+import sys
+
+import pytest
+import ranks
+from ranks import free_port
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.distributed import rank_watchdog as watch
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.rank_watchdog import open_board, watch_guest, watch_program
+from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Beat
+from spmd_worker.liveness.watchdog import Watched
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RESTART_COUNT": "2"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    return own
+
+
+def test_ranks_find_each_other_on_the_board(variables: dict[str, str]):
+    boards = [open_board(rank, (0, 1), is_host=rank == 0, variables=variables) for rank in range(2)]
+    beats = [Beat(rank, "node", 7, 8, 1, 812, "execute") for rank in range(2)]
+    assert boards[0].find((1, 2)) == {}
+    boards[1].pin(beats[1])
+    assert boards[0].find((0, 1, 2)) == {1: beats[1]}
+    boards[0].pin(beats[0])
+    assert boards[0].find((0, 1), known=(0, 1)) == {0: beats[0], 1: beats[1]}
+    assert not boards[0].has_flag("reported")
+    boards[1].raise_flag("reported")
+    assert boards[0].has_flag("reported")
+    assert boards[0].count("alarms", 0) == 0
+    assert [board.count("speakers") for board in boards] == [1, 2]
+
+
+def test_each_run_and_restart_has_a_board_of_its_own(variables: dict[str, str]):
+    first = open_board(0, (0, 1), is_host=True, variables=variables)
+    second = open_board(0, (0, 1), is_host=True, variables=variables)
+    other = open_board(1, (0, 1), is_host=False, variables=variables)
+    assert (first.prefix, second.prefix) == (
+        "spmd_worker/watch/restart 2/ranks 0 to 1/run 1",
+        "spmd_worker/watch/restart 2/ranks 0 to 1/run 2",
+    )
+    assert other.prefix == first.prefix
+
+
+def test_engines_side_by_side_have_boards_of_their_own(variables: dict[str, str]):
+    """An alarm of one engine once put all others on the alert, for good, and took their word."""
+    first = open_board(0, (0, 1), is_host=True, variables=variables)
+    second = open_board(2, (2, 3), is_host=False, variables=variables)
+    first.count("alarms")
+    assert second.count("alarms", 0) == 0
+
+
+def test_only_a_program_of_ours_makes_a_store_where_there_is_none(variables, monkeypatch: pytest.MonkeyPatch):
+    watched = Watched(0, (0, 1), 60.0)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert watch._connector(watched, may_host=True) is not None
+    assert watch._connector(watched, may_host=False) is None
+    assert watch._connector(Watched(0, (0,), 60.0), may_host=True) is None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert watch._connector(watched, may_host=False) is not None
+    monkeypatch.delenv("MASTER_ADDR")
+    assert watch._connector(watched, may_host=True) is None
+
+
+def test_an_engine_watches_its_own_ranks_and_a_program_all(variables, tmp_path):
+    environment = RankEnvironment(rank=5, world_size=8, local_world_size=8, is_launched=True)
+    guest = watch_guest(environment, 2, 60.0, spins=False).watched
+    assert (guest.ranks, guest.exits, guest.run_dir, guest.spins) == ((4, 5), False, None, False)
+    program = watch_program(environment, 60.0, tmp_path, spins=False).watched
+    assert (program.ranks, program.exits, program.has_launcher) == (tuple(range(8)), True, False)
+    assert (program.soft_limit_s, guest.soft_limit_s) == (12.0, 12.0)
+
+
+def test_between_two_calls_an_engine_is_between_steps_however_long_that_takes():
+    """A trainer's own work once looked like a step that hangs."""
+    with LLM(str(MODEL), num_blocks=64, device="cpu") as llm:
+        heartbeat = llm.llm_engine.times.heartbeat
+        assert heartbeat.now == (0, BETWEEN_STEPS)
+        llm.generate(["add 1 2 ="], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert heartbeat.now.step >= 3
+        assert heartbeat.now.phase == BETWEEN_STEPS
+    assert heartbeat.now.phase == CLOSING
+
+
+HEADING = "the ranks when they were last heard of:"
+USERS_SCRIPT = f"""
+import os, signal, sys, time
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.runner.model_runner import ModelRunner
+
+rank, fault = int(os.environ["RANK"]), sys.argv[1]
+right = ModelRunner.forward
+
+def forward(self, step, scheduled):
+    if rank == 1 and step == 3:
+        if fault == "raises":
+            raise ValueError("planted")
+        os.kill(os.getpid(), signal.Signals[fault])
+    return right(self, step, scheduled)
+
+ModelRunner.forward = forward
+llm = LLM({str(MODEL)!r}, tensor_parallel_size=2, num_blocks=64, device="cpu", timeout_s=4)
+try:
+    llm.generate(["add 1 2 ="], SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
+except Exception as error:
+    print(f"rank {{rank}} caught {{type(error).__name__}}: {{error}}", flush=True)
+if rank == 1:
+    time.sleep(1)
+llm.close()
+print(f"rank {{rank}} goes on", flush=True)
+"""
+"""Ranks of somebody's own program, in which rank 1 fails in its third step."""
+
+
+def test_a_users_script_hears_which_rank_raised_and_lives_on():
+    done = ranks.run_ranks(USERS_SCRIPT, 2, 90.0, ["raises"])
+    assert done.returncode == 0, done.output
+    assert re.search(r"rank 0 caught RankFailedError: rank 1 raised ValueError at step 3: planted", done.stdout)
+    assert re.search(r"rank 1 caught ValueError: planted", done.stdout)
+    assert all(f"rank {rank} goes on" in done.stdout for rank in range(2))
+    # Not in the log where both close before all is known.
+    assert done.stderr.count(HEADING) <= 1, done.output
+    assert "Thread 0x" not in done.stderr
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("fault", "what"), [("SIGKILL", "gone"), ("SIGSTOP", "silent")])
+def test_a_users_script_hears_which_rank_died_or_stopped_and_lives_on(fault: str, what: str):
+    """torchrun ends the others when one has died, so here each rank is started by hand, with a store of ours."""
+    port = str(free_port())
+    source = f"""
+import os, subprocess, sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
+os.environ |= {{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}",
+                "TORCHELASTIC_USE_AGENT_STORE": "True"}}
+both = []
+for rank in "01":
+    os.environ |= {{"RANK": rank, "LOCAL_RANK": rank}}
+    both.append(subprocess.Popen([sys.executable, "-c", {USERS_SCRIPT!r}, "{fault}"]))
+code = both[0].wait()
+both[1].kill()
+both[1].wait()
+sys.exit(code)
+"""
+    done = ranks.run_command([sys.executable, "-c", source], 90.0)
+    assert done.returncode == 0, done.output
+    found = re.search(r"rank 0 caught RankFailedError: (rank 1 .*)", done.stdout)
+    assert found, done.output
+    assert f"rank 1 is {what}: last seen in step " in found[1]
+    assert len(done.stderr.splitlines()) < 10, done.output
+    assert "rank 0 goes on" in done.stdout

@@ -1,0 +1,95 @@
+"""Which sequences of a request come back, in which order, and what they tell of log-probabilities."""
+
+import math
+
+import pytest
+
+import spmd_worker.engine.outputs as engine_outputs
+from spmd_worker.engine.outputs import request_output
+from spmd_worker.sequence.outputs import CompletionOutput, Logprob, RequestOutput
+from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
+
+
+def group_of(sums: list[float], **sampling: object) -> SequenceGroup:
+    """One finished sequence for each of the cumulative log-probabilities; sample i has the output token 10 + i."""
+    request = Request(RequestId(3), (1, 2), SamplingParams(**sampling), 0)
+    sequences = [
+        Sequence(
+            request,
+            sample_index,
+            [10 + sample_index],
+            status=SequenceStatus.FINISHED,
+            finish_reason=FinishReason.LENGTH,
+            cumulative_logprob=logprob,
+            logprobs=[{10 + sample_index: Logprob(logprob, 1)}],
+        )
+        for sample_index, logprob in enumerate(sums)
+    ]
+    return SequenceGroup(request, sequences)
+
+
+def output_of(sums: list[float], **sampling: object) -> RequestOutput:
+    return request_output(group_of(sums, **sampling), None, None)
+
+
+def chosen(sums: list[float], **sampling: object) -> list[int]:
+    """The samples that come back, in order; their indices are counted anew."""
+    outputs = output_of(sums, **sampling).outputs
+    assert [each.index for each in outputs] == list(range(len(outputs)))
+    return [each.token_ids[0] - 10 for each in outputs]
+
+
+def test_the_best_come_back_best_first_and_are_counted_anew():
+    assert output_of([-3.0, -1.0, -4.0, -2.0], n=2, best_of=4).outputs == [
+        CompletionOutput(0, "", [11], cumulative_logprob=-1.0, finish_reason="length"),
+        CompletionOutput(1, "", [13], cumulative_logprob=-2.0, finish_reason="length"),
+    ]
+
+
+def test_of_equal_samples_the_earlier_is_better():
+    assert chosen([-2.0, -1.0, -2.0, -1.0, -2.0], n=3, best_of=5) == [1, 3, 0]
+    assert chosen([-1.0] * 4, n=2, best_of=4) == [0, 1]
+
+
+@pytest.mark.parametrize("worst", [math.nan, -math.inf])
+def test_what_is_no_number_is_the_worst_wherever_it_stands(worst: float):
+    """NaN compares as neither more nor less: sorted as it is, it would leave the others in any order."""
+    assert chosen([-1.0, worst, -3.0, -2.0], n=4, best_of=5) == [0, 3, 2, 1]
+    assert chosen([worst, -1.0, -3.0, -2.0], n=1, best_of=4) == [1]
+    assert chosen([math.nan, -math.inf, math.nan, -5.0], n=3, best_of=4) == [3, 0, 1]
+
+
+@pytest.mark.parametrize("sampling", [{"n": 3}, {"n": 3, "best_of": 3}, {"n": 3, "best_of": 3, "logprobs": 0}])
+def test_samples_that_all_come_back_stay_in_their_own_order(sampling: dict[str, object]):
+    assert chosen([-3.0, -1.0, -2.0], **sampling) == [0, 1, 2]
+
+
+def test_ranked_rows_tell_what_ranked_them_and_log_probabilities_only_when_asked():
+    silent, ranked, asked = (
+        output_of([-3.0, -1.0], **sampling).outputs[0]
+        for sampling in ({"n": 2}, {"best_of": 2}, {"best_of": 2, "logprobs": 0})
+    )
+    assert (silent.cumulative_logprob, silent.logprobs) == (None, None)
+    assert (ranked.cumulative_logprob, ranked.logprobs) == (-1.0, None)
+    assert (asked.cumulative_logprob, asked.logprobs) == (-1.0, [{11: Logprob(-1.0, 1)}])
+
+
+def test_a_request_aborted_before_its_fork_gives_back_what_there_is():
+    assert chosen([-1.0], n=2, best_of=4) == [0]
+
+
+def test_a_group_of_ranked_samples_has_ended_when_all_that_run_have():
+    group = group_of([-1.0, -2.0, -3.0], n=2, best_of=3)
+    assert group.is_forked
+    assert group.is_finished
+    group.sequences.pop()
+    assert not group.is_forked
+    assert not group.is_finished
+
+
+def test_the_tests_see_a_ranking_that_is_upside_down(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_outputs, "_improbability", lambda sequence: sequence.cumulative_logprob)
+    with pytest.raises(AssertionError):
+        test_the_best_come_back_best_first_and_are_counted_anew()

@@ -1,0 +1,219 @@
+"""The roll-call, literally: which lines, and who is to blame, for what ranks can be known to do."""
+
+from dataclasses import replace
+
+import pytest
+
+from spmd_worker.config.schema import ConfigError
+from spmd_worker.liveness.failure_diagnosis import (
+    GATHER_S,
+    SETTLE_S,
+    STALL_S,
+    Standing,
+    describe,
+    is_echo,
+    judge,
+    roll_call,
+    said_exit_code,
+)
+from spmd_worker.liveness.heartbeat import Beat, Failure, FailureKind
+from spmd_worker.lockstep.errors import RankFailedError, RanksDisagreeError, ReplicaDivergedError
+
+LATE_S = SETTLE_S + 1
+
+
+def beat(rank: int, step: int = 812, phase: str = "execute", **changes) -> Beat:
+    return Beat(rank, "node", 100 + rank, 5, 7, step, phase, **changes)
+
+
+def well(rank: int, **changes) -> Standing:
+    return Standing(rank, beat(rank, **changes), 0.3)
+
+
+def failed(rank: int, kind: FailureKind, text: str, order: int = 0, **changes) -> Standing:
+    return Standing(rank, beat(rank, failure=Failure(kind, text, order=order), **changes), 0.3)
+
+
+RAISED = failed(1, FailureKind.OWN, "rank 1 raised ValueError at step 812: boom")
+ECHO = failed(0, FailureKind.ECHO, "rank 0 raised RuntimeError at step 812: gloo: Connection closed by peer")
+GONE = Standing(2, beat(2, step=811), 0.4, is_gone=True)
+SILENT = Standing(3, beat(3, step=811, phase="forward"), 10.2)
+TOLD = failed(1, FailureKind.TOLD, "rank 1 was told to end (SIGTERM)")
+SAID = failed(0, FailureKind.SAID, "job.input is not set")
+STUCK = failed(1, FailureKind.STALLED, "rank 1 is stuck: ...", phase_age_s=5.02, where="model_runner.py:88 forward")
+WAITS = failed(0, FailureKind.STALLED, "rank 0 waits: ...", phase_age_s=5.1, is_waiting=True, where="x.py:1 y")
+UNKNOWN = Standing(2, None)
+
+BLAMED = {
+    "an exception": ([ECHO, RAISED, well(2)], (1,), "rank 1 raised ValueError at step 812: boom"),
+    "a dead rank": (
+        [ECHO, well(1), GONE],
+        (2,),
+        "rank 2 is gone: last seen in step 811, phase execute, 0.4 s ago; the process ended without a word, as one "
+        "that is killed or has no memory left",
+    ),
+    "a silent rank": (
+        [ECHO, well(1), SILENT],
+        (3,),
+        "rank 3 is silent: last seen in step 811, phase forward, 10.2 s ago",
+    ),
+    "a stuck rank, for which another waits": (
+        [WAITS, STUCK],
+        (1,),
+        "rank 1 is stuck: step 812, phase execute, for 5.0 s, at model_runner.py:88 forward",
+    ),
+    "ranks that wait for each other": (
+        [WAITS, replace(WAITS, rank=1, beat=replace(WAITS.beat, rank=1, step=811))],
+        (1,),
+        "rank 1 is waiting for another rank, or for each other: step 811, phase execute, for 5.1 s, at x.py:1 y",
+    ),
+    "a rank never heard of": ([ECHO, well(1), UNKNOWN], (2,), "rank 2 is silent: never heard of since the start"),
+    "a rank that others name": (
+        [ECHO, failed(1, FailureKind.ECHO, "rank 0 is silent: no message in 4 s", order=2)],
+        (1,),
+        "rank 0 is silent: no message in 4 s",
+    ),
+    "a launcher that is gone": (
+        [failed(0, FailureKind.ORPHANED, "the launcher is gone"), UNKNOWN],
+        (0,),
+        "the launcher is gone",
+    ),
+    "a busy rank": (
+        [ECHO, well(1, phase="between steps", phase_age_s=300.0, where="row_writer.py:7 write")],
+        (1,),
+        "rank 1 is busy while others waited for too long: step 812, phase between steps, for 300.0 s, at "
+        "row_writer.py:7 write",
+    ),
+    "a rank that computes in a step for which another waits": (
+        [WAITS, well(1, phase_age_s=5.1, where="model_runner.py:88 forward")],
+        (1,),
+        "rank 1 is busy while others waited for too long: step 812, phase execute, for 5.1 s, at "
+        "model_runner.py:88 forward",
+    ),
+    "nobody but effects": ([ECHO, well(1)], (0,), ECHO.failure.text),
+    "a signal to one": ([well(0), TOLD], (1,), "rank 1 was told to end (SIGTERM) from outside the job"),
+    "a signal to all": (
+        [replace(TOLD, rank=0), TOLD],
+        (0, 1),
+        "every rank was told to end (SIGTERM): the launcher or the machine ended the job",
+    ),
+    "a signal to all, because one went": ([replace(TOLD, rank=0), TOLD, GONE], (2,), "rank 2 is gone: last seen"),
+    "a wrong setting": ([SAID, replace(TOLD, rank=1), GONE], (0,), "job.input is not set"),
+    "two exceptions, the first of them": (
+        [
+            failed(0, FailureKind.OWN, "rank 0 raised A", order=2),
+            failed(1, FailureKind.OWN, "rank 1 raised B", order=1),
+        ],
+        (1,),
+        "rank 1 raised B",
+    ),
+    "two dead ranks": ([well(0), GONE, replace(GONE, rank=3)], (2, 3), "ranks 2, 3 are gone: last seen in step 811"),
+}
+
+
+@pytest.mark.parametrize("name", BLAMED)
+def test_the_one_to_blame_is(name: str):
+    standings, blamed, text = BLAMED[name]
+    verdict = judge(standings, LATE_S)
+    assert verdict is not None
+    assert (verdict.ranks, verdict.text[: len(text)]) == (blamed, text)
+    assert verdict.is_said == (name == "a wrong setting")
+    assert verdict.is_silence == (name in ("a silent rank", "a rank never heard of"))
+
+
+def test_nobody_is_to_blame_while_all_are_well():
+    assert judge([well(0), well(1), replace(well(2), beat=beat(2, has_ended=True), heard_ago_s=99.0)], LATE_S) is None
+
+
+def test_effects_wait_for_their_cause():
+    """A rank that leaves because of another must not be named while the other may still be heard of."""
+    for standings, at_s in (([ECHO, RAISED], GATHER_S), ([ECHO, SILENT], STALL_S), ([ECHO, well(1)], SETTLE_S)):
+        assert judge(standings, at_s - 0.01) is None
+        assert judge(standings, at_s) is not None
+
+
+def test_a_rank_that_left_because_of_another_is_not_taken_for_the_dead_one():
+    left = replace(ECHO, is_gone=True)
+    assert judge([left, RAISED], LATE_S).ranks == (1,)
+    assert judge([left, SILENT], LATE_S).ranks == (3,)
+
+
+def test_a_rank_that_ended_well_is_neither_silent_nor_gone():
+    ended = Standing(1, beat(1, has_ended=True), 60.0)
+    assert not ended.is_silent
+    assert not ended.is_living
+    assert judge([ECHO, ended], LATE_S).ranks == (0,)
+
+
+def test_the_roll_call_has_one_line_a_rank():
+    standings = [
+        well(0, is_waiting=True, where="channel.py:4 broadcast", phase_age_s=2.0),
+        replace(RAISED, heard_ago_s=0.25),
+        GONE,
+        replace(SILENT, beat=replace(SILENT.beat, phase="lockstep")),
+        Standing(10, None),
+        Standing(11, beat(11, step=9, has_ended=True), 3.0),
+        replace(TOLD, rank=12, heard_ago_s=0.0),
+        failed(13, FailureKind.ECHO, "rank 1 raised ValueError at step 812: boom"),
+        failed(14, FailureKind.ECHO, "rank 14 raised RuntimeError at step 812: gloo"),
+    ]
+    assert roll_call(standings) == [
+        "rank  0  step 812  execute    0.3 s ago  waits for others at channel.py:4 broadcast, 2.0 s in this phase",
+        "rank  1  step 812  execute    0.2 s ago  raised ValueError at step 812: boom",
+        "rank  2  step 811  execute    0.4 s ago  gone",
+        "rank  3  step 811  lockstep  10.2 s ago  silent for 10.2 s",
+        "rank 10  never heard of",
+        "rank 11  step   9  execute    3.0 s ago  has ended",
+        "rank 12  step 812  execute    0.0 s ago  was told to end (SIGTERM)",
+        "rank 13  step 812  execute    0.3 s ago  leaves: rank 1 raised ValueError at step 812: boom",
+        "rank 14  step 812  execute    0.3 s ago  raised RuntimeError at step 812: gloo",
+    ]
+
+
+def test_a_long_exception_takes_one_line():
+    line = roll_call([failed(0, FailureKind.OWN, "rank 0 raised ValueError: " + "x" * 500 + "\nmore")])[0]
+    assert line.endswith("xxx...")
+    assert len(line) < 220
+
+
+ERRORS = [
+    (ValueError("x"), False),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    (RuntimeError("shared memory: timed out waiting for another rank"), True),
+    (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset"), True),
+    (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+    (ConnectionResetError("x"), True),
+    (RankFailedError("rank 1 is gone"), True),
+    (OSError(28, "No space left on device"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "expected"), ERRORS)
+def test_an_error_that_tells_of_another_rank_is_an_echo(error: Exception, expected: bool):
+    assert is_echo(error) == expected
+
+
+def test_a_failure_names_rank_exception_and_place():
+    assert describe(ValueError("boom"), 1, 812, "execute") == "rank 1 raised ValueError at step 812: boom"
+    assert describe(KeyError("w"), 2, 0, "loading the model") == "rank 2 raised KeyError while loading the model: 'w'"
+    assert describe(RankFailedError("rank 3 is gone"), 2, 5, "lockstep") == "rank 3 is gone"
+
+
+def test_where_in_its_sources_gloo_noticed_is_left_out():
+    error = RuntimeError(
+        "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:406: Connection "
+        "reset by peer. This is typically caused by a remote worker crashing. Check the logs of the remote worker."
+    )
+    assert describe(error, 1, 7, "execute") == (
+        "rank 1 raised RuntimeError at step 7: Read error [127.0.0.1]:406: Connection reset by peer"
+    )
+    own = "[/home/me/model.py:7] shapes differ"
+    assert describe(ValueError(own), 1, 7, "execute") == f"rank 1 raised ValueError at step 7: {own}"
+
+
+def test_what_is_said_in_another_way_needs_no_roll_call():
+    assert said_exit_code(ReplicaDivergedError("x")) == 70
+    assert said_exit_code(RanksDisagreeError("x")) == 70
+    assert said_exit_code(ConfigError("x")) == 1
+    assert said_exit_code(KeyboardInterrupt()) == 1
+    assert said_exit_code(ValueError("x")) is None

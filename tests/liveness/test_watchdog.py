@@ -1,0 +1,478 @@
+"""Watchdogs that share a board: one roll-call, the right one blamed, and nobody left. Ranks are threads here.
+
+`tests/test_fault_matrix.py` breaks real ranks.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from made_up_store import MadeUpStore
+from our_logger import logger_as_it_was
+from waiting import at_least, wait_until
+
+from spmd_worker.config.schema import ConfigError
+from spmd_worker.liveness import coordinated_shutdown as ending
+from spmd_worker.liveness import failure_diagnosis as roll_call
+from spmd_worker.liveness import heartbeat_store as bulletin
+from spmd_worker.liveness import watchdog
+from spmd_worker.liveness.error_file import read_records, write_elastic_file
+from spmd_worker.liveness.heartbeat import Beat, born_at, node_name
+from spmd_worker.liveness.heartbeat_store import Board
+from spmd_worker.liveness.watchdog import Watchdog, Watched
+from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
+
+LONG_S = 1000.0
+
+# The end of a process is played by the end of a thread.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+HEADING = "the ranks when they were last heard of:"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bulletin, "PERIOD_S", 0.1)
+    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
+    monkeypatch.setattr(ending, "LEAVE_S", 0.2)
+    monkeypatch.setattr(ending, "SPEAK_S", 0.4)
+    monkeypatch.setattr(watchdog, "_MIN_SOFT_LIMIT_S", 0.2)
+    for module in (roll_call, bulletin):
+        monkeypatch.setattr(module, "SILENT_AFTER_S", 0.6)
+    monkeypatch.setattr(roll_call, "GATHER_S", 0.15)
+    monkeypatch.setattr(roll_call, "STALL_S", 0.4)
+    monkeypatch.setattr(watchdog, "_JUDGE_S", 0.3)
+    for module in (roll_call, ending, watchdog):
+        monkeypatch.setattr(module, "SETTLE_S", 0.7)
+    with logger_as_it_was() as logger:
+        logger.propagate = True
+        yield
+
+
+class Ranks:
+    """`num_ranks` watchdogs over one store. `exits` are the codes with which processes would have ended, by rank."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_ranks: int, folder: Path, **options) -> None:
+        self.store = MadeUpStore()
+        self.exits: dict[int, int] = {}
+        ranks = tuple(range(num_ranks))
+        options = {"timeout_s": LONG_S, "run_dir": folder, "exits": True} | options
+        self.all = [Watchdog(Watched(rank, ranks, **options), lambda: Board(self.store, "watch")) for rank in ranks]
+        monkeypatch.setattr(watchdog, "exit_now", self._exit)
+
+    def start(self, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            self.all[rank].start()
+        wait_until(lambda: all(self.all[rank]._bulletin.is_shared for rank in ranks))
+        wait_until(lambda: all(f"watch/beat/{rank}" in self.store.values for rank in ranks))
+
+    def stop(self) -> None:
+        for each in self.all:
+            each.stop()
+
+    def wait_for_exits(self, num_exits: int) -> dict[int, int]:
+        wait_until(lambda: len(self.exits) == num_exits)
+        return self.exits
+
+    def _exit(self, code: int) -> None:
+        for each in self.all:
+            if each._thread is threading.current_thread():
+                self.exits[each.watched.rank] = code
+        # What ends the process ends its thread.
+        raise SystemExit
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make_ranks(num_ranks: int, **options) -> Ranks:
+        made.append(Ranks(monkeypatch, num_ranks, tmp_path, **options))
+        return made[-1]
+
+    yield make_ranks
+    for each in made:
+        each.stop()
+
+
+def test_an_exception_of_one_rank_ends_all_with_one_roll_call(make, tmp_path: Path, capsys):
+    ranks = make(3)
+    ranks.start((0, 1, 2))
+    for each in ranks.all:
+        each.heartbeat.enter("execute", 812)
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(3) == {0: 1, 1: 1, 2: 1}
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert text.count("error: rank 1 raised ValueError at step 812: boom\n") == 1
+    assert [line.split("  ")[1:3] for line in text.splitlines() if line.startswith("  rank")] == [
+        ["rank 0", "step 812"],
+        ["rank 1", "step 812"],
+        ["rank 2", "step 812"],
+    ]
+    records = read_records(tmp_path)
+    assert [record.rank for record in records] == [0, 1, 2]
+    assert all(record.verdict.ranks == (1,) for record in records)
+    assert 'ValueError("boom")' in records[1].traceback or "ValueError: boom" in records[1].traceback
+    assert records[0].traceback == ""
+
+
+def test_a_rank_that_fails_because_of_another_is_not_the_one(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(RankFailedError("rank 1 is gone"))
+    ranks.all[1].fail(KeyError("w"), "loading the model")
+    ranks.wait_for_exits(2)
+    assert "error: rank 1 raised KeyError while loading the model: 'w'\n" in capsys.readouterr().err
+
+
+def test_the_lowest_living_rank_speaks_where_rank_0_is_dead(make, capsys):
+    ranks = make(3)
+    dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pin(ranks.store, Beat(0, node_name(), dead.pid, born_at(dead.pid), 1, 5, "execute"))
+    ranks.start((1, 2))
+    wait_until(lambda: all(each._bulletin.standings()[0].beat for each in ranks.all[1:]))
+    dead.kill()
+    dead.wait()
+    assert sorted(ranks.wait_for_exits(2)) == [1, 2]
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
+
+
+def test_a_silent_rank_is_named_after_the_timeout_and_ended_where_it_is_ours(make, monkeypatch, capsys):
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(ending.os, "kill", lambda *arguments: killed.append(arguments))
+    ranks = make(2, timeout_s=1.0)
+    silent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(ending, "parent_of", lambda pid: 1)
+    pin(ranks.store, Beat(1, node_name(), silent.pid, born_at(silent.pid), 1, 5, "execute"))
+    with at_least(1.0):
+        ranks.start((0,))
+        ranks.all[0].heartbeat.enter("between steps")
+        ranks.wait_for_exits(1)
+    assert "error: rank 1 is silent: last seen in step 5, phase execute, " in capsys.readouterr().err
+    assert killed == [(silent.pid, 9)]
+    silent.communicate(b"\n")
+
+
+def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
+    """Its number came over the network; only a sibling with the same birth is ended."""
+    killed: list[int] = []
+    monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
+    own = os.getpid()
+    for beat in (
+        Beat(1, node_name(), 1, born_at(1), 1, 5, "execute"),
+        Beat(1, node_name(), own, born_at(own) + 1, 1, 5, "execute"),
+        Beat(1, "another node", own, born_at(own), 1, 5, "execute"),
+    ):
+        standings = [
+            ending.Standing(0, Beat(0, node_name(), own, born_at(own), 1, 5, "execute")),
+            ending.Standing(1, beat, 60.0),
+        ]
+        ending.end_silent(standings, ending.Verdict((1,), "rank 1 is silent"), 0)
+    assert killed == []
+    sibling = Beat(1, node_name(), own, born_at(own), 1, 5, "execute")
+    ending.end_silent([standings[0], ending.Standing(1, sibling)], ending.Verdict((1,), "x"), 0)
+    assert killed == [own]
+
+
+def test_a_rank_that_stopped_before_it_ever_spoke_is_ended_by_what_it_was_started_as(monkeypatch):
+    killed: list[int] = []
+    monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
+    # This process stands for the launcher, or for a shell from which two jobs were started: its children are ranks.
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    ranks = {
+        (rank, port): subprocess.Popen(
+            [sys.executable, "-c", "input()"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "RANK": str(rank), "MASTER_PORT": port},
+        )
+        for rank, port in ((0, "29500"), (1, "29500"), (11, "29500"), (1, "29501"))
+    }
+    try:
+        own = ranks[0, "29500"].pid
+        beat = Beat(0, node_name(), own, born_at(own), 1, 5, "execute")
+        standings = [ending.Standing(0, beat), ending.Standing(1, None), ending.Standing(11, None)]
+        verdict = ending.Verdict((1,), "rank 1 is silent: never heard of since the start")
+        ending.end_silent(standings, verdict, 0)
+        assert killed == [ranks[1, "29500"].pid]
+    finally:
+        for process in ranks.values():
+            process.communicate(b"\n")
+
+
+def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
+    make, tmp_path, caplog, capsys
+):
+    ranks = make(1, timeout_s=1.0)
+    ranks.all[0].start()
+    ranks.all[0].heartbeat.enter("execute", 7)
+    assert ranks.wait_for_exits(1) == {0: 1}
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("step 7 does not go on in phase execute for 0.")
+    assert f"stacks are in {tmp_path / 'stacks.rank0.txt'}" in warnings[0]
+    assert "test_watchdog.py" in (tmp_path / "stacks.rank0.txt").read_text()
+    assert "error: rank 0 is stuck: step 7, phase execute, for " in capsys.readouterr().err
+    [record] = read_records(tmp_path)
+    assert record.standings[0].beat.failure.text.startswith("rank 0 is stuck: step 7")
+
+
+def test_a_main_thread_that_moves_is_left_alone(make, caplog):
+    ranks = make(1, timeout_s=0.5)
+    ranks.all[0].start()
+    for step in range(20):
+        ranks.all[0].heartbeat.enter("execute", step)
+        time.sleep(0.05)
+    ranks.all[0].heartbeat.enter("between steps")
+    time.sleep(0.7)
+    assert caplog.records == []
+    assert ranks.exits == {}
+
+
+def test_without_a_run_directory_stacks_go_to_stderr(make, caplog, capfd):
+    ranks = make(1, timeout_s=60.0, run_dir=None)
+    ranks.all[0].watched = Watched(0, (0,), 2.0)
+    ranks.all[0].heartbeat.enter("execute", 7)
+    ranks.all[0].start()
+    wait_until(lambda: bool(caplog.records))
+    assert "stacks are in stderr" in caplog.text
+    assert "[rank 0] stacks:" in capfd.readouterr().err
+
+
+def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].told_to_end()
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 143}
+    assert "error: rank 1 was told to end (SIGTERM) from outside the job\n" in capsys.readouterr().err
+
+
+def test_a_rank_that_ends_well_after_the_signal_ends_well(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.told_to_end()
+    ranks.stop()
+    assert ranks.exits == {}
+    assert capsys.readouterr().err == ""
+    assert Beat.unpack(ranks.store.values["watch/beat/1"]).has_ended
+
+
+@pytest.mark.parametrize("error", [ReplicaDivergedError("step 7 did not run"), ConfigError("seed=x")])
+def test_what_rank_0_says_itself_gets_no_roll_call(make, tmp_path, capsys, error):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(error)
+    code = 70 if isinstance(error, ReplicaDivergedError) else 1
+    assert ranks.wait_for_exits(2) == {0: code, 1: code}
+    assert capsys.readouterr().err == ""
+    assert read_records(tmp_path) == []
+
+
+def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch, capsys):
+    """A rank that was silent for long has spoken again before anybody could say who is to blame."""
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1]._bulletin.alarm()
+    wait_until(lambda: all(each._bulletin.is_alarmed for each in ranks.all))
+    wait_until(lambda: not any(each._bulletin.is_alarmed for each in ranks.all))
+    assert ranks.exits == {}
+    # Silent for longer than would count during an alarm.
+    monkeypatch.setattr(bulletin, "PERIOD_S", 0.9)
+    time.sleep(1.0)
+    assert ranks.exits == {}
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+    assert "error: rank 1 raised ValueError while starting: boom\n" in capsys.readouterr().err
+
+
+def test_a_stuck_rank_that_the_launcher_told_to_end_ends_as_one_that_failed(make):
+    ranks = make(2, timeout_s=0.5)
+    ranks.start((0, 1))
+    # This thread, which waits, is the main thread of both.
+    for each in ranks.all:
+        each.heartbeat.enter("execute", 7)
+    wait_until(lambda: all(each._failure is not None for each in ranks.all))
+    ranks.all[1].told_to_end()
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+
+
+def test_ranks_that_wait_leave_the_terminal_to_the_one_they_wait_for(make, monkeypatch, caplog, capfd):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(watchdog, "stand_of", lambda thread_id: ("channel.py:4 receive", True))
+    ranks = make(1, timeout_s=60.0, run_dir=None)
+    ranks.all[0].watched = Watched(0, (0,), 2.0)
+    ranks.all[0].heartbeat.enter("execute", 7)
+    ranks.all[0].start()
+    wait_until(lambda: bool(caplog.records))
+    [record] = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage().startswith("step 7 waits for other ranks in phase execute for ")
+    assert record.getMessage().endswith(" s now, at channel.py:4 receive")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_guest_knows_the_cause_of_an_error_that_tells_of_another_rank(make):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    echo = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[1].fail(ValueError("boom"))
+    ranks.all[0].fail(echo)
+    assert ranks.all[0].find_cause(echo) == "rank 1 raised ValueError while starting: boom"
+    # Whoever is to blame has a better error of its own.
+    assert ranks.all[1].find_cause(ValueError("boom")) is None
+    assert ranks.all[1].find_cause(echo) is None
+
+
+def test_where_nothing_better_is_known_the_error_stays_as_it_is(make):
+    alone = make(1, exits=False, run_dir=None)
+    alone.all[0].start()
+    assert alone.all[0].find_cause(RuntimeError("gloo: Connection closed by peer")) is None
+    program = make(2)
+    program.start((0, 1))
+    assert program.all[0].find_cause(RuntimeError("gloo: Connection closed by peer")) is None
+
+
+def test_a_guest_says_what_it_knows_and_ends_nothing(make, caplog, capsys):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.all[1].fail(ValueError("boom"))
+    wait_until(lambda: "boom" in caplog.text)
+    time.sleep(0.5)
+    assert ranks.exits == {}
+    assert capsys.readouterr().err == ""
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("rank 1 raised ValueError while starting: boom; the ranks when they were last heard of:")
+
+
+def test_ranks_whose_store_is_gone_speak_for_themselves(make, capsys):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.store.is_gone = True
+    wait_until(lambda: all(each._bulletin.is_lost for each in ranks.all))
+    assert ranks.exits == {}
+    ranks.all[0].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(1) == {0: 1}
+    assert "error: rank 0 raised ValueError while starting: boom\n" in capsys.readouterr().err
+
+
+def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_them_speaks(make, capsys):
+    """A store in rank 0's process, as without torchrun. Nobody spoke once, because rank 0 had just been heard of."""
+    ranks = make(3)
+    host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pin(ranks.store, Beat(0, node_name(), host.pid, born_at(host.pid), 1, 5, "execute"))
+    ranks.start((1, 2))
+    wait_until(lambda: all(each._bulletin.standings()[0].beat for each in ranks.all[1:]))
+    host.kill()
+    host.wait()
+    ranks.store.is_gone = True
+    assert sorted(ranks.wait_for_exits(2)) == [1, 2]
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
+
+
+def test_ranks_of_this_node_are_not_silent_because_the_store_is_gone(make):
+    """They would end each other."""
+    ranks = make(2, timeout_s=1.0)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+    ranks.store.is_gone = True
+    time.sleep(1.6)
+    assert ranks.exits == {}
+    assert not any(each.is_silent for each in ranks.all[0]._bulletin.standings())
+
+
+def test_in_a_large_world_who_was_looked_at_during_an_alarm_is_not_silent_after_it(make, monkeypatch):
+    monkeypatch.setattr(bulletin, "MAX_RANKS_THAT_SEE_ALL", 2)
+    ranks = make(3, timeout_s=1.0)
+    ranks.start((0, 1, 2))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+    ranks.all[2]._bulletin.alarm()
+    wait_until(lambda: ranks.all[1]._bulletin.is_alarmed)
+    wait_until(lambda: ranks.all[1]._bulletin.standings()[2].beat is not None)
+    wait_until(lambda: not any(each._bulletin.is_alarmed for each in ranks.all))
+    time.sleep(1.6)
+    assert ranks.exits == {}
+    assert ranks.all[1]._bulletin.standings()[2].beat is None
+
+
+def test_a_disk_that_takes_nothing_does_not_keep_a_rank_from_ending(make, tmp_path, caplog, capsys):
+    for rank in range(2):
+        (tmp_path / f"error.rank{rank}.json.partial").symlink_to("/dev/full")
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+    assert "the error record could not be written" in caplog.text
+    assert "error: rank 1 raised ValueError while starting: boom\n" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchruns_error_file_is_the_culprits_and_has_its_form(make, tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(RankFailedError("rank 1 is gone"))
+    assert not path.exists()
+    ranks.all[1].fail(ValueError("boom"))
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == "rank 1 raised ValueError while starting: boom"
+    assert message["extraInfo"]["py_callstack"].endswith("ValueError: boom\n")
+    # Seconds since 1970, by which torchrun finds the earliest.
+    assert len(message["extraInfo"]["timestamp"]) == 10
+    write_elastic_file("text", "", 1234567.8, {"TORCHELASTIC_ERROR_FILE": str(path)})
+    assert json.loads(path.read_text())["message"]["extraInfo"]["timestamp"] == "1234567"
+
+
+def test_a_rank_that_computes_while_another_waits_in_vain_is_named_and_says_so_to_torchrun(
+    make, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].heartbeat.enter("execute", 7)
+    # So long that it cannot have begun after the wait.
+    wait_until(lambda: ranks.all[1]._stall.age_s > 1.2)
+    ranks.all[0].fail(RuntimeError("gloo: Timed out waiting 5000ms"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+    assert "error: rank 1 is busy while others waited for too long: step 7, phase execute, " in capsys.readouterr().err
+    assert json.loads(path.read_text())["message"]["message"].startswith("rank 1 is busy while")
+
+
+def test_the_main_thread_leaves_when_all_know_why(make):
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[0].fail(ValueError("boom"))
+    # The process ends in the watchdog's thread; this one, which waits for it, is left over here.
+    with pytest.raises(SystemExit):
+        ranks.all[0].leave(3)
+    assert ranks.exits[0] == 3
+    # Before it ended, so that no other rank waits for the word.
+    assert ranks.all[0]._bulletin.is_reported
+
+
+def test_stopping_leaves_no_thread(make):
+    before = threading.active_count()
+    ranks = make(2)
+    ranks.start((0, 1))
+    assert threading.active_count() == before + 4
+    ranks.stop()
+    ranks.stop()
+    assert threading.active_count() == before
+
+
+def pin(store: MadeUpStore, beat: Beat) -> None:
+    store.set(f"watch/beat/{beat.rank}", beat.pack().decode())

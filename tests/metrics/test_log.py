@@ -1,0 +1,64 @@
+"""Who is heard: everything of rank 0, warnings of the others with their rank; what a host set up is left alone."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from our_logger import logger_as_it_was
+
+from spmd_worker.metrics.log import LOGGER_NAME, configure_logging
+
+
+@pytest.fixture(autouse=True)
+def _the_logger_as_it_was() -> Iterator[None]:
+    with logger_as_it_was():
+        yield
+
+
+def say_all(rank: int, world_size: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    configure_logging(rank, world_size)
+    logger = logging.getLogger(f"{LOGGER_NAME}.worker.worker")
+    logger.debug("a detail")
+    logger.info("loaded %d tensors", 38)
+    logger.warning("memory is short")
+    logger.error("it is gone")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def test_rank_0_says_everything_but_details_and_no_tag(capsys: pytest.CaptureFixture[str]):
+    expected = ["INFO loaded 38 tensors", "WARNING memory is short", "ERROR it is gone"]
+    assert say_all(0, 1, capsys) == expected
+    assert say_all(0, 4, capsys) == expected
+
+
+def test_another_rank_says_warnings_and_worse_with_its_tag(capsys: pytest.CaptureFixture[str]):
+    assert say_all(3, 4, capsys) == ["[rank 3] WARNING memory is short", "[rank 3] ERROR it is gone"]
+
+
+def test_configuring_again_does_not_double_the_lines(capsys: pytest.CaptureFixture[str]):
+    configure_logging(0, 1)
+    assert len(say_all(0, 1, capsys)) == 3
+
+
+def test_the_hosts_own_logging_is_left_alone(capsys: pytest.CaptureFixture[str]):
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level, logging.getLogger("torch").level)
+    configure_logging(1, 2)
+    assert (list(root.handlers), root.level, logging.getLogger("torch").level) == before
+    seen: list[str] = []
+
+    class Host(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+
+    handler = Host()
+    root.addHandler(handler)
+    try:
+        logging.getLogger(f"{LOGGER_NAME}.engine").warning("ours")
+        logging.getLogger("host").warning("theirs")
+    finally:
+        root.removeHandler(handler)
+    assert seen == ["theirs"]
+    assert "[rank 1] WARNING ours" in capsys.readouterr().err

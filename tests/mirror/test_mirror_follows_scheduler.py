@@ -1,0 +1,336 @@
+"""Random histories through scheduler, codec and mirror: after every step the mirror holds what the scheduler holds.
+
+Admissions, chunks, preemptions by recompute and by swap, prefixes found in the cache or brought by a transfer, forks,
+aborts and finishes come at random; the other ranks of the replica are played by a second scheduler, whose digests must
+be those of the first.
+"""
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
+from spmd_worker.lockstep.digest import ChainedDigest
+from spmd_worker.lockstep.wire.codec import Decoder, Encoder
+from spmd_worker.lockstep.wire.message import StepMessage
+from spmd_worker.mirror.mirror import Mirror, MirrorError, ScheduledSequence, SequenceState
+from spmd_worker.scheduler.planner import SchedulerLimits
+from spmd_worker.scheduler.residency import PreemptionPolicy, Residency
+from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.scheduler.stop import StopChecker
+from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.metadata import SequenceDataDelta, SequenceGroupMetadataDelta
+from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceKey, SequenceStatus
+from spmd_worker.sequence.step import StepPlan, StepResult
+
+EOS, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE = 0, 40, 24, 4
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What a sequence's beginning may be found by, and where it may go when it gives way."""
+
+    caching: bool = False
+    preemption: str = "recompute"
+    num_host_blocks: int = 0
+    num_tier_blocks: int = 0
+
+    def new_scheduler(self, chunked: bool) -> Scheduler:
+        limits = SchedulerLimits(
+            max_num_seqs=8,
+            max_num_batched_tokens=12 if chunked else 48,
+            enable_chunked_prefill=chunked,
+            enable_prefix_caching=self.caching,
+            preemption=PreemptionPolicy(self.preemption, block_copy_tokens=2.0),
+        )
+        tier = HostTier(self.num_tier_blocks) if self.num_tier_blocks else None
+        cache = CacheManager(NUM_BLOCKS, BLOCK_SIZE, num_host_blocks=self.num_host_blocks, connector=tier)
+        return Scheduler(limits, cache, StopChecker((EOS,), MAX_MODEL_LEN, None))
+
+
+WAYS = (
+    Ways(),
+    Ways(caching=True),
+    Ways(preemption="swap", num_host_blocks=30),
+    Ways(caching=True, preemption="swap", num_host_blocks=6),
+    Ways(caching=True, num_tier_blocks=10),
+    Ways(caching=True, preemption="auto", num_host_blocks=12, num_tier_blocks=30),
+)
+
+
+@dataclass
+class History:
+    """One run on two ranks: rank 0's scheduler, a follower's, the wire between them and the follower's mirror."""
+
+    chance: random.Random
+    chunked: bool
+    max_output_tokens: int = 20
+    ways: Ways = Ways()
+    next_request_id: int = 0
+    last_sampled: tuple[int, ...] = ()
+    encoder: Encoder = field(default_factory=Encoder)
+    decoder: Decoder = field(default_factory=Decoder)
+    digests: tuple[ChainedDigest, ChainedDigest] = field(default_factory=lambda: (ChainedDigest(), ChainedDigest()))
+    mirror: Mirror = field(default_factory=lambda: Mirror(NUM_BLOCKS, BLOCK_SIZE))
+    transfers: list[int] = field(default_factory=list)
+    seen: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.schedulers = (self.ways.new_scheduler(self.chunked), self.ways.new_scheduler(self.chunked))
+        self.heads = [tuple(self.chance.randrange(6) for _ in range(length)) for length in (6, 9, 12)]
+
+    def step(self, events: tuple[Event, ...]) -> None:
+        leader, follower = self.schedulers
+        events = (*self._finish_transfers(), *events)
+        for event in events:
+            leader.handle(event)
+        plan = leader.schedule()
+        digest = self.digests[0].update(plan.step, events, plan, self.last_sampled)
+        data = self.encoder.encode(StepMessage(plan.step, events, plan, self.last_sampled, digest))
+        message = self.decoder.decode(data)
+        for event in message.events:
+            follower.handle(event)
+        own_plan = follower.schedule()
+        assert own_plan == message.plan == plan
+        own_digest = self.digests[1].update(own_plan.step, message.events, own_plan, message.sampled_token_ids)
+        assert own_digest == message.digest
+        if plan.block_ops.transfer:
+            self.transfers.append(plan.block_ops.transfer)
+        scheduled = self.mirror.apply(message.plan)
+        self._compare(plan, scheduled)
+        self._count(plan)
+        if not plan.has_rows:
+            self.last_sampled = ()
+            return
+        self.last_sampled = tuple(self.chance.randrange(6) for each in scheduled for _ in range(each.num_samples))
+        for scheduler in self.schedulers:
+            scheduler.apply(StepResult(plan.step, self.last_sampled))
+        follower.check_integrity()
+
+    def _compare(self, plan: StepPlan, scheduled: tuple[ScheduledSequence, ...]) -> None:
+        """Every sequence with blocks that was scheduled once is in the mirror, whole; nothing that ended is left."""
+        held = self.mirror.state()
+        scheduler = self.schedulers[1]
+        alive = {each.key: each for group in scheduler.queues.groups.values() for each in group.sequences}
+        for each in scheduled:
+            mirrored = each.sequence
+            sequence = alive[(mirrored.request.request_id, mirrored.sample_index)]
+            first = mirrored.num_computed_tokens
+            assert mirrored.token_ids(0, mirrored.num_tokens) == [
+                *sequence.request.prompt_token_ids,
+                *sequence.output_token_ids,
+            ]
+            assert first + each.num_scheduled_tokens == sequence.num_computed_tokens
+        assert [each.sequence.request.request_id for each in scheduled] == [
+            request_id for request_id, _ in rows_of(plan)
+        ]
+        expected = {
+            key: (
+                tuple(sequence.output_token_ids[: sequence.num_sent_tokens]),
+                tuple(sequence.table.block_ids),
+                sequence.num_computed_tokens,
+            )
+            for key, sequence in alive.items()
+            if sequence.status is SequenceStatus.RUNNING and sequence.is_known
+        }
+        # Who gave way stays as it was until it is told of again.
+        stale = {key: state for key, state in held.items() if key not in expected}
+        assert held == {**expected, **stale}
+        for key, state in stale.items():
+            assert key in alive, f"{key} has ended and is still mirrored"
+            self._compare_stale(alive[key], state)
+
+    def _compare_stale(self, sequence: Sequence, state: SequenceState) -> None:
+        """Who is swapped out goes on from its tokens; all else of who gave way is told anew."""
+        if sequence.status is SequenceStatus.SWAPPED:
+            output_token_ids, _, num_computed_tokens = state
+            assert sequence.is_known, sequence.key
+            assert output_token_ids == tuple(sequence.output_token_ids[: sequence.num_sent_tokens]), sequence.key
+            assert num_computed_tokens == sequence.num_computed_tokens, sequence.key
+        else:
+            waits = (SequenceStatus.PREEMPTED, SequenceStatus.LOADING, SequenceStatus.WAITING)
+            assert sequence.status in waits, sequence.key
+            assert sequence.num_lost_tokens, sequence.key
+            assert not sequence.is_known, sequence.key
+
+    def _count(self, plan: StepPlan) -> None:
+        """What the plan had, so that a test can say what its histories reached."""
+        rows = [data for group in plan.groups for data in group.sequences]
+        deltas = [data for data in rows if isinstance(data, SequenceDataDelta)]
+        for name, number in (
+            ("continuing", len(plan.continuing)),
+            ("blocks of continuing", len(plan.continuing_blocks)),
+            ("chunks", sum(data.num_samples == 0 for data in rows)),
+            ("forking rows", sum(data.num_samples > 1 for data in rows)),
+            ("first deltas of forks", sum(data.sample_index > 0 and data.num_kept_blocks == 0 for data in deltas)),
+            ("copies", len(plan.block_ops.copy)),
+            ("swap-outs", len(plan.block_ops.swap_out)),
+            ("swap-ins", len(plan.block_ops.swap_in)),
+            ("stores", len(plan.block_ops.store)),
+            ("loads", len(plan.block_ops.load)),
+            ("whole new tables", sum(not data.num_kept_blocks and not data.sample_index for data in deltas)),
+            ("snapshots", len(rows) - len(deltas)),
+            ("finished", len(plan.finished_sequences)),
+            ("mixed", bool(plan.continuing and plan.groups)),
+        ):
+            self.seen[name] = self.seen.get(name, 0) + number
+
+    def random_events(self) -> tuple[Event, ...]:
+        events: list[Event] = []
+        while self.chance.random() < 0.35:
+            events.append(Admit(self._request()))
+        if self.next_request_id and self.chance.random() < 0.05:
+            events.append(Abort(self.chance.randrange(self.next_request_id)))
+        if self.ways.caching and self.chance.random() < 0.03:
+            version = SetWeightVersion(self.chance.randrange(3))
+            events.append(self.chance.choice([ResetPrefixCache(), version]))
+        return tuple(events)
+
+    def _finish_transfers(self) -> tuple[Event, ...]:
+        """Those that every rank has finished, one step or several after they began."""
+        if not self.transfers or self.chance.random() < 0.4:
+            return ()
+        finished, self.transfers = tuple(self.transfers), []
+        return (FinishTransfers(finished),)
+
+    def _request(self) -> Request:
+        request_id = self.next_request_id
+        self.next_request_id += 1
+        head = self.chance.choice(self.heads) if self.ways.caching and self.chance.random() < 0.7 else ()
+        prompt = (*head, *[self.chance.randrange(6) for _ in range(self.chance.randrange(1, 20 - len(head)))])
+        n = self.chance.choice([1, 1, 1, 2, 3, 4])
+        sampling = SamplingParams(
+            n=n,
+            best_of=self.chance.choice([None, None, n, min(n + 1, 4)]),
+            max_tokens=self.chance.randrange(1, self.max_output_tokens),
+            ignore_eos=self.chance.random() < 0.5,
+        )
+        return Request(request_id, prompt, sampling, self.chance.getrandbits(64))
+
+
+def rows_of(plan: StepPlan) -> list[SequenceKey]:
+    listed = [SequenceKey(group.request_id, data.sample_index) for group in plan.groups for data in group.sequences]
+    return [*plan.continuing, *listed]
+
+
+def run_history(seed: int, num_steps: int, max_output_tokens: int = 20) -> History:
+    history = History(random.Random(seed), bool(seed & 1), max_output_tokens, WAYS[seed // 2 % len(WAYS)])
+    for _ in range(num_steps):
+        history.step(history.random_events())
+    for _ in range(2000):
+        if not history.schedulers[0].has_unfinished:
+            break
+        history.step(())
+    history.step(())
+    assert not history.schedulers[0].has_unfinished
+    assert history.mirror.state() == {}
+    assert len(history.mirror) == 0
+    return history
+
+
+def test_the_mirror_holds_what_the_scheduler_holds_in_random_histories():
+    seen: dict[str, int] = {}
+    for seed in range(96):
+        history = run_history(seed, num_steps=25)
+        counters = history.schedulers[0].counters
+        history.seen["recomputed"] = counters.num_preemptions - counters.num_swapped_out
+        history.seen["found tokens"] = counters.num_cached_prompt_tokens
+        seen = {name: seen.get(name, 0) + number for name, number in history.seen.items()}
+    # Negative control: the histories reach the states in which a mirror could go wrong.
+    assert min(seen.values()) > 50, seen
+
+
+def test_the_mirror_holds_what_the_scheduler_holds_in_short_random_histories():
+    for seed in range(300):
+        run_history(seed, num_steps=4, max_output_tokens=8)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3000)
+def test_ten_thousand_random_histories():
+    """20 s of processor time."""
+    for seed in range(10_000):
+        run_history(seed, num_steps=4, max_output_tokens=8)
+
+
+@pytest.mark.parametrize("num_steps", [3, 8, 20])
+def test_a_message_lost_on_the_way_is_noticed_at_the_next_one(num_steps):
+    history = History(random.Random(1), chunked=True)
+    for _ in range(num_steps):
+        history.step(history.random_events())
+    before = copy.deepcopy(history.mirror)
+    history.step(())
+    history.mirror = before
+    with pytest.raises(MirrorError, match=f"field step is {num_steps + 2}, the mirror expects {num_steps + 1}"):
+        history.step(())
+
+
+FORGETFUL = {
+    "blocks": lambda plan: dataclasses.replace(plan, continuing_blocks=()),
+    "a place of a block": lambda plan: dataclasses.replace(
+        plan, continuing_blocks=tuple((max(place - 1, 0), block) for place, block in plan.continuing_blocks)
+    ),
+    "tokens": lambda plan: dataclasses.replace(plan, continuing_token_ids=plan.continuing_token_ids[::-1]),
+    "order": lambda plan: dataclasses.replace(plan, continuing=plan.continuing[::-1]),
+    "kept blocks": lambda plan: without_kept_blocks(plan),
+    "new tables": lambda plan: without_new_tables(plan),
+}
+
+
+@pytest.mark.parametrize("forgotten", ["finished", *FORGETFUL])
+def test_a_mirror_that_forgets_part_of_a_plan_does_not_pass(monkeypatch, forgotten):
+    """Negative control of the comparison above."""
+    if forgotten == "finished":
+        monkeypatch.setattr(Mirror, "_forget", lambda self, plan: None)
+    else:
+        apply, change = Mirror.apply, FORGETFUL[forgotten]
+        monkeypatch.setattr(Mirror, "apply", lambda self, plan: apply(self, change(plan)))
+    with pytest.raises((AssertionError, MirrorError)):
+        [run_history(seed, num_steps=25) for seed in range(20)]
+
+
+def test_a_scheduler_that_takes_a_recomputed_sequence_for_known_does_not_pass(monkeypatch):
+    """Negative control: its new blocks would be told as if the mirror held what it computed."""
+    put_out = Residency.put_out
+
+    def put_out_as_known(self: Residency, sequence: Sequence, group: SequenceGroup) -> None:
+        put_out(self, sequence, group)
+        sequence.is_known = True
+
+    monkeypatch.setattr(Residency, "put_out", put_out_as_known)
+    with pytest.raises((AssertionError, MirrorError)):
+        [run_history(seed, num_steps=25) for seed in range(20)]
+
+
+def without_kept_blocks(plan: StepPlan) -> StepPlan:
+    """The plan as it was if copy-on-write never replaced a block."""
+    return with_deltas(plan, lambda data: dataclasses.replace(data, num_kept_blocks=0))
+
+
+def without_new_tables(plan: StepPlan) -> StepPlan:
+    """The plan as it was if who came back were in its old blocks; one block longer at most, which is what it took."""
+
+    def keep_blocks(data: SequenceDataDelta) -> SequenceDataDelta:
+        if data.num_kept_blocks or data.sample_index or len(data.appended_block_ids) < 2:
+            return data
+        kept = len(data.appended_block_ids) - 1
+        return dataclasses.replace(data, num_kept_blocks=kept, appended_block_ids=data.appended_block_ids[kept:])
+
+    return with_deltas(plan, keep_blocks)
+
+
+def with_deltas(plan: StepPlan, change: Callable[[SequenceDataDelta], SequenceDataDelta]) -> StepPlan:
+    groups = tuple(
+        dataclasses.replace(group, sequences=tuple(map(change, group.sequences)))
+        if isinstance(group, SequenceGroupMetadataDelta)
+        else group
+        for group in plan.groups
+    )
+    return dataclasses.replace(plan, groups=groups)

@@ -1,0 +1,300 @@
+"""config.json as transformers reads it: every key and its default, older and newer spellings, and what is refused.
+
+The reference is transformers' own configuration classes; whatever the file holds, the answer is a shape or a
+ModelConfigError, never another exception.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from spmd_worker.model_config.model_config import (
+    FAMILIES,
+    ModelConfigError,
+    ModelShape,
+    RopeParameters,
+    read_model_shape,
+    shape_from_config,
+)
+
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 90,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+}
+PATH = Path("folder/config.json")
+
+
+def shape_of(architecture: str = "LlamaForCausalLM", **keys: Any) -> ModelShape:
+    return shape_from_config({"architectures": [architecture], **SIZES, **keys}, PATH)
+
+
+def write_folder(folder: Path, generation: dict[str, Any] | None = None, **keys: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"architectures": ["LlamaForCausalLM"], **SIZES, **keys}
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_a_llama_config_is_read_key_by_key():
+    shape = shape_of(
+        num_key_value_heads=4,
+        head_dim=6,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=1000,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        eos_token_id=[7, 9],
+        torch_dtype="bfloat16",
+        rope_theta=500.0,
+    )
+    assert shape == ModelShape(
+        architecture="LlamaForCausalLM",
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=90,
+        num_layers=30,
+        num_heads=32,
+        num_kv_heads=4,
+        head_size=6,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=1000,
+        rope=RopeParameters(rope_theta=500.0, original_max_position_embeddings=1000),
+        has_tied_embeddings=True,
+        has_qkv_bias=True,
+        has_output_bias=True,
+        has_mlp_bias=True,
+        has_qk_norm=False,
+        sliding_windows=(0,) * 30,
+        dtype="bfloat16",
+        eos_token_ids=(7, 9),
+    )
+
+
+def test_the_families_differ_where_they_should():
+    shapes = {name: shape_of(name, attention_bias=True, mlp_bias=True, num_key_value_heads=4) for name in FAMILIES}
+    differences = {
+        name: (shape.has_qkv_bias, shape.has_output_bias, shape.has_mlp_bias, shape.has_qk_norm, shape.head_size)
+        for name, shape in shapes.items()
+    }
+    assert differences == {
+        "LlamaForCausalLM": (True, True, True, False, 2),
+        "MistralForCausalLM": (False, False, False, False, 2),
+        "Qwen2ForCausalLM": (True, False, False, False, 2),
+        "Qwen3ForCausalLM": (True, True, False, True, 128),
+    }
+
+
+@pytest.mark.parametrize("extra", [{}, {"use_sliding_window": True}, {"rope_theta": 5e5}])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_a_config_leaves_out_means_what_it_means_to_transformers(
+    architecture: str, extra: dict[str, Any], tmp_path: Path
+):
+    """A Mistral config without `sliding_window` or `num_key_value_heads` once ran without window, with 32 heads."""
+    keys = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture], **extra}
+    theirs = AutoConfig.from_pretrained(write_folder(tmp_path, **keys))
+    ours = read_model_shape(tmp_path)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or 64 // 32)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.has_tied_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    window = getattr(theirs, "sliding_window", None) or 0
+    layer_types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
+    assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
+
+
+def test_null_is_not_the_same_as_absent_where_a_family_has_a_default():
+    assert shape_of("MistralForCausalLM").sliding_windows == (4096,) * 30
+    assert shape_of("MistralForCausalLM", sliding_window=None).sliding_windows == (0,) * 30
+    assert shape_of("Qwen2ForCausalLM", num_key_value_heads=None).num_kv_heads == 32
+    assert shape_of("LlamaForCausalLM", eos_token_id=None).eos_token_ids == ()
+
+
+def test_layer_types_go_before_the_older_window_rule():
+    types = ["sliding_attention", "full_attention"] * 15
+    keys = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 29}
+    assert shape_of("Qwen2ForCausalLM", **keys).sliding_windows == (0,) * 29 + (5,)
+    assert shape_of("Qwen2ForCausalLM", layer_types=types, **keys).sliding_windows == (5, 0) * 15
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "max_model_len"),
+    [
+        ({}, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "dynamic", "factor": 2.5}, 640),
+        ({**YARN, "factor": 16.0}, 1024),
+        (YARN, 256),
+        ({**YARN, "factor": 2.0}, 256),
+        (LLAMA3, 256),
+    ],
+)
+def test_the_longest_sequence_counts_the_scaling(scaling: dict[str, Any], max_model_len: int):
+    assert shape_of(max_position_embeddings=256, rope_parameters=scaling).max_model_len == max_model_len
+
+
+def test_older_and_newer_rope_keys_say_the_same():
+    newer = shape_of(rope_parameters={"rope_theta": 777.0, **LLAMA3})
+    older_scaling = {**{key: value for key, value in LLAMA3.items() if key != "rope_type"}, "type": "llama3"}
+    assert shape_of(rope_theta=777.0, rope_scaling=older_scaling) == newer
+    assert shape_of(rope_theta=777.0, rope_scaling=LLAMA3) == newer
+    assert shape_of(rope_theta=777.0, rope_parameters=LLAMA3) == newer
+
+
+def test_yarn_takes_the_length_and_factor_that_are_left_out_from_the_others():
+    assert shape_of(max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}).rope == (
+        RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=256)
+    )
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 64}
+    assert shape_of(max_position_embeddings=256, rope_parameters=scaling).rope.factor == 4.0
+
+
+def test_end_of_sequence_ids_of_generation_config_replace_those_of_config(tmp_path: Path):
+    assert read_model_shape(write_folder(tmp_path / "1", eos_token_id=3)).eos_token_ids == (3,)
+    assert read_model_shape(write_folder(tmp_path / "2", {"eos_token_id": [4, 5]}, eos_token_id=3)).eos_token_ids == (
+        4,
+        5,
+    )
+    assert read_model_shape(write_folder(tmp_path / "3", {"top_p": 0.5}, eos_token_id=3)).eos_token_ids == (3,)
+
+
+def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
+    """They can never be sampled; masking them for `min_tokens` once wrote outside the logits."""
+    assert shape_of(eos_token_id=[210, 211, -1, 5]).eos_token_ids == (210, 5)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelConfigError) as caught:
+        read_model_shape(folder)
+    return str(caught.value)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
+    message = refusal(write_folder(tmp_path, architectures=["GPT2LMHeadModel"]))
+    assert "GPT2LMHeadModel" in message
+    assert all(name in message for name in FAMILIES)
+    assert "known are" in refusal(write_folder(tmp_path, architectures=None))
+    assert "known are" in refusal(write_folder(tmp_path, architectures=[["LlamaForCausalLM"]]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"auto_map": {"AutoModel": "modeling.Evil"}}, ["auto_map", "never does"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "bfloat16"]),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope", "llama3, yarn"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["linear factor=None"]),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["llama3 low_freq_factor=None"]),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": "64"}}, ["original_max_position_embeddings"]),
+        ({"rope_parameters": {**YARN, "truncate": "no"}}, ["truncate='no'"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"hidden_act": "gelu"}, ["hidden_act=gelu", "silu"]),
+        ({"num_key_value_heads": 5}, ["32", "num_key_value_heads=5"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000"]),
+        ({"hidden_size": "64"}, ["hidden_size='64'"]),
+        ({"hidden_size": True}, ["hidden_size=True"]),
+        ({"head_dim": 3}, ["head_dim=3", "even"]),
+        ({"rms_norm_eps": -1.0}, ["rms_norm_eps=-1.0"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'"]),
+        ({"eos_token_id": "2"}, ["eos_token_id='2'"]),
+        ({"layer_types": ["full_attention"], "architectures": ["MistralForCausalLM"]}, ["layer_types must list 30"]),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_with_file_key_and_value(
+    keys: dict[str, Any], words: list[str], tmp_path: Path
+):
+    message = refusal(write_folder(tmp_path, **keys))
+    assert "config.json" in message
+    for word in words:
+        assert word in message
+
+
+def test_folders_and_files_that_are_not_models_are_refused(tmp_path: Path):
+    assert "is not a folder" in refusal(tmp_path / "missing")
+    assert "does not exist" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "is not JSON" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert "is not JSON" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert "JSON object" in refusal(tmp_path)
+
+
+WEIRD = [None, 0, -1, 1, 2.5, True, "", "abc", "4", [], [1], ["x"], {}, {"a": 1}, [[1]], 10**30, 1e308, math.nan]
+ROPES = [
+    {**YARN, "beta_fast": 3, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
+    LLAMA3,
+    {"type": "dynamic", "factor": 2.0},
+]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
+    """max_window_layers null, original_max_position_embeddings "abc" and others once ended in a traceback."""
+    for rope in ROPES:
+        config = {
+            "architectures": [architecture],
+            **SIZES,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "layer_types": None,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "dtype": "float32",
+            "eos_token_id": [3],
+            "hidden_act": "silu",
+            "partial_rotary_factor": 1.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": rope,
+            "rope_scaling": None,
+        }
+        for key in config:
+            for value in WEIRD:
+                _shape_or_refusal({**config, key: value})
+        for key in [*rope, "rope_theta", "truncate"]:
+            for value in WEIRD:
+                _shape_or_refusal({**config, "rope_parameters": {**rope, key: value}})
+
+
+def _shape_or_refusal(config: dict[str, Any]) -> None:
+    try:
+        shape = shape_from_config(config, PATH)
+    except ModelConfigError:
+        return
+    assert shape.max_model_len > 0
+    assert shape.num_parameters > 0

@@ -1,0 +1,192 @@
+"""Building at first use: once for all processes, safely, and with a reason in words when it cannot be done.
+
+A shell script stands for the compiler where only its behaviour matters; it counts its calls in a file.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from spmd_worker.native import build as build_module
+from spmd_worker.native.build import LIBRARY_NAME, Built, build, is_ours
+from spmd_worker.native.library import NativeLibrary, load
+
+COMPILER = """#!/bin/sh
+case "$*" in *--version*) echo "{version}"; exit 0;; esac
+echo called >> {log}
+{action}
+"""
+COMPILE = 'sleep 0.3; while [ "$1" != -o ]; do shift; done; echo library > "$2"'
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Installs a stand-in as CXX and returns a function that says how often it was called."""
+
+    def install(action: str = COMPILE, version: str = "stand-in 1"):
+        script, log = tmp_path / "compiler", tmp_path / "calls"
+        script.write_text(COMPILER.format(version=version, log=log, action=action))
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        return lambda: len(log.read_text().split()) if log.exists() else 0
+
+    return install
+
+
+def built_at(result) -> Path:
+    assert isinstance(result, Built), result
+    return result.path
+
+
+def test_a_library_is_compiled_once_and_found_afterwards(compiler, tmp_path):
+    num_calls = compiler()
+    first = build(cache_folder=tmp_path / "cache")
+    assert first == build(cache_folder=tmp_path / "cache")
+    assert num_calls() == 1
+    path = built_at(first)
+    assert path.read_text() == "library\n"
+    assert path.parent.parent == tmp_path / "cache"
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [LIBRARY_NAME, "lock"]
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_another_compiler_or_architecture_has_another_library(compiler, tmp_path):
+    compiler()
+    first = built_at(build(cache_folder=tmp_path))
+    compiler(version="stand-in 2")
+    second = built_at(build(cache_folder=tmp_path))
+    third = built_at(build("x86-64-v3", cache_folder=tmp_path))
+    assert len({first, second, third}) == 3
+
+
+def test_processes_that_build_at_once_compile_once(compiler, tmp_path):
+    num_calls = compiler()
+    program = (
+        "import sys; from pathlib import Path; from spmd_worker.native.build import build;"
+        "print(build(cache_folder=Path(sys.argv[1])).path)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "cache")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    paths = {process.communicate(timeout=60)[0] for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(paths) == 1
+    assert num_calls() == 1
+
+
+def test_without_the_lock_all_of_them_would_compile(compiler, tmp_path, monkeypatch):
+    """Negative control, in threads: locks of one process exclude each other as those of several do."""
+    for is_locked in (True, False):
+        num_calls = compiler()
+        before = num_calls()
+        if not is_locked:
+            monkeypatch.setattr(build_module.fcntl, "flock", lambda descriptor, operation: None)
+        cache = tmp_path / f"cache-{is_locked}"
+        threads = [threading.Thread(target=build, kwargs={"cache_folder": cache}) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert num_calls() - before == (1 if is_locked else 3)
+
+
+def test_who_waits_too_long_builds_in_private(compiler, tmp_path, monkeypatch):
+    compiler()
+    monkeypatch.setattr(build_module, "_LOCK_TIMEOUT_S", 0.05)
+    folder = built_at(build(cache_folder=tmp_path)).parent
+    (folder / LIBRARY_NAME).unlink()
+    with build_module._locked(folder / "lock"):
+        result = build(cache_folder=tmp_path)
+    assert isinstance(result, Built)
+    assert result.is_private
+    assert result.path.parent.stat().st_mode & 0o777 == 0o700
+    assert not (folder / LIBRARY_NAME).exists()
+    load(result)
+    assert not result.path.parent.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(compiler, tmp_path):
+    compiler()
+    (tmp_path / "file").write_text("not a folder")
+    result = build(cache_folder=tmp_path / "file" / "cache")
+    assert isinstance(result, Built)
+    assert result.is_private
+    load(result)
+
+
+def test_a_folder_that_others_may_write_is_not_used(compiler, tmp_path):
+    compiler()
+    folder = built_at(build(cache_folder=tmp_path)).parent
+    folder.chmod(0o777)
+    result = build(cache_folder=tmp_path)
+    assert isinstance(result, Built)
+    assert result.is_private
+    load(result)
+
+
+def test_a_link_in_place_of_the_library_is_replaced_not_followed(compiler, tmp_path):
+    num_calls = compiler()
+    path = built_at(build(cache_folder=tmp_path))
+    path.unlink()
+    (tmp_path / "elsewhere").write_text("planted")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert not is_ours(path)
+    assert built_at(build(cache_folder=tmp_path)) == path
+    assert num_calls() == 2
+    assert not path.is_symlink()
+    assert (tmp_path / "elsewhere").read_text() == "planted"
+
+
+def test_a_compiler_that_fails_is_named_with_its_first_words(compiler, tmp_path):
+    num_calls = compiler(action="echo 'error: no such thing' >&2; exit 1")
+    reason = build(cache_folder=tmp_path / "cache")
+    assert isinstance(reason, str)
+    assert "compiler fails: error: no such thing" in reason
+    assert num_calls() == 3  # with everything, without native code, without OpenMP
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_a_compiler_that_lacks_openmp_is_used_without(compiler, tmp_path):
+    compiler(action=f'case "$*" in *-fopenmp*) exit 1;; esac; {COMPILE}')
+    assert built_at(build(cache_folder=tmp_path)).exists()
+
+
+def test_a_compiler_that_does_not_start_is_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    assert "--version fails" in str(build(cache_folder=tmp_path))
+
+
+def test_no_compiler_at_all_is_a_reason(tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "neither g++ nor clang++" in str(build(cache_folder=tmp_path))
+
+
+def test_what_is_no_library_does_not_load_and_says_so(compiler, tmp_path):
+    compiler()
+    result = build(cache_folder=tmp_path)
+    assert isinstance(result, Built)
+    assert "do not load" in str(load(result))
+
+
+def test_the_cache_is_where_the_user_says(compiler, tmp_path, monkeypatch):
+    compiler()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert built_at(build()).is_relative_to(tmp_path / "mine" / "spmd-worker" / "kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert built_at(build()).is_relative_to(tmp_path / "home" / ".cache")
+
+
+@pytest.mark.matrix
+def test_the_real_compiler_builds_what_loads_from_a_private_folder(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    result = build(cache_folder=tmp_path / "file")
+    assert isinstance(result, Built)
+    library = load(result)
+    assert isinstance(library, NativeLibrary)
+    assert "attend_bfloat16" in library.functions
+    assert not os.path.exists(result.path)

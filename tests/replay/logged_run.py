@@ -1,0 +1,239 @@
+"""Plays the engine's loop without a model and writes the step log: what a replay is given in tests.
+
+The ids it samples are a function of the request's stream, sample and position, as the real ones are, so that runs with
+other limits sample the same ids in other steps.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from kv_cache.cache_manager import CacheManager
+from kv_cache.host_tier import HostTier
+from spmd_worker.lockstep.digest import ChainedDigest
+from spmd_worker.lockstep.wire.codec import Encoder
+from spmd_worker.lockstep.wire.message import StepMessage
+from spmd_worker.replay.step_log import StepLogHeader, StepLogWriter
+from spmd_worker.scheduler.planner import SchedulerLimits
+from spmd_worker.scheduler.residency import PreemptionPolicy
+from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.scheduler.stop import StopChecker
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    Close,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
+from spmd_worker.sequence.request import Request, RequestId, random_stream
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sequence import FinishReason, SequenceGroup, SequenceKey, SequenceStatus
+from spmd_worker.sequence.step import StepPlan, StepResult
+
+VOCAB_SIZE = 100
+MAX_STEPS = 2000
+
+HEADER = StepLogHeader(
+    code="0" * 32,
+    model_path="/no/such/model",
+    load_format="auto",
+    device="cpu",
+    dtype="float32",
+    tokenizer=None,
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=(0,),
+    max_model_len=64,
+    max_num_seqs=8,
+    max_num_batched_tokens=16,
+    enable_chunked_prefill=True,
+    num_blocks=13,
+    block_size=4,
+    watermark_blocks_per_sequence=1,
+    num_host_blocks=0,
+    num_tier_blocks=0,
+    enable_prefix_caching=False,
+    preemption_mode="recompute",
+    block_copy_tokens=1.0,
+    seed=7,
+    tensor_parallel_size=2,
+    pipeline_parallel_size=1,
+    data_parallel_size=1,
+)
+"""So little cache that nearly every run preempts; what gives way is computed again."""
+
+PRESSURE: Final[dict[str, object]] = {
+    "max_num_batched_tokens": 24,
+    "watermark_blocks_per_sequence": 0,
+    "num_host_blocks": 8,
+    "num_tier_blocks": 16,
+    "enable_prefix_caching": True,
+    "preemption_mode": "auto",
+    "block_copy_tokens": 3.7,
+}
+"""Changes of the header that switch on all that a full cache can do: `pressure_events` makes use of it."""
+
+
+def request(
+    number: int, num_prompt_tokens: int, seed: int = HEADER.seed, head: tuple[int, ...] = (), **sampling: object
+) -> Request:
+    """Row `number`, called row-<number>. Its prompt begins with `head`, which counts."""
+    prompt = tuple((number * 31 + position) % (VOCAB_SIZE - 1) + 1 for position in range(num_prompt_tokens))
+    prompt = (*head, *prompt[len(head) :])
+    stream = random_stream(seed, sampling.get("seed"), f"row-{number}", number)
+    return Request(RequestId(number), prompt, SamplingParams(**sampling), stream)
+
+
+def standard_events() -> dict[int, list[Event]]:
+    """By step: ten requests in two waves, two that fork, two aborts, one of them while it is preempted or waits."""
+    first = [Admit(request(number, 3 + 4 * (number % 4), max_tokens=6 + 3 * number)) for number in range(6)]
+    forking = [Admit(request(number, 5, n=3, max_tokens=9)) for number in (6, 7)]
+    late = [Admit(request(number, 9, max_tokens=12)) for number in (8, 9)]
+    return {1: [*first, *forking], 9: [Abort(RequestId(5))], 12: late, 14: [Abort(RequestId(9))]}
+
+
+def pressure_events() -> dict[int, list[Event]]:
+    """By step: four waves of requests that share the beginnings of their prompts, some that fork; the cache is
+    forgotten once, and the weights change once.
+    """
+    heads = [tuple(range(first, first + 12)) for first in (1, 20, 40)]
+    events: dict[int, list[Event]] = {30: [ResetPrefixCache()], 45: [SetWeightVersion(3)]}
+    for wave, step in enumerate((1, 12, 26, 40)):
+        rows = [
+            request(number, 14 + number % 3, head=heads[number % 3], max_tokens=8 + number % 9, n=1 + number % 4 // 3)
+            for number in range(6 * wave, 6 * wave + 6)
+        ]
+        events.setdefault(step, []).extend(Admit(row) for row in rows)
+    return events
+
+
+class LoggedRun:
+    """The engine's loop on rank 0, one call of `step` a step; transfers end in the step after the next."""
+
+    def __init__(self, path: Path, header: StepLogHeader = HEADER, *, has_digests: bool = True, new_decoder=None):
+        limits = SchedulerLimits(
+            header.max_num_seqs,
+            header.max_num_batched_tokens,
+            header.enable_chunked_prefill,
+            header.enable_prefix_caching,
+            PreemptionPolicy(header.preemption_mode, header.block_copy_tokens),
+            header.watermark_blocks_per_sequence,
+            header.pipeline_parallel_size,
+        )
+        cache = CacheManager(
+            header.num_blocks,
+            header.block_size,
+            num_host_blocks=header.num_host_blocks,
+            connector=HostTier(header.num_tier_blocks) if header.num_tier_blocks else None,
+        )
+        self.scheduler = Scheduler(limits, cache, StopChecker(header.eos_token_ids, header.max_model_len, new_decoder))
+        self.log = StepLogWriter(path, header)
+        self.plans: list[StepPlan] = []
+        self.ended: list[SequenceGroup] = []
+        self.aborted: list[tuple[RequestId, SequenceStatus]] = []
+        self._has_digests = has_digests
+        self._max_under_way = header.pipeline_parallel_size
+        self._under_way: deque[tuple[StepPlan, tuple[int, ...], tuple[Event, ...]]] = deque()
+        self._encoder, self._digest = Encoder(self._max_under_way), ChainedDigest()
+        self._last_events: tuple[Event, ...] = ()
+        self._sampled: tuple[int, ...] = ()
+        self._transfers: list[int] = [0, 0]
+
+    def step(self, *events: Event, plant=None) -> None:
+        """`plant` may change the message before it is digested and sent: a rank 0 that went wrong."""
+        plan = self.scheduler.schedule()
+        if plant is not None:
+            plan = plant(plan)
+        self._transfers.append(plan.block_ops.transfer)
+        number = self._transfers.pop(0)
+        if number:
+            events = (FinishTransfers((number,)), *events)
+        digest = self._digest.update(plan.step, self._last_events, plan, self._sampled)
+        message = StepMessage(plan.step, events, plan, self._sampled, digest if self._has_digests else b"")
+        self.log.write(self._encoder.encode(message))
+        self.plans.append(plan)
+        self._last_events, self._sampled = events, ()
+        self._under_way.append((plan, self._sample(plan), events))
+        while self._under_way and (len(self._under_way) == self._max_under_way or not self.scheduler.has_unfinished):
+            self._settle(*self._under_way.popleft())
+
+    def _settle(self, plan: StepPlan, sampled: tuple[int, ...], events: tuple[Event, ...]) -> None:
+        self._sampled += sampled
+        if plan.has_rows:
+            self.ended += self.scheduler.apply(StepResult(plan.step, sampled))
+        for event in events:
+            aborted = self.scheduler.handle(event)
+            self.ended += [aborted] if aborted is not None else []
+
+    def keys_in(self, status: SequenceStatus) -> list[SequenceKey]:
+        """Sequences that stand so now, in service order."""
+        groups = self.scheduler.queues.groups.values()
+        return [each.key for group in groups for each in group.sequences if each.status is status]
+
+    def close(self) -> None:
+        """The last message, and the file's end."""
+        self.step(Close())
+        self.log.close()
+
+    def _sample(self, plan: StepPlan) -> tuple[int, ...]:
+        rows = [(key, 1) for key in plan.continuing]
+        for group in plan.groups:
+            rows += [((group.request_id, data.sample_index), data.num_samples) for data in group.sequences]
+        # The scheduler has counted what the step computes: the next position is the sampled token's.
+        positions = {sequence.key: sequence.num_computed_tokens for sequence in self.scheduler.running}
+        return tuple(
+            fake_token_id(request_id, sample_index + fork, positions[request_id, sample_index])
+            for (request_id, sample_index), num_samples in rows
+            for fork in range(num_samples)
+        )
+
+
+def fake_token_id(request_id: int, sample_index: int, position: int) -> int:
+    """Never the end-of-sequence id, which would make lengths a matter of luck."""
+    name = f"{request_id}:{sample_index}:{position}".encode()
+    return int.from_bytes(blake2b(name, digest_size=4).digest(), "little") % (VOCAB_SIZE - 1) + 1
+
+
+def write_log(
+    path: Path,
+    events_by_step: Mapping[int, Sequence[Event]] | None = None,
+    plants: Mapping[int, object] | None = None,
+    abort_when: Sequence[SequenceStatus] = (),
+    **changes: object,
+) -> LoggedRun:
+    """A whole run until everything is answered; `changes` are to the header, or `has_digests`.
+
+    `abort_when`: from step 10 on, a request of which some sequence is in the first of these states is aborted; then one
+    in the next.
+    """
+    has_digests = changes.pop("has_digests", True)
+    run = LoggedRun(path, replace(HEADER, **changes), has_digests=has_digests)
+    events_by_step = dict(standard_events() if events_by_step is None else events_by_step)
+    step, states = 0, list(abort_when)
+    while events_by_step or run.scheduler.has_unfinished:
+        step += 1
+        assert step < MAX_STEPS, "the run makes no progress"
+        events = list(events_by_step.pop(step, ()))
+        found = run.keys_in(states[0]) if states and step >= 10 else []
+        if found:
+            events.append(Abort(found[0].request_id))
+            run.aborted.append((found[0].request_id, states.pop(0)))
+        run.step(*events, plant=(plants or {}).get(step))
+    assert not states, f"no sequence was ever {states[0].value}"
+    run.close()
+    return run
+
+
+def write_pressure_log(path: Path, **changes: object) -> LoggedRun:
+    """A run with prefix caching, both kinds of preemption and a host tier; a request is aborted in each state."""
+    states = (SequenceStatus.SWAPPED, SequenceStatus.LOADING, SequenceStatus.PREEMPTED, SequenceStatus.RUNNING)
+    return write_log(path, pressure_events(), abort_when=states, **{**PRESSURE, **changes})
+
+
+def is_aborted(group: SequenceGroup) -> bool:
+    """Whether any sample ended by an abort."""
+    return any(sequence.finish_reason is FinishReason.ABORT for sequence in group.sequences)

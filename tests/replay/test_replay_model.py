@@ -1,0 +1,121 @@
+"""The tokens of a run, recomputed from its step log on one rank: equal for its weights, named where they are others."""
+
+import json
+import re
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from kv_cache.cache_engine import CacheEngine
+from spmd_worker.batch.job import run_job
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelConfig, RunConfig, SamplingConfig, SchedulerConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.replay.replay import read_messages
+from spmd_worker.replay.step_log import StepLogWriter, read_step_log
+
+REPOSITORY = Path(__file__).parents[2]
+DEMO = REPOSITORY / "scripts" / "demo"
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small job's log: sampled and greedy rows, one that forks, so little cache that some are preempted."""
+    return run_logged(tmp_path_factory.mktemp("job"), CacheConfig(num_blocks=16), "auto")
+
+
+@pytest.fixture(scope="module")
+def log_of_moves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same rows, swapped out and back, and prefix blocks stored on the host and loaded again."""
+    cache = CacheConfig(num_blocks=64, block_size=4, swap_space_gib=0.001, host_tier_gib=0.01)
+    return run_logged(tmp_path_factory.mktemp("moves"), cache, "swap")
+
+
+def run_logged(folder: Path, cache: CacheConfig, preemption_mode: str) -> Path:
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:10]
+    rows = [json.loads(line) for line in lines]
+    rows = [{**row, "temperature": number % 2, "max_tokens": 24} for number, row in enumerate(rows)]
+    rows[3]["n"] = 2
+    # Again with other names, once the cache has forgotten the first.
+    rows += [{**row, "custom_id": f"again-{number}"} for number, row in enumerate(rows)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = JobConfig(
+        input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"), run_dir=str(folder), step_log=True
+    )
+    config = RunConfig(
+        model=ModelConfig(path=str(DEMO / "model")),
+        cache=cache,
+        scheduler=SchedulerConfig(max_num_seqs=16, preemption_mode=preemption_mode),
+        sampling=SamplingConfig(),
+        job=job,
+        device="cpu",
+    )
+    run_job(config, RankEnvironment())
+    assert json.loads((folder / "metrics.json").read_text())["preemptions"] > 0
+    return folder / "steps.log"
+
+
+@pytest.fixture
+def run_script(capsys: pytest.CaptureFixture[str]):
+    main = import_module("spmd_worker.tools.replay").main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def with_header(source: Path, target: Path, **changes: object) -> Path:
+    """The same messages under another header."""
+    log = read_step_log(source)
+    with StepLogWriter(target, replace(log.header, **changes)) as writer:
+        for payload in log.messages():
+            writer.write(payload)
+    return target
+
+
+def test_every_token_of_a_run_is_computed_again(log: Path, run_script):
+    code, output, _ = run_script(log, "--with-model")
+    assert code == 0
+    assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+
+
+def test_every_token_of_a_run_that_moved_blocks_is_computed_again(log_of_moves: Path, run_script):
+    messages = list(read_messages(read_step_log(log_of_moves).messages()))
+    for kind in ("swap_out", "swap_in", "store", "load"):
+        assert any(getattr(message.plan.block_ops, kind) for message in messages), f"no {kind}"
+    code, output, _ = run_script(log_of_moves, "--with-model")
+    assert code == 0
+    assert re.search(r"\nreplayed \d+ steps, digests equal\n(\d+) of \1 tokens equal\n$", output)
+
+
+def test_blocks_that_did_not_move_are_noticed(log_of_moves: Path, run_script, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: what comes back from the host matters."""
+    right = CacheEngine.execute
+    monkeypatch.setattr(CacheEngine, "execute", lambda self, moves: right(self, replace(moves, swap_in=())))
+    code, output, _ = run_script(log_of_moves, "--with-model")
+    assert code == 1
+    num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
+    assert num_equal < num_all
+
+
+def test_other_weights_give_other_tokens_and_each_is_named_with_its_place(log: Path, tmp_path: Path, run_script):
+    other = with_header(log, tmp_path / "dummy", load_format="dummy")
+    code, output, _ = run_script(other, "--with-model")
+    assert code == 1
+    line = r"\n  step 2, request \d+, sample 0, position \d+: \d+ in the log, \d+ recomputed\n"
+    assert re.search(line, output)
+    assert re.search(r"\n  and \d+ more\n", output)
+    num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
+    assert num_equal < num_all
+
+
+def test_a_model_that_has_moved_is_named_with_model(log: Path, tmp_path: Path, run_script):
+    moved = with_header(log, tmp_path / "moved", model_path=str(tmp_path / "gone"))
+    code, _, errors = run_script(moved, "--with-model")
+    assert code == 2
+    assert f"model.path={tmp_path / 'gone'} is not a folder" in errors
+    assert run_script(moved, "--with-model", "--model", DEMO / "model")[0] == 0

@@ -1,0 +1,172 @@
+"""tools/doctor.py says of a run directory how the run ended, who is to blame and what to do."""
+
+import json
+import os
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from spmd_worker.liveness.error_file import ErrorRecord, write_record
+from spmd_worker.liveness.failure_diagnosis import Standing, Verdict, judge
+from spmd_worker.liveness.heartbeat import Beat, Failure, FailureKind
+from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
+
+STEPS = [StepStats(step, step * 1_000, 10, 20, 600, 30, *[0] * 15) for step in range(1, 4)]
+METRICS = {"rows": 7, "error_rows": 2, "error_codes": {"invalid_json": 2}}
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str]):
+    """Run the script: (exit code, standard output, standard error)."""
+    main = import_module("spmd_worker.tools.doctor").main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([*map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of a run that is under way."""
+    with StepStatsWriter(tmp_path / STEP_STATS_NAME) as writer:
+        for stats in STEPS:
+            writer.write(stats)
+    return tmp_path
+
+
+def age(path: Path, seconds: float) -> None:
+    then_s = path.stat().st_mtime - seconds
+    os.utime(path, (then_s, then_s))
+
+
+def record_of(rank: int, standings: list[Standing], wall_s: float, traceback: str = "") -> ErrorRecord:
+    verdict = judge(standings, 60.0)
+    assert verdict is not None
+    return ErrorRecord(rank, wall_s, tuple(standings), verdict, traceback)
+
+
+def standing(rank: int, failure: Failure | None = None, **changes) -> Standing:
+    return Standing(rank, Beat(rank, "node", 1, 1, 1, 812, "execute", failure=failure), 0.3, **changes)
+
+
+def test_a_run_that_ended_well(doctor, run_dir: Path):
+    (run_dir / "metrics.json").write_text(json.dumps(METRICS))
+    code, out, err = doctor(run_dir)
+    assert (code, err) == (0, "")
+    assert out == "The run ended well: 7 rows, 2 of them error rows.\nError rows by code: 2 invalid_json.\n"
+
+
+def test_an_exception_is_told_with_roll_call_advice_and_traceback(doctor, run_dir: Path):
+    boom = Failure(FailureKind.OWN, "rank 1 raised ValueError at step 812: boom", order=1)
+    echo = Failure(FailureKind.ECHO, "rank 0 raised RuntimeError at step 812: gloo", order=2)
+    standings = [standing(0, echo), standing(1, boom)]
+    write_record(run_dir, record_of(0, standings, 1000.5, "an echo"))
+    write_record(run_dir, record_of(1, standings, 1000.4, "Traceback (most recent call last):\nValueError: boom\n"))
+    (run_dir / "stacks.rank0.txt").write_text("Thread 1")
+    code, out, _ = doctor(run_dir)
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[0].startswith("The run failed at ")
+    assert lines[1:4] == [
+        "  rank 0  step 812  execute  0.3 s ago  raised RuntimeError at step 812: gloo",
+        "  rank 1  step 812  execute  0.3 s ago  raised ValueError at step 812: boom",
+        "",
+    ]
+    assert lines[4] == "To blame: rank 1 raised ValueError at step 812: boom"
+    assert lines[5].startswith("What to do: Its traceback is below")
+    assert lines[6] == "Steps recorded: 3, the last is step 3."
+    assert lines[7] == f"Stacks of ranks that did not move: {run_dir / 'stacks.rank0.txt'}"
+    assert lines[8:] == ["", "Rank 1:", "Traceback (most recent call last):", "ValueError: boom"]
+
+
+TOLD = Failure(FailureKind.TOLD, "rank 0 was told to end (SIGTERM)")
+STALLED = Failure(FailureKind.STALLED, "rank 1 is stuck")
+FULL = Failure(FailureKind.OWN, "rank 0 raised OSError at step 3: [Errno 28] No space left on device")
+ENDS = {
+    "dead": ([standing(0), standing(1, is_gone=True)], "rank 1 is gone", "out-of-memory killer"),
+    "silent": ([standing(0), Standing(1, standing(1).beat, 60.0)], "rank 1 is silent", "cannot be reached"),
+    "stuck": ([standing(0), standing(1, STALLED)], "rank 1 is stuck", "stacks show where"),
+    "told": ([standing(0, TOLD), standing(1)], "rank 0 was told to end", "SIGTERM to this process alone"),
+    "all told": ([standing(0, TOLD)], "every rank was told to end", "start it again"),
+    "full disk": ([standing(0, FULL), standing(1)], "rank 0 raised OSError", "make room"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_each_end_has_its_advice(doctor, run_dir: Path, name: str):
+    standings, blamed, advice = ENDS[name]
+    write_record(run_dir, record_of(0, standings, 1000.0))
+    code, out, _ = doctor(run_dir)
+    assert code == 1
+    assert f"To blame: {blamed}" in out
+    assert advice in next(line for line in out.splitlines() if line.startswith("What to do: "))
+
+
+def test_the_record_of_whoever_knew_first_counts(doctor, run_dir: Path):
+    write_record(run_dir, record_of(0, [standing(0), standing(1, is_gone=True)], 1000.0))
+    write_record(run_dir, record_of(2, [standing(0, is_gone=True), standing(2)], 1002.0))
+    assert "To blame: rank 1 is gone" in doctor(run_dir)[1]
+
+
+def test_records_without_a_verdict_still_give_the_roll_call(doctor, run_dir: Path):
+    write_record(run_dir, ErrorRecord(0, 1000.0, (standing(0), Standing(1, None)), None))
+    code, out, _ = doctor(run_dir)
+    assert code == 1
+    assert "  rank 1  never heard of\n" in out
+    assert "To blame" not in out
+
+
+def test_a_run_that_was_killed_as_a_whole(doctor, run_dir: Path):
+    age(run_dir / STEP_STATS_NAME, 3600)
+    code, out, _ = doctor(run_dir)
+    assert code == 1
+    assert out.startswith(
+        "The run did not end: 3 steps, the last is step 3, recorded 3,600 s ago, and no rank left a word."
+    )
+
+
+def test_a_run_under_way_is_not_called_dead(doctor, run_dir: Path):
+    code, out, _ = doctor(run_dir)
+    assert code == 1
+    assert "It may be running still." in out
+
+
+def test_metrics_of_an_earlier_run_do_not_vouch_for_this_one(doctor, run_dir: Path):
+    (run_dir / "metrics.json").write_text(json.dumps(METRICS))
+    age(run_dir / "metrics.json", 60)
+    assert doctor(run_dir)[0] == 1
+
+
+def test_ranks_that_diverged_left_their_last_steps(doctor, run_dir: Path):
+    (run_dir / "records.rank1.log").write_bytes(b"")
+    code, out, _ = doctor(run_dir)
+    assert code == 1
+    assert "its ranks diverged" in out
+    assert "tools/replay.py: " in out
+
+
+def test_what_cannot_be_told_exits_with_2(doctor, tmp_path: Path, run_dir: Path):
+    assert doctor(tmp_path / "nosuch")[0] == 2
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, out, err = doctor(empty)
+    assert (code, out) == (2, "")
+    assert "no job got as far as its first step here" in err
+    (run_dir / "error.rank0.json").write_text("{}")
+    code, _, err = doctor(run_dir)
+    assert code == 2
+    assert "error.rank0.json: this is no error record" in err
+
+
+def test_a_record_survives_its_way(run_dir: Path):
+    record = record_of(1, [standing(0), standing(1, STALLED)], 12.5, "trace")
+    write_record(run_dir, record)
+    value = json.loads((run_dir / "error.rank1.json").read_text())
+    assert ErrorRecord.from_plain(value) == record
+    assert (value["step"], value["phase"], value["text"]) == (812, "execute", "rank 1 is stuck")
+    assert value["verdict"]["ranks"] == [1]
+    assert isinstance(record.verdict, Verdict)
