@@ -23,12 +23,12 @@ from spmd_worker.config.compose import as_plain, as_yaml, compose_run, named_set
 from spmd_worker.config.schema import ConfigError, RunConfig
 from spmd_worker.distributed.cores import look_at_node, share_cores, take_share
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
-from spmd_worker.liveness.failure_diagnosis import is_echo
+from spmd_worker.liveness.failure_diagnosis import is_secondary
 from spmd_worker.liveness.flight_recorder import flight_recorder_variables
 from spmd_worker.liveness.signals import EndingSignals
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.memory.host import keep_freed_memory
-from spmd_worker.model_config.model_config import ModelConfigError, read_model_shape
+from spmd_worker.model_config.model_config import ModelConfigError, read_model_config
 from spmd_worker.version import version
 
 logger = logging.getLogger("spmd_worker.launch")
@@ -95,15 +95,15 @@ def _act(command: argparse.Namespace, environment: RankEnvironment) -> int:
         raise ConfigError(f"--config-dir {command.config_dir} is not a folder: give one that holds GROUP/NAME.yaml")
     config = compose_run(CONF, command.overrides, command.config_dir)
     if command.version:
-        return _say(lambda: f"spmd-worker {version()}", environment)
+        return _write_report(lambda: f"spmd-worker {version()}", environment)
     if command.help:
-        return _say(lambda: _help(config, command.config_dir), environment)
+        return _write_report(lambda: _help(config, command.config_dir), environment)
     if command.cfg:
-        return _say(lambda: as_yaml(config).rstrip(), environment)
+        return _write_report(lambda: as_yaml(config).rstrip(), environment)
     return _plan(config, environment) if config.plan else _run(config, environment)
 
 
-def _say(text: Callable[[], str], environment: RankEnvironment) -> int:
+def _write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
     if environment.is_leader:
         try:
             print(text(), flush=True)
@@ -143,16 +143,16 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
 
     if not config.model.path:
         raise ConfigError("model.path is not set: give a Hugging Face model folder (config.json is enough for a plan)")
-    shape = read_model_shape(Path(config.model.path))
+    shape = read_model_config(Path(config.model.path))
     layout = layout_of(config.parallel)
     check_divides(layout, shape)
-    return _say(lambda: describe_plan(make_plan(config, shape, layout)), environment)
+    return _write_report(lambda: describe_plan(make_plan(config, shape, layout)), environment)
 
 
 def commit_cache_ahead(config: RunConfig, environment: RankEnvironment) -> None:
     """On the CPU: begin to commit the cache's memory now. What is wrong with the settings is found, and said, later."""
     from spmd_worker.batch.input.input_files import STANDARD_INPUT, find_inputs
-    from spmd_worker.batch.prefault import commit_ahead
+    from spmd_worker.batch.prefault import prefault
     from spmd_worker.distributed.topology import layout_of
     from spmd_worker.memory.estimate import cache_spec
     from spmd_worker.memory.plan import resolve_dtype, resolve_max_model_len
@@ -161,13 +161,13 @@ def commit_cache_ahead(config: RunConfig, environment: RankEnvironment) -> None:
     if is_on_gpu or config.executor.backend not in ("auto", "external_launcher", "uniproc"):
         return
     try:
-        shape, layout = read_model_shape(Path(config.model.path or "")), layout_of(config.parallel)
+        shape, layout = read_model_config(Path(config.model.path or "")), layout_of(config.parallel)
         if config.job.input in (None, STANDARD_INPUT) or environment.world_size != layout.world_size:
             return
         dtype = resolve_dtype(config, shape, "cpu")
         spec = cache_spec(shape, layout, environment.rank, dtype, config.cache.block_size)
         max_model_len = resolve_max_model_len(config, shape)
-        commit_ahead(config, spec, find_inputs(config.job.input or ""), max_model_len, environment.local_world_size)
+        prefault(config, spec, find_inputs(config.job.input or ""), max_model_len, environment.local_world_size)
     except (ConfigError, ModelConfigError, OSError, AssertionError, KeyError):
         return
 
@@ -201,7 +201,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     watchdog = watch_program(environment, config.executor.timeout_s, run_dir_of(config.job), spins=is_on_gpu)
     # When a rank has left, the launcher sends the others SIGTERM: they stay a while to learn why.
     patience_s = _PATIENCE_S if environment.world_size > 1 else 0.0
-    signals = EndingSignals(lambda: watchdog.before_exit(), watchdog.told_to_end, patience_s)
+    signals = EndingSignals(lambda: watchdog.before_exit(), watchdog.signalled, patience_s)
     signals.install()
     watchdog.start()
     try:
@@ -217,7 +217,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     except Exception as error:  # a fault of ours: its traceback is wanted, and the other ranks must not wait
         if environment.world_size == 1:
             raise
-        if not is_echo(error):
+        if not is_secondary(error):
             traceback.print_exception(error)
         return _end(error, environment, watchdog)
     finally:
@@ -226,7 +226,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
 
 
 def _end(error: Exception, environment: RankEnvironment, watchdog: Watchdog) -> int:
-    """End this rank after an error that concerns all: with several ranks the roll-call says who is to blame."""
+    """End this rank after an error that concerns all: with several ranks the rank status says who is to blame."""
     if environment.world_size == 1:
         return _fail(str(error), environment)
     watchdog.fail(error)

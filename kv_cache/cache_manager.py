@@ -117,9 +117,9 @@ class CacheManager(DeviceTables):
         rest = hashes[len(prefix) :]
         if self._transfers is None or not rest:
             return None
-        under_way = self._transfers.number_loading(rest[0])
-        if under_way is not None:
-            return under_way
+        in_flight = self._transfers.number_loading(rest[0])
+        if in_flight is not None:
+            return in_flight
         num_found = self._transfers.lookup(rest)
         # What is on the device already, behind the gap, need not come again.
         num_wanted = next(

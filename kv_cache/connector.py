@@ -36,7 +36,7 @@ class Connector(Protocol):
         """A transfer has ended on every rank: what it stored may be looked up, what it read is reserved no more."""
 
     def forget(self) -> None:
-        """Nothing that was stored so far may be found any more; transfers under way end as usual."""
+        """Nothing that was stored so far may be found any more; transfers in flight end as usual."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError where its state contradicts itself."""
@@ -56,7 +56,7 @@ class TransferEngine(Protocol):
 
 
 class Transfers:
-    """The transfers of one manager: those being planned, and those under way.
+    """The transfers of one manager: those being planned, and those in flight.
 
     `number` names the transfer of the step being planned; numbers go up by one.
     """
@@ -66,7 +66,7 @@ class Transfers:
         self._number = 1
         self._stores: list[tuple[BlockHash, BlockId, Place]] = []
         self._loads: list[tuple[BlockHash, BlockId, Place]] = []
-        self._under_way: dict[int, tuple[list[tuple[BlockHash, Place]], list[tuple[BlockHash, BlockId, Place]]]] = {}
+        self._in_flight: dict[int, tuple[list[tuple[BlockHash, Place]], list[tuple[BlockHash, BlockId, Place]]]] = {}
         self._loading: dict[BlockHash, int] = {}
 
     @property
@@ -79,7 +79,7 @@ class Transfers:
         return self._connector.lookup(hashes)
 
     def number_loading(self, block_hash: BlockHash) -> int | None:
-        """The transfer that brings this block, if one is planned or under way."""
+        """The transfer that brings this block, if one is planned or in flight."""
         return self._loading.get(block_hash)
 
     def store(self, block_hash: BlockHash, block_id: BlockId) -> None:
@@ -105,7 +105,7 @@ class Transfers:
         if not (self._stores or self._loads):
             return 0, (), ()
         number, stores, loads = self._number, self._stores, self._loads
-        self._under_way[number] = ([(block_hash, place) for block_hash, _, place in stores], loads)
+        self._in_flight[number] = ([(block_hash, place) for block_hash, _, place in stores], loads)
         self._number, self._stores, self._loads = number + 1, [], []
         return (
             number,
@@ -118,8 +118,8 @@ class Transfers:
 
         The name is None where `forget` came meanwhile.
         """
-        assert number in self._under_way, f"transfer {number} is not under way: {list(self._under_way)}"
-        stored, loaded = self._under_way.pop(number)
+        assert number in self._in_flight, f"transfer {number} is not under way: {list(self._in_flight)}"
+        stored, loaded = self._in_flight.pop(number)
         self._connector.finish(stored, [place for _, _, place in loaded])
         arrived: list[tuple[BlockHash | None, BlockId]] = []
         for block_hash, block_id, _ in loaded:
@@ -135,12 +135,12 @@ class Transfers:
         self._loading.clear()
 
     def owned_block_ids(self) -> list[BlockId]:
-        """Device blocks that transfers own, planned or under way."""
-        loads = [self._loads, *[loaded for _, loaded in self._under_way.values()]]
+        """Device blocks that transfers own, planned or in flight."""
+        loads = [self._loads, *[loaded for _, loaded in self._in_flight.values()]]
         return [block_id for each in loads for _, block_id, _ in each]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the connector's state, or what is under way, contradicts itself."""
+        """Raise AssertionError where the connector's state, or what is in flight, contradicts itself."""
         self._connector.check_integrity()
         for block_hash, number in self._loading.items():
-            assert number == self._number or number in self._under_way, (block_hash.hex(), number)
+            assert number == self._number or number in self._in_flight, (block_hash.hex(), number)

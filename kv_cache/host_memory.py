@@ -1,11 +1,11 @@
 """Blocks of a cache in host memory, and the moves of whole blocks between them and the device.
 
-Knows block numbers and bytes. Knows nothing of why a block moves: sequences that give way and prefixes that lost their
-place are moved alike.
+Knows block numbers and bytes. Knows nothing of why a block moves: sequences that are preempted and prefixes that lost
+their place are moved alike.
 
 Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
         tensor       [num_layers, num_blocks, *block_shape],
-        staging      [num_layers, blocks under way, *block_shape].
+        staging      [num_layers, blocks in flight, *block_shape].
 """
 
 import math
@@ -112,7 +112,7 @@ class CudaHostMemory:
                 self.tensor[:, destination] = staging[:, place]
 
     def move_in(self, pairs: Pairs) -> None:
-        """Returns when the blocks are under way; whatever the compute stream does next waits for them."""
+        """Returns when the blocks are in flight; whatever the compute stream does next waits for them."""
         if not pairs:
             return
         # The step's copies may still have to read what the arriving blocks overwrite.

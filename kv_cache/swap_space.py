@@ -1,6 +1,7 @@
-"""Host memory for sequences that gave way: which host block holds which of their blocks.
+"""Host memory for sequences that was preempted: which host block holds which of their blocks.
 
-Knows host blocks and names of contents. Knows nothing of the device's blocks but their numbers, nor of who gives way.
+Knows host blocks and names of contents. Knows nothing of the device's blocks but their numbers, nor of who is
+preempted.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from kv_cache.block_table import BlockTable
 
 class SwapSpace:
     """A pool of host blocks. A full block that has a name is kept once, whoever's it is, and also after it was swapped
-    in again, until its place is needed: a sequence that gives way a second time copies only what is new.
+    in again, until its place is needed: a sequence that is preempted a second time copies only what is new.
 
     Host blocks of a table that comes back are read when the step runs, so they are not handed out before `end_step`.
     """

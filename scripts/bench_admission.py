@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kv_cache.block import num_blocks_for
 from kv_cache.cache_manager import CacheManager
+from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.residency import PreemptionPolicy
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Admit

@@ -1,4 +1,4 @@
-"""Times the compiled CPU kernels against the memory and the matrix unit they run on, and against plain torch.
+"""Times the compiled CPU kernels against the memory and the AMX unit they run on, and against plain torch.
 
     python scripts/bench_kernels.py [--quick] [--threads N]
 
@@ -42,7 +42,7 @@ def main() -> None:
         print(f"{torch.get_num_threads()} threads, memory read at {bandwidth / 1e9:.1f} GB/s\n")
         decode = _decode_table(bandwidth, seconds)
         prefill = _prefill_table(seconds)
-        products = _product_table(kernels, seconds)
+        products = _gemm_table(kernels, seconds)
     figures = {"threads": torch.get_num_threads(), "read_gb_s": round(bandwidth / 1e9, 1)}
     print(json.dumps({**figures, "decode": decode, "prefill": prefill, "products": products}))
 
@@ -163,7 +163,7 @@ def _prefill(
     return median, fastest, write
 
 
-def _product_table(kernels: Kernels, seconds: float) -> list[dict[str, object]]:
+def _gemm_table(kernels: Kernels, seconds: float) -> list[dict[str, object]]:
     print("products 1536 x 1536, ms   rows   packed   plain   plain/packed")
     table = []
     for dtype_name, num_rows in itertools.product(DTYPES, (1, 16, 64, 512)):

@@ -1,4 +1,5 @@
-"""What agreeing on a step costs: everything of a step but the model, in steady decoding, on ranks of this machine.
+"""What agreeing on a step costs: everything of a step but the model, in decoding that continues, on ranks of this
+machine.
 
     python scripts/bench_lockstep.py [--ranks 2,4] [--sequences 16,256,1024] [--steps 300]
 

@@ -189,11 +189,11 @@ class StepWatch:
                 module._backend = backend
         worker._model.forward = self._within_model(worker._model.forward)
         worker._model.compute_logits = self._within_model(worker._model.compute_logits)
-        worker._model.largest_logits = self._within_model(worker._model.largest_logits)
+        worker._model.argmax_logits = self._within_model(worker._model.argmax_logits)
         if runner._sampler is not None:
             runner._sampler.sample = self._within_model(self.timed("sample", runner._sampler.sample))
-            largest = self.timed("sample", runner._sampler.sample_largest)
-            runner._sampler.sample_largest = self._within_model(largest)
+            largest = self.timed("sample", runner._sampler.sample_argmax)
+            runner._sampler.sample_argmax = self._within_model(largest)
         model_runner.build_batch = self.timed("prepare", model_runner.build_batch)
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,10 +255,10 @@ class StepWatch:
             by_rows.setdefault(num_rows, []).append((key, count))
         with torch.inference_mode():
             for num_rows, items in by_rows.items():
-                total_s += self._time_products(num_rows, items)
+                total_s += self._time_gemms(num_rows, items)
         return round(total_s, 3)
 
-    def _time_products(self, num_rows: int, items: list[tuple[int, int]]) -> float:
+    def _time_gemms(self, num_rows: int, items: list[tuple[int, int]]) -> float:
         import torch
 
         inputs: dict[int, Any] = {}
@@ -302,7 +302,7 @@ class _TimedKernels(_Timed):
         super().__init__(target, watch, "other kernels")
         self._linear = watch.timed("linear", target.linear)
         self._gated_linear = watch.timed("linear", target.gated_linear)
-        self._largest_of_linear = watch.timed("linear", target.largest_of_linear)
+        self._linear_argmax = watch.timed("linear", target.linear_argmax)
 
     def linear(self, x: Any, weight: Any, bias: Any, room: Any = None) -> Any:
         self._watch.note_product(self._target.linear, x, weight, bias)
@@ -312,9 +312,9 @@ class _TimedKernels(_Timed):
         self._watch.note_product(self._target.gated_linear, x, weight, bias)
         return self._gated_linear(x, weight, bias)
 
-    def largest_of_linear(self, x: Any, weight: Any, count: int) -> Any:
+    def linear_argmax(self, x: Any, weight: Any, count: int) -> Any:
         self._watch.note_product(self._target.linear, x, weight, None)
-        return self._largest_of_linear(x, weight, count)
+        return self._linear_argmax(x, weight, count)
 
 
 def time_job(options: argparse.Namespace, num_threads: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WIDTH, LABELS, NUMBERS = 760, 230, 130
 BAR, GAP, TITLE, MARGIN = 18, 8, 34, 14
-OWN, OTHER, INK, PAPER = "#2f6f9f", "#b9b4a7", "#222222", "#ffffff"
+PRIMARY, OTHER, INK, PAPER = "#2f6f9f", "#b9b4a7", "#222222", "#ffffff"
 
 
 def main(arguments: list[str]) -> None:
@@ -52,7 +52,7 @@ def draw_chart(chart: dict[str, Any], top: int) -> tuple[list[str], int]:
 def draw_bar(bar: dict[str, Any], unit: str, top: int, scale: float) -> list[str]:
     values = bar["values"]
     median, middle = statistics.median(values), top + BAR / 2
-    color = OWN if bar["name"].startswith("ours") else OTHER
+    color = PRIMARY if bar["name"].startswith("ours") else OTHER
     lines = [
         f'<text x="{LABELS - 10}" y="{middle + 4:g}" text-anchor="end">{escape(bar["name"])}</text>',
         f'<rect x="{LABELS}" y="{top}" width="{median * scale:.1f}" height="{BAR}" fill="{color}"/>',

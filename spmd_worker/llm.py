@@ -17,7 +17,7 @@ from spmd_worker.config.schema import (
     CacheConfig,
     ConfigError,
     ExecutorConfig,
-    ModelConfig,
+    ModelOptions,
     ParallelConfig,
     RunConfig,
     SchedulerConfig,
@@ -91,7 +91,7 @@ class LLM:
             scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
         executor = _given(timeout_s=timeout_s, worker_cls=worker_cls, worker_extension_cls=worker_extension_cls)
         config = RunConfig(
-            model=ModelConfig(str(model), dtype, max_model_len, load_format, logprobs_mode),
+            model=ModelOptions(str(model), dtype, max_model_len, load_format, logprobs_mode),
             parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers),
             executor=ExecutorConfig(backend=distributed_executor_backend, **executor),
             cache=CacheConfig(**cache),

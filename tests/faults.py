@@ -88,7 +88,7 @@ def _compute_for_ever() -> None:
 def blind() -> None:
     """Nobody watches, tells or ends."""
     Watchdog.start = Watchdog.stop = lambda watchdog: None
-    Watchdog.fail = Watchdog.told_to_end = lambda watchdog, *arguments: None
+    Watchdog.fail = Watchdog.signalled = lambda watchdog, *arguments: None
     Watchdog.leave = lambda watchdog, exit_code: sys.exit(exit_code)
 
 

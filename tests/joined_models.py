@@ -6,7 +6,7 @@ Knows how a worker builds and packs. Knows nothing of torchrun or of what is com
 from dataclasses import replace
 
 import torch
-from native_libraries import WITH_UNIT, library_for
+from native_libraries import WITH_AMX, library_for
 from our_model import BLOCK_SIZE, prompt_logits
 
 from spmd_worker.attention.backend import AttentionBackend
@@ -15,11 +15,11 @@ from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.topology import Stage
 from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.model_config.model_config import ModelShape, RopeParameters
+from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 
-PLAIN = ModelShape(
+PLAIN = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=96,
     hidden_size=64,
@@ -50,19 +50,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def new_model(
-    shape: ModelShape,
+    model_config: ModelConfig,
     dtype: torch.dtype,
     group: GroupHandle | None = None,
     stage: Stage | None = None,
-    instruction_set: str = WITH_UNIT,
+    instruction_set: str = WITH_AMX,
     backend: AttentionBackend | None = None,
 ) -> DecoderForCausalLM:
     """Packed; each rank of a group has other weights."""
     library = library_for(instruction_set)
     group = group or single_group()
-    backend = backend or CpuBackend(library, dtype, shape.head_size, BLOCK_SIZE)
+    backend = backend or CpuBackend(library, dtype, model_config.head_size, BLOCK_SIZE)
     context = LayerContext(group, CpuKernels(library), backend, dtype, torch.device("cpu"))
-    model = build_model(context, shape, stage)
+    model = build_model(context, model_config, stage)
     generator = torch.Generator().manual_seed(11 + group.rank)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.ndim == 1))

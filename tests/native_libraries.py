@@ -1,4 +1,4 @@
-"""The compiled kernels for each instruction set that this machine runs, with the matrix unit, without it and emulated.
+"""The compiled kernels for each instruction set that this machine runs, with the AMX unit, without it and emulated.
 
 Knows names of instruction sets. Knows nothing of what is tested.
 """
@@ -14,9 +14,9 @@ from spmd_worker.native import build
 from spmd_worker.native.library import NativeLibrary, load, native_library
 
 NATIVE = "native"
-WITHOUT_UNIT = "native without matrix unit"
+WITHOUT_AMX = "native without matrix unit"
 EMULATED = "native with an emulated matrix unit"
-EMULATE = "-DSPMD_EMULATED_UNIT"
+EMULATE = "-DSPMD_EMULATED_AMX"
 
 
 @functools.cache
@@ -50,13 +50,13 @@ def _portable() -> tuple[str, ...]:
     return ("x86-64-v3", "x86-64-v2") if has_avx2 else ("x86-64-v2",)
 
 
-HAS_UNIT = native().has_matrix_unit
-WITH_UNIT = NATIVE if HAS_UNIT else EMULATED
+HAS_AMX = native().has_amx
+WITH_AMX = NATIVE if HAS_AMX else EMULATED
 """In which the unit's kernels run on this machine, by the processor or emulated."""
 # Where the processor has no unit, the native library is the one without it.
-INSTRUCTION_SETS = (NATIVE, WITHOUT_UNIT, EMULATED, *_portable()) if HAS_UNIT else (NATIVE, EMULATED, *_portable())
+INSTRUCTION_SETS = (NATIVE, WITHOUT_AMX, EMULATED, *_portable()) if HAS_AMX else (NATIVE, EMULATED, *_portable())
 needs_avx512 = pytest.mark.skipif(
-    not emulated().has_matrix_unit, reason="the unit's kernels are made of AVX-512 too, which is not here"
+    not emulated().has_amx, reason="the unit's kernels are made of AVX-512 too, which is not here"
 )
 each_library = pytest.mark.parametrize(
     "instruction_set",
@@ -68,8 +68,8 @@ def library_for(instruction_set: str) -> NativeLibrary:
     """Built at the first call."""
     if instruction_set == EMULATED:
         return emulated()
-    if instruction_set == WITHOUT_UNIT:
-        return dataclasses.replace(native(), has_matrix_unit=False)
+    if instruction_set == WITHOUT_AMX:
+        return dataclasses.replace(native(), has_amx=False)
     library = native_library(instruction_set)
     assert isinstance(library, NativeLibrary), library
     return library

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kv_cache.block import BlockId, num_blocks_for
-from spmd_worker.config.schema import ModelConfig, RunConfig
+from spmd_worker.config.schema import ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
-from spmd_worker.model_config.model_config import ModelShape, read_model_shape
+from spmd_worker.model_config.model_config import ModelConfig, read_model_config
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.runner.batch import build_batch
 from spmd_worker.sequence.request import Request, RequestId
@@ -24,10 +24,10 @@ from spmd_worker.worker.worker import Worker
 BLOCK_SIZE = 16
 
 
-def load_model(folder: Path, shape: ModelShape | None = None) -> DecoderForCausalLM:
+def load_model(folder: Path, model_config: ModelConfig | None = None) -> DecoderForCausalLM:
     """The model of a folder on one rank, float32; another `shape` than the folder's own reads its weights wrongly."""
-    config = RunConfig(model=ModelConfig(path=str(folder), dtype="float32"), device="cpu")
-    worker = Worker(config, shape or read_model_shape(folder), RankLayout(1), RankEnvironment())
+    config = RunConfig(model=ModelOptions(path=str(folder), dtype="float32"), device="cpu")
+    worker = Worker(config, model_config or read_model_config(folder), RankLayout(1), RankEnvironment())
     worker.init_device()
     worker.load_model()
     model = worker.get_model()
@@ -79,7 +79,7 @@ class _Run:
                 scheduled.append(ScheduledSequence(sequence, min(chunk or left, left), num_samples=0))
         batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"))
         hidden = self.model(batch.token_ids, batch.positions, batch.prompt_lengths, self.cache, batch.attention)
-        logits = self.model.compute_logits(hidden)[:, : self.model.shape.vocab_size]
+        logits = self.model.compute_logits(hidden)[:, : self.model.model_config.vocab_size]
         for each in scheduled:
             each.sequence.num_computed_tokens += each.num_scheduled_tokens
         starts = batch.attention.query_starts
@@ -87,11 +87,11 @@ class _Run:
         return [(index, logits[start:end]) for index, start, end in zip(indices, starts, starts[1:])]
 
     def _new_cache(self, num_blocks: int) -> Tensor:
-        shape = self.model.shape
+        model_config = self.model.model_config
         backend = self.model.model.layers[0].self_attn._backend
         num_kv_heads = self.model.model.layers[0].self_attn.num_kv_heads
-        block_shape = backend.block_shape(num_kv_heads, BLOCK_SIZE, shape.head_size)
+        block_shape = backend.block_shape(num_kv_heads, BLOCK_SIZE, model_config.head_size)
         # NaN where nothing was written: a key that should not be looked at shows.
         return torch.full(
-            (shape.num_layers, num_blocks, *block_shape), torch.nan, dtype=self.model.lm_head.weight.dtype
+            (model_config.num_layers, num_blocks, *block_shape), torch.nan, dtype=self.model.lm_head.weight.dtype
         )

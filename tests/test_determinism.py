@@ -136,7 +136,7 @@ def test_a_row_does_not_depend_on_being_preempted_at_any_step(checkpoint, dtype,
         if self._step % 3 == 0 and self.running:
             victim = self.running[self._step * 7 % len(self.running)]
             self.running.remove(victim)
-            self._residency.put_out(victim, self.queues.group_of(victim))
+            self._allocator.preempt(victim, self.queues.group_of(victim))
             self.waiting.give_back(victim)
         return schedule(self)
 

@@ -74,20 +74,20 @@ def test_hanging_ranks_are_killed_in_time_say_where_they_hung_and_leave_nothing(
             time.sleep(600)
         the_hanging_line()
         """
-    with pytest.raises(ranks.RanksTimedOut) as refusal:
+    with pytest.raises(ranks.RanksTimedOut) as error_result:
         ranks.run_ranks(source, nproc=2, timeout_s=5)
     pids = [int((tmp_path / rank).read_text()) for rank in ("0", "1")]
     assert [pid for pid in pids if _is_running(pid)] == []
-    assert str(refusal.value).count("about to hang") == 2
-    assert "in the_hanging_line" in str(refusal.value)
+    assert str(error_result.value).count("about to hang") == 2
+    assert "in the_hanging_line" in str(error_result.value)
 
 
 def test_a_process_left_behind_is_an_error_that_names_it_and_it_is_killed():
     # In a session of its own and without its parent, as a rank is whose torchrun was killed.
     command = ["bash", "-c", "setsid sleep 599 & echo $!"]
-    with pytest.raises(ranks.RanksLeftBehind, match=r"\(sleep 599\)") as refusal:
+    with pytest.raises(ranks.RanksLeftBehind, match=r"\(sleep 599\)") as error_result:
         ranks.run_command(command, timeout_s=10)
-    left_behind = int(str(refusal.value).split("sleep 599 & echo $!: ")[1].split(" ")[0])
+    left_behind = int(str(error_result.value).split("sleep 599 & echo $!: ")[1].split(" ")[0])
     assert not _is_running(left_behind)
 
 

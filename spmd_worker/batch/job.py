@@ -25,13 +25,13 @@ from spmd_worker.batch.job_metrics import (
 )
 from spmd_worker.batch.job_rows import JobInput, JobOutput, count_rows
 from spmd_worker.batch.output.output_file import OutputFile
-from spmd_worker.batch.output.row_answer import refusal
+from spmd_worker.batch.output.row_answer import error_result
 from spmd_worker.batch.progress import Progress, format_summary
 from spmd_worker.batch.row import RowError
 from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.batch.run_dir.job_files import (
     METRICS_NAME,
-    PROOF_NAME,
+    PROVENANCE_NAME,
     check_job,
     prepare_files,
     run_dir_of,
@@ -39,7 +39,7 @@ from spmd_worker.batch.run_dir.job_files import (
 )
 from spmd_worker.batch.run_dir.journal import JournalError, RowJournal, remove_journal
 from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest
-from spmd_worker.batch.run_dir.provenance import OutputDigest, write_proof
+from spmd_worker.batch.run_dir.provenance import OutputDigest, write_provenance
 from spmd_worker.batch.run_dir.run_lock import RunLock
 from spmd_worker.batch.run_dir.run_records import open_step_log, write_last_records
 from spmd_worker.batch.shared_job import help_shared_job, lead_shared_job
@@ -112,7 +112,7 @@ def _open_run(config: RunConfig, held: ExitStack) -> OpenRun:
     if not check_manifest(run_dir, manifest, config.job.resume):
         remove_journal(run_dir)
     clear_records(run_dir)
-    for name in (METRICS_NAME, PROOF_NAME):
+    for name in (METRICS_NAME, PROVENANCE_NAME):
         (run_dir / name).unlink(missing_ok=True)
     try:
         journal = RowJournal(run_dir, config.job.commit_rows, config.job.commit_s)
@@ -198,7 +198,7 @@ def _lead(
         "wall_s": time.perf_counter() - started_s,
     }
     write_json(run_dir / METRICS_NAME, metrics)
-    write_proof(run_dir, run.manifest, job.output or "", digest, chain_heads(reports))
+    write_provenance(run_dir, run.manifest, job.output or "", digest, chain_heads(reports))
     if "stages" in metrics:
         write_stage_times(run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)
     print(format_summary(metrics), file=sys.stderr)
@@ -254,6 +254,6 @@ def _admit_next(rows: JobInput, runner: RowRunner, output: JobOutput) -> None:
     found = rows.next_row()
     if found is None:
         return
-    answer = refusal(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
+    answer = error_result(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
     if answer is not None:
         output.take(answer)

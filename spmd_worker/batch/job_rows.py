@@ -107,7 +107,7 @@ class JobCounts:
 class JobOutput:
     """Takes answers in any order, keeps them in the journal, counts them and shows how far the job is.
 
-    `keys` are of the rows that are under way (`JobInput.keys`); `num_rows` is of the whole input, where it is known.
+    `keys` are of the rows that are in flight (`JobInput.keys`); `num_rows` is of the whole input, where it is known.
     As a context manager it ends the display, and tells those who watch from outside how the job ended.
     """
 

@@ -29,7 +29,7 @@ _MOST_SHARE: Final = 8
 """At most this part of the memory that is free."""
 
 
-def commit_ahead(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_model_len: int, num_ranks: int) -> int:
+def prefault(config: RunConfig, spec: CacheSpec, inputs: Sequence[Path], max_model_len: int, num_ranks: int) -> int:
     """`spec` is of this rank's cache, `num_ranks` how many ranks this node has. Returns how many bytes."""
     num_bytes = min(
         guess_tokens(inputs, shares_beginnings=config.cache.enable_prefix_caching)

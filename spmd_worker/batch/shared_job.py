@@ -12,7 +12,7 @@ from typing import Final
 from spmd_worker.batch.input.row_parser import parse_row
 from spmd_worker.batch.job_metrics import ReplicaCounts
 from spmd_worker.batch.job_rows import JobInput, JobOutput
-from spmd_worker.batch.output.row_answer import RowAnswer, refusal
+from spmd_worker.batch.output.row_answer import RowAnswer, error_result
 from spmd_worker.batch.row import Row
 from spmd_worker.batch.row_exchange import RowDrawer, RowSender
 from spmd_worker.batch.row_runner import RowRunner
@@ -57,7 +57,7 @@ class ReplicaWork:
             self._end()
         else:
             self._pause()
-        if self._round.beat():
+        if self._round.last_heartbeat():
             self._tell_tokens()
 
     def _admit(self, rows: list[NumberedLine]) -> None:
@@ -102,7 +102,7 @@ class JobSharer:
     def __init__(self, engine: LLMEngine, round_: ReplicaRound, rows: JobInput, output: JobOutput) -> None:
         self._round, self._rows, self._output = round_, rows, output
         self._sender = RowSender(round_)
-        self._window = RowWindow(rows.next_row, lambda row: output.take(refusal(row)))
+        self._window = RowWindow(rows.next_row, lambda row: output.take(error_result(row)))
         self._most_rows = max(1, min(_MAX_CHUNK_ROWS, engine.config.scheduler.max_num_seqs // _CHUNKS_A_ROOM))
         self._has_ended = False
         self._last_receive_s = float("-inf")

@@ -207,8 +207,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if re.search(r"Key '.*' not in '", text):
         try:
             _refuse_unknown_key(key, where)
-        except ConfigError as refusal:
-            return refusal
+        except ConfigError as error_result:
+            return error_result
     reason = "" if key in _keys() and given and "$" not in given else f" ({_reason(text)})"
     return ConfigError(f"{where} must be {_type_words(_keys().get(key))}{reason}")
 

@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelOptions:
     """Which model: a Hugging Face folder. `max_model_len` null takes the model's own length (tokens)."""
 
     path: str | None = None
@@ -91,9 +91,9 @@ class ExecutorConfig:
 class CacheConfig:
     """The paged KV cache. `num_blocks` null measures memory and takes `gpu_memory_utilization` of it.
 
-    `swap_space_gib` is host memory a rank for sequences that give way; null is 4, and 0 where the cache takes all of
-    the host's memory that it can use: on the CPU without `num_blocks`. `host_tier_gib` is host memory a rank for prefix
-    blocks that lost their place.
+    `swap_space_gib` is host memory a rank for sequences that are preempted; null is 4, and 0 where the cache takes all
+    of the host's memory that it can use: on the CPU without `num_blocks`. `host_tier_gib` is host memory a rank for
+    prefix blocks that lost their place.
     """
 
     block_size: int = 16
@@ -243,7 +243,7 @@ class JobConfig:
 class RunConfig:
     """A whole run. `plan` prints the layout and the memory plan and exits."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelOptions = field(default_factory=ModelOptions)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -17,8 +17,8 @@ from typing import Final
 from spmd_worker.data_parallel.store import Store
 from spmd_worker.lockstep.errors import RankFailedError
 
-_MAX_BEAT_S: Final = 0.5
-_BEATS_A_TIMEOUT: Final = 8
+_MAX_HEARTBEAT_S: Final = 0.5
+_HEARTBEATS_PER_TIMEOUT: Final = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 
@@ -33,8 +33,8 @@ class ReplicaRound:
     ) -> None:
         self.store, self.prefix, self.replica, self.num_replicas = store, prefix, replica, num_replicas
         self._is_leader, self._timeout_s = is_leader, timeout_s
-        self._beat_s = min(_MAX_BEAT_S, timeout_s / _BEATS_A_TIMEOUT)
-        self._last_beat_s = self._last_look_s = float("-inf")
+        self._heartbeat_s = min(_MAX_HEARTBEAT_S, timeout_s / _HEARTBEATS_PER_TIMEOUT)
+        self._last_heartbeat_s = self._last_look_s = float("-inf")
         self._seen: dict[int, tuple[int, float]] = {}
         self._has_finished = False
 
@@ -58,15 +58,15 @@ class ReplicaRound:
         """By all replicas."""
         return self.store.add(self._key("counted"), 0)
 
-    def beat(self) -> bool:
+    def last_heartbeat(self) -> bool:
         """Call between steps: says, now and then, that this replica lives. Returns whether it did so now.
 
         Raises RankFailedError when another replica has failed.
         """
         now_s = time.monotonic()
-        if now_s - self._last_beat_s < self._beat_s:
+        if now_s - self._last_heartbeat_s < self._heartbeat_s:
             return False
-        self._last_beat_s = now_s
+        self._last_heartbeat_s = now_s
         if self._is_leader:
             self.store.add(self._key(f"beat/{self.replica}"), 1)
         self.check_failure()
@@ -80,7 +80,7 @@ class ReplicaRound:
     def check_others(self) -> None:
         """For whoever waits: raise RankFailedError when another replica has shown no sign of life for the timeout."""
         now_s = time.monotonic()
-        if now_s - self._last_look_s < self._beat_s:
+        if now_s - self._last_look_s < self._heartbeat_s:
             return
         self._last_look_s = now_s
         for replica in range(self.num_replicas):
@@ -116,7 +116,7 @@ class ReplicaRound:
         pause_s = _FIRST_PAUSE_S
         while not is_done():
             self.check_failure()
-            self.beat()
+            self.last_heartbeat()
             if not may_be_silent:
                 self.check_others()
             yield
@@ -125,8 +125,8 @@ class ReplicaRound:
 
     def forget(self) -> None:
         """Remove the round's keys: one rank, when no other looks at them any more."""
-        beats = [f"beat/{replica}" for replica in range(self.num_replicas)]
-        for name in ("taken", "counted", "finished", "over", "failed", "failure", *beats):
+        heartbeats = [f"beat/{replica}" for replica in range(self.num_replicas)]
+        for name in ("taken", "counted", "finished", "over", "failed", "failure", *heartbeats):
             self.store.delete_key(self._key(name))
 
     def _key(self, name: str) -> str:

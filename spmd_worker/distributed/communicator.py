@@ -15,7 +15,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Work(Protocol):
-    """A transfer under way: torch.distributed's, or another of ours."""
+    """A transfer in flight: torch.distributed's, or another of ours."""
 
     def wait(self) -> object:
         """Until it is done. What is sent, and what is received, is waited for in the order of calls."""

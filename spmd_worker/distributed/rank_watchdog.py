@@ -1,7 +1,9 @@
-"""The watchdog of a rank among those that a launcher started: where its board is, and which groups it may abort.
+"""The watchdog of a rank among those that a launcher started: where its heartbeat store is, and which groups it may
+abort.
 
-The board is the store that torchrun's agent keeps, in a connection of its own; in ranks that somebody else started with
-torchrun's variables, a store in rank 0's process. Knows torch's stores and groups. Knows nothing about steps.
+The heartbeat store is the store that torchrun's agent keeps, in a connection of its own; in ranks that somebody else
+started with torchrun's variables, a store in rank 0's process. Knows torch's stores and groups. Knows nothing about
+steps.
 """
 
 import logging
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.liveness.heartbeat_store import Board
+from spmd_worker.liveness.heartbeat_store import HeartbeatStore
 from spmd_worker.liveness.watchdog import Watchdog, Watched
 
 logger = logging.getLogger(__name__)
@@ -50,12 +52,12 @@ def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, 
     return Watchdog(watched, _connector(watched, may_host=False))
 
 
-def _connector(watched: Watched, *, may_host: bool) -> Callable[[], Board] | None:
+def _connector(watched: Watched, *, may_host: bool) -> Callable[[], HeartbeatStore] | None:
     """None where there is nobody to watch, or no store but one that belongs to somebody else."""
     if len(watched.ranks) == 1 or "MASTER_ADDR" not in os.environ or not (_has_agent() or may_host):
         return None
     is_host = watched.rank == 0 and not _has_agent()
-    return lambda: open_board(watched.rank, watched.ranks, is_host=is_host)
+    return lambda: open_heartbeat_store(watched.rank, watched.ranks, is_host=is_host)
 
 
 def _has_agent() -> bool:
@@ -63,7 +65,9 @@ def _has_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def open_board(rank: int, ranks: Sequence[int], *, is_host: bool, variables: Mapping[str, str] = os.environ) -> Board:
+def open_heartbeat_store(
+    rank: int, ranks: Sequence[int], *, is_host: bool, variables: Mapping[str, str] = os.environ
+) -> HeartbeatStore:
     """Connect. The store outlives every run in it, a restart too, so each has keys of its own, and so has each engine
     of a world with several: every rank counts its own runs, and the `ranks` of one run in the same order.
 
@@ -81,7 +85,7 @@ def open_board(rank: int, ranks: Sequence[int], *, is_host: bool, variables: Map
     store.set_timeout(timedelta(seconds=_ANSWER_S))
     restart = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"spmd_worker/watch/restart {restart}/ranks {ranks[0]} to {ranks[-1]}"
-    return Board(store, f"{prefix}/run {store.add(f'{prefix}/runs of rank {rank}', 1)}", is_host)
+    return HeartbeatStore(store, f"{prefix}/run {store.add(f'{prefix}/runs of rank {rank}', 1)}", is_host)
 
 
 def _abort_groups() -> None:

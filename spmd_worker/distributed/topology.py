@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from spmd_worker.config.schema import ConfigError, ParallelConfig
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 
 VOCABULARY_ALIGNMENT: Final = 64
 """Vocabulary shards are padded to a multiple of this many rows, which kernels like and which halves six times."""
@@ -72,9 +72,9 @@ class Stage:
         return self.stop - self.start
 
 
-def whole_model(shape: ModelShape) -> Stage:
+def whole_model(model_config: ModelConfig) -> Stage:
     """The only stage where there is no pipeline."""
-    return Stage(0, shape.num_layers, is_first=True, is_last=True)
+    return Stage(0, model_config.num_layers, is_first=True, is_last=True)
 
 
 def layout_of(parallel: ParallelConfig) -> RankLayout:
@@ -87,30 +87,30 @@ def layout_of(parallel: ParallelConfig) -> RankLayout:
     )
 
 
-def stage_of(layout: RankLayout, shape: ModelShape, rank: int) -> Stage:
+def stage_of(layout: RankLayout, model_config: ModelConfig, rank: int) -> Stage:
     """What a rank's stage of the pipeline has; the layout has been checked against the shape."""
     counts, stage = (
-        layout.pipeline_layers or balanced_layers(shape, layout.pipeline_parallel_size),
+        layout.pipeline_layers or balanced_layers(model_config, layout.pipeline_parallel_size),
         layout.pipeline_rank(rank),
     )
     start = sum(counts[:stage])
     return Stage(start, start + counts[stage], is_first=stage == 0, is_last=stage == len(counts) - 1)
 
 
-def balanced_layers(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+def balanced_layers(model_config: ModelConfig, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage, one at least, so that the largest share of weights is the smallest possible.
 
     The first stage also holds the embedding and the last one the head, tied or not. Of equal shares the earlier stage's
     is the larger.
     """
     counts = [1] * num_stages
-    table = shape.vocab_size * shape.hidden_size
+    table = model_config.vocab_size * model_config.hidden_size
     extra = [0] * num_stages
     extra[0] += table
     extra[-1] += table
-    for _ in range(shape.num_layers - num_stages):
+    for _ in range(model_config.num_layers - num_stages):
         least = min(
-            range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * shape.num_layer_parameters
+            range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * model_config.num_layer_parameters
         )
         counts[least] += 1
     return tuple(counts)
@@ -150,29 +150,29 @@ def in_every_engine(groups: list[list[int]], layout: RankLayout, world_size: int
     return [[start + rank for rank in ranks] for start in starts for ranks in groups]
 
 
-def check_divides(layout: RankLayout, shape: ModelShape) -> None:
+def check_divides(layout: RankLayout, model_config: ModelConfig) -> None:
     """Raise ConfigError unless every shard is whole; the message lists the sizes that are.
 
     Query heads must divide. Key-value heads must divide or, when ranks outnumber them, each must serve a whole number
     of ranks. The feed-forward is cut into nearly equal parts and the vocabulary is padded, so these always divide.
     """
-    _check_stages(layout, shape)
+    _check_stages(layout, model_config)
     size = layout.tensor_parallel_size
-    problem = _shard_problem(size, shape)
+    problem = _shard_problem(size, model_config)
     if problem:
-        valid = [str(each) for each in range(1, shape.num_heads + 1) if not _shard_problem(each, shape)]
+        valid = [str(each) for each in range(1, model_config.num_heads + 1) if not _shard_problem(each, model_config)]
         raise ConfigError(
             f"parallel.tensor_parallel_size={size} does not divide this model: {problem}; "
-            f"sizes that do are {_spoken(valid)}"
+            f"sizes that do are {_listed(valid)}"
         )
 
 
-def _check_stages(layout: RankLayout, shape: ModelShape) -> None:
+def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
     size, layers = layout.pipeline_parallel_size, layout.pipeline_layers
-    if size > shape.num_layers:
+    if size > model_config.num_layers:
         raise ConfigError(
-            f"parallel.pipeline_parallel_size={size} is more than the model's {shape.num_layers} layers: each stage "
-            f"has one at least; lower it to {shape.num_layers} or less"
+            f"parallel.pipeline_parallel_size={size} is more than the model's {model_config.num_layers} layers: each "
+            f"stage has one at least; lower it to {model_config.num_layers} or less"
         )
     if not layers:
         return
@@ -182,25 +182,25 @@ def _check_stages(layout: RankLayout, shape: ModelShape) -> None:
             f"{spelled} has {len(layers)} stages but parallel.pipeline_parallel_size is {size}: give one number "
             f"a stage, or leave it null"
         )
-    if min(layers) < 1 or sum(layers) != shape.num_layers:
-        example = ",".join(map(str, balanced_layers(shape, size)))
+    if min(layers) < 1 or sum(layers) != model_config.num_layers:
+        example = ",".join(map(str, balanced_layers(model_config, size)))
         raise ConfigError(
-            f"{spelled} makes {sum(layers)} layers and the model has {shape.num_layers}, of which each stage takes "
-            f"one at least: give numbers that add up, such as [{example}], or leave it null"
+            f"{spelled} makes {sum(layers)} layers and the model has {model_config.num_layers}, of which each stage "
+            f"takes one at least: give numbers that add up, such as [{example}], or leave it null"
         )
 
 
-def _shard_problem(size: int, shape: ModelShape) -> str:
-    if shape.num_heads % size:
-        return f"it has {shape.num_heads} attention heads"
-    if shape.num_kv_heads % size and size % shape.num_kv_heads:
-        return f"it has {shape.num_kv_heads} key-value heads"
-    if shape.intermediate_size < size:
-        return f"its feed-forward has {shape.intermediate_size} columns"
+def _shard_problem(size: int, model_config: ModelConfig) -> str:
+    if model_config.num_heads % size:
+        return f"it has {model_config.num_heads} attention heads"
+    if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
+        return f"it has {model_config.num_kv_heads} key-value heads"
+    if model_config.intermediate_size < size:
+        return f"its feed-forward has {model_config.intermediate_size} columns"
     return ""
 
 
-def _spoken(words: list[str]) -> str:
+def _listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 

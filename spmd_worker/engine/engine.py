@@ -4,9 +4,9 @@ One step is three calls, all in one direction: `schedule`, `agree`, `execute_mod
 into the scheduler. Rank 0's requests and aborts become events of the next message; what other ranks ask for is ignored,
 because only rank 0 touches the outside world.
 
-A pipeline of d stages has d steps under way: the ranks agree on a step at the same time, and stage s executes it s
+A pipeline of d stages has d steps in flight: the ranks agree on a step at the same time, and stage s executes it s
 steps later, so that all stages compute at once. What a step sampled, and its events, are taken in d - 1 steps later, on
-all ranks at the same place between the same steps; at once where no request waits for what is under way. Knows how the
+all ranks at the same place between the same steps; at once where no request waits for what is in flight. Knows how the
 parts fit together and no part's inside.
 """
 
@@ -32,7 +32,7 @@ from spmd_worker.lockstep.transport.step_channel import AbortedError
 from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.metrics.step_stats import StepStats
 from spmd_worker.metrics.step_times import StepTimes
-from spmd_worker.model_config.model_config import ModelShape, read_generation_config
+from spmd_worker.model_config.model_config import ModelConfig, read_generation_config
 from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.defaults import default_sampling
@@ -80,7 +80,7 @@ class LLMEngine:
     def __init__(
         self,
         config: RunConfig,
-        shape: ModelShape,
+        model_config: ModelConfig,
         tokenizer: Tokenizer | None,
         executor: Executor,
         channel: ControlChannel,
@@ -89,7 +89,7 @@ class LLMEngine:
         engine_channel: ControlChannel | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        self.config, self.shape, self.tokenizer, self.executor = config, shape, tokenizer, executor
+        self.config, self.model_config, self.tokenizer, self.executor = config, model_config, tokenizer, executor
         self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
         self.engine_channel = engine_channel or channel
         self.is_closed = self._is_round_over = False
@@ -101,14 +101,14 @@ class LLMEngine:
             _release, self.times.heartbeat, (lockstep, channel, self.engine_channel), executor, watchdog
         )
         self.default_sampling = default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
-        self.max_model_len = resolve_max_model_len(config, shape)
+        self.max_model_len = resolve_max_model_len(config, model_config)
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
         self._num_requests = 0
         self._sampled_token_ids: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
         parallel = config.parallel
-        self._under_way = StepPipeline(
+        self._in_flight = StepPipeline(
             executor, channel, parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         )
         self._on_step: Callable[[StepPlan, StepResult], None] | None = None
@@ -139,7 +139,7 @@ class LLMEngine:
         check_request(
             prompt_token_ids,
             sampling,
-            vocab_size=self.shape.vocab_size,
+            vocab_size=self.model_config.vocab_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             has_tokenizer=self.tokenizer is not None,
@@ -281,26 +281,26 @@ class LLMEngine:
         agreed = self.lockstep.agree(plan, self._sampled_token_ids, events, self._finished_transfers)
         self._sampled_token_ids = self._finished_transfers = ()
         self.times.end("lockstep")
-        self._under_way.add(agreed)
+        self._in_flight.add(agreed)
         ended: list[SequenceGroup] = []
-        while self._under_way.is_full or (self._under_way and self._is_idle):
-            ended += self._settle(*self._under_way.take_oldest())
+        while self._in_flight.is_full or (self._in_flight and self._is_idle):
+            ended += self._settle(*self._in_flight.take_oldest())
         self.times.end("execute")
         return ended
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nobody waits for the steps under way: then none is left half done between two calls."""
+        """Whether nobody waits for the steps in flight: then none is left half done between two calls."""
         return self.is_closed or not self.scheduler.has_unfinished
 
     def _settle(self, step: AgreedStep, result: StepResult) -> list[SequenceGroup]:
-        """The oldest step under way has ended: take in what it sampled, then its events."""
+        """The oldest step in flight has ended: take in what it sampled, then its events."""
         self.times.end("execute")
         self._sampled_token_ids += result.token_ids
         self._finished_transfers += result.finished_transfers
         ended = self.scheduler.apply(result) if step.plan.has_rows else []
         for event in step.events:
-            ended += self._take_in(event)
+            ended += self._apply_event(event)
         if self._checks_integrity:
             self.scheduler.check_integrity()
         self.times.end("apply")
@@ -308,7 +308,7 @@ class LLMEngine:
             self._on_step(step.plan, result)
         return ended
 
-    def _take_in(self, event: Event) -> list[SequenceGroup]:
+    def _apply_event(self, event: Event) -> list[SequenceGroup]:
         if isinstance(event, Close):
             self.is_closed = True
         elif isinstance(event, EndRound):

@@ -25,7 +25,7 @@ class _StepUnderWay:
 
 
 class StepPipeline:
-    """Call `add` for each step, and `take_oldest` while `is_full`, or to leave nothing under way."""
+    """Call `add` for each step, and `take_oldest` while `is_full`, or to leave nothing in flight."""
 
     def __init__(self, executor: Executor, channel: ControlChannel, num_stages: int, num_shards: int) -> None:
         self._executor, self._channel, self._num_stages = executor, channel, num_stages
@@ -37,7 +37,7 @@ class StepPipeline:
         self._sampling_rank = (num_stages - 1) * num_shards if has_own_stage else 0
 
     def __len__(self) -> int:
-        """Steps under way."""
+        """Steps in flight."""
         return len(self._steps)
 
     @property

@@ -37,9 +37,9 @@ from spmd_worker.lockstep.transport.connect import open_step_channel
 from spmd_worker.lockstep.transport.step_channel import FollowerChannel, LeaderChannel
 from spmd_worker.memory.plan import check_cache_setting, resolve_dtype, resolve_max_model_len
 from spmd_worker.memory.swap_cost import block_copy_tokens
-from spmd_worker.model_config.model_config import ModelShape, read_model_shape
+from spmd_worker.model_config.model_config import ModelConfig, read_model_config
+from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.residency import PreemptionPolicy
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.sequence import Sequence
@@ -71,15 +71,15 @@ def start_engine(
     same on every rank, once the groups exist.
     """
     environment = world_environment(environment or read_rank_environment())
-    shape, layout = read_run(config)
-    executor = Executor.get_class(config.executor.backend, environment)(config, shape, layout, environment)
+    model_config, layout = read_run(config)
+    executor = Executor.get_class(config.executor.backend, environment)(config, model_config, layout, environment)
     if watchdog is None:
         num_ranks = layout.world_size if environment.is_launched else 1
         is_on_gpu = device_type(config.device) == "cuda"
         watchdog = watch_guest(environment, num_ranks, config.executor.timeout_s, spins=is_on_gpu)
         watchdog.start()
     try:
-        return _start(config, shape, environment, executor, watchdog)
+        return _start(config, model_config, environment, executor, watchdog)
     except BaseException as error:  # told to the other ranks, which may be waiting for this one, then raised again
         watchdog.fail(error)
         cause = watchdog.find_cause(error)
@@ -91,17 +91,17 @@ def start_engine(
 
 
 def _start(
-    config: RunConfig, shape: ModelShape, environment: RankEnvironment, executor: Executor, watchdog: Watchdog
+    config: RunConfig, model_config: ModelConfig, environment: RankEnvironment, executor: Executor, watchdog: Watchdog
 ) -> LLMEngine:
     watchdog.heartbeat.enter("joining the other ranks")
     executor.start()
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
     engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
     try:
-        tokenizer, sizes = _load(config, shape, executor, channel, engine_channel, watchdog)
+        tokenizer, sizes = _load(config, model_config, executor, channel, engine_channel, watchdog)
         watchdog.heartbeat.enter("agreeing on the start")
         device = str(executor.collective_rpc("get_device_type")[0])
-        scheduler = new_scheduler(config, shape, tokenizer, sizes, device)
+        scheduler = new_scheduler(config, model_config, tokenizer, sizes, device)
         if config.executor.digest_every:
             _agree_on_computing(channel, engine_channel, executor, scheduler)
         # The channel last: it starts a thread.
@@ -116,7 +116,7 @@ def _start(
         executor.shutdown()
         raise
     watchdog.heartbeat.enter(BETWEEN_STEPS)
-    return LLMEngine(config, shape, tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
+    return LLMEngine(config, model_config, tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
 
 
 def _agree_on_computing(
@@ -138,7 +138,7 @@ def _agree_on_computing(
 
 def _load(
     config: RunConfig,
-    shape: ModelShape,
+    model_config: ModelConfig,
     executor: Executor,
     channel: ControlChannel,
     engine_channel: ControlChannel,
@@ -151,7 +151,7 @@ def _load(
     together = partial(_together, engine_channel, watchdog)
     tokenizer = together("reading the tokenizer", partial(Tokenizer.open_if_present, folder))
     if config.executor.digest_every:
-        _agree_on_start(engine_channel, watchdog, config, shape, tokenizer)
+        _agree_on_start(engine_channel, watchdog, config, model_config, tokenizer)
     together("loading the model", executor.load_model)
     counts = together("sizing the cache", executor.determine_num_available_blocks)
     num_tier = int(config.cache.host_tier_gib * 2**30) // max(executor.collective_rpc("get_cache_block_size_bytes"))
@@ -173,23 +173,25 @@ def _open_channel(
     return open_step_channel(channel, None if is_one_node else environment.master_address, config.executor.timeout_s)
 
 
-def read_run(config: RunConfig) -> tuple[ModelShape, RankLayout]:
+def read_run(config: RunConfig) -> tuple[ModelConfig, RankLayout]:
     """The model's shape and the layout of ranks, checked against each other. Raises ConfigError or ModelConfigError."""
     if config.model.path is None:
         raise ConfigError("model.path is not set: give a Hugging Face model folder, such as scripts/demo/model")
-    shape = read_model_shape(Path(config.model.path))
+    model_config = read_model_config(Path(config.model.path))
     layout = layout_of(config.parallel)
-    check_divides(layout, shape)
-    resolve_max_model_len(config, shape)
-    check_cache_setting(config, shape)
-    return shape, layout
+    check_divides(layout, model_config)
+    resolve_max_model_len(config, model_config)
+    check_cache_setting(config, model_config)
+    return model_config, layout
 
 
 def new_scheduler(
-    config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None, sizes: CacheSizes, device: str
+    config: RunConfig, model_config: ModelConfig, tokenizer: Tokenizer | None, sizes: CacheSizes, device: str
 ) -> Scheduler:
     """This rank's replica of the scheduler, empty. `device` is "cpu" or "cuda"."""
-    copy_tokens = block_copy_tokens(shape, resolve_dtype(config, shape, device), config.cache.block_size, device)
+    copy_tokens = block_copy_tokens(
+        model_config, resolve_dtype(config, model_config, device), config.cache.block_size, device
+    )
     limits = SchedulerLimits(
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
@@ -206,7 +208,9 @@ def new_scheduler(
         connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
     )
     new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
-    return Scheduler(limits, cache, StopChecker(shape.eos_token_ids, resolve_max_model_len(config, shape), new_decoder))
+    return Scheduler(
+        limits, cache, StopChecker(model_config.eos_token_ids, resolve_max_model_len(config, model_config), new_decoder)
+    )
 
 
 def _new_decoder(tokenizer: Tokenizer, sequence: Sequence) -> IncrementalDecoder:
@@ -221,7 +225,11 @@ def package_versions() -> dict[str, str]:
 
 
 def _agree_on_start(
-    channel: ControlChannel, watchdog: Watchdog, config: RunConfig, shape: ModelShape, tokenizer: Tokenizer | None
+    channel: ControlChannel,
+    watchdog: Watchdog,
+    config: RunConfig,
+    model_config: ModelConfig,
+    tokenizer: Tokenizer | None,
 ) -> None:
     """Configuration, code and model must be the same on every rank; where output goes is rank 0's business."""
     settings = asdict(config)
@@ -233,7 +241,7 @@ def _agree_on_start(
         "config": settings,
         "code": code_fingerprint(),
         "packages": package_versions(),
-        "model": asdict(shape),
+        "model": asdict(model_config),
         "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
     }
     check_equal("settings", channel.gather(canonical(value)))

@@ -16,7 +16,7 @@ from spmd_worker.config.schema import ConfigError, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.lockstep.transfers import TransferBook
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import resolve_class
 
@@ -32,8 +32,10 @@ BACKENDS = {
 class Executor(ABC):
     """Call `start`, then `determine_num_available_blocks` and `initialize_from_config`, then steps, then `shutdown`."""
 
-    def __init__(self, config: RunConfig, shape: ModelShape, layout: RankLayout, environment: RankEnvironment) -> None:
-        self.config, self.shape, self.layout, self.environment = config, shape, layout, environment
+    def __init__(
+        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
+    ) -> None:
+        self.config, self.model_config, self.layout, self.environment = config, model_config, layout, environment
         self._has_failed = False
         self._failure_callbacks: list[Callable[[], None]] = []
         self._callback_lock = threading.Lock()
@@ -131,7 +133,7 @@ class Executor(ABC):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that may be under way at once."""
+        """Steps that may be in flight at once."""
         return self.config.parallel.pipeline_parallel_size
 
     @property
@@ -195,7 +197,7 @@ class Executor(ABC):
             "worker_cls": self.config.executor.worker_cls,
             "worker_extension_cls": self.config.executor.worker_extension_cls,
             "config": self.config,
-            "shape": self.shape,
+            "model_config": self.model_config,
             "layout": self.layout,
             "environment": environment,
         }

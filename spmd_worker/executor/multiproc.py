@@ -30,7 +30,7 @@ from spmd_worker.lockstep.wire.codec import Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.memory import host
 from spmd_worker.metrics.log import LOGGER_NAME
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 _STEP_SHARE: Final = 0.9
@@ -45,8 +45,10 @@ _SETTLE_S: Final = 1.0
 class MultiprocExecutor(Executor):
     """Tensor x pipeline workers. Calls may come from any thread; workers take them in one order."""
 
-    def __init__(self, config: RunConfig, shape: ModelShape, layout: RankLayout, environment: RankEnvironment) -> None:
-        super().__init__(config, shape, layout, environment)
+    def __init__(
+        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
+    ) -> None:
+        super().__init__(config, model_config, layout, environment)
         self._pool = WorkerPool(config.executor.timeout_s, self._fail)
         self._store: TCPStore | None = None
         self._encoder = Encoder()
@@ -149,12 +151,12 @@ class MultiprocExecutor(Executor):
         start.
 
         Every worker leaves its groups and drops model and cache; then all join a new world, load their new shards and
-        allocate as many blocks as before. Call it while nothing is computed and no request is under way, and reset the
+        allocate as many blocks as before. Call it while nothing is computed and no request is in flight, and reset the
         prefix cache afterwards: the cache is empty. Whatever was done to the workers through `collective_rpc` is gone.
         Raises ConfigError, with everything as it was, for a layout that cannot run here; any later failure is for good.
         """
         self._check_world(layout)
-        check_divides(layout, self.shape)
+        check_divides(layout, self.model_config)
         if self.config.cache.host_tier_gib:
             raise ConfigError(
                 f"cache.host_tier_gib={self.config.cache.host_tier_gib:g}: the world size cannot change while prefixes "

@@ -15,7 +15,7 @@ from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config import schema as config
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.model_config.model_config import ModelShape, RopeParameters
+from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepResult
 
@@ -23,7 +23,7 @@ _PLAIN: Final = (type(None), bool, int, float, str)
 
 _CONFIG_RECORDS: Final = (
     config.RunConfig,
-    config.ModelConfig,
+    config.ModelOptions,
     config.ParallelConfig,
     config.ExecutorConfig,
     config.CacheConfig,
@@ -38,7 +38,7 @@ _RECORDS: Final[dict[str, type]] = {
         *_CONFIG_RECORDS,
         CacheSpec,
         Logprob,
-        ModelShape,
+        ModelConfig,
         RankEnvironment,
         RankLayout,
         RopeParameters,

@@ -60,7 +60,7 @@ class Kernels(Protocol):
         `room`, of the result's shape and dtype, is where it should be put; an implementation that cannot lets it be.
         """
 
-    def largest_of_linear(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """[R, in] x [V, in] -> `largest` of each row of the product among its first `count` columns."""
 
     def pack_gated(self, weight: Tensor) -> Tensor:

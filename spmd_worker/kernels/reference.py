@@ -21,8 +21,8 @@ class ReferenceKernels:
         del room
         return F.linear(x, weight, bias)
 
-    def largest_of_linear(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `Kernels.largest_of_linear`."""
+    def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `Kernels.linear_argmax`."""
         return self.largest(self.linear(x, weight, None)[:, :count])
 
     def pack_gated(self, weight: Tensor) -> Tensor:

@@ -10,37 +10,42 @@ from spmd_worker.distributed.topology import shard_range
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.linear import RowParallelLinear, kv_head_range, qkv_linear
 from spmd_worker.layers.norm import RMSNorm
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 
 
 class Attention(nn.Module):
     """Projections, optional norm of queries and keys (Qwen3), rotary embedding, attention, output projection."""
 
-    def __init__(self, context: LayerContext, shape: ModelShape, layer_index: int) -> None:
+    def __init__(self, context: LayerContext, model_config: ModelConfig, layer_index: int) -> None:
         super().__init__()
-        group, head_size = context.tensor_group, shape.head_size
-        first_head, end_head = shard_range(shape.num_heads, group.size, group.rank)
-        first_kv_head, end_kv_head = kv_head_range(shape.num_kv_heads, group.size, group.rank)
+        group, head_size = context.tensor_group, model_config.head_size
+        first_head, end_head = shard_range(model_config.num_heads, group.size, group.rank)
+        first_kv_head, end_kv_head = kv_head_range(model_config.num_kv_heads, group.size, group.rank)
         self.num_heads, self.num_kv_heads, self.head_size = (
             end_head - first_head,
             end_kv_head - first_kv_head,
             head_size,
         )
         self._sizes = [heads * head_size for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        self.window, self.scale = shape.sliding_windows[layer_index], head_size**-0.5
+        self.window, self.scale = model_config.sliding_windows[layer_index], head_size**-0.5
         self._kernels, self._backend = context.kernels, context.attention
         self.qkv_proj = qkv_linear(
-            context, shape.hidden_size, shape.num_heads, shape.num_kv_heads, head_size, shape.has_qkv_bias
+            context,
+            model_config.hidden_size,
+            model_config.num_heads,
+            model_config.num_kv_heads,
+            head_size,
+            model_config.has_qkv_bias,
         )
         self.o_proj = RowParallelLinear(
             context,
             (first_head * head_size, end_head * head_size),
-            shape.num_heads * head_size,
-            shape.hidden_size,
-            shape.has_output_bias,
+            model_config.num_heads * head_size,
+            model_config.hidden_size,
+            model_config.has_output_bias,
         )
-        self.q_norm = RMSNorm(context, head_size, shape.rms_norm_eps) if shape.has_qk_norm else None
-        self.k_norm = RMSNorm(context, head_size, shape.rms_norm_eps) if shape.has_qk_norm else None
+        self.q_norm = RMSNorm(context, head_size, model_config.rms_norm_eps) if model_config.has_qk_norm else None
+        self.k_norm = RMSNorm(context, head_size, model_config.rms_norm_eps) if model_config.has_qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[T, hidden] -> [T, hidden], this rank's part; writes this step's keys and values before it reads."""

@@ -88,7 +88,7 @@ class VocabularyParallelHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Rows that sample -> logits; ids past the vocabulary get minus infinity."""
-        logits = self._kernels.linear(hidden, self._product_weight, None)
+        logits = self._kernels.linear(hidden, self._gemm_weight, None)
         if self.shard.num_owned < self.shard.size:
             logits[:, self.shard.num_owned :] = -torch.inf
         return logits
@@ -97,10 +97,10 @@ class VocabularyParallelHead(nn.Module):
         """Of each row the largest logit, float32 [R], and its column, int64 [R]: the first of equal ones."""
         if self.shard.num_owned == 0:
             return self._kernels.largest(self(hidden))
-        return self._kernels.largest_of_linear(hidden, self._product_weight, self.shard.num_owned)
+        return self._kernels.linear_argmax(hidden, self._gemm_weight, self.shard.num_owned)
 
     @property
-    def _product_weight(self) -> Tensor:
+    def _gemm_weight(self) -> Tensor:
         return self.weight if self._packed_tied is None else self._packed_tied
 
     def pack_weights(self) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.liveness.failure_diagnosis import Standing, Verdict
-from spmd_worker.liveness.heartbeat import Beat
+from spmd_worker.liveness.failure_diagnosis import Diagnosis, RankStatus
+from spmd_worker.liveness.heartbeat import RankHeartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,15 @@ class ErrorRecord:
     rank: int
     wall_s: float
     """Seconds since 1970."""
-    standings: tuple[Standing, ...]
-    verdict: Verdict | None
+    statuses: tuple[RankStatus, ...]
+    diagnosis: Diagnosis | None
     traceback: str = ""
 
     def as_plain(self) -> dict[str, Any]:
         """For JSON."""
-        own = next((each.beat for each in self.standings if each.rank == self.rank and each.beat), None)
+        own = next(
+            (each.last_heartbeat for each in self.statuses if each.rank == self.rank and each.last_heartbeat), None
+        )
         return {
             "rank": self.rank,
             "wall_s": self.wall_s,
@@ -47,16 +49,16 @@ class ErrorRecord:
             "phase": own.phase if own else "",
             "phase_age_s": own.phase_age_s if own else 0.0,
             "text": own.failure.text if own and own.failure else "",
-            "verdict": None if self.verdict is None else {"ranks": self.verdict.ranks, "text": self.verdict.text},
+            "verdict": None if self.diagnosis is None else {"ranks": self.diagnosis.ranks, "text": self.diagnosis.text},
             "traceback": self.traceback,
             "ranks": [
                 {
                     "rank": each.rank,
                     "heard_ago_s": round(each.heard_ago_s, 3),
                     "is_gone": each.is_gone,
-                    "beat": each.beat.as_plain() if each.beat else None,
+                    "beat": each.last_heartbeat.as_plain() if each.last_heartbeat else None,
                 }
-                for each in self.standings
+                for each in self.statuses
             ],
         }
 
@@ -64,20 +66,20 @@ class ErrorRecord:
     def from_plain(value: Any) -> "ErrorRecord":
         """From JSON. Raises ValueError for anything else."""
         try:
-            verdict = value["verdict"]
+            diagnosis = value["verdict"]
             return ErrorRecord(
                 int(value["rank"]),
                 float(value["wall_s"]),
                 tuple(
-                    Standing(
+                    RankStatus(
                         int(each["rank"]),
-                        Beat.from_plain(each["beat"]) if each["beat"] else None,
+                        RankHeartbeat.from_plain(each["beat"]) if each["beat"] else None,
                         float(each["heard_ago_s"]),
                         bool(each["is_gone"]),
                     )
                     for each in value["ranks"]
                 ),
-                None if verdict is None else Verdict(tuple(verdict["ranks"]), str(verdict["text"])),
+                None if diagnosis is None else Diagnosis(tuple(diagnosis["ranks"]), str(diagnosis["text"])),
                 str(value["traceback"]),
             )
         except (KeyError, TypeError) as error:

@@ -61,17 +61,17 @@ class Heartbeat:
 class FailureKind(StrEnum):
     """What a rank has to say of its end."""
 
-    OWN = "own"
+    PRIMARY = "own"
     """Something failed here."""
-    ECHO = "echo"
+    SECONDARY = "echo"
     """Something failed because another rank did."""
     STALLED = "stalled"
     """The main thread has not moved for as long as any rank may wait."""
     ORPHANED = "orphaned"
     """The launcher's process has ended before this one."""
-    TOLD = "told"
+    SIGNALLED = "told"
     """Somebody outside wants this rank to end."""
-    SAID = "said"
+    EXPLAINED = "said"
     """It has been, or is being, said on the terminal, and every rank knows: a wrong setting, replicas that diverged."""
 
 
@@ -88,7 +88,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class RankHeartbeat:
     """A rank, as it published itself. `phase_age_s` is how long it had been in its phase; `where` is the line of code.
 
     `node`, `pid` and `born` find its process again, and no other, on the same node.
@@ -116,18 +116,18 @@ class Beat:
         return asdict(self)
 
     @staticmethod
-    def unpack(payload: bytes | str) -> "Beat":
+    def unpack(payload: bytes | str) -> "RankHeartbeat":
         """From the store. Raises ValueError for anything else."""
-        return Beat.from_plain(json.loads(payload))
+        return RankHeartbeat.from_plain(json.loads(payload))
 
     @staticmethod
-    def from_plain(value: Any) -> "Beat":
+    def from_plain(value: Any) -> "RankHeartbeat":
         """From JSON. Raises ValueError for anything else."""
         try:
             failure = value["failure"]
             if failure is not None:
                 failure = Failure(**{**failure, "kind": FailureKind(failure["kind"])})
-            return Beat(**{**value, "failure": failure})
+            return RankHeartbeat(**{**value, "failure": failure})
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no heartbeat: {error}") from None
 

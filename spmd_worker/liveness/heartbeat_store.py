@@ -1,8 +1,9 @@
-"""The board on which ranks pin their heartbeats: the launcher's store, which outlives any of them.
+"""The heartbeat store on which ranks pin their heartbeats: the launcher's store, which outlives any of them.
 
 A thread of its own talks to the store, because a store whose machine is gone may not answer for long; whoever asks this
-board gets what was known at the last exchange. The alarm is a count that any rank raises and all look at, every second;
-from then on everybody exchanges more often. Knows keys and heartbeats. Knows nothing about what they lead to.
+heartbeat store gets what was known at the last exchange. The alarm is a count that any rank raises and all look at,
+every second; from then on everybody exchanges more often. Knows keys and heartbeats. Knows nothing about what they lead
+to.
 """
 
 import threading
@@ -11,8 +12,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from spmd_worker.liveness.failure_diagnosis import SILENT_AFTER_S, Standing
-from spmd_worker.liveness.heartbeat import Beat, born_at
+from spmd_worker.liveness.failure_diagnosis import SILENT_AFTER_S, RankStatus
+from spmd_worker.liveness.heartbeat import RankHeartbeat, born_at
 from spmd_worker.liveness.stall_clock import WatchClock
 
 PERIOD_S: Final = 1.0
@@ -27,7 +28,7 @@ _LEAVE_S: Final = 2.0
 """How long a store in this process is kept for ranks that have not ended yet, and a silent one is waited for."""
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What is asked of the launcher's store. Calls raise RuntimeError when it is gone."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
@@ -44,23 +45,23 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class HeartbeatStore:
     """A store, and where on it the keys of this run are. `is_host` says that the store lives in this process."""
 
-    store: Store
+    store: KeyValueStore
     prefix: str
     is_host: bool = False
 
-    def pin(self, beat: Beat) -> None:
+    def publish(self, last_heartbeat: RankHeartbeat) -> None:
         """This rank's heartbeat takes the place of its last one."""
-        self.store.set(f"{self.prefix}/beat/{beat.rank}", beat.pack().decode())
+        self.store.set(f"{self.prefix}/beat/{last_heartbeat.rank}", last_heartbeat.pack().decode())
 
-    def find(self, ranks: Sequence[int], known: Container[int] = ()) -> dict[int, Beat]:
+    def find(self, ranks: Sequence[int], known: Container[int] = ()) -> dict[int, RankHeartbeat]:
         """The last heartbeats of those of `ranks` that have one, which `known` have: in one request where all are."""
         keys = {rank: f"{self.prefix}/beat/{rank}" for rank in ranks}
         there = [rank for rank, key in keys.items() if rank in known or self.store.check([key])]
         payloads = self.store.multi_get([keys[rank] for rank in there]) if there else []
-        return {rank: Beat.unpack(payload) for rank, payload in zip(there, payloads, strict=True)}
+        return {rank: RankHeartbeat.unpack(payload) for rank, payload in zip(there, payloads, strict=True)}
 
     def count(self, what: str, amount: int = 1) -> int:
         """1 for the first rank that asks, 2 for the second; with an `amount` of 0 how many have asked so far."""
@@ -75,8 +76,9 @@ class Board:
         return self.store.check([f"{self.prefix}/{name}"])
 
 
-class Bulletin:
-    """This rank's view of the board. `connect` runs in the thread; None is for a rank that nobody else watches.
+class HeartbeatExchange:
+    """This rank's view of the heartbeat store. `connect` runs in the thread; None is for a rank that nobody else
+    watches.
 
     `beat` makes this rank's heartbeat of now, given the order of its failure (0: none yet). `node` is this node's name.
     """
@@ -85,25 +87,25 @@ class Bulletin:
         self,
         rank: int,
         ranks: Sequence[int],
-        connect: Callable[[], Board] | None,
-        beat: Callable[[int], Beat],
+        connect: Callable[[], HeartbeatStore] | None,
+        last_heartbeat: Callable[[int], RankHeartbeat],
         clock: WatchClock,
         node: str = "",
     ) -> None:
         self._rank, self._ranks = rank, tuple(ranks)
         self.node = node
-        self._connect, self._beat, self._clock = connect, beat, clock
-        self._beats: dict[int, Beat] = {}
+        self._connect, self._make_heartbeat, self._clock = connect, last_heartbeat, clock
+        self._heartbeats: dict[int, RankHeartbeat] = {}
         self._heard_s: dict[int, float] = {}
         self._gone: dict[int, bool] = {}
         self._order = self._num_calmed = 0
-        self._wants_alarm = self._wants_to_speak = self._has_spoken = self._is_stopping = False
+        self._wants_alarm = self._wants_to_report = self._has_reported = self._is_stopping = False
         self._asked_s: float | None = None
         self._has_failed = False
         self.is_connected = False
         self.num_alarms = 0
         """How often anybody has rung, as far as it is known here."""
-        self.is_speaker = self.is_reported = False
+        self.is_reporter = self.is_reported = False
         """This rank is the one that speaks; it, or another, has spoken."""
         self._wake = threading.Event()
         self._is_known = threading.Event()
@@ -129,7 +131,7 @@ class Bulletin:
 
     @property
     def is_shared(self) -> bool:
-        """Whether others see this board."""
+        """Whether others see this heartbeat store."""
         return self.is_connected and not self.is_lost
 
     @property
@@ -154,99 +156,105 @@ class Bulletin:
         """Nothing was wrong at the first so many alarms, as when a rank that was silent for long has spoken again."""
         self._num_calmed = num_alarms
 
-    def ask_to_speak(self) -> None:
-        """`is_speaker` will say whether this rank is the one that does."""
-        self._wants_to_speak = True
+    def ask_to_report(self) -> None:
+        """`is_reporter` will say whether this rank is the one that does."""
+        self._wants_to_report = True
         self._wake.set()
 
-    def has_spoken(self) -> None:
+    def has_reported(self) -> None:
         """This rank spoke for all: the others need not."""
-        self._has_spoken = True
+        self._has_reported = True
         self._wake.set()
 
-    def standings(self) -> list[Standing]:
+    def statuses(self) -> list[RankStatus]:
         """Every rank, in order, as far as it is known here."""
-        return [self._standing(rank) for rank in self._ranks]
+        return [self._status(rank) for rank in self._ranks]
 
-    def _standing(self, rank: int) -> Standing:
+    def _status(self, rank: int) -> RankStatus:
         if rank == self._rank:
-            return Standing(rank, self._beat(self._order))
+            return RankStatus(rank, self._make_heartbeat(self._order))
         heard_ago_s = max(self._clock.now_s - self._heard_s.get(rank, self._clock.now_s), 0.0)
-        beat = self._beats.get(rank)
-        if self.is_lost and beat is not None and self._is_near(beat):
+        last_heartbeat = self._heartbeats.get(rank)
+        if self.is_lost and last_heartbeat is not None and self._is_near(last_heartbeat):
             # Nobody is heard of any more, but processes on this node can be seen, and are not silent for that.
-            is_gone = self._has_no_process(beat) and not beat.has_ended
-            return Standing(rank, beat, min(heard_ago_s, SILENT_AFTER_S), is_gone)
-        return Standing(rank, beat, heard_ago_s, self._gone.get(rank, False))
+            is_gone = self._has_no_process(last_heartbeat) and not last_heartbeat.has_ended
+            return RankStatus(rank, last_heartbeat, min(heard_ago_s, SILENT_AFTER_S), is_gone)
+        return RankStatus(rank, last_heartbeat, heard_ago_s, self._gone.get(rank, False))
 
     def _run(self) -> None:
         assert self._connect is not None, "start comes first"
         try:
-            board = self._connect()
+            heartbeat_store = self._connect()
             self.is_connected = True
             while not self._is_stopping:
                 self._asked_s = self._clock.now_s
-                self._exchange(board)
+                self._exchange(heartbeat_store)
                 self._asked_s = None
                 self._wake.wait(ALARMED_PERIOD_S if self.is_alarmed else PERIOD_S)
                 self._wake.clear()
-            self._leave(board)
+            self._leave(heartbeat_store)
         except (RuntimeError, OSError, ValueError):
-            # A store that is gone does not come back, and whoever needs the board asks whether it is there.
+            # A store that is gone does not come back, and whoever needs the heartbeat store asks whether it is there.
             self._has_failed = True
             self._is_known.set()
 
-    def _exchange(self, board: Board) -> None:
-        self._say(board)
+    def _exchange(self, heartbeat_store: HeartbeatStore) -> None:
+        self._write_report(heartbeat_store)
         sees_all = self._rank == 0 or self.is_alarmed or len(self._ranks) <= MAX_RANKS_THAT_SEE_ALL
         others = [rank for rank in (self._ranks if sees_all else self._ranks[:1]) if rank != self._rank]
-        for rank in [rank for rank in self._beats if rank not in others]:
+        for rank in [rank for rank in self._heartbeats if rank not in others]:
             # Looked at during an alarm only: it is not silent because nobody listens.
-            del self._beats[rank]
+            del self._heartbeats[rank]
         # The processes first, their heartbeats after: one that ended well has said so before it did.
-        gone = [rank for rank, beat in self._beats.items() if self._is_near(beat) and self._has_no_process(beat)]
-        for rank, beat in board.find(others, self._beats).items():
-            last = self._beats.get(rank)
-            if last is None or (beat.pid, beat.count) != (last.pid, last.count):
-                self._beats[rank], self._heard_s[rank] = beat, self._clock.now_s
-            self._gone[rank] = rank in gone and not beat.has_ended
+        gone = [
+            rank
+            for rank, last_heartbeat in self._heartbeats.items()
+            if self._is_near(last_heartbeat) and self._has_no_process(last_heartbeat)
+        ]
+        for rank, last_heartbeat in heartbeat_store.find(others, self._heartbeats).items():
+            last = self._heartbeats.get(rank)
+            if last is None or (last_heartbeat.pid, last_heartbeat.count) != (last.pid, last.count):
+                self._heartbeats[rank], self._heard_s[rank] = last_heartbeat, self._clock.now_s
+            self._gone[rank] = rank in gone and not last_heartbeat.has_ended
 
-    def _say(self, board: Board) -> None:
+    def _write_report(self, heartbeat_store: HeartbeatStore) -> None:
         wants_alarm = self._wants_alarm
         if wants_alarm:
             # Whoever rings again from here on has failed before the heartbeat that follows is made.
             self._wants_alarm = False
-        beat = self._beat(self._order)
-        if beat.failure is not None and self._order == 0:
-            self._order = board.count("failures")
-            beat = self._beat(self._order)
-        board.pin(beat)
-        self.num_alarms = board.count("alarms", int(wants_alarm))
+        last_heartbeat = self._make_heartbeat(self._order)
+        if last_heartbeat.failure is not None and self._order == 0:
+            self._order = heartbeat_store.count("failures")
+            last_heartbeat = self._make_heartbeat(self._order)
+        heartbeat_store.publish(last_heartbeat)
+        self.num_alarms = heartbeat_store.count("alarms", int(wants_alarm))
         if wants_alarm:
             self._is_known.set()
-        if self._wants_to_speak:
-            self._wants_to_speak = False
-            self.is_speaker = board.count("speakers") == 1
-        if self._has_spoken:
-            board.raise_flag("reported")
-        self.is_reported = self.is_reported or board.has_flag("reported")
+        if self._wants_to_report:
+            self._wants_to_report = False
+            self.is_reporter = heartbeat_store.count("speakers") == 1
+        if self._has_reported:
+            heartbeat_store.raise_flag("reported")
+        self.is_reported = self.is_reported or heartbeat_store.has_flag("reported")
 
-    def _is_near(self, beat: Beat) -> bool:
+    def _is_near(self, last_heartbeat: RankHeartbeat) -> bool:
         """Whether a rank's process is on this node."""
-        return bool(self.node) and beat.node == self.node
+        return bool(self.node) and last_heartbeat.node == self.node
 
-    def _has_no_process(self, beat: Beat) -> bool:
+    def _has_no_process(self, last_heartbeat: RankHeartbeat) -> bool:
         """For a rank on this node: whether its process is known to be there no more."""
         try:
-            return born_at(beat.pid) != beat.born
+            return born_at(last_heartbeat.pid) != last_heartbeat.born
         except OSError:
             return False
 
-    def _leave(self, board: Board) -> None:
-        self._say(board)
+    def _leave(self, heartbeat_store: HeartbeatStore) -> None:
+        self._write_report(heartbeat_store)
         others = [rank for rank in self._ranks if rank != self._rank]
         deadline_s = time.monotonic() + _LEAVE_S
-        while board.is_host and others and time.monotonic() < deadline_s:
+        while heartbeat_store.is_host and others and time.monotonic() < deadline_s:
             # The store ends with this process: those that still read it would take that for a failure.
-            others = [rank for rank, beat in board.find(others).items() if not beat.has_ended]
+            others = [
+                rank for rank, last_heartbeat in heartbeat_store.find(others).items() if not last_heartbeat.has_ended
+            ]
             time.sleep(0.01)

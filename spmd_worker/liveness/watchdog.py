@@ -1,9 +1,10 @@
-"""A thread that watches this rank and, over the bulletin, the others; that says who is to blame; that ends together.
+"""A thread that watches this rank and, over the heartbeat exchange, the others; that says who is to blame; that ends
+together.
 
     soft limit   the main thread has made no progress for a while: its stacks, and one line
     hard limit   it has made none for as long as any rank may wait for another: that is a failure
     alarm        a rank failed, went, is silent, or was told to end: the ranks gather what they know, agree on who is to
-                 blame because they read the same heartbeats, one of them prints the roll-call, and all leave
+                 blame because they read the same heartbeats, one of them prints the rank status, and all leave
 
 In a program of ours (`exits`) the thread ends the process where the main thread, which may wait in native code, does
 not by itself. In somebody else's process it only says what it knows, in the log and in the exception that the main
@@ -24,20 +25,20 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from spmd_worker.liveness.bounded import within
-from spmd_worker.liveness.coordinated_shutdown import LEAVE_S, MOST_S, Ending, end_silent, exit_now
+from spmd_worker.liveness.coordinated_shutdown import LEAVE_S, MOST_S, CoordinatedShutdown, end_silent, exit_now
 from spmd_worker.liveness.error_file import ErrorRecord, write_elastic_file, write_record, write_stacks
-from spmd_worker.liveness.failure_diagnosis import SETTLE_S, Verdict, describe, is_echo, said_exit_code
+from spmd_worker.liveness.failure_diagnosis import SETTLE_S, Diagnosis, describe, explained_exit_code, is_secondary
 from spmd_worker.liveness.heartbeat import (
-    Beat,
     Failure,
     FailureKind,
     Heartbeat,
     Moment,
+    RankHeartbeat,
     born_at,
     node_name,
     stand_of,
 )
-from spmd_worker.liveness.heartbeat_store import Board, Bulletin
+from spmd_worker.liveness.heartbeat_store import HeartbeatExchange, HeartbeatStore
 from spmd_worker.liveness.stall_clock import StallClock, WatchClock
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,8 @@ _PUBLISH_S: Final = 0.5
 _ABORT_S: Final = 1.0
 DISK_S: Final = 2.0
 """A disk may hang, and what hangs with it must end all the same."""
-_JUDGE_S: Final = 1.0
-"""How long after all is known the verdict takes at most."""
+_DIAGNOSE_S: Final = 1.0
+"""How long after all is known the diagnosis takes at most."""
 _NUM_LAST_CALLS: Final = 2
 
 
@@ -58,7 +59,8 @@ class Watched:
     """Which rank this is, among which; `run_dir` is where its files go, if it exists; `exits` says whose process it is.
 
     `abort_groups` is tried before the process ends. With `has_launcher` the parent process is torchrun's agent, without
-    which there is no board, and nobody to start the job again. `spins`: the main thread computes while it waits, too.
+    which there is no heartbeat store, and nobody to start the job again. `spins`: the main thread computes while it
+    waits, too.
     """
 
     rank: int
@@ -77,12 +79,12 @@ class Watched:
 
 
 class Watchdog:
-    """`heartbeat` is for the main thread, and so are `fail` and `leave`; `told_to_end` is for whoever gets the signal.
+    """`heartbeat` is for the main thread, and so are `fail` and `leave`; `signalled` is for whoever gets the signal.
 
     `connect` opens the launcher's store, in a thread; None where there is none: then only this rank is watched.
     """
 
-    def __init__(self, watched: Watched, connect: Callable[[], Board] | None = None) -> None:
+    def __init__(self, watched: Watched, connect: Callable[[], HeartbeatStore] | None = None) -> None:
         self.watched = watched
         self.heartbeat = Heartbeat()
         self._main_thread, self._main_id = threading.get_ident(), threading.get_native_id()
@@ -90,26 +92,30 @@ class Watchdog:
         self._process = (node_name(), os.getpid(), born_at(os.getpid()) or 0)
         self._clock = WatchClock()
         self._stall = StallClock(self.heartbeat, spins=watched.spins)
-        self._bulletin = Bulletin(watched.rank, watched.ranks, connect, self._make_beat, self._clock, self._process[0])
+        self._exchange = HeartbeatExchange(
+            watched.rank, watched.ranks, connect, self._make_heartbeat, self._clock, self._process[0]
+        )
         self._failure: Failure | None = None
         self._failed_at: Moment | None = None
         self._traceback = ""
         self._count = 0
         self._has_ended = self._is_warned = self._is_told = self._is_out = False
         self._exit_code: int | None = None
-        self._verdict: Verdict | None = None
+        self._diagnosis: Diagnosis | None = None
         self._is_judged = threading.Event()
         self.before_exit: Callable[[], None] = lambda: None
         """Called, in the watchdog's thread, before it ends the process: what must not be lost."""
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._ending = Ending(watched.rank, watched.exits, self._bulletin, self._clock, self._stop, self._wake)
+        self._ending = CoordinatedShutdown(
+            watched.rank, watched.exits, self._exchange, self._clock, self._stop, self._wake
+        )
         self._thread = threading.Thread(target=self._run, name="spmd-watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to watch. The calling thread is the one that is watched."""
         self._main_thread, self._main_id = threading.get_ident(), threading.get_native_id()
-        self._bulletin.start()
+        self._exchange.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -121,19 +127,19 @@ class Watchdog:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(LEAVE_S)
-        self._bulletin.stop()
+        self._exchange.stop()
 
     def fail(self, error: BaseException, doing: str = "") -> None:
         """Something raised here, in the step and phase of now, or while `doing` something. The ranks know of it when
         this returns, or soon after. What failed here counts more than what is known from others; then the first.
         """
         step, phase = self.heartbeat.now
-        exit_code = said_exit_code(error)
+        exit_code = explained_exit_code(error)
         if exit_code is not None and not doing:
-            self._fail(Failure(FailureKind.SAID, str(error), exit_code))
+            self._fail(Failure(FailureKind.EXPLAINED, str(error), exit_code))
             return
         text = describe(error, self.watched.rank, 0 if doing else step, doing or phase)
-        kind = FailureKind.ECHO if is_echo(error) else FailureKind.OWN
+        kind = FailureKind.SECONDARY if is_secondary(error) else FailureKind.PRIMARY
         self._fail(Failure(kind, text), error)
 
     def find_cause(self, error: BaseException) -> str | None:
@@ -141,18 +147,18 @@ class Watchdog:
         one sentence; waits a moment for it. None for other errors, and where nothing is known but the error.
         """
         names_cause = getattr(error, "names_cause", False)
-        if self.watched.exits or len(self.watched.ranks) == 1 or not is_echo(error) or names_cause:
+        if self.watched.exits or len(self.watched.ranks) == 1 or not is_secondary(error) or names_cause:
             return None
-        self._is_judged.wait(SETTLE_S + _JUDGE_S)
-        verdict = self._verdict
-        is_news = verdict is not None and not verdict.is_said and not self._is_to_blame(verdict)
-        return verdict.text if verdict is not None and is_news else None
+        self._is_judged.wait(SETTLE_S + _DIAGNOSE_S)
+        diagnosis = self._diagnosis
+        is_news = diagnosis is not None and not diagnosis.is_explained and not self._is_to_blame(diagnosis)
+        return diagnosis.text if diagnosis is not None and is_news else None
 
-    def told_to_end(self, number: int = signal.SIGTERM) -> None:
+    def signalled(self, number: int = signal.SIGTERM) -> None:
         """Somebody sent a signal: because another rank failed, or for reasons of their own. Does not wait."""
         self._is_told = True
         text = f"rank {self.watched.rank} was told to end ({signal.Signals(number).name})"
-        self._fail(Failure(FailureKind.TOLD, text, 128 + number), wait_s=0.0)
+        self._fail(Failure(FailureKind.SIGNALLED, text, 128 + number), wait_s=0.0)
 
     def leave(self, exit_code: int) -> NoReturn:
         """The main thread is out and failed: the process ends when the ranks know why, and who has to leave first
@@ -165,22 +171,24 @@ class Watchdog:
         exit_now(exit_code)
 
     def _fail(self, failure: Failure, error: BaseException | None = None, wait_s: float = _PUBLISH_S) -> None:
-        is_news = failure.kind not in (FailureKind.TOLD, FailureKind.ECHO)
-        if self._failure is not None and not (is_news and self._failure.kind in (FailureKind.TOLD, FailureKind.ECHO)):
+        is_news = failure.kind not in (FailureKind.SIGNALLED, FailureKind.SECONDARY)
+        if self._failure is not None and not (
+            is_news and self._failure.kind in (FailureKind.SIGNALLED, FailureKind.SECONDARY)
+        ):
             return
         if len(self.watched.ranks) == 1 and failure.kind is not FailureKind.STALLED:
             # Nobody needs to be told, and the main thread ends by itself.
             return
         self._failure, self._traceback = failure, _trace_of(error)
-        if failure.kind in (FailureKind.OWN, FailureKind.ECHO):
+        if failure.kind in (FailureKind.PRIMARY, FailureKind.SECONDARY):
             self._failed_at = self.heartbeat.now
-        if failure.kind is FailureKind.OWN and self.watched.exits:
+        if failure.kind is FailureKind.PRIMARY and self.watched.exits:
             # torchrun prints it, last of all: where it happened, not how the program came there.
             write_elastic_file(failure.text, _trace_of(error, -_NUM_LAST_CALLS), time.time())
-        self._bulletin.alarm(wait_s)
+        self._exchange.alarm(wait_s)
         self._wake.set()
 
-    def _make_beat(self, order: int) -> Beat:
+    def _make_heartbeat(self, order: int) -> RankHeartbeat:
         # What matters of a rank that failed is where it did, not where it cleans up.
         now = self._failed_at or self.heartbeat.now
         where, is_waiting = stand_of(self._main_thread)
@@ -189,7 +197,7 @@ class Watchdog:
             failure = Failure(failure.kind, failure.text, failure.exit_code, order)
         self._count += 1
         age_s = round(self._stall.age_s, 3)
-        return Beat(
+        return RankHeartbeat(
             self.watched.rank,
             *self._process,
             self._count,
@@ -208,7 +216,7 @@ class Watchdog:
         while not self._stop.is_set():
             self._look_at_main()
             self._look_for_launcher()
-            is_alarmed = self._failure is not None or self._bulletin.is_alarmed or self._misses_a_rank()
+            is_alarmed = self._failure is not None or self._exchange.is_alarmed or self._misses_a_rank()
             if is_alarmed and self._end_together():
                 return
             self._wake.wait(TICK_S)
@@ -253,42 +261,46 @@ class Watchdog:
 
     def _misses_a_rank(self) -> bool:
         """Another rank's process has gone, or it was not heard of for longer than any rank waits."""
-        for each in self._bulletin.standings():
+        for each in self._exchange.statuses():
             if each.is_gone or (each.is_silent and each.heard_ago_s > self.watched.timeout_s):
-                self._bulletin.alarm()
+                self._exchange.alarm()
                 return True
         return False
 
     def _end_together(self) -> bool:
         """From the alarm to the end of the process, or of the watch. False where nothing was wrong after all."""
-        num_alarms = self._bulletin.num_alarms
-        found = self._ending.find_verdict(self._look_at_main)
+        num_alarms = self._exchange.num_alarms
+        found = self._ending.find_diagnosis(self._look_at_main)
         if found is None:
-            self._bulletin.calm_down(num_alarms)
+            self._exchange.calm_down(num_alarms)
             return False
-        verdict, standings = found
-        self._verdict = verdict
+        diagnosis, statuses = found
+        self._diagnosis = diagnosis
         self._is_judged.set()
         if self._failure is None:
             # Whoever judges later must not think that this rank went without a word.
-            self._failure = Failure(FailureKind.ECHO, verdict.text)
-        if not verdict.is_said:
-            record = ErrorRecord(self.watched.rank, time.time(), tuple(standings), verdict, self._traceback)
+            self._failure = Failure(FailureKind.SECONDARY, diagnosis.text)
+        if not diagnosis.is_explained:
+            record = ErrorRecord(self.watched.rank, time.time(), tuple(statuses), diagnosis, self._traceback)
             within(DISK_S, partial(write_record, self.watched.run_dir, record))
-            self._ending.speak(verdict, standings)
+            self._ending.report(diagnosis, statuses)
         if not self.watched.exits:
             return True
-        if self._is_to_blame(verdict) and not verdict.is_said and self._failure.kind is not FailureKind.OWN:
-            write_elastic_file(verdict.text, verdict.text, time.time())
-        if verdict.is_silence:
-            end_silent(standings, verdict, self.watched.rank)
-        self._ending.wait_for_main(verdict, lambda: self._is_out and (self._is_told or self._is_to_blame(verdict)))
+        if (
+            self._is_to_blame(diagnosis)
+            and not diagnosis.is_explained
+            and self._failure.kind is not FailureKind.PRIMARY
+        ):
+            write_elastic_file(diagnosis.text, diagnosis.text, time.time())
+        if diagnosis.is_silence:
+            end_silent(statuses, diagnosis, self.watched.rank)
+        self._ending.wait_for_main(diagnosis, lambda: self._is_out and (self._is_told or self._is_to_blame(diagnosis)))
         if self._stop.is_set():
             return True
         self._abort_groups()
         # A disk that hangs must not keep this process from ending.
         within(LEAVE_S, self._run_before_exit)
-        return exit_now(self._code_of(verdict))
+        return exit_now(self._code_of(diagnosis))
 
     def _run_before_exit(self) -> None:
         try:
@@ -301,14 +313,14 @@ class Watchdog:
         if self.watched.abort_groups is not None and not self._is_out:
             within(_ABORT_S, self.watched.abort_groups)
 
-    def _is_to_blame(self, verdict: Verdict) -> bool:
-        return self.watched.rank in verdict.ranks
+    def _is_to_blame(self, diagnosis: Diagnosis) -> bool:
+        return self.watched.rank in diagnosis.ranks
 
-    def _code_of(self, verdict: Verdict) -> int:
+    def _code_of(self, diagnosis: Diagnosis) -> int:
         if self._exit_code is not None:
             return self._exit_code
-        is_led_away = self._is_told and not verdict.is_said and self._failure_kind is not FailureKind.STALLED
-        return 143 if is_led_away else verdict.exit_code
+        is_led_away = self._is_told and not diagnosis.is_explained and self._failure_kind is not FailureKind.STALLED
+        return 143 if is_led_away else diagnosis.exit_code
 
     @property
     def _failure_kind(self) -> FailureKind | None:

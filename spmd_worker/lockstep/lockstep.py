@@ -88,7 +88,7 @@ class Lockstep:
         return AgreedStep(message.plan, message.events)
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise for an error of this rank: a peer's last words where it spoke first, else the error itself.
+        """What to raise for an error of this rank: a peer's abort message where it spoke first, else the error itself.
 
         Tells the other ranks, which may be waiting in a collective of the same step.
         """
@@ -102,7 +102,7 @@ class Lockstep:
             return _as_raised(error.abort)
         if not isinstance(error, _REPORTED):
             # In a collective, a peer that leaves looks like a network error here: ask what it said first.
-            words = self._channel.last_words() if isinstance(error, RuntimeError) else None
+            words = self._channel.received_abort() if isinstance(error, RuntimeError) else None
             if words is not None:
                 return _as_raised(words)
         is_divergence = isinstance(error, ReplicaDivergedError)
@@ -178,7 +178,7 @@ class Lockstep:
         ranks = f"rank {different[0]}" if len(different) == 1 else f"ranks {', '.join(map(str, different))}"
         what = difference or "this step is equal; an earlier one, which was not compared, was not"
         text = self._did_not_run(own.step, f"{ranks} diverged from rank 0: {what}")
-        channel.verdict(text)
+        channel.send_diagnosis(text)
         raise ReplicaDivergedError(text)
 
 

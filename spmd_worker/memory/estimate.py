@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.distributed.topology import RankLayout, shard_range, stage_of, vocabulary_rows
-from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelShape
+from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,34 +21,38 @@ class RankSizes:
     num_vocabulary_rows: int
 
 
-def rank_sizes(shape: ModelShape, layout: RankLayout, rank: int) -> RankSizes:
+def rank_sizes(model_config: ModelConfig, layout: RankLayout, rank: int) -> RankSizes:
     """The share of `rank` (global); the layout has been checked against the shape."""
     size, tensor_rank = layout.tensor_parallel_size, layout.tensor_rank(rank)
-    start, stop = shard_range(shape.intermediate_size, size, tensor_rank)
+    start, stop = shard_range(model_config.intermediate_size, size, tensor_rank)
     return RankSizes(
-        num_heads=shape.num_heads // size,
-        num_kv_heads=max(shape.num_kv_heads // size, 1),
+        num_heads=model_config.num_heads // size,
+        num_kv_heads=max(model_config.num_kv_heads // size, 1),
         num_columns=stop - start,
-        num_vocabulary_rows=vocabulary_rows(shape.vocab_size, size),
+        num_vocabulary_rows=vocabulary_rows(model_config.vocab_size, size),
     )
 
 
-def weights_bytes(shape: ModelShape, layout: RankLayout, rank: int, dtype: str) -> int:
+def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str) -> int:
     """Bytes of the parameters of one rank."""
-    sizes, hidden = rank_sizes(shape, layout, rank), shape.hidden_size
-    query, key_value = sizes.num_heads * shape.head_size, sizes.num_kv_heads * shape.head_size
+    sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
+    query, key_value = sizes.num_heads * model_config.head_size, sizes.num_kv_heads * model_config.head_size
     layer = hidden * (2 * query + 2 * key_value) + 3 * hidden * sizes.num_columns + 2 * hidden
-    layer += (query + 2 * key_value) * shape.has_qkv_bias + hidden * shape.has_output_bias
-    layer += (2 * sizes.num_columns + hidden) * shape.has_mlp_bias + 2 * shape.head_size * shape.has_qk_norm
-    stage = stage_of(layout, shape, rank)
+    layer += (query + 2 * key_value) * model_config.has_qkv_bias + hidden * model_config.has_output_bias
+    layer += (
+        2 * sizes.num_columns + hidden
+    ) * model_config.has_mlp_bias + 2 * model_config.head_size * model_config.has_qk_norm
+    stage = stage_of(layout, model_config, rank)
     # A tied head shares the embedding's rows only where one stage has both.
-    num_tables = stage.is_first + stage.is_last - (shape.has_tied_embeddings and stage.is_first and stage.is_last)
+    num_tables = (
+        stage.is_first + stage.is_last - (model_config.has_tied_embeddings and stage.is_first and stage.is_last)
+    )
     tables = num_tables * sizes.num_vocabulary_rows * hidden
     return (tables + stage.num_layers * layer + hidden * stage.is_last) * DTYPE_BYTES[dtype]
 
 
 def activation_bytes(
-    shape: ModelShape, layout: RankLayout, rank: int, dtype: str, num_tokens: int, num_rows: int
+    model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, num_tokens: int, num_rows: int
 ) -> int:
     """Peak of a step of `num_tokens` tokens of which `num_rows` sample.
 
@@ -56,16 +60,16 @@ def activation_bytes(
     gated columns and their product; layers that run as one hold all of these at once, each of them once. The sampler
     holds float32 logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
     """
-    sizes = rank_sizes(shape, layout, rank)
+    sizes = rank_sizes(model_config, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
-    attention = 3 * heads * shape.head_size
-    per_token = 4 * shape.hidden_size + max(attention, 4 * sizes.num_columns)
-    logits = num_rows * (sizes.num_vocabulary_rows * 4 + shape.vocab_size * (4 + 4 + 8 + 8))
+    attention = 3 * heads * model_config.head_size
+    per_token = 4 * model_config.hidden_size + max(attention, 4 * sizes.num_columns)
+    logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     return num_tokens * per_token * DTYPE_BYTES[dtype] + logits
 
 
-def cache_spec(shape: ModelShape, layout: RankLayout, rank: int, dtype: str, block_size: int) -> CacheSpec:
+def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, block_size: int) -> CacheSpec:
     """One rank's share of the cache."""
-    sizes = rank_sizes(shape, layout, rank)
-    num_layers = stage_of(layout, shape, rank).num_layers
-    return CacheSpec(num_layers, sizes.num_kv_heads, shape.head_size, DTYPE_BYTES[dtype], block_size)
+    sizes = rank_sizes(model_config, layout, rank)
+    num_layers = stage_of(layout, model_config, rank).num_layers
+    return CacheSpec(num_layers, sizes.num_kv_heads, model_config.head_size, DTYPE_BYTES[dtype], block_size)

@@ -10,7 +10,7 @@ from kv_cache.cache_sizing import CacheNeed, CacheSizing, MemoryMeasurement, che
 from spmd_worker.config.schema import ConfigError, RunConfig
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.memory.estimate import cache_spec
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
 """A rank's."""
@@ -19,24 +19,24 @@ _ESTIMATE_MARGIN: Final = 2
 """Activations were never seen to take this many times their estimate."""
 
 
-def resolve_dtype(config: RunConfig, shape: ModelShape, device: str) -> str:
+def resolve_dtype(config: RunConfig, model_config: ModelConfig, device: str) -> str:
     """The dtype the model runs in. Raises ConfigError for one the device cannot compute with."""
     if device == "cpu" and config.model.dtype == "float16":
         raise ConfigError("model.dtype=float16 is not supported on the CPU: use bfloat16 (as small) or float32 (exact)")
     if config.model.dtype != "auto":
         return config.model.dtype
-    return "float32" if device == "cpu" and shape.dtype == "float16" else shape.dtype
+    return "float32" if device == "cpu" and model_config.dtype == "float16" else model_config.dtype
 
 
-def resolve_max_model_len(config: RunConfig, shape: ModelShape) -> int:
+def resolve_max_model_len(config: RunConfig, model_config: ModelConfig) -> int:
     """Longest sequence, tokens. Raises ConfigError for more than the model was made for."""
     wanted = config.model.max_model_len
-    if wanted is not None and wanted > shape.max_model_len:
+    if wanted is not None and wanted > model_config.max_model_len:
         raise ConfigError(
-            f"model.max_model_len={wanted} is more than the model's {shape.max_model_len} tokens: "
+            f"model.max_model_len={wanted} is more than the model's {model_config.max_model_len} tokens: "
             f"lower it or leave it null"
         )
-    max_model_len = wanted or shape.max_model_len
+    max_model_len = wanted or model_config.max_model_len
     tokens = config.scheduler.max_num_batched_tokens
     if not config.scheduler.enable_chunked_prefill and tokens < max_model_len:
         raise ConfigError(
@@ -46,13 +46,13 @@ def resolve_max_model_len(config: RunConfig, shape: ModelShape) -> int:
     return max_model_len
 
 
-def check_cache_setting(config: RunConfig, shape: ModelShape) -> None:
+def check_cache_setting(config: RunConfig, model_config: ModelConfig) -> None:
     """Raise ConfigError when `cache.num_blocks` cannot hold one sequence; what is measured is checked once it is."""
     if config.cache.num_blocks is None:
         return
     try:
         check_cache_holds_one_sequence(
-            config.cache.num_blocks, config.cache.block_size, resolve_max_model_len(config, shape)
+            config.cache.num_blocks, config.cache.block_size, resolve_max_model_len(config, model_config)
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -70,14 +70,14 @@ def resolve_swap_space_bytes(config: RunConfig, device_type: str) -> int:
     return int(wanted * 2**30)
 
 
-def resolve_cache_need(config: RunConfig, shape: ModelShape) -> CacheNeed:
+def resolve_cache_need(config: RunConfig, model_config: ModelConfig) -> CacheNeed:
     """What may run at once."""
-    return CacheNeed(config.scheduler.max_num_seqs, resolve_max_model_len(config, shape))
+    return CacheNeed(config.scheduler.max_num_seqs, resolve_max_model_len(config, model_config))
 
 
 def size_rank(
     config: RunConfig,
-    shape: ModelShape,
+    model_config: ModelConfig,
     layout: RankLayout,
     rank: int,
     dtype: str,
@@ -86,9 +86,9 @@ def size_rank(
 ) -> CacheSizing:
     """Blocks of one rank, from a measurement or from `cache.num_blocks`."""
     return size_cache(
-        cache_spec(shape, layout, rank, dtype, config.cache.block_size),
+        cache_spec(model_config, layout, rank, dtype, config.cache.block_size),
         measurement,
-        resolve_cache_need(config, shape),
+        resolve_cache_need(config, model_config),
         num_blocks=config.cache.num_blocks,
         memory_utilization=config.cache.gpu_memory_utilization,
         swap_space_bytes=resolve_swap_space_bytes(config, device_type),
@@ -98,7 +98,7 @@ def size_rank(
 
 def is_estimate_enough(
     config: RunConfig,
-    shape: ModelShape,
+    model_config: ModelConfig,
     layout: RankLayout,
     rank: int,
     dtype: str,
@@ -107,5 +107,5 @@ def is_estimate_enough(
 ) -> bool:
     """Whether the cache is as large as it may be useful even if activations take much more than `measurement` says."""
     pessimistic = replace(measurement, activation_bytes=_ESTIMATE_MARGIN * measurement.activation_bytes)
-    sizing = size_rank(config, shape, layout, rank, dtype, device_type, pessimistic)
-    return sizing.num_device_blocks >= resolve_cache_need(config, shape).num_blocks(config.cache.block_size)
+    sizing = size_rank(config, model_config, layout, rank, dtype, device_type, pessimistic)
+    return sizing.num_device_blocks >= resolve_cache_need(config, model_config).num_blocks(config.cache.block_size)

@@ -27,7 +27,7 @@ from spmd_worker.memory.plan import (
     resolve_swap_space_bytes,
     size_rank,
 )
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
 """About what a process holds beside its tensors: torch itself, and on a GPU CUDA's context and libraries."""
@@ -52,7 +52,7 @@ class MemoryPlan:
     """`shares` has one entry a rank; `sizings` too, but is empty when only the run itself can measure the memory."""
 
     config: RunConfig
-    shape: ModelShape
+    model_config: ModelConfig
     layout: RankLayout
     device: str
     dtype: str
@@ -62,7 +62,7 @@ class MemoryPlan:
     @property
     def max_model_len(self) -> int:
         """Longest sequence, tokens."""
-        return resolve_max_model_len(self.config, self.shape)
+        return resolve_max_model_len(self.config, self.model_config)
 
     @property
     def num_blocks_of_longest(self) -> int:
@@ -79,17 +79,19 @@ class MemoryPlan:
         """Blocks of swap space that every rank will have."""
         num_bytes, need = (
             resolve_swap_space_bytes(self.config, self.device),
-            resolve_cache_need(self.config, self.shape),
+            resolve_cache_need(self.config, self.model_config),
         )
         return min(
             num_swap_blocks(
-                cache_spec(self.shape, self.layout, rank, self.dtype, self.config.cache.block_size), num_bytes, need
+                cache_spec(self.model_config, self.layout, rank, self.dtype, self.config.cache.block_size),
+                num_bytes,
+                need,
             )
             for rank in range(self.layout.world_size)
         )
 
     @property
-    def refusal(self) -> str | None:
+    def error_result(self) -> str | None:
         """Why a run here would be refused: the cache cannot hold one sequence. None when it can, or nobody knows."""
         if self.num_blocks is None:
             return None
@@ -107,26 +109,28 @@ class MemoryPlan:
         return None
 
 
-def make_plan(config: RunConfig, shape: ModelShape, layout: RankLayout) -> MemoryPlan:
+def make_plan(config: RunConfig, model_config: ModelConfig, layout: RankLayout) -> MemoryPlan:
     """Raises ConfigError for a dtype or length that cannot run. Its CPU ranks share this machine's memory equally."""
     device = "cpu" if config.device == "auto" else config.device
-    dtype = resolve_dtype(config, shape, device)
-    shares = tuple(_share(config, shape, layout, rank, dtype) for rank in range(layout.world_size))
+    dtype = resolve_dtype(config, model_config, device)
+    shares = tuple(_share(config, model_config, layout, rank, dtype) for rank in range(layout.world_size))
     sizings: tuple[CacheSizing, ...] = ()
     if device == "cpu" or config.cache.num_blocks is not None:
         total = host.available_bytes() // layout.world_size
         sizings = tuple(
-            _sizing(config, shape, layout, rank, dtype, share, total, device) for rank, share in enumerate(shares)
+            _sizing(config, model_config, layout, rank, dtype, share, total, device)
+            for rank, share in enumerate(shares)
         )
-    return MemoryPlan(config, shape, layout, device, dtype, shares, sizings)
+    return MemoryPlan(config, model_config, layout, device, dtype, shares, sizings)
 
 
 def describe_plan(plan: MemoryPlan) -> str:
     """Lines for people: the model, the ranks as a table, the cache and what fits in it."""
-    shape, layout = plan.shape, plan.layout
+    model_config, layout = plan.model_config, plan.layout
     model = (
-        f"{shape.architecture}, {shape.num_parameters:,} parameters, {shape.num_layers} layers, hidden size "
-        f"{shape.hidden_size:,}, {shape.num_heads} heads, {shape.num_kv_heads} key-value heads"
+        f"{model_config.architecture}, {model_config.num_parameters:,} parameters, {model_config.num_layers} layers, "
+        f"hidden size {model_config.hidden_size:,}, "
+        f"{model_config.num_heads} heads, {model_config.num_kv_heads} key-value heads"
     )
     ranks = (
         f"{layout.world_size} = {layout.data_parallel_size} data x {layout.pipeline_parallel_size} pipeline x "
@@ -135,23 +139,23 @@ def describe_plan(plan: MemoryPlan) -> str:
     lines = [f"model      {model}", f"computes   {_where(plan)}", f"ranks      {ranks}", *_replicas(plan)]
     lines += ["", *_table(plan), ""]
     lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
-    refusal = plan.refusal
-    return "\n".join([*lines, *([f"refused    {refusal}"] if refusal else [])])
+    error_result = plan.error_result
+    return "\n".join([*lines, *([f"refused    {error_result}"] if error_result else [])])
 
 
-def _share(config: RunConfig, shape: ModelShape, layout: RankLayout, rank: int, dtype: str) -> RankShare:
+def _share(config: RunConfig, model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str) -> RankShare:
     scheduler = config.scheduler
     return RankShare(
-        rank_sizes(shape, layout, rank),
-        weights_bytes(shape, layout, rank, dtype),
-        activation_bytes(shape, layout, rank, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
-        cache_spec(shape, layout, rank, dtype, config.cache.block_size).block_bytes,
+        rank_sizes(model_config, layout, rank),
+        weights_bytes(model_config, layout, rank, dtype),
+        activation_bytes(model_config, layout, rank, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
+        cache_spec(model_config, layout, rank, dtype, config.cache.block_size).block_bytes,
     )
 
 
 def _sizing(
     config: RunConfig,
-    shape: ModelShape,
+    model_config: ModelConfig,
     layout: RankLayout,
     rank: int,
     dtype: str,
@@ -162,7 +166,7 @@ def _sizing(
     measurement = MemoryMeasurement(
         total_bytes, share.weights_bytes, share.activation_bytes, _OUTSIDE_BYTES[device], "estimated"
     )
-    return size_rank(config, shape, layout, rank, dtype, device, measurement)
+    return size_rank(config, model_config, layout, rank, dtype, device, measurement)
 
 
 def _where(plan: MemoryPlan) -> str:
@@ -198,7 +202,7 @@ def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...
     sizes = share.sizes
     cache = "measured" if plan.num_blocks is None else format_bytes(plan.num_blocks * share.block_bytes)
     counts = (
-        stage_of(plan.layout, plan.shape, ranks[0]).num_layers,
+        stage_of(plan.layout, plan.model_config, ranks[0]).num_layers,
         sizes.num_heads,
         sizes.num_kv_heads,
         sizes.num_columns,
@@ -255,7 +259,7 @@ def _block_bytes(plan: MemoryPlan) -> str:
 
 def _describe_gpus(plan: MemoryPlan) -> list[str]:
     """What GPUs of common sizes would hold, because the run measures its own."""
-    config, shape, layout = plan.config, plan.shape, plan.layout
+    config, model_config, layout = plan.config, plan.model_config, plan.layout
     lines = [
         f"blocks     measured when the run starts, or set by cache.num_blocks: {_block_bytes(plan)} each, "
         f"{plan.num_blocks_of_longest:,} for a sequence of {plan.max_model_len:,} tokens (model.max_model_len)",
@@ -264,7 +268,7 @@ def _describe_gpus(plan: MemoryPlan) -> list[str]:
     ]
     for gib in _GPU_GIB:
         num_blocks = min(
-            _sizing(config, shape, layout, rank, plan.dtype, share, gib * 2**30, "cuda").num_device_blocks
+            _sizing(config, model_config, layout, rank, plan.dtype, share, gib * 2**30, "cuda").num_device_blocks
             for rank, share in enumerate(plan.shares)
         )
         lines.append(

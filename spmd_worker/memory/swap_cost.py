@@ -8,7 +8,7 @@ from typing import Final
 
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.memory.estimate import cache_spec, weights_bytes
-from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelShape
+from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Arithmetic that a device does in prompts while one byte moves between it and the host: about 1 TFLOP/s against 7 GB/s
@@ -17,12 +17,12 @@ in host memory, 400 TFLOP/s against 50 GB/s of PCIe 5. Only the order of magnitu
 _WHOLE: Final = RankLayout(1, 1, 1)
 
 
-def block_copy_tokens(shape: ModelShape, dtype: str, block_size: int, device: str) -> float:
+def block_copy_tokens(model_config: ModelConfig, dtype: str, block_size: int, device: str) -> float:
     """Tokens that could be computed while one block goes to the host and comes back.
 
     Two operations a weight and token; attention is left out, which makes recomputing look cheaper than it is in long
     sequences. `device` is "cpu" or "cuda".
     """
-    operations_per_token = 2 * weights_bytes(shape, _WHOLE, 0, dtype) // DTYPE_BYTES[dtype]
-    moved_bytes = 2 * cache_spec(shape, _WHOLE, 0, dtype, block_size).block_bytes
+    operations_per_token = 2 * weights_bytes(model_config, _WHOLE, 0, dtype) // DTYPE_BYTES[dtype]
+    moved_bytes = 2 * cache_spec(model_config, _WHOLE, 0, dtype, block_size).block_bytes
     return moved_bytes * OPERATIONS_PER_BYTE[device] / operations_per_token

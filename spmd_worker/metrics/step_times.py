@@ -11,7 +11,7 @@ from spmd_worker.liveness.heartbeat import Heartbeat
 from spmd_worker.metrics.stage_times import now_us
 
 _NEXT_PHASES: Final = {"schedule": "lockstep", "lockstep": "execute", "execute": "apply", "apply": "execute"}
-"""What a rank goes on to, as far as it can be known: where several steps are under way, the next of them."""
+"""What a rank goes on to, as far as it can be known: where several steps are in flight, the next of them."""
 
 
 @dataclass(slots=True)

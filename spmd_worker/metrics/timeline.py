@@ -115,7 +115,7 @@ def _mark(stats: StepStats, field: str, title: str) -> str:
 
 
 class _Counter:
-    """One counter track for each series. Says nothing while nothing changes: in steady decoding much does not."""
+    """One counter track for each series. Silent while nothing changes, as much does not while sequences decode."""
 
     def __init__(self, name: str, series: tuple[tuple[str, str], ...]) -> None:
         self._fields = [field for _, field in series]

@@ -55,7 +55,7 @@ class PlanCheck:
         return continuing
 
     def _check_continuing(self, plan: StepPlan) -> list[MirroredSequence]:
-        """The sequences in steady decoding, each of which the mirror must hold with all its tokens computed."""
+        """The sequences in decoding that continues, each of which the mirror must hold with all its tokens computed."""
         keys, groups, block_size = plan.continuing, self._groups, self.block_size
         if len(plan.continuing_token_ids) != len(keys):
             rule = f"one for each of the {len(keys)} sequences in continuing"

@@ -30,7 +30,7 @@ class MirroredSequence:
     steady: "ScheduledSequence" = field(init=False)
 
     def __post_init__(self) -> None:
-        # What a step of steady decoding computes of this sequence: always the same, so it is made once.
+        # What a step of decoding that continues computes of this sequence: always the same, so it is made once.
         self.steady = ScheduledSequence(self, num_scheduled_tokens=1, num_samples=1)
 
     @property

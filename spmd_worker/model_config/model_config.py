@@ -96,7 +96,7 @@ FAMILIES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelConfig:
     """Sizes of a decoder. `sliding_windows` has one entry a layer: the window in tokens, 0 for none."""
 
     architecture: str
@@ -151,7 +151,7 @@ class ModelShape:
         return weights + biases + 2 * self.hidden_size + 2 * self.head_size * self.has_qk_norm
 
 
-def read_model_shape(model_folder: Path) -> ModelShape:
+def read_model_config(model_folder: Path) -> ModelConfig:
     """Read `config.json` (and the end-of-sequence ids of `generation_config.json`). Raises ModelConfigError."""
     if not model_folder.is_dir():
         raise ModelConfigError(f"model.path={model_folder} is not a folder: give a Hugging Face model folder")
@@ -161,7 +161,7 @@ def read_model_shape(model_folder: Path) -> ModelShape:
     generation = read_generation_config(model_folder)
     if "eos_token_id" in generation:
         config["eos_token_id"] = generation["eos_token_id"]
-    return shape_from_config(config, path)
+    return model_config_of(config, path)
 
 
 def read_generation_config(model_folder: Path) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def shape_from_config(config: Mapping[str, Any], path: Path) -> ModelShape:
+def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     """`config` is the content of `path`, which is only named in errors."""
     architecture = _architecture(config, path)
     family = FAMILIES[architecture]
@@ -198,7 +198,7 @@ def shape_from_config(config: Mapping[str, Any], path: Path) -> ModelShape:
     if reader.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"{path}: hidden_act={reader.get('hidden_act', None)} is not supported; only silu is")
     max_positions = reader.count("max_position_embeddings", 2048)
-    return ModelShape(
+    return ModelConfig(
         architecture=architecture,
         vocab_size=reader.count("vocab_size"),
         hidden_size=hidden_size,

@@ -1,7 +1,7 @@
 """The decoder stack that every family is: embedding, layers, norm, head.
 
-What families do differently is in `model_shape.FAMILIES`, read into `ModelShape`; the modules are named as Hugging Face
-names theirs, so checkpoint names and module names are the same words. Knows architecture and nothing else: no
+What families do differently is in `model_shape.FAMILIES`, read into `ModelConfig`; the modules are named as Hugging
+Face names theirs, so checkpoint names and module names are the same words. Knows architecture and nothing else: no
 scheduling, no files, no sampling.
 
 T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabulary shard.
@@ -26,7 +26,7 @@ from spmd_worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from spmd_worker.layers.norm import RMSNorm, add_whole
 from spmd_worker.layers.rotary import RotaryEmbedding
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -34,12 +34,12 @@ _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm, on a residual stream."""
 
-    def __init__(self, context: LayerContext, shape: ModelShape, layer_index: int) -> None:
+    def __init__(self, context: LayerContext, model_config: ModelConfig, layer_index: int) -> None:
         super().__init__()
-        self.self_attn = Attention(context, shape, layer_index)
-        self.mlp = FeedForward(context, shape)
-        self.input_layernorm = RMSNorm(context, shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(context, shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(context, model_config, layer_index)
+        self.mlp = FeedForward(context, model_config)
+        self.input_layernorm = RMSNorm(context, model_config.hidden_size, model_config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(context, model_config.hidden_size, model_config.rms_norm_eps)
 
     def forward(
         self,
@@ -95,15 +95,19 @@ class DecoderLayer(nn.Module):
 class DecoderStack(nn.Module):
     """Token ids -> hidden states, or a stage of the way there. Layers count from 0 in each stage."""
 
-    def __init__(self, context: LayerContext, shape: ModelShape, stage: Stage) -> None:
+    def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
         if stage.is_first:
-            self.embed_tokens = VocabularyParallelEmbedding(context, shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(context, shape, index) for index in range(stage.start, stage.stop))
+            self.embed_tokens = VocabularyParallelEmbedding(context, model_config.vocab_size, model_config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(context, model_config, index) for index in range(stage.start, stage.stop)
+        )
         if stage.is_last:
-            self.norm = RMSNorm(context, shape.hidden_size, shape.rms_norm_eps)
+            self.norm = RMSNorm(context, model_config.hidden_size, model_config.rms_norm_eps)
         self._stage = stage
-        self._rotary = RotaryEmbedding(shape.rope, shape.head_size, shape.max_position_embeddings, context.device)
+        self._rotary = RotaryEmbedding(
+            model_config.rope, model_config.head_size, model_config.max_position_embeddings, context.device
+        )
         self._dtype, self._group, self._attention = context.dtype, context.tensor_group, context.attention
         self.joined_layers: JoinedLayers | None = None
         """All layers at once, where that can be; None: one by one."""
@@ -151,14 +155,14 @@ class DecoderStack(nn.Module):
 class DecoderForCausalLM(nn.Module):
     """The model, or a stage of it, of one tensor-parallel rank."""
 
-    def __init__(self, context: LayerContext, shape: ModelShape, stage: Stage) -> None:
+    def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
-        self.shape, self.stage = shape, stage
-        self.model = DecoderStack(context, shape, stage)
+        self.model_config, self.stage = model_config, stage
+        self.model = DecoderStack(context, model_config, stage)
         if stage.is_last:
             # A tied head in a later stage than the embedding has a copy of its own.
-            tied_to = self.model.embed_tokens if shape.has_tied_embeddings and stage.is_first else None
-            self.lm_head = VocabularyParallelHead(context, shape.vocab_size, shape.hidden_size, tied_to)
+            tied_to = self.model.embed_tokens if model_config.has_tied_embeddings and stage.is_first else None
+            self.lm_head = VocabularyParallelHead(context, model_config.vocab_size, model_config.hidden_size, tied_to)
 
     def forward(
         self,
@@ -178,7 +182,7 @@ class DecoderForCausalLM(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def largest_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[R, hidden] -> of each row the largest of this rank's logits, float32 [R], and its column, int64 [R]."""
         return self.lm_head.largest(hidden)
 
@@ -202,14 +206,14 @@ class DecoderForCausalLM(nn.Module):
         """Checkpoint tensors that are derived here (rotary frequencies, and the head when it is the embedding), and
         those of other stages.
         """
-        is_tied_head = self.shape.has_tied_embeddings and checkpoint_name == "lm_head.weight"
+        is_tied_head = self.model_config.has_tied_embeddings and checkpoint_name == "lm_head.weight"
         return is_tied_head or checkpoint_name.endswith("rotary_emb.inv_freq") or self._is_elsewhere(checkpoint_name)
 
     def _is_elsewhere(self, checkpoint_name: str) -> bool:
         layer = _LAYER.match(checkpoint_name)
         if layer is not None:
             index = int(layer[1])
-            return index < self.shape.num_layers and not self.stage.start <= index < self.stage.stop
+            return index < self.model_config.num_layers and not self.stage.start <= index < self.stage.stop
         if checkpoint_name == "model.embed_tokens.weight":
             return not self.stage.is_first
         return not self.stage.is_last and checkpoint_name in ("model.norm.weight", "lm_head.weight")
@@ -219,7 +223,7 @@ class DecoderForCausalLM(nn.Module):
         layer = _LAYER.match(name)
         if layer is not None:
             return f"model.layers.{int(layer[1]) + self.stage.start}.{name[layer.end() :]}"
-        is_tied_head = self.shape.has_tied_embeddings and name == "lm_head.weight"
+        is_tied_head = self.model_config.has_tied_embeddings and name == "lm_head.weight"
         return "model.embed_tokens.weight" if is_tied_head else name
 
 

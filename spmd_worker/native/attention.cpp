@@ -5,13 +5,13 @@
 // blocks lie, the number of threads or of heads.
 //
 // Keys are taken in tiles of 64 at absolute positions. Within a tile, for one row:
-//   scores         one key a lane; products are added over the head's dimensions in ascending order
-//   probabilities  2^(score - largest so far), the largest and the sum carried from tile to tile (online softmax,
+//   scores         one key a lane; gemms are added over the head's dimensions in ascending order
+//   probabilities  2^(score - argmax so far), the argmax and the sum carried from tile to tile (online softmax,
 //                  https://arxiv.org/abs/1805.02867), rounded to bfloat16 if the cache is
-//   values         one dimension a lane; products are added over the keys the row sees in ascending order, from zero;
+//   values         one dimension a lane; gemms are added over the keys the row sees in ascending order, from zero;
 //                  the tile's sum is then added to what came before
 // How many rows share a load of keys or values (the templates' kRows) changes no row's order of operations. Where the
-// processor has a matrix unit, all bfloat16 rows go through it, alone or together: see attention_by_unit.h.
+// processor has a AMX unit, all bfloat16 rows go through it, alone or together: see attention_amx.h.
 //
 // A key that a row may not see is left out by selection: its score is replaced, its value never multiplied, because what
 // lies there may be NaN. How a block is packed is in paged_cache.h.
@@ -19,7 +19,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "attention_by_unit.h"
+#include "attention_amx.h"
 #include "exports.h"
 
 #if defined(_OPENMP)
@@ -94,7 +94,7 @@ struct Attention {
     return tile_of_blocks<Type>(cache, table, item.kv_head, start, keys.first, keys.last);
   }
 
-  // `unit_rows` is how many rows this thread's matrix unit is set up for.
+  // `unit_rows` is how many rows this thread's AMX unit is set up for.
   void run(const Item& item, const Item* next_item, int& unit_rows) const {
     Scratch scratch;
     stage(item, scratch);
@@ -136,7 +136,7 @@ struct Attention {
     if constexpr (Type::kPair == 2)
       if (has_unit) {
         for (int64_t row = item.first_row; row < item.end_row; row += kUnitRows)
-          run_rows_by_unit(item, row, number, tile, row == item.first_row ? &next : nullptr, unit_rows, scratch);
+          run_rows_amx(item, row, number, tile, row == item.first_row ? &next : nullptr, unit_rows, scratch);
         return;
       }
 #endif
@@ -153,16 +153,16 @@ struct Attention {
   }
 
 #if defined(SPMD_MATRIX_UNIT)
-  void run_rows_by_unit(
+  void run_rows_amx(
       const Item& item, int64_t row, int64_t number, const Tile<Element>& tile, const Tile<Element>* next,
       int& unit_rows, Scratch& scratch) const {
     const int num_rows = int(std::min<int64_t>(kUnitRows, item.end_row - row));
     const int64_t place = row - item.first_row;
     Range visible[kUnitRows];
     for (int r = 0; r < num_rows; ++r) visible[r] = visible_to(scratch.positions[place + r], number);
-    const AttentionByUnit<Type> by_unit = {cache.head_size, scale, scratch};
-    if (unit_rows != num_rows) by_unit.set_up(unit_rows = num_rows);
-    by_unit.run_rows(place, num_rows, visible, tile, next);
+    const AttentionByUnit<Type> by_amx = {cache.head_size, scale, scratch};
+    if (unit_rows != num_rows) by_amx.set_up(unit_rows = num_rows);
+    by_amx.run_rows(place, num_rows, visible, tile, next);
   }
 #endif
 
@@ -301,7 +301,7 @@ struct Attention {
       for (int64_t index = 0; index < count; ++index)
         run(all[index], index + 1 < count ? &all[index + 1] : nullptr, unit_rows);
 #if defined(SPMD_MATRIX_UNIT)
-      if (unit_rows > 0) matrix_unit::release();
+      if (unit_rows > 0) amx::release();
 #endif
     }
   }
@@ -332,20 +332,20 @@ struct Attention {
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size)},               \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
-        int(num_heads), scale_to_base_2, window, may_use_unit != 0 && matrix_unit::is_granted()};                      \
+        int(num_heads), scale_to_base_2, window, may_use_unit != 0 && amx::is_granted()};                      \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 
 SPMD_ATTENTION(float32, Float32)
 SPMD_ATTENTION(bfloat16, Bfloat16)
 
-// Whether bfloat16 products go through the processor's matrix unit.
-extern "C" int64_t spmd_has_matrix_unit() { return matrix_unit::is_granted(); }
+// Whether bfloat16 gemms go through the processor's AMX unit.
+extern "C" int64_t spmd_has_amx() { return amx::is_granted(); }
 
 // The instruction set the library was compiled for, in words.
 extern "C" const char* spmd_instruction_set() {
 #if defined(SPMD_AVX512) && defined(__AVX512BF16__)
-  return "avx512 with bf16 dot products";
+  return "avx512 with bf16 dot gemms";
 #elif defined(SPMD_AVX512)
   return "avx512";
 #elif defined(SPMD_AVX2)

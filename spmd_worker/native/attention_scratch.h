@@ -6,15 +6,15 @@
 namespace {
 
 constexpr int kItemRows = 64;  // query rows of one work item
-constexpr int kUnitRows = 16;  // query rows that the matrix unit takes together
+constexpr int kUnitRows = 16;  // query rows that the AMX unit takes together
 
 // One row's softmax as it stands after the tiles so far; the sum is kept by lane until the end.
 struct Softmax {
-  float largest;
+  float argmax;
   Floats sum;
 };
 
-// Scores of one row -> probabilities against the largest score so far; returns what older sums shrink by.
+// Scores of one row -> probabilities against the argmax score so far; returns what older sums shrink by.
 template <class Type>
 float probabilities_of(const float* scores, float scale, Range visible, Softmax& softmax, typename Type::Left* to) {
   constexpr int kCount = kTile / kLanes;
@@ -29,21 +29,21 @@ float probabilities_of(const float* scores, float scale, Range visible, Softmax&
       scaled[v] = is_visible ? scaled[v] : broadcast(-kInfinity);
     }
   }
-  Floats largest = scaled[0];
-  for (int v = 1; v < kCount; ++v) largest = larger(largest, scaled[v]);
-  const float tile_largest = largest_lane(largest);
-  const float so_far = tile_largest > softmax.largest ? tile_largest : softmax.largest;
-  // Where every score is -inf the difference from the largest would be NaN; against 0 they count for nothing.
+  Floats argmax = scaled[0];
+  for (int v = 1; v < kCount; ++v) argmax = larger(argmax, scaled[v]);
+  const float tile_argmax = argmax_lane(argmax);
+  const float so_far = tile_argmax > softmax.argmax ? tile_argmax : softmax.argmax;
+  // Where every score is -inf the difference from the argmax would be NaN; against 0 they count for nothing.
   const float reference = so_far == -kInfinity ? 0.0f : so_far;
   // 2^0 is 1 exactly, so the short cut changes no bit.
-  const float decay = softmax.largest == so_far ? 1.0f : exp2_of_falling(broadcast(softmax.largest - reference))[0];
+  const float decay = softmax.argmax == so_far ? 1.0f : exp2_of_falling(broadcast(softmax.argmax - reference))[0];
   Floats sum = Floats{};
   for (int v = 0; v < kCount; ++v) {
     const Floats probability = exp2_of_falling(scaled[v] - broadcast(reference));
     sum += probability;
     Type::keep(probability, to + v * kLanes / Type::kPair);
   }
-  softmax.largest = so_far;
+  softmax.argmax = so_far;
   softmax.sum = fused(softmax.sum, broadcast(decay), sum);
   return decay;
 }

@@ -11,7 +11,7 @@
   extern "C" void spmd_add_rms_norm_##name(                                                                            \
       Element* x, int64_t x_stride, Element* residual, int64_t residual_stride, int64_t num_tokens, int64_t size,      \
       const Element* weight, float epsilon, int64_t num_threads);                                                      \
-  extern "C" void spmd_product_##name(                                                                                 \
+  extern "C" void spmd_gemm_##name(                                                                                 \
       const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const Element* packed,                 \
       int64_t num_outputs, const Element* bias, Element* to, int64_t is_gated, int64_t num_threads);                   \
   extern "C" void spmd_write_##name(                                                                                   \

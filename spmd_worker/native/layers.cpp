@@ -17,7 +17,7 @@ struct Calls;
   struct Calls<Element> {                                                                                              \
     static constexpr auto rms_norm = spmd_rms_norm_##name;                                                             \
     static constexpr auto add_rms_norm = spmd_add_rms_norm_##name;                                                     \
-    static constexpr auto product = spmd_product_##name;                                                               \
+    static constexpr auto gemm = spmd_gemm_##name;                                                               \
     static constexpr auto attend_projected = spmd_attend_projected_##name;                                             \
     SPMD_CALLS_OF_A_GROUP(name)                                                                                        \
   };
@@ -31,7 +31,7 @@ struct Calls;
 SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
-// Products are packed for the matrix unit. A bias may be null.
+// Products are packed for the AMX unit. A bias may be null.
 template <class Element>
 struct Layer {
   const Element *input_norm, *qkv, *qkv_bias, *output, *output_bias, *norm, *gates, *gates_bias, *down, *down_bias;
@@ -82,7 +82,7 @@ struct Run {
   void multiply(
       const Element* x, int64_t num_inputs, const Element* weight, int64_t num_outputs, const Element* bias, Element* to,
       bool is_gated = false) const {
-    Calls<Element>::product(
+    Calls<Element>::gemm(
         x, num_inputs, step.num_tokens, num_inputs, weight, num_outputs, bias, to, is_gated, step.num_threads);
   }
 

@@ -48,12 +48,12 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     ),
     "rotate": (*_STRIDED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER),
     "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
-    "product": (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER, _POINTER, _POINTER), *(_INTEGER,) * 2),
-    "largest": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
+    "gemm": (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER, _POINTER, _POINTER), *(_INTEGER,) * 2),
+    "argmax": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
 }
 # Of one dtype alone.
 _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
-    "largest_of_product_bfloat16": (
+    "gemm_argmax_bfloat16": (
         *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     ),
@@ -86,11 +86,11 @@ Function = Callable[..., Any]
 class NativeLibrary:
     """What one loaded library offers, each function by name and dtype: `attend_float32`.
 
-    `has_matrix_unit`: products may go through the processor's matrix unit.
+    `has_amx`: products may go through the processor's AMX unit.
     """
 
     instruction_set: str
-    has_matrix_unit: bool
+    has_amx: bool
     functions: Mapping[str, Function]
 
 
@@ -111,10 +111,10 @@ def load(built: Built) -> NativeLibrary | str:
         if built.is_private:
             shutil.rmtree(built.path.parent, ignore_errors=True)
     library.spmd_instruction_set.restype = ctypes.c_char_p
-    library.spmd_has_matrix_unit.restype = _INTEGER
+    library.spmd_has_amx.restype = _INTEGER
     return NativeLibrary(
         instruction_set=library.spmd_instruction_set().decode(),
-        has_matrix_unit=bool(library.spmd_has_matrix_unit()),
+        has_amx=bool(library.spmd_has_amx()),
         functions=_functions(library),
     )
 

@@ -3,7 +3,7 @@
 // A block holds, for each key-value head, its keys and then its values:
 //   bfloat16  keys [head size / 2][position][2], values [position / 2][head size][2]
 //   float32   keys [head size][position],        values [position][head size]
-// which is in both cases `kPair` numbers side by side that one step of a product takes together. Knows nothing of
+// which is in both cases `kPair` numbers side by side that one step of a gemm takes together. Knows nothing of
 // arithmetic: `Type` is one of those in steps.h.
 #pragma once
 

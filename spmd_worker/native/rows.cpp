@@ -1,4 +1,4 @@
-// The small operations between the products: norms, rotary embedding, SiLU. Each row is computed by itself, in an order
+// The small operations between the gemms: norms, rotary embedding, SiLU. Each row is computed by itself, in an order
 // that depends on its length alone. Low-precision results are rounded where kernels/reference.py rounds them.
 
 #include <cstddef>
@@ -69,11 +69,11 @@ void silu_and_mul(
   }
 }
 
-// ---- the largest of a row -----------------------------------------------------------------------------------------
+// ---- the argmax of a row -----------------------------------------------------------------------------------------
 
-// The largest and its first place; the first NaN, where there is one.
+// The argmax and its first place; the first NaN, where there is one.
 template <class Element>
-SPMD_INLINE void largest_of_row(const Element* row, int64_t count, float* value, int64_t* index) {
+SPMD_INLINE void row_argmax(const Element* row, int64_t count, float* value, int64_t* index) {
   Floats most = broadcast(-kInfinity);
   Ints is_nan = Ints{};
   int64_t place = 0;
@@ -84,15 +84,15 @@ SPMD_INLINE void largest_of_row(const Element* row, int64_t count, float* value,
   }
   bool has_nan = false;
   for (int lane = 0; lane < kLanes; ++lane) has_nan = has_nan || is_nan[lane] != 0;
-  float largest = largest_lane(most);
+  float argmax = argmax_lane(most);
   for (; place < count; ++place) {
     const float x = to_float(row[place]);
     has_nan = has_nan || x != x;
-    largest = x > largest ? x : largest;
+    argmax = x > argmax ? x : argmax;
   }
   int64_t found = 0;
   if (!has_nan) {
-    const Floats wanted = broadcast(largest);
+    const Floats wanted = broadcast(argmax);
     // Vector by vector as far as none is equal; then one by one.
     for (; found + kLanes <= count; found += kLanes) {
       const Ints is_equal = (Ints)(load_floats(row + found) == wanted);
@@ -103,19 +103,19 @@ SPMD_INLINE void largest_of_row(const Element* row, int64_t count, float* value,
   }
   for (; found < count; ++found) {
     const float x = to_float(row[found]);
-    if (has_nan ? x != x : x == largest) break;
+    if (has_nan ? x != x : x == argmax) break;
   }
-  *value = has_nan ? to_float(row[found]) : largest;
+  *value = has_nan ? to_float(row[found]) : argmax;
   *index = found;
 }
 
 template <class Element>
-void largest(
+void argmax(
     const Element* rows, int64_t stride, int64_t num_rows, int64_t count, float* values, int64_t* indices,
     int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * count >= kSmall)
   for (int64_t row = 0; row < num_rows; ++row)
-    largest_of_row(rows + row * stride, count, values + row, indices + row);
+    row_argmax(rows + row * stride, count, values + row, indices + row);
 }
 
 }  // namespace
@@ -144,10 +144,10 @@ void largest(
       const Element* gate_up, int64_t stride, int64_t num_tokens, int64_t size, Element* to, int64_t num_threads) {    \
     silu_and_mul(gate_up, stride, num_tokens, size, to, num_threads);                                                  \
   }                                                                                                                    \
-  extern "C" void spmd_largest_##name(                                                                                 \
+  extern "C" void spmd_argmax_##name(                                                                                 \
       const Element* rows, int64_t stride, int64_t num_rows, int64_t count, float* values, int64_t* indices,           \
       int64_t num_threads) {                                                                                           \
-    largest(rows, stride, num_rows, count, values, indices, num_threads);                                              \
+    argmax(rows, stride, num_rows, count, values, indices, num_threads);                                              \
   }
 
 SPMD_ROWS(float32, float)

@@ -1,4 +1,4 @@
-// How one step of a product is taken, by the type of the cache, and the two products of attention made of such steps.
+// How one step of a gemm is taken, by the type of the cache, and the two gemms of attention made of such steps.
 //
 // A step multiplies one number (or pair of numbers) of a row with a vector of numbers (or pairs) of the cache and adds to
 // a vector of sums. Rows that are computed together share the load of the vector and nothing else.
@@ -55,7 +55,7 @@ struct Bfloat16 {
     const Words pairs = load<Words>(from);
     return {first_of_pairs(pairs), second_of_pairs(pairs)};
   }
-  // The product of two bfloat16 is exact in float.
+  // The gemm of two bfloat16 is exact in float.
   SPMD_INLINE Floats step(Floats sum, Right right, Left left) {
     return fused(broadcast(left.second), right.second, fused(broadcast(left.first), right.first, sum));
   }
@@ -66,7 +66,7 @@ struct Bfloat16 {
 };
 #endif
 
-// ---- the two products ---------------------------------------------------------------------------------------------
+// ---- the two gemms ---------------------------------------------------------------------------------------------
 
 // Scores of kRows queries with the 64 keys of a tile.
 template <class Type, int kRows, bool kFetches>

@@ -1,7 +1,7 @@
 // Vectors of float for the instruction set this file is compiled for, and the few operations the kernels need.
 //
 // Every operation works lane by lane (or in an order written here), so that what a lane computes depends on nothing but
-// that lane. Compiled with -ffp-contract=off: a product and a sum are fused where `fused` says so and nowhere else, so
+// that lane. Compiled with -ffp-contract=off: a gemm and a sum are fused where `fused` says so and nowhere else, so
 // that two instances of one template cannot round differently.
 #pragma once
 
@@ -74,7 +74,7 @@ SPMD_INLINE float sum_of_lanes(Floats vector) {
   return lanes[0];
 }
 
-SPMD_INLINE float largest_lane(Floats vector) {
+SPMD_INLINE float argmax_lane(Floats vector) {
 #if defined(SPMD_AVX512)
   return _mm512_reduce_max_ps((__m512)vector);
 #else

@@ -34,7 +34,7 @@ class _Decoding:
         return f"computes {_positions(self.first_position, last_position)}, samples {_listed(self.token_ids)}"
 
 
-class _Place(NamedTuple):
+class _LastSeen(NamedTuple):
     """Where a step has left a sequence; `transfer` is what it waits for, 0 for none."""
 
     status: SequenceStatus
@@ -50,8 +50,8 @@ class RowHistory:
         self._request, self._write = request, write
         # As the last step left them.
         self._sequences: dict[int, Sequence] = {}
-        self._places: dict[int, _Place] = {}
-        self._told_endings: list[int] = []
+        self._places: dict[int, _LastSeen] = {}
+        self._signalled_ends: list[int] = []
         self._decoding: dict[int, _Decoding] = {}
 
     def tell_request(self) -> None:
@@ -72,7 +72,7 @@ class RowHistory:
         self._sequences = {each.sample_index: each for each in group.sequences} if group is not None else {}
         transfers = {each.key: number for number, waits in scheduler.queues.loading.items() for each in waits}
         self._places = {
-            index: _Place(each.status, each.num_computed_tokens, each.table.num_blocks, transfers.get(each.key, 0))
+            index: _LastSeen(each.status, each.num_computed_tokens, each.table.num_blocks, transfers.get(each.key, 0))
             for index, each in self._sequences.items()
         }
 
@@ -88,9 +88,9 @@ class RowHistory:
             if place.status is not SequenceStatus.RUNNING:
                 continue
             if sequence.status is SequenceStatus.SWAPPED:
-                self._say(step, sample_index, f"preempted by swap, goes to the host: {what}")
+                self._write_report(step, sample_index, f"preempted by swap, goes to the host: {what}")
             elif sequence.status is SequenceStatus.PREEMPTED:
-                self._say(step, sample_index, f"preempted by recompute, loses: {what}")
+                self._write_report(step, sample_index, f"preempted by recompute, loses: {what}")
 
     def _tell_loading(self, step: ReplayedStep, scheduler: Scheduler) -> None:
         waits = [(number, each) for number, sequences in scheduler.queues.loading.items() for each in sequences]
@@ -99,7 +99,7 @@ class RowHistory:
             is_told = place is not None and place.status is SequenceStatus.LOADING
             if sequence.request.request_id == self._request.request_id and not is_told:
                 text = f"waits for transfer {number}, which brings its beginning"
-                self._say(step.plan.step, sequence.sample_index, text)
+                self._write_report(step.plan.step, sequence.sample_index, text)
 
     def _tell_scheduled(self, step: ReplayedStep) -> None:
         sampled = _sampled_by_sequence(step)
@@ -112,7 +112,7 @@ class RowHistory:
                 for data in group.sequences:
                     token_ids = sampled.get(SequenceKey(group.request_id, data.sample_index), ())
                     text = self._entrance(data) + _describe(data, token_ids)
-                    self._say(step.plan.step, data.sample_index, text)
+                    self._write_report(step.plan.step, data.sample_index, text)
 
     def _entrance(self, data: SequenceData | SequenceDataDelta) -> str:
         """Where the computed tokens of a sequence come from that did not run in the last step."""
@@ -132,7 +132,9 @@ class RowHistory:
             return
         text = f"computes position {position - 1}"
         text += f", takes block {block_id}" if block_id is not None else ""
-        self._say(step.plan.step, sample_index, text + (f", samples {_listed(token_ids)}" if token_ids else ""))
+        self._write_report(
+            step.plan.step, sample_index, text + (f", samples {_listed(token_ids)}" if token_ids else "")
+        )
 
     def _hold_back(self, step: int, sample_index: int, position: int, token_id: int) -> None:
         decoding = self._decoding.get(sample_index)
@@ -146,35 +148,35 @@ class RowHistory:
         ended = [group for group in step.ended if group.request.request_id == self._request.request_id]
         of_ended = {sequence.sample_index: sequence for group in ended for sequence in group.sequences}
         for sample_index, sequence in (self._sequences | of_ended).items():
-            if sequence.status is SequenceStatus.FINISHED and sample_index not in self._told_endings:
-                self._told_endings.append(sample_index)
-                self._say(step.plan.step, sample_index, _ending_of(sequence))
+            if sequence.status is SequenceStatus.FINISHED and sample_index not in self._signalled_ends:
+                self._signalled_ends.append(sample_index)
+                self._write_report(step.plan.step, sample_index, _ending_of(sequence))
         for group in ended:
             num_tokens = sum(len(sequence.output_token_ids) for sequence in group.sequences)
             text = f"answered: {num_tokens} output tokens, {group.num_preemptions} preemptions, "
             text += f"{group.num_cached_tokens or 0} prompt tokens found in the cache"
-            self._say(step.plan.step, None, text)
+            self._write_report(step.plan.step, None, text)
 
     def _tell_events(self, step: ReplayedStep, scheduler: Scheduler) -> None:
         for event in step.events:
             if isinstance(event, Admit) and event.request.request_id == self._request.request_id:
-                self._say(step.plan.step, None, f"admitted after this step, {len(scheduler.waiting)} wait")
+                self._write_report(step.plan.step, None, f"admitted after this step, {len(scheduler.waiting)} wait")
             elif isinstance(event, Abort) and event.request_id == self._request.request_id:
-                self._say(step.plan.step, None, "abort asked for after this step")
+                self._write_report(step.plan.step, None, "abort asked for after this step")
             elif self._request.request_id in scheduler.queues.groups:
                 self._tell_of_cache(step.plan.step, event)
 
     def _tell_of_cache(self, step: int, event: Event) -> None:
         if isinstance(event, ResetPrefixCache):
-            self._say(step, None, "prefix cache reset after this step")
+            self._write_report(step, None, "prefix cache reset after this step")
         elif isinstance(event, SetWeightVersion):
-            self._say(step, None, f"weight version {event.version} after this step")
+            self._write_report(step, None, f"weight version {event.version} after this step")
         elif isinstance(event, FinishTransfers):
             for sample_index, place in self._places.items():
                 if place.transfer in event.numbers:
-                    self._say(step, sample_index, f"transfer {place.transfer} has finished after this step")
+                    self._write_report(step, sample_index, f"transfer {place.transfer} has finished after this step")
 
-    def _say(self, step: int, sample_index: int | None, text: str) -> None:
+    def _write_report(self, step: int, sample_index: int | None, text: str) -> None:
         self.tell_rest()
         self._write_event(str(step), sample_index, text)
 

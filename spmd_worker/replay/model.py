@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelConfig, RunConfig, SchedulerConfig
+from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.uniproc import UniProcExecutor
-from spmd_worker.model_config.model_config import read_model_shape
-from spmd_worker.replay.replay import ReplayedStep, SampledPlace
+from spmd_worker.model_config.model_config import read_model_config
+from spmd_worker.replay.replay import ReplayedStep, SampledPosition
 from spmd_worker.replay.step_log import StepLogHeader
 from spmd_worker.sequence.step import StepResult
 
@@ -24,7 +24,7 @@ class Mismatch:
     """An id of the log that was not sampled again."""
 
     step: int
-    place: SampledPlace
+    place: SampledPosition
     logged: int
     recomputed: int
 
@@ -56,7 +56,7 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
 
 def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
     config = _config(header, model_path)
-    executor = UniProcExecutor(config, read_model_shape(model_path), RankLayout(1, 1, 1), RankEnvironment())
+    executor = UniProcExecutor(config, read_model_config(model_path), RankLayout(1, 1, 1), RankEnvironment())
     executor.start()
     try:
         executor.load_model()
@@ -71,7 +71,7 @@ def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
 
 def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
     return RunConfig(
-        model=ModelConfig(
+        model=ModelOptions(
             path=str(model_path),
             dtype=header.dtype,
             max_model_len=header.max_model_len,

@@ -20,8 +20,8 @@ from spmd_worker.lockstep.wire.codec import Decoder
 from spmd_worker.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.mirror.mirror import Mirror, MirrorError
 from spmd_worker.replay.step_log import StepLog, StepLogHeader, header_to_json
+from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.residency import PreemptionPolicy
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Admit, Close, Event
@@ -42,7 +42,7 @@ class ReplayDivergedError(ReplayError):
     """The replay decided something else than the run. The message names step, field and both values."""
 
 
-class SampledPlace(NamedTuple):
+class SampledPosition(NamedTuple):
     """Where a sampled id goes: `position` counts from 0 over prompt and output."""
 
     request_id: RequestId
@@ -63,7 +63,7 @@ class ReplayedStep:
 
     plan: StepPlan
     events: tuple[Event, ...]
-    places: tuple[SampledPlace, ...]
+    places: tuple[SampledPosition, ...]
     sampled_token_ids: tuple[int, ...] | None
     ended: tuple[SequenceGroup, ...]
 
@@ -81,8 +81,8 @@ class Replay:
         self.is_closed = False
         self._header, self._tokenizer = header, tokenizer
         self._digest = ChainedDigest()
-        # Steps under way, oldest first, and where their ids go.
-        self._under_way: deque[tuple[StepMessage, tuple[SampledPlace, ...]]] = deque()
+        # Steps in flight, oldest first, and where their ids go.
+        self._in_flight: deque[tuple[StepMessage, tuple[SampledPosition, ...]]] = deque()
 
     def steps(self, payloads: Iterable[bytes]) -> Iterator[ReplayedStep]:
         """Each step once what came of it is known. Raises ReplayDivergedError at the first that differs."""
@@ -90,20 +90,20 @@ class Replay:
         for message in read_messages(payloads, self._header.pipeline_parallel_size):
             yield from self._settle(message.sampled_token_ids)
             self._plan(message, last_events)
-            self._under_way.append((message, self._mirror(message.plan)))
+            self._in_flight.append((message, self._mirror(message.plan)))
             last_events = message.events
         is_known = True
-        for message, places in self._under_way:
+        for message, places in self._in_flight:
             is_known = is_known and not places
             yield self._finish(message, places, () if is_known else None)
 
     def _settle(self, sampled_token_ids: tuple[int, ...]) -> Iterator[ReplayedStep]:
-        """What the engine does at the end of a step: the oldest under way ends, and all where nobody waits for them."""
+        """What the engine does at the end of a step: the oldest in flight ends, and all where nobody waits for them."""
         step, num_samples = 0, 0
-        while self._under_way and (
-            len(self._under_way) == self._header.pipeline_parallel_size or not self.scheduler.has_unfinished
+        while self._in_flight and (
+            len(self._in_flight) == self._header.pipeline_parallel_size or not self.scheduler.has_unfinished
         ):
-            message, places = self._under_way.popleft()
+            message, places = self._in_flight.popleft()
             step, num_samples = message.step, len(places)
             yield self._finish(message, places, sampled_token_ids[:num_samples])
             sampled_token_ids = sampled_token_ids[num_samples:]
@@ -136,14 +136,14 @@ class Replay:
             )
         self.num_equal_digests += 1
 
-    def _mirror(self, plan: StepPlan) -> tuple[SampledPlace, ...]:
+    def _mirror(self, plan: StepPlan) -> tuple[SampledPosition, ...]:
         """Where the ids that the step samples go, in their order; the first of forking samples is the parent."""
         try:
             rows = self.mirror.apply(plan)
         except MirrorError as error:
             raise ReplayError(f"the plan is the scheduler's and the workers would refuse it: {error}") from None
         return tuple(
-            SampledPlace(
+            SampledPosition(
                 row.sequence.request.request_id,
                 row.sequence.sample_index + fork,
                 row.sequence.num_computed_tokens + row.num_scheduled_tokens,
@@ -153,7 +153,7 @@ class Replay:
         )
 
     def _finish(
-        self, message: StepMessage, places: tuple[SampledPlace, ...], sampled_token_ids: tuple[int, ...] | None
+        self, message: StepMessage, places: tuple[SampledPosition, ...], sampled_token_ids: tuple[int, ...] | None
     ) -> ReplayedStep:
         """Take in what was sampled, then the events."""
         plan = message.plan
@@ -244,19 +244,19 @@ def first_log_difference(first: StepLog, other: StepLog, names: tuple[str, str])
     messages = [read_messages(log.messages(), depth) for log, depth in zip((first, other), depths)]
     last: StepMessage | None = None
     # Whose ids come with the next message, the oldest first.
-    under_way: deque[StepMessage] = deque(maxlen=depths[0])
+    in_flight: deque[StepMessage] = deque(maxlen=depths[0])
     for mine, theirs in _common_steps(*messages):
         if mine is None and theirs is None:
             return None
         if mine is None or theirs is None:
             longer, shorter = names if theirs is None else names[::-1]
             return f"{shorter} ends after step {0 if last is None else last.step}, {longer} goes on"
-        sampled_by = under_way[0] if len(under_way) == depths[0] else None
+        sampled_by = in_flight[0] if len(in_flight) == depths[0] else None
         difference = _message_difference(mine, theirs, sampled_by, names)
         if difference is not None:
             return difference
         last = mine
-        under_way.append(mine)
+        in_flight.append(mine)
     return None
 
 

@@ -77,7 +77,7 @@ class ModelRunner:
             return
         sampled = hidden[torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)]
         is_greedy = all(row.is_plainly_greedy for row in batch.rows)
-        largest = self._model.largest_logits(sampled) if is_greedy else None
+        largest = self._model.argmax_logits(sampled) if is_greedy else None
         logits = None if is_greedy else self._model.compute_logits(sampled)
         reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._whole_logits)
         self._pending = _Forwarded(step, batch, logits, largest, reported)
@@ -93,7 +93,7 @@ class ModelRunner:
             self._clock.end()
             return StepResult(pending.step, prompt_logprobs=pending.prompt_logprobs)
         if pending.largest is not None:
-            sampled = self._sampler.sample_largest(*pending.largest)
+            sampled = self._sampler.sample_argmax(*pending.largest)
         else:
             assert pending.logits is not None, pending.step
             sampled = self._sampler.sample(pending.logits, list(pending.batch.rows))
@@ -116,7 +116,7 @@ class ModelRunner:
         return incoming.tensor
 
     def _receiving(self, num_tokens: int) -> Transfer:
-        shape = (num_tokens, self._model.shape.hidden_size)
+        shape = (num_tokens, self._model.model_config.hidden_size)
         dtype = self._cache_engine.device_cache.dtype
         return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
 

@@ -74,7 +74,7 @@ class Sampler:
         has_logprobs = any(entry is not None for entry in logprobs)
         return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
 
-    def sample_largest(self, values: Tensor, columns: Tensor) -> Sampled:
+    def sample_argmax(self, values: Tensor, columns: Tensor) -> Sampled:
         """As `sample` for rows that are all plainly greedy, given each row's largest logit of this rank, [R], and its
         column in this rank's shard.
         """

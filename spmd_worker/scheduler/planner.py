@@ -1,4 +1,4 @@
-"""What the next step computes: who gives way, who goes on, who joins.
+"""What the next step computes: who is preempted, who goes on, who joins.
 
 Decides from counts, and from the names of blocks whose tokens are known; token values do not enter. Knows queues, room
 and budgets. Knows nothing about what was sampled, or how a step is told and executed.
@@ -11,10 +11,10 @@ from typing import Final
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
+from spmd_worker.scheduler.allocator import Allocator, PreemptionPolicy
 from spmd_worker.scheduler.budget import StepBudget
 from spmd_worker.scheduler.policy import choose_victim, service_order
 from spmd_worker.scheduler.queues import Queues
-from spmd_worker.scheduler.residency import PreemptionPolicy, Residency
 from spmd_worker.scheduler.updates import Decision, Decisions
 from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 
@@ -22,15 +22,15 @@ LEAST_PROMPT_SHARE: Final = 64
 """Prompt tokens that a step may take however few there are: fewer would cost a pass over the weights each."""
 
 PROMPT_ROUNDS: Final = 4
-"""With several steps under way, the prompts at hand are computed in so many steps for each of them."""
+"""With several steps in flight, the prompts at hand are computed in so many steps for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """How much one step may hold, and what gives way. Without `enable_chunked_prefill` a prompt is computed in one
+    """How much one step may hold, and what is preempted. Without `enable_chunked_prefill` a prompt is computed in one
     piece. Who joins leaves `watermark_blocks_per_sequence` free for each sequence that runs: with none, sequences that
     decode would preempt those that have just joined (see `docs/decisions.md` for its size); 0 leaves the cache's own
-    watermark alone. With `num_virtual_engines` steps under way at once, a step decodes its share of the sequences.
+    watermark alone. With `num_virtual_engines` steps in flight at once, a step decodes its share of the sequences.
     """
 
     max_num_seqs: int
@@ -47,16 +47,16 @@ def _place_of(decision: Decision) -> tuple[int, int]:
 
 
 class Planner:
-    """One step: where the blocks do not suffice for all that run, those with the least computed work give way until
-    they do. Then the running sequences, in service order. What is left of the token budget goes to the waiting.
+    """One step: where the blocks do not suffice for all that run, those with the least computed work are preempted
+    until they do. Then the running sequences, in service order. What is left of the token budget goes to the waiting.
 
-    With several steps under way, a sequence whose next token is being sampled cannot go on, and is not put out either:
-    its token would come for one that is no longer there. All others can, whatever is under way: stages execute steps in
+    With several steps in flight, a sequence whose next token is being sampled cannot go on, and is not put out either:
+    its token would come for one that is no longer there. All others can, whatever is in flight: stages execute steps in
     order, so what a later step reads has been written.
     """
 
-    def __init__(self, limits: SchedulerLimits, queues: Queues, cache: CacheManager, residency: Residency) -> None:
-        self._limits, self._queues, self._cache, self._residency = limits, queues, cache, residency
+    def __init__(self, limits: SchedulerLimits, queues: Queues, cache: CacheManager, allocator: Allocator) -> None:
+        self._limits, self._queues, self._cache, self._allocator = limits, queues, cache, allocator
         self._least_watermark_blocks = cache.watermark_blocks
 
     def decide(self) -> Decisions:
@@ -74,7 +74,7 @@ class Planner:
         return decisions
 
     def _most_tokens(self) -> int:
-        """How many tokens this step may compute. With several steps under way, prompts are spread over them: a stage
+        """How many tokens this step may compute. With several steps in flight, prompts are spread over them: a stage
         waits for the step before its own, and so for every step that is much longer than its neighbours.
         """
         limits = self._limits
@@ -101,7 +101,7 @@ class Planner:
                 return True
             victim = choose_victim(ready)
             self._queues.running.remove(victim)
-            self._residency.put_out(victim, self._queues.group_of(victim))
+            self._allocator.preempt(victim, self._queues.group_of(victim))
             self._queues.waiting.give_back(victim)
         return len(self._queues.running) < num_running
 
@@ -119,7 +119,7 @@ class Planner:
         return num_wanted
 
     def _served(self) -> list[Sequence]:
-        """Who may go on in this step: with several steps under way, a share of those that decode."""
+        """Who may go on in this step: with several steps in flight, a share of those that decode."""
         running, num_steps = self._queues.running, self._limits.num_virtual_engines
         if num_steps == 1:
             return running
@@ -139,27 +139,27 @@ class Planner:
                 break
             num_outputs = len(sequence.output_token_ids)
             num_tokens = sequence.num_prompt_tokens + num_outputs - sequence.num_computed_tokens
-            is_steady = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
+            is_decode = num_tokens == 1 and sequence.is_known and num_outputs == sequence.num_sent_tokens + 1
             # In a block of its own that has begun, a sequence needs no asking.
-            if is_steady and sequence.num_computed_tokens % block_size and not sequence.shares_tail:
+            if is_decode and sequence.num_computed_tokens % block_size and not sequence.shares_tail:
                 sequence.num_computed_tokens += 1
                 budget.num_tokens -= 1
                 decisions.continuing.append(sequence)
             elif num_tokens:
-                self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions, is_steady=is_steady)
+                self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions, is_decode=is_decode)
 
     def _go_on(
-        self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions, *, is_steady: bool
+        self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions, *, is_decode: bool
     ) -> None:
-        """Steady decoding that appends a block stays steady; a copied block is told of."""
+        """Decoding that continues that appends a block stays steady; a copied block is told of."""
         first = sequence.num_computed_tokens
         may_lack_room = len(self._queues.running) == 1 or self._limits.num_virtual_engines > 1
         if may_lack_room and not self._cache.can_extend(sequence.table, first, first + num_tokens):
-            # Nobody is left to give way: transfers or steps under way hold the blocks, and end by themselves.
+            # Nobody is left to are preempted: transfers or steps in flight hold the blocks, and end by themselves.
             return
         num_blocks = sequence.table.num_blocks
         decision = self._take(sequence, num_tokens, budget)
-        if is_steady and decision.change.first_index == num_blocks:
+        if is_decode and decision.change.first_index == num_blocks:
             decisions.blocks.extend((len(decisions.continuing), block_id) for block_id in decision.change.block_ids)
             decisions.continuing.append(sequence)
         else:
@@ -171,7 +171,7 @@ class Planner:
         budget.num_sequences -= num_running - len(self._queues.running)
         while self._queues.waiting and budget.num_tokens:
             sequence = self._queues.waiting.first()
-            prefix = [] if sequence.status is SequenceStatus.SWAPPED else self._residency.find_prefix(sequence)
+            prefix = [] if sequence.status is SequenceStatus.SWAPPED else self._allocator.find_prefix(sequence)
             width = self._queues.width(sequence)
             # Its forks copy a block each as soon as they exist.
             self._set_watermark(num_running + width - 1)
@@ -180,7 +180,7 @@ class Planner:
             self._queues.waiting.pop_first()
             if self._waits_for_transfer(sequence, prefix):
                 continue
-            self._residency.bring_in(sequence, self._queues.group_of(sequence), prefix)
+            self._allocator.allocate(sequence, self._queues.group_of(sequence), prefix)
             self._queues.running.append(sequence)
             num_running += width
             budget.num_sequences -= width
@@ -190,13 +190,13 @@ class Planner:
         self._queues.running.sort(key=service_order)
 
     def _may_join(self, sequence: Sequence, prefix: list[BlockId], budget: StepBudget) -> bool:
-        num_uncomputed = self._residency.num_uncomputed_tokens(sequence, prefix)
+        num_uncomputed = self._allocator.num_uncomputed_tokens(sequence, prefix)
         if not self._limits.enable_chunked_prefill and num_uncomputed > budget.num_tokens:
             return False
         if self._queues.width(sequence) > budget.num_sequences:
             return False
         is_alone = not (self._queues.running or self._queues.loading)
-        return self._residency.has_room(sequence, prefix, keep_watermark=not is_alone)
+        return self._allocator.has_room(sequence, prefix, keep_watermark=not is_alone)
 
     def _set_watermark(self, num_running: int) -> None:
         """Whoever joins leaves running sequences some blocks to grow into, and room for those that wait for a transfer:
@@ -214,7 +214,7 @@ class Planner:
         # Once: what was brought may be driven out by those who grow meanwhile, and is computed then.
         if sequence.status is SequenceStatus.SWAPPED or sequence.has_loaded:
             return False
-        number = self._residency.load_prefix(sequence, prefix)
+        number = self._allocator.load_prefix(sequence, prefix)
         if number is None:
             return False
         self._queues.wait_for(number, sequence)
@@ -223,6 +223,6 @@ class Planner:
     def _take(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
         first = sequence.num_computed_tokens
         is_sampling = num_tokens == sequence.num_uncomputed_tokens
-        change = self._residency.extend(sequence, num_tokens)
+        change = self._allocator.extend(sequence, num_tokens)
         budget.spend(num_tokens)
         return Decision(sequence, first, num_tokens, self._queues.width(sequence) if is_sampling else 0, change)

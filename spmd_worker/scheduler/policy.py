@@ -1,4 +1,4 @@
-"""Who is served first and who gives way: first come, first served, in logical order of admission.
+"""Who is served first and who is preempted: first come, first served, in logical order of admission.
 
 Knows sequence keys. Knows no clock: ties cannot occur, because keys are unique and the same on every rank.
 """
@@ -58,7 +58,7 @@ class WaitingQueue:
 
 
 def choose_victim(running: list[Sequence]) -> Sequence:
-    """Who gives way when there are no blocks: the one with the least computed work, of equals the last in service
+    """Who is preempted when there are no blocks: the one with the least computed work, of equals the last in service
     order.
 
     So the sequence with the most never does and always gets on, and what is lost is the least there is to lose.

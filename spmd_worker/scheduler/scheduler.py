@@ -6,21 +6,21 @@ next step could be made while this one computes; new values enter only in `apply
 tells the mirrors what they do not know yet. Knows blocks as numbers and tokens as counts. Knows nothing about tensors,
 ranks, text or files.
 
-One step: where the blocks do not suffice for all that run, those with the least computed work give way until they do.
-Then the running sequences, in service order, each with what it has to compute (one token in decoding, a chunk in a
-prompt). What is left of the token budget goes to the waiting, first come, first served; who gave way is in its old
+One step: where the blocks do not suffice for all that run, those with the least computed work are preempted until they
+do. Then the running sequences, in service order, each with what it has to compute (one token in decoding, a chunk in a
+prompt). What is left of the token budget goes to the waiting, first come, first served; who was preempted is in its old
 place there.
 """
 
 from collections import deque
 
 from kv_cache.cache_manager import CacheManager
+from spmd_worker.scheduler.allocator import Allocator
 from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.integrity import check_integrity
 from spmd_worker.scheduler.planner import Planner, SchedulerLimits
 from spmd_worker.scheduler.policy import WaitingQueue
 from spmd_worker.scheduler.queues import Queues
-from spmd_worker.scheduler.residency import Residency
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.scheduler.updates import Decisions, group_updates, last_token_ids
 from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
@@ -49,10 +49,10 @@ class Scheduler:
         self.cache = cache
         self.queues = Queues()
         self.limits, self._stop_checker = limits, stop_checker
-        self._residency = Residency(
+        self._allocator = Allocator(
             cache, limits.preemption, self.counters, enable_prefix_caching=limits.enable_prefix_caching
         )
-        self._planner = Planner(limits, self.queues, cache, self._residency)
+        self._planner = Planner(limits, self.queues, cache, self._allocator)
         self._in_flight: deque[Decisions] = deque()
         self._ended_sequences: list[SequenceKey] = []
         self._ended_requests: list[RequestId] = []
@@ -76,7 +76,7 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Of the sequences that wait, how many have their blocks on the host."""
-        return self._residency.num_swapped
+        return self._allocator.num_swapped
 
     def handle(self, event: Event) -> SequenceGroup | None:
         """Take an event in. Returns the group an abort ended."""
@@ -85,9 +85,9 @@ class Scheduler:
         elif isinstance(event, Abort):
             return self._abort(event.request_id)
         elif isinstance(event, ResetPrefixCache):
-            self._residency.reset_prefix_cache(self.queues.groups.values())
+            self._allocator.reset_prefix_cache(self.queues.groups.values())
         elif isinstance(event, SetWeightVersion):
-            self._residency.set_weight_version(event.version, self.queues.groups.values())
+            self._allocator.set_weight_version(event.version, self.queues.groups.values())
         elif isinstance(event, FinishTransfers):
             for number in event.numbers:
                 self.cache.finish_transfer(number)
@@ -131,7 +131,7 @@ class Scheduler:
             if request_id in self.queues.groups:
                 self.queues.groups[request_id].place_prompt_logprobs(first, entries)
         decisions = self._in_flight.popleft()
-        # Rows are sampled in plan order: those in steady decoding, one token each, then the others.
+        # Rows are sampled in plan order: those in decoding that continues, one token each, then the others.
         for index, sequence in enumerate(decisions.continuing):
             if sequence.status is SequenceStatus.RUNNING:
                 self._append(sequence, token_ids[index], logprobs[index] if logprobs else None, ended)
@@ -185,7 +185,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence) -> None:
         if sequence.status is not SequenceStatus.RUNNING:
             self.queues.stop_waiting(sequence)
-        self._residency.release(sequence)
+        self._allocator.release(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._ended_sequences.append(sequence.key)
 

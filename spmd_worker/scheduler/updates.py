@@ -36,7 +36,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """A whole step: sequences in steady decoding, the blocks some of them took (place, block), and all others."""
+    """A whole step: sequences that go on decoding, the blocks some of them took (index, block), and all others."""
 
     continuing: list[Sequence] = field(default_factory=list)
     blocks: list[tuple[int, BlockId]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Decisions:
 
 
 def last_token_ids(continuing: Sized[Sequence]) -> tuple[int, ...]:
-    """What each sequence in steady decoding appends. Marks it as told."""
+    """What each sequence in decoding that continues appends. Marks it as told."""
     for sequence in continuing:
         sequence.num_sent_tokens += 1
     return tuple([sequence.output_token_ids[-1] for sequence in continuing])

@@ -34,7 +34,7 @@ class EndRound:
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
-    """Nothing that is in the cache now may be found by a later request; requests under way go on."""
+    """Nothing that is in the cache now may be found by a later request; requests in flight go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ NO_BLOCK_OPS: Final = BlockOps()
 class StepPlan:
     """Everything the workers need for step number `step`.
 
-    `continuing` are the sequences in steady decoding: each appends the token it sampled in the last step
+    `continuing` are the sequences in decoding that continues: each appends the token it sampled in the last step
     (`continuing_token_ids`, parallel), computes that one token and samples one. `continuing_blocks` are the blocks some
     of them take for it, as (place in `continuing`, block). Whatever else is computed is in `groups`, each group at most
     once; a sequence is in one of the two. Rows are computed and sampled in this order: `continuing`, then `groups`.

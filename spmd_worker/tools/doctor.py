@@ -2,7 +2,7 @@
 
     python -m spmd_worker.tools.doctor RUN_DIR
 
-RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Rebuilds the roll-call that was on the terminal
+RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Rebuilds the rank status that was on the terminal
 from what the ranks left: error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run that was
 killed as a whole, or is still running. Exits with 0 for a run that ended well, 1 for one that did not, 2 where it
 cannot tell.
@@ -18,7 +18,7 @@ from typing import Any
 
 from spmd_worker.batch.run_dir.job_files import METRICS_NAME
 from spmd_worker.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
-from spmd_worker.liveness.failure_diagnosis import roll_call
+from spmd_worker.liveness.failure_diagnosis import status_lines
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
@@ -59,7 +59,7 @@ ADVICE = (
     (" raised ", "Its traceback is below; an exception within a step is a fault of the program: please report it."),
     (" failed while ", "It could not start; the sentence says what it lacked."),
 )
-"""By a part of the verdict: what to do. The first that fits."""
+"""By a part of the diagnosis: what to do. The first that fits."""
 
 
 class DoctorError(Exception):
@@ -140,14 +140,14 @@ def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepSta
     """From the record of whoever knew first; the others' agree, or were written when that rank had left already. Of
     those that agree the lowest rank's, which was on the terminal.
     """
-    first = min(records, key=lambda each: (each.verdict is None, each.wall_s))
+    first = min(records, key=lambda each: (each.diagnosis is None, each.wall_s))
     record = next(each for each in records if ranks_to_blame(each) == ranks_to_blame(first))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.wall_s))
     lines = [f"The run failed at {when}; the ranks when they were last heard of:"]
-    lines += [f"  {line}" for line in roll_call(record.standings)]
-    if record.verdict is not None:
-        lines += ["", f"To blame: {record.verdict.text}"]
-        lines += [f"What to do: {text}" for part, text in ADVICE if part in record.verdict.text][:1]
+    lines += [f"  {line}" for line in status_lines(record.statuses)]
+    if record.diagnosis is not None:
+        lines += ["", f"To blame: {record.diagnosis.text}"]
+        lines += [f"What to do: {text}" for part, text in ADVICE if part in record.diagnosis.text][:1]
     lines += [f"Steps recorded: {len(steps):,}, the last is step {steps[-1].step}."] if steps else []
     lines += stacks_lines(run_dir)
     return lines + traceback_lines(records, record)
@@ -159,7 +159,7 @@ def stacks_lines(run_dir: Path) -> list[str]:
 
 
 def ranks_to_blame(record: ErrorRecord) -> tuple[int, ...] | None:
-    return None if record.verdict is None else record.verdict.ranks
+    return None if record.diagnosis is None else record.diagnosis.ranks
 
 
 def traceback_lines(records: list[ErrorRecord], record: ErrorRecord) -> list[str]:

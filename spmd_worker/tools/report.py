@@ -18,7 +18,7 @@ from typing import Any
 from spmd_worker.batch.run_dir.job_files import METRICS_NAME
 from spmd_worker.metrics.report.data import make_totals
 from spmd_worker.metrics.report.page import report_page
-from spmd_worker.metrics.report.words import NO_METRICS, summary_figures, verdict
+from spmd_worker.metrics.report.words import NO_METRICS, diagnosis, summary_figures
 from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, StageSpan, read_stage_times
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
 from spmd_worker.metrics.timeline import TIMELINE_NAME, write_timeline
@@ -119,7 +119,7 @@ def print_result(steps: list[StepStats], metrics: dict[str, Any] | None, page_pa
         figures = summary_figures(totals, metrics or {})
         width = max(len(figure.value) for figure in figures)
         print("\n".join(f"  {figure.value:>{width}} {figure.label} ({figure.note})" for figure in figures))
-        print(verdict(totals, metrics or {}))
+        print(diagnosis(totals, metrics or {}))
         result |= {
             "wall_s": totals.wall_us / 1e6,
             "num_blocks": totals.num_blocks,

@@ -74,7 +74,7 @@ def load_named_tensors(
     """Update every parameter in place from full checkpoint tensors, given once each, in any order, on any device.
 
     Takes one tensor at a time from the iterable and keeps none. Returns the number of tensors taken. Tensors of which
-    this rank owns nothing must be given too: every rank then comes to the same verdict. A tensor that is unknown, of
+    this rank owns nothing must be given too: every rank then comes to the same diagnosis. A tensor that is unknown, of
     a wrong shape or dtype, or given before is not copied. Raises CheckpointError at the end when anything
     was wrong or missing: **the model is then part old, part new, and must not generate** until an update succeeds.
     """

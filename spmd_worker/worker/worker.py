@@ -31,7 +31,7 @@ from spmd_worker.memory.estimate import activation_bytes, cache_spec
 from spmd_worker.memory.plan import is_estimate_enough, resolve_dtype, resolve_max_model_len, size_rank
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import Mirror
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 from spmd_worker.runner.largest_step import largest_step, prepared_step
@@ -52,8 +52,10 @@ logger = logging.getLogger(__name__)
 class Worker(WorkerBase):
     """See `WorkerBase` for what each call does and in which order they come."""
 
-    def __init__(self, config: RunConfig, shape: ModelShape, layout: RankLayout, environment: RankEnvironment) -> None:
-        self.config, self.shape, self.layout, self.environment = config, shape, layout, environment
+    def __init__(
+        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
+    ) -> None:
+        self.config, self.model_config, self.layout, self.environment = config, model_config, layout, environment
         self.device = torch.device("cpu")
         self.groups: ParallelGroups | None = None
         self.sizing: CacheSizing | None = None
@@ -71,7 +73,7 @@ class Worker(WorkerBase):
     def init_device(self) -> None:
         """Raises ConfigError for a device or dtype that this machine does not have."""
         self.device = choose_device(self.config.device, self.environment.local_rank)
-        self._dtype_name = resolve_dtype(self.config, self.shape, self.device.type)
+        self._dtype_name = resolve_dtype(self.config, self.model_config, self.device.type)
         if self.device.type == "cuda":
             self._check_cuda_dtype()
             self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
@@ -85,7 +87,7 @@ class Worker(WorkerBase):
         """Raises CheckpointError before anything is filled when names, shapes or coverage are wrong."""
         assert self.groups is not None, "init_device comes first"
         self._kernels, self._attention = choose_backends(
-            self.device, getattr(torch, self._dtype_name), self.shape.head_size, self.config.cache.block_size
+            self.device, getattr(torch, self._dtype_name), self.model_config.head_size, self.config.cache.block_size
         )
         context = LayerContext(
             tensor_group=self.groups.tensor,
@@ -94,7 +96,7 @@ class Worker(WorkerBase):
             dtype=getattr(torch, self._dtype_name),
             device=self.device,
         )
-        model = build_model(context, self.shape, stage_of(self.layout, self.shape, self.environment.rank))
+        model = build_model(context, self.model_config, stage_of(self.layout, self.model_config, self.environment.rank))
         slices, paddings = model.weight_slices(), model.padding_slices()
         if self.config.model.load_format == "dummy":
             fill_dummy(model, slices, paddings)
@@ -110,7 +112,7 @@ class Worker(WorkerBase):
     def get_kv_cache_spec(self) -> CacheSpec:
         """See `WorkerBase.get_kv_cache_spec`."""
         block_size = self.config.cache.block_size
-        return cache_spec(self.shape, self.layout, self.environment.rank, self._dtype_name, block_size)
+        return cache_spec(self.model_config, self.layout, self.environment.rank, self._dtype_name, block_size)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """Measures unless `cache.num_blocks` says; the reason in words is in `sizing`."""
@@ -211,12 +213,12 @@ class Worker(WorkerBase):
     @property
     def vocab_size(self) -> int:
         """See `WorkerBase.vocab_size`."""
-        return self.shape.vocab_size
+        return self.model_config.vocab_size
 
     @property
     def max_model_len(self) -> int:
         """See `WorkerBase.max_model_len`."""
-        return resolve_max_model_len(self.config, self.shape)
+        return resolve_max_model_len(self.config, self.model_config)
 
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups stay."""
@@ -239,8 +241,8 @@ class Worker(WorkerBase):
             raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
 
     @property
-    def _sizes(self) -> tuple[ModelShape, RankLayout, int, str]:
-        return self.shape, self.layout, self.environment.rank, self._dtype_name
+    def _sizes(self) -> tuple[ModelConfig, RankLayout, int, str]:
+        return self.model_config, self.layout, self.environment.rank, self._dtype_name
 
     def _measure(self) -> MemoryMeasurement:
         weights = sum(parameter.nbytes for parameter in self.get_model().parameters())
@@ -291,8 +293,8 @@ class Worker(WorkerBase):
         return Sampler(
             groups.tensor,
             model.lm_head.shard.start,
-            self.shape.vocab_size,
-            self.shape.eos_token_ids,
+            self.model_config.vocab_size,
+            self.model_config.eos_token_ids,
             self.config.model.logprobs_mode,
             self._kernels,
         )

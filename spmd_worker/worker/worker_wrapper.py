@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from spmd_worker.config.schema import ConfigError
-from spmd_worker.liveness.failure_diagnosis import is_echo
+from spmd_worker.liveness.failure_diagnosis import is_secondary
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class WorkerWrapper:
         except Exception as error:
             # Other failures are exchanged between the ranks, and the engine reports them once. When a rank has left,
             # the others fail too, of which there is one line for all.
-            is_news = method in _STEP_METHODS and not is_echo(error)
+            is_news = method in _STEP_METHODS and not is_secondary(error)
             level = logging.WARNING if is_news else logging.DEBUG
             logger.log(level, "rank %d raised %s in %s", self.global_rank, type(error).__name__, method)
             raise

@@ -10,7 +10,7 @@ FACADE = "spmd_worker"
 """The package whose `__init__.py` offers names lazily; every other `__init__.py` is empty."""
 MAY_COMPUTE_IMPORTS = (FACADE, "spmd_worker.worker.worker_wrapper")
 """The facade offers names lazily; the wrapper resolves classes that users give by qualified name."""
-ENTRY_POINTS = ("launch", FACADE)
+ENTRY_POINTS = ("launch", FACADE, "spmd_worker.tools.replay")
 """They may import every room, but at run time nothing that needs torch before it is asked for."""
 
 

@@ -18,7 +18,7 @@ from spmd_worker.config.schema import (
     CacheConfig,
     ConfigError,
     JobConfig,
-    ModelConfig,
+    ModelOptions,
     RunConfig,
     SamplingConfig,
     SchedulerConfig,
@@ -36,7 +36,7 @@ METRIC_KEYS = (
 def config_of(folder: Path, **job: Any) -> RunConfig:
     values = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl"), **job}
     return RunConfig(
-        model=ModelConfig(path=str(MODEL)),
+        model=ModelOptions(path=str(MODEL)),
         cache=CacheConfig(num_blocks=256),
         sampling=SamplingConfig(max_tokens=3),
         job=JobConfig(**values),
@@ -62,7 +62,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def refusal(config: RunConfig) -> str:
+def error_result(config: RunConfig) -> str:
     with pytest.raises(ConfigError) as refused:
         run(config)
     return str(refused.value)
@@ -209,7 +209,7 @@ def test_rows_come_from_standard_input_too(tmp_path: Path, monkeypatch: pytest.M
 def test_resume_never_refuses_a_run_directory_that_holds_a_run(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     run(config_of(tmp_path, resume="never"))
-    assert refusal(config_of(tmp_path, resume="never")) == (
+    assert error_result(config_of(tmp_path, resume="never")) == (
         f"job.run_dir={tmp_path}/out.jsonl.run holds a run already and job.resume=never: "
         f"give another job.run_dir or remove it"
     )
@@ -259,7 +259,7 @@ def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loa
         ),
         ({"run_dir": rows}, f"job.run_dir={rows} exists and is not a folder: give another"),
     ):
-        assert refusal(config_of(tmp_path, **job)) == message
+        assert error_result(config_of(tmp_path, **job)) == message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "rows.jsonl"]
     # The control: nothing is wrong with the rest.
     with pytest.raises(AssertionError, match="the engine was started"):
@@ -289,7 +289,7 @@ def test_settings_that_cannot_run_are_refused_before_anything_is_loaded(
             "(or generation_config.json, where sampling does not set it)",
         ),
         (
-            replace(config, model=ModelConfig(path=str(MODEL), max_model_len=1024)),
+            replace(config, model=ModelOptions(path=str(MODEL), max_model_len=1024)),
             "model.max_model_len=1024 is more than the model's 256 tokens: lower it or leave it null",
         ),
         (
@@ -301,7 +301,7 @@ def test_settings_that_cannot_run_are_refused_before_anything_is_loaded(
             "scheduler.enable_chunked_prefill=false: raise it to 256 or enable chunked prefill",
         ),
     ):
-        assert refusal(changed) == message
+        assert error_result(changed) == message
 
 
 def test_an_exception_leaves_an_older_output_as_it_was_and_no_partial_one(

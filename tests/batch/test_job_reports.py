@@ -15,7 +15,7 @@ import pytest
 import ranks
 
 from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelConfig, RowLimits, RunConfig, SamplingConfig
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RowLimits, RunConfig, SamplingConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.metrics.prometheus import PrometheusFile, format_metrics
 
@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 def config_of(folder: Path, **job: Any) -> RunConfig:
     places = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl")}
     return RunConfig(
-        model=ModelConfig(path=str(MODEL), dtype="float32"),
+        model=ModelOptions(path=str(MODEL), dtype="float32"),
         cache=CacheConfig(num_blocks=64),
         sampling=SamplingConfig(max_tokens=4, temperature=0.0),
         job=JobConfig(**{**places, **job}),

@@ -22,7 +22,7 @@ import json, resource, sys
 from pathlib import Path
 from spmd_worker.batch import job
 from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelConfig, RunConfig, SamplingConfig
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.distributed.environment import RankEnvironment
 
 folder, keep = Path(sys.argv[1]), sys.argv[2] == "keep"
@@ -30,7 +30,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 def run(name, **given):
-    run_job(RunConfig(model=ModelConfig(path=sys.argv[3]), cache=CacheConfig(num_blocks=64),
+    run_job(RunConfig(model=ModelOptions(path=sys.argv[3]), cache=CacheConfig(num_blocks=64),
         sampling=SamplingConfig(max_tokens=2, temperature=0.0), device="cpu",
         job=JobConfig(input=str(folder / name), output=str(folder / f"{name}.out"), **given)), RankEnvironment())
 

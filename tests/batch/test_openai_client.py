@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter
 
 from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -58,7 +58,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     rows[50] = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", "input": "text"}}
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = RunConfig(
-        model=ModelConfig(path=str(MODEL), dtype="float32"),
+        model=ModelOptions(path=str(MODEL), dtype="float32"),
         cache=CacheConfig(num_blocks=256),
         job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl")),
         device="cpu",
@@ -101,7 +101,7 @@ def check(completion: Completion | ChatCompletion, body: dict) -> None:
         if isinstance(completion, ChatCompletion):
             assert choice.message.content == written["message"]["content"]
             assert choice.message.role == "assistant"
-            assert choice.message.refusal is None
+            assert choice.message.error_result is None
         else:
             assert choice.text == written["text"]
         if choice.logprobs is not None and isinstance(completion, ChatCompletion):

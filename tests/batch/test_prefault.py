@@ -4,7 +4,7 @@ import pytest
 
 from kv_cache import host_reserve
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.batch.prefault import commit_ahead, guess_tokens
+from spmd_worker.batch.prefault import guess_tokens, prefault
 from spmd_worker.config.schema import CacheConfig, ParallelConfig, RunConfig, SchedulerConfig
 from spmd_worker.memory import host
 
@@ -61,14 +61,14 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_as_much_is_committed_as_the_job_can_use(rows: Path, name: str):
     config, num_blocks = CONFIGS[name]
-    assert commit_ahead(config, SPEC, [rows], 256, 1) == num_blocks * BLOCK_BYTES
+    assert prefault(config, SPEC, [rows], 256, 1) == num_blocks * BLOCK_BYTES
     assert host_reserve.offered() is not None
 
 
 def test_never_more_than_a_part_of_what_is_free(rows: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 8_000_000)
-    assert commit_ahead(RunConfig(), SPEC, [rows], 256, 1) == 1_000_000
-    assert commit_ahead(RunConfig(), SPEC, [rows], 256, 4) == 250_000
+    assert prefault(RunConfig(), SPEC, [rows], 256, 1) == 1_000_000
+    assert prefault(RunConfig(), SPEC, [rows], 256, 4) == 250_000
 
 
 def test_where_the_system_refuses_nothing_is_committed(rows: Path, monkeypatch: pytest.MonkeyPatch):
@@ -76,5 +76,5 @@ def test_where_the_system_refuses_nothing_is_committed(rows: Path, monkeypatch: 
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("spmd_worker.batch.prefault.HostReserve", refuse)
-    assert commit_ahead(RunConfig(), SPEC, [rows], 256, 1) == 0
+    assert prefault(RunConfig(), SPEC, [rows], 256, 1) == 0
     assert host_reserve.offered() is None

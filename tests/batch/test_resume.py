@@ -16,7 +16,7 @@ from spmd_worker.batch.run_dir import journal as journal_module
 from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.batch.run_dir.journal import JOURNAL_NAME, RowJournal
 from spmd_worker.batch.run_dir.run_lock import RunLock
-from spmd_worker.config.schema import CacheConfig, ConfigError, JobConfig, ModelConfig, RunConfig, SamplingConfig
+from spmd_worker.config.schema import CacheConfig, ConfigError, JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.engine.engine import LLMEngine
 
@@ -31,7 +31,7 @@ class Ended(BaseException):
 def config_of(folder: Path, **job: Any) -> RunConfig:
     places = {"input": str(folder / "rows.jsonl"), "output": str(folder / "out.jsonl")}
     return RunConfig(
-        model=ModelConfig(path=str(MODEL)),
+        model=ModelOptions(path=str(MODEL)),
         cache=CacheConfig(num_blocks=64),
         sampling=SamplingConfig(max_tokens=8, temperature=0.9),
         job=JobConfig(**{**places, "commit_rows": 1, **job}),
@@ -133,7 +133,7 @@ def test_what_answers_depend_on_must_not_have_changed(tmp_path: Path, change: st
         "seed": replace(config, seed=1),
         "sampling.temperature": replace(config, sampling=SamplingConfig(max_tokens=8, temperature=0.5)),
         "job.max_rows": replace(config, job=replace(config.job, max_rows=30)),
-        "model.dtype": replace(config, model=ModelConfig(path=str(MODEL), dtype="bfloat16")),
+        "model.dtype": replace(config, model=ModelOptions(path=str(MODEL), dtype="bfloat16")),
     }[change]
     with pytest.raises(
         ConfigError, match=rf"^{change} is \S+, and \S+ in the run that job\.run_dir=.*job\.resume=force"

@@ -35,7 +35,7 @@ def composed(*overrides: str, extra_dir: Path | None = None) -> RunConfig:
     return compose_run(CONF, overrides, extra_dir)
 
 
-def refusal(*overrides: str, extra_dir: Path | None = None) -> str:
+def error_result(*overrides: str, extra_dir: Path | None = None) -> str:
     with pytest.raises(ConfigError) as refused:
         composed(*overrides, extra_dir=extra_dir)
     return str(refused.value)
@@ -136,7 +136,7 @@ MISSPELLED = [
 
 @pytest.mark.parametrize(("override", "message"), MISSPELLED)
 def test_a_misspelled_key_is_named_with_the_keys_it_may_have_meant(override: str, message: str):
-    assert refusal(override).startswith(message)
+    assert error_result(override).startswith(message)
 
 
 REFUSED = [
@@ -193,13 +193,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("override", "message"), REFUSED, ids=[override for override, _ in REFUSED])
 def test_a_bad_value_is_one_sentence_with_key_value_and_rule(override: str, message: str):
-    said = refusal(override)
+    said = error_result(override)
     assert said.startswith(message)
     assert "\n" not in said
 
 
 def test_a_value_that_cannot_be_read_comes_back_in_the_quotes_it_needs():
-    said = refusal("job.input=a=b (1).jsonl")
+    said = error_result("job.input=a=b (1).jsonl")
     assert said.startswith("job.input=a=b (1).jsonl cannot be read:")
     assert said.endswith("as in \"job.input='a=b (1).jsonl'\"")
 
@@ -219,33 +219,35 @@ FILES = [
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "bad.yaml").write_text(f"# @package _global_\n{text}")
-    said = refusal("experiment=bad", extra_dir=tmp_path)
+    said = error_result("experiment=bad", extra_dir=tmp_path)
     assert said.startswith(message)
     assert "\n" not in said
     assert "bad.yaml" in said or "gone" in said
 
 
 def test_limits_are_checked_and_defaults_beyond_them_are_refused():
-    assert refusal("limits.max_n=0") == "limits.max_n=0 must be 1 or more"
-    assert refusal("limits.max_stop_strings=-1") == "limits.max_stop_strings=-1 must be 0 or more"
-    assert refusal("limits.max_nesting=1000") == "limits.max_nesting=1000 must be at most 256"
-    assert refusal("limits.max_tokens=10", "sampling.max_tokens=11") == (
+    assert error_result("limits.max_n=0") == "limits.max_n=0 must be 1 or more"
+    assert error_result("limits.max_stop_strings=-1") == "limits.max_stop_strings=-1 must be 0 or more"
+    assert error_result("limits.max_nesting=1000") == "limits.max_nesting=1000 must be at most 256"
+    assert error_result("limits.max_tokens=10", "sampling.max_tokens=11") == (
         "sampling.max_tokens asks for 11, more than limits.max_tokens=10: lower the one or raise the other"
     )
-    assert refusal("limits.max_n=2", "sampling.n=3").startswith("sampling.n asks for 3, more than limits.max_n=2")
-    assert refusal("limits.max_stop_strings=0", "sampling.stop=[a]").startswith("sampling.stop asks for 1, more than")
+    assert error_result("limits.max_n=2", "sampling.n=3").startswith("sampling.n asks for 3, more than limits.max_n=2")
+    assert error_result("limits.max_stop_strings=0", "sampling.stop=[a]").startswith(
+        "sampling.stop asks for 1, more than"
+    )
 
 
 def test_a_host_tier_without_prefix_blocks_or_without_digests_is_refused_with_the_way_out():
-    assert refusal("cache.host_tier_gib=2", "cache.enable_prefix_caching=false") == (
+    assert error_result("cache.host_tier_gib=2", "cache.enable_prefix_caching=false") == (
         "cache.host_tier_gib=2 keeps prefix blocks, and cache.enable_prefix_caching=false makes none: enable it, or "
         "leave cache.host_tier_gib at 0"
     )
-    assert refusal("cache.host_tier_gib=2", "executor.digest_every=0") == (
+    assert error_result("cache.host_tier_gib=2", "executor.digest_every=0") == (
         "cache.host_tier_gib=2 cannot run with executor.digest_every=0: ranks say that a transfer has finished with "
         "their digests; set executor.digest_every to 1 or more"
     )
-    assert refusal("cache.swap_space_gib=-1") == "cache.swap_space_gib=-1.0 must be 0 or more"
+    assert error_result("cache.swap_space_gib=-1") == "cache.swap_space_gib=-1.0 must be 0 or more"
 
 
 def test_dataclasses_made_by_hand_are_checked_like_a_command_line():

@@ -1,4 +1,4 @@
-"""The cache of several ranks gives way, finds and loads in the same steps on all of them.
+"""The cache of several ranks is preempted, finds and loads in the same steps on all of them.
 
 Each rank hashes with another seed and has another memory budget; tokens are those of one rank that had room.
 """

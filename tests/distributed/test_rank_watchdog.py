@@ -1,4 +1,4 @@
-"""The board over torch's own store, and the watchdog of an engine in somebody else's process."""
+"""The heartbeat store over torch's own store, and the watchdog of an engine in somebody else's process."""
 
 import re
 import sys
@@ -10,8 +10,8 @@ from ranks import free_port
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.distributed import rank_watchdog as watch
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.rank_watchdog import open_board, watch_guest, watch_program
-from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Beat
+from spmd_worker.distributed.rank_watchdog import open_heartbeat_store, watch_guest, watch_program
+from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, RankHeartbeat
 from spmd_worker.liveness.watchdog import Watched
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -26,24 +26,24 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_ranks_find_each_other_on_the_board(variables: dict[str, str]):
-    boards = [open_board(rank, (0, 1), is_host=rank == 0, variables=variables) for rank in range(2)]
-    beats = [Beat(rank, "node", 7, 8, 1, 812, "execute") for rank in range(2)]
+    boards = [open_heartbeat_store(rank, (0, 1), is_host=rank == 0, variables=variables) for rank in range(2)]
+    heartbeats = [RankHeartbeat(rank, "node", 7, 8, 1, 812, "execute") for rank in range(2)]
     assert boards[0].find((1, 2)) == {}
-    boards[1].pin(beats[1])
-    assert boards[0].find((0, 1, 2)) == {1: beats[1]}
-    boards[0].pin(beats[0])
-    assert boards[0].find((0, 1), known=(0, 1)) == {0: beats[0], 1: beats[1]}
+    boards[1].publish(heartbeats[1])
+    assert boards[0].find((0, 1, 2)) == {1: heartbeats[1]}
+    boards[0].publish(heartbeats[0])
+    assert boards[0].find((0, 1), known=(0, 1)) == {0: heartbeats[0], 1: heartbeats[1]}
     assert not boards[0].has_flag("reported")
     boards[1].raise_flag("reported")
     assert boards[0].has_flag("reported")
     assert boards[0].count("alarms", 0) == 0
-    assert [board.count("speakers") for board in boards] == [1, 2]
+    assert [heartbeat_store.count("speakers") for heartbeat_store in boards] == [1, 2]
 
 
 def test_each_run_and_restart_has_a_board_of_its_own(variables: dict[str, str]):
-    first = open_board(0, (0, 1), is_host=True, variables=variables)
-    second = open_board(0, (0, 1), is_host=True, variables=variables)
-    other = open_board(1, (0, 1), is_host=False, variables=variables)
+    first = open_heartbeat_store(0, (0, 1), is_host=True, variables=variables)
+    second = open_heartbeat_store(0, (0, 1), is_host=True, variables=variables)
+    other = open_heartbeat_store(1, (0, 1), is_host=False, variables=variables)
     assert (first.prefix, second.prefix) == (
         "spmd_worker/watch/restart 2/ranks 0 to 1/run 1",
         "spmd_worker/watch/restart 2/ranks 0 to 1/run 2",
@@ -53,8 +53,8 @@ def test_each_run_and_restart_has_a_board_of_its_own(variables: dict[str, str]):
 
 def test_engines_side_by_side_have_boards_of_their_own(variables: dict[str, str]):
     """An alarm of one engine once put all others on the alert, for good, and took their word."""
-    first = open_board(0, (0, 1), is_host=True, variables=variables)
-    second = open_board(2, (2, 3), is_host=False, variables=variables)
+    first = open_heartbeat_store(0, (0, 1), is_host=True, variables=variables)
+    second = open_heartbeat_store(2, (2, 3), is_host=False, variables=variables)
     first.count("alarms")
     assert second.count("alarms", 0) == 0
 

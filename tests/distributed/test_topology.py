@@ -15,7 +15,7 @@ from spmd_worker.distributed.topology import (
     stage_of,
     whole_model,
 )
-from spmd_worker.model_config.model_config import shape_from_config
+from spmd_worker.model_config.model_config import model_config_of
 
 
 def test_ranks_of_two_by_two_by_two():
@@ -65,9 +65,9 @@ def test_another_number_of_ranks_than_the_layout_is_refused_with_both():
 def test_a_world_of_another_size_is_refused_with_the_choices_there_are(
     layout: RankLayout, world_size: int, choices: str
 ):
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as error_result:
         check_world_size(layout, world_size)
-    assert str(refusal.value).endswith(f"ranks, but {world_size} were started: {choices}")
+    assert str(error_result.value).endswith(f"ranks, but {world_size} were started: {choices}")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_half_an_environment_is_refused_with_what_is_missing():
         read_rank_environment({**TORCHRUN, "RANK": "x"})
 
 
-SHAPE = shape_from_config(
+SHAPE = model_config_of(
     {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 1000,

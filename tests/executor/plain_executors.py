@@ -11,11 +11,11 @@ from typing import Any
 
 from ranks import REPOSITORY
 
-from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.multiproc import MultiprocExecutor
-from spmd_worker.model_config.model_config import read_model_shape
+from spmd_worker.model_config.model_config import read_model_config
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 PLAIN_WORKER = "plain_worker.PlainWorker"
@@ -25,14 +25,14 @@ def new_plain(num_workers: int = 2, environment: RankEnvironment | None = None, 
     """Not started yet; `keys` are those of ExecutorConfig."""
     executor = ExecutorConfig(**{"backend": "multiproc", "worker_cls": PLAIN_WORKER, "timeout_s": 30.0, **keys})
     config = RunConfig(
-        model=ModelConfig(path=str(MODEL)),
+        model=ModelOptions(path=str(MODEL)),
         parallel=ParallelConfig(num_workers),
         executor=executor,
         cache=CacheConfig(num_blocks=32),
         device="cpu",
     )
     layout = RankLayout(num_workers)
-    return MultiprocExecutor(config, read_model_shape(MODEL), layout, environment or RankEnvironment())
+    return MultiprocExecutor(config, read_model_config(MODEL), layout, environment or RankEnvironment())
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_base import WorkerBase
@@ -23,8 +23,10 @@ from spmd_worker.worker.worker_base import WorkerBase
 class PlainWorker(WorkerBase):
     """`arrange` says what the next step does on one rank: raise, die, exit, hang or stop."""
 
-    def __init__(self, config: RunConfig, shape: ModelShape, layout: RankLayout, environment: RankEnvironment) -> None:
-        self.config, self.shape, self.layout, self.environment = config, shape, layout, environment
+    def __init__(
+        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
+    ) -> None:
+        self.config, self.model_config, self.layout, self.environment = config, model_config, layout, environment
         self.arranged = ""
         self.transfers: tuple[int, ...] = ()
         self.num_initialized: tuple[int, int] | None = None

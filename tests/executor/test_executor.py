@@ -6,13 +6,13 @@ import pytest
 import torch
 from ranks import REPOSITORY
 
-from spmd_worker.config.schema import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.external_launcher import ExternalLauncherExecutor
 from spmd_worker.executor.uniproc import UniProcExecutor
-from spmd_worker.model_config.model_config import read_model_shape
+from spmd_worker.model_config.model_config import read_model_config
 from spmd_worker.sequence.step import StepPlan
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
@@ -21,12 +21,12 @@ ALONE = RankEnvironment()
 
 def new_executor(tensor_parallel_size: int = 1) -> UniProcExecutor:
     config = RunConfig(
-        model=ModelConfig(path=str(MODEL)),
+        model=ModelOptions(path=str(MODEL)),
         parallel=ParallelConfig(tensor_parallel_size),
         cache=CacheConfig(num_blocks=32),
         device="cpu",
     )
-    return UniProcExecutor(config, read_model_shape(MODEL), RankLayout(tensor_parallel_size), ALONE)
+    return UniProcExecutor(config, read_model_config(MODEL), RankLayout(tensor_parallel_size), ALONE)
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 
 SCRIPT = """
     import os, sys
-    from spmd_worker.config.schema import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+    from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, ParallelConfig, RunConfig
     from spmd_worker.executor.executor import Executor
     from spmd_worker.lockstep.transport.channel import ControlChannel
-    from spmd_worker.model_config.model_config import read_model_shape
+    from spmd_worker.model_config.model_config import read_model_config
     from spmd_worker.distributed.environment import read_rank_environment
     from spmd_worker.distributed.topology import RankLayout
     from spmd_worker.sequence.step import StepPlan
@@ -19,11 +19,11 @@ SCRIPT = """
 
     def new_executor(size):
         config = RunConfig(
-            model=ModelConfig(path=str(model)), parallel=ParallelConfig(size), cache=CacheConfig(num_blocks=32),
+            model=ModelOptions(path=str(model)), parallel=ParallelConfig(size), cache=CacheConfig(num_blocks=32),
             device="cpu",
         )
         backend = Executor.get_class("auto", environment)
-        return backend(config, read_model_shape(model), RankLayout(size), environment)
+        return backend(config, read_model_config(model), RankLayout(size), environment)
 
     said = []
     try:

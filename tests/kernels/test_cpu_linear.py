@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from native_libraries import EMULATED, HAS_UNIT, NATIVE, emulated, library_for, needs_avx512
+from native_libraries import EMULATED, HAS_AMX, NATIVE, emulated, library_for, needs_avx512
 
 from spmd_worker.kernels.cpu import linear
 from spmd_worker.kernels.cpu.linear import PackedKernels
@@ -35,13 +35,13 @@ def numbers(*shape, dtype):
 
 @pytest.fixture(params=[NATIVE, pytest.param(EMULATED, marks=pytest.mark.matrix)])
 def kernels(request):
-    """Built before oneDNN's first use, as a worker does. Emulated: the products for a matrix unit, on any machine."""
+    """Built before oneDNN's first use, as a worker does. Emulated: the products for a AMX unit, on any machine."""
     made = CpuKernels(library_for(request.param))
     made.is_emulated = request.param == EMULATED
     return made
 
 
-@pytest.mark.skipif(not HAS_UNIT, reason="the processor has no matrix unit to compare with")
+@pytest.mark.skipif(not HAS_AMX, reason="the processor has no matrix unit to compare with")
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -155,13 +155,13 @@ def test_the_largest_of_a_product_is_found_without_writing_it_down(
             x, weight = rows_and_weight_with_ties(num_rows, num_inputs, num_outputs, dtype)
             packed = kernels.pack(weight)
             for count in (1, 15, num_outputs - 17, num_outputs):
-                values, places = kernels.largest_of_linear(x, packed, count)
+                values, places = kernels.linear_argmax(x, packed, count)
                 expected_values, expected_places = kernels.largest(kernels.linear(x, packed, None)[:, :count])
                 assert places.tolist() == expected_places.tolist(), (num_rows, count)
                 torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
     finally:
         torch.set_num_threads(before)
-    values, places = kernels.largest_of_linear(x[:0], packed, num_outputs)
+    values, places = kernels.linear_argmax(x[:0], packed, num_outputs)
     assert (values.shape, places.shape) == ((0,), (0,))
 
 
@@ -266,7 +266,7 @@ def test_rows_may_be_a_view_and_may_be_none(kernels, dtype):
 
 
 def test_without_the_matrix_unit_products_are_onednns(kernels):
-    library = dataclasses.replace(library_for(NATIVE), has_matrix_unit=False)
+    library = dataclasses.replace(library_for(NATIVE), has_amx=False)
     assert CpuKernels(library).pack(numbers(64, 64, dtype=torch.bfloat16)).is_mkldnn
     assert PackedKernels().pack(numbers(64, 64, dtype=torch.float32)).is_mkldnn
 

@@ -209,7 +209,7 @@ MANY_LOADS = OPERATIONS | {begin_prompt_from_connector: 30, release: 20, finish_
 
 def end_everything(simulation: CacheSimulation):
     simulation.run_step()
-    while simulation.memories.under_way:
+    while simulation.memories.in_flight:
         simulation.finish_transfer(0)
     for name in list(simulation.sequences):
         simulation.release(name)

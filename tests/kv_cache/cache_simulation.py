@@ -19,7 +19,7 @@ from kv_cache.host_tier import HostTier
 NOTHING = -1
 """What no token ever wrote."""
 ON_THE_WAY = -2
-"""What a block or a place holds while a transfer is under way."""
+"""What a block or a place holds while a transfer is in flight."""
 FIRST_NEW_TOKEN = 1000
 """Prompts have tokens below it; the others are all different."""
 
@@ -38,11 +38,11 @@ class Memories:
         self.device = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.host = [[NOTHING] * block_size for _ in range(num_host_blocks)]
         self.places = [[NOTHING] * block_size for _ in range(num_places)]
-        self.under_way: dict[int, tuple[list[tuple[list[int], int]], list[tuple[int, int]]]] = {}
+        self.in_flight: dict[int, tuple[list[tuple[list[int], int]], list[tuple[int, int]]]] = {}
 
     def execute(self, block_ops: BlockOps) -> None:
         if block_ops.transfer:
-            self.under_way[block_ops.transfer] = ([], list(block_ops.load))
+            self.in_flight[block_ops.transfer] = ([], list(block_ops.load))
         for kind in self.order:
             getattr(self, kind)(block_ops)
 
@@ -57,7 +57,7 @@ class Memories:
 
     def store(self, block_ops: BlockOps) -> None:
         for block_id, place in block_ops.store:
-            self.under_way[block_ops.transfer][0].append((list(self.device[block_id]), place))
+            self.in_flight[block_ops.transfer][0].append((list(self.device[block_id]), place))
             self.places[place] = [ON_THE_WAY] * self.block_size
 
     def load(self, block_ops: BlockOps) -> None:
@@ -65,7 +65,7 @@ class Memories:
             self.device[block_id] = [ON_THE_WAY] * self.block_size
 
     def finish(self, number: int) -> None:
-        stored, loaded = self.under_way.pop(number)
+        stored, loaded = self.in_flight.pop(number)
         for block, place in stored:
             self.places[place] = block
         for place, block_id in loaded:
@@ -258,8 +258,8 @@ class CacheSimulation:
         return sequence.transfer is not None
 
     def finish_transfer(self, index: int) -> None:
-        """One of those under way, whichever; those that wait for it need wait no more."""
-        numbers = list(self.memories.under_way)
+        """One of those in flight, whichever; those that wait for it need wait no more."""
+        numbers = list(self.memories.in_flight)
         if not numbers:
             return
         number = numbers[index % len(numbers)]

@@ -72,13 +72,13 @@ class NaiveCache:
         # What a block will hold when the step has run, where that is not what it holds now.
         self.arrives, self.leaves = {}, {}
         self.fresh = []
-        self.planned, self.under_way, self.number = new_transfer(), {}, 1
+        self.planned, self.in_flight, self.number = new_transfer(), {}, 1
         self.storing, self.loading, self.store_pairs = {}, {}, []
 
     # Beyond the device.
 
     def transfers(self):
-        return [self.planned, *self.under_way.values()]
+        return [self.planned, *self.in_flight.values()]
 
     def loading_blocks(self):
         return [each["blocks"] for each in self.transfers()]
@@ -118,7 +118,7 @@ class NaiveCache:
         return self.number
 
     def finish_transfer(self, number):
-        transfer = self.under_way[number]
+        transfer = self.in_flight[number]
         for name, place in transfer["stores"]:
             if self.storing.get(name) == place:
                 del self.storing[name]
@@ -131,7 +131,7 @@ class NaiveCache:
                 del self.loading[name]
                 self.device.name(block, name)
         self.device.let_go_of_all(transfer["blocks"])
-        del self.under_way[number]
+        del self.in_flight[number]
 
     # The device.
 
@@ -269,7 +269,7 @@ class NaiveCache:
         }
         number = self.number if pairs["store"] or pairs["load"] else 0
         if number:
-            self.under_way[number] = self.planned
+            self.in_flight[number] = self.planned
             self.number, self.planned = number + 1, new_transfer()
         self.arrives, self.leaves, self.store_pairs = {}, {}, []
         self.fresh.clear()

@@ -108,8 +108,8 @@ class StoresWhenTheTransferEnds(Memories):
     """Reads the device's block later than in its step."""
 
     def finish(self, number):
-        stored, loaded = self.under_way[number]
-        self.under_way[number] = ([(self.device[self.sources[number, place]], place) for _, place in stored], loaded)
+        stored, loaded = self.in_flight[number]
+        self.in_flight[number] = ([(self.device[self.sources[number, place]], place) for _, place in stored], loaded)
         super().finish(number)
 
     def store(self, block_ops):

@@ -164,8 +164,8 @@ class Pair:
             sequence.host_table, sequence.num_named = None, len(names)
 
     def finish_transfer(self):
-        if self.naive.under_way:
-            number = self.random.choice(list(self.naive.under_way))
+        if self.naive.in_flight:
+            number = self.random.choice(list(self.naive.in_flight))
             self.manager.finish_transfer(number)
             self.naive.finish_transfer(number)
             for sequence in self.sequences.values():

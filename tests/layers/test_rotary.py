@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spmd_worker.layers.rotary import RotaryEmbedding, attention_factor, inverse_frequencies
-from spmd_worker.model_config.model_config import RopeParameters, shape_from_config
+from spmd_worker.model_config.model_config import RopeParameters, model_config_of
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -43,7 +43,7 @@ SCALINGS: list[dict[str, Any]] = [
 
 def read(scaling: dict[str, Any], theta: float = 500000.0) -> tuple[RopeParameters, LlamaConfig]:
     keys = {**SIZES, "rope_parameters": {"rope_theta": theta, **scaling}}
-    ours = shape_from_config({"architectures": ["LlamaForCausalLM"], **keys}, "config.json")
+    ours = model_config_of({"architectures": ["LlamaForCausalLM"], **keys}, "config.json")
     return ours.rope, LlamaConfig(**keys)
 
 

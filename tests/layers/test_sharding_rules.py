@@ -17,14 +17,14 @@ from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.layers.linear import kv_head_range
-from spmd_worker.model_config.model_config import FAMILIES, ModelShape, shape_from_config
+from spmd_worker.model_config.model_config import FAMILIES, ModelConfig, model_config_of
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 from spmd_worker.weights.coverage import check_coverage
 from spmd_worker.weights.safetensors_header import CheckpointError
 
 
-def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelShape:
+def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelConfig:
     sizes = {
         "vocab_size": 211,
         "hidden_size": 64,
@@ -36,20 +36,20 @@ def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelSh
         "attention_bias": True,
         "mlp_bias": True,
     }
-    return shape_from_config({"architectures": [architecture], **sizes, **keys}, "config.json")
+    return model_config_of({"architectures": [architecture], **sizes, **keys}, "config.json")
 
 
-def new_model(shape: ModelShape, size: int, rank: int) -> DecoderForCausalLM:
+def new_model(model_config: ModelConfig, size: int, rank: int) -> DecoderForCausalLM:
     group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
     context = LayerContext(group, ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
-    return build_model(context, shape)
+    return build_model(context, model_config)
 
 
-def times_read(shape: ModelShape, size: int) -> dict[str, np.ndarray]:
+def times_read(model_config: ModelConfig, size: int) -> dict[str, np.ndarray]:
     """How many ranks read each element of each checkpoint tensor."""
     counts: dict[str, np.ndarray] = {}
     for rank in range(size):
-        for piece in new_model(shape, size, rank).weight_slices():
+        for piece in new_model(model_config, size, rank).weight_slices():
             count = counts.setdefault(piece.checkpoint_name, np.zeros(piece.checkpoint_shape, dtype=np.int64))
             count[tuple(slice(*bounds) for bounds in piece.source)] += 1
     return counts
@@ -58,9 +58,9 @@ def times_read(shape: ModelShape, size: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are_held(architecture: str, size: int):
-    shape = new_shape(architecture)
-    num_holders = max(size // shape.num_kv_heads, 1)
-    for name, count in times_read(shape, size).items():
+    model_config = new_shape(architecture)
+    num_holders = max(size // model_config.num_kv_heads, 1)
+    for name, count in times_read(model_config, size).items():
         if ".k_proj." in name or ".v_proj." in name:
             expected = num_holders
         elif "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
@@ -73,9 +73,9 @@ def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_every_element_of_every_parameter_is_filled_exactly_once(size: int, tied: bool):
-    shape = new_shape(tie_word_embeddings=tied)
+    model_config = new_shape(tie_word_embeddings=tied)
     for rank in range(size):
-        model = new_model(shape, size, rank)
+        model = new_model(model_config, size, rank)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         in_file = {piece.checkpoint_name: piece.checkpoint_shape for piece in model.weight_slices()}
         check_coverage(model.weight_slices(), model.padding_slices(), shapes, in_file, ignorable=model.is_ignorable)
@@ -129,11 +129,11 @@ def test_vocabulary_shards_are_of_equal_size_and_own_every_id_once(vocab_size: i
 
 
 def test_nine_heads_on_two_ranks_are_refused_with_the_sizes_that_divide():
-    shape = replace(new_shape(), num_heads=9, num_kv_heads=3)
+    model_config = replace(new_shape(), num_heads=9, num_kv_heads=3)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*9 attention heads.* are 1, 3 and 9"):
-        check_divides(RankLayout(2), shape)
+        check_divides(RankLayout(2), model_config)
     for size in (1, 3, 9):
-        check_divides(RankLayout(size), shape)
+        check_divides(RankLayout(size), model_config)
 
 
 @pytest.mark.parametrize(

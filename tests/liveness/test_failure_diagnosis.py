@@ -1,4 +1,4 @@
-"""The roll-call, literally: which lines, and who is to blame, for what ranks can be known to do."""
+"""The rank status, literally: which lines, and who is to blame, for what ranks can be known to do."""
 
 from dataclasses import replace
 
@@ -9,51 +9,51 @@ from spmd_worker.liveness.failure_diagnosis import (
     GATHER_S,
     SETTLE_S,
     STALL_S,
-    Standing,
+    RankStatus,
     describe,
-    is_echo,
-    judge,
-    roll_call,
-    said_exit_code,
+    diagnose,
+    explained_exit_code,
+    is_secondary,
+    status_lines,
 )
-from spmd_worker.liveness.heartbeat import Beat, Failure, FailureKind
+from spmd_worker.liveness.heartbeat import Failure, FailureKind, RankHeartbeat
 from spmd_worker.lockstep.errors import RankFailedError, RanksDisagreeError, ReplicaDivergedError
 
 LATE_S = SETTLE_S + 1
 
 
-def beat(rank: int, step: int = 812, phase: str = "execute", **changes) -> Beat:
-    return Beat(rank, "node", 100 + rank, 5, 7, step, phase, **changes)
+def last_heartbeat(rank: int, step: int = 812, phase: str = "execute", **changes) -> RankHeartbeat:
+    return RankHeartbeat(rank, "node", 100 + rank, 5, 7, step, phase, **changes)
 
 
-def well(rank: int, **changes) -> Standing:
-    return Standing(rank, beat(rank, **changes), 0.3)
+def well(rank: int, **changes) -> RankStatus:
+    return RankStatus(rank, last_heartbeat(rank, **changes), 0.3)
 
 
-def failed(rank: int, kind: FailureKind, text: str, order: int = 0, **changes) -> Standing:
-    return Standing(rank, beat(rank, failure=Failure(kind, text, order=order), **changes), 0.3)
+def failed(rank: int, kind: FailureKind, text: str, order: int = 0, **changes) -> RankStatus:
+    return RankStatus(rank, last_heartbeat(rank, failure=Failure(kind, text, order=order), **changes), 0.3)
 
 
-RAISED = failed(1, FailureKind.OWN, "rank 1 raised ValueError at step 812: boom")
-ECHO = failed(0, FailureKind.ECHO, "rank 0 raised RuntimeError at step 812: gloo: Connection closed by peer")
-GONE = Standing(2, beat(2, step=811), 0.4, is_gone=True)
-SILENT = Standing(3, beat(3, step=811, phase="forward"), 10.2)
-TOLD = failed(1, FailureKind.TOLD, "rank 1 was told to end (SIGTERM)")
-SAID = failed(0, FailureKind.SAID, "job.input is not set")
+RAISED = failed(1, FailureKind.PRIMARY, "rank 1 raised ValueError at step 812: boom")
+SECONDARY = failed(0, FailureKind.SECONDARY, "rank 0 raised RuntimeError at step 812: gloo: Connection closed by peer")
+GONE = RankStatus(2, last_heartbeat(2, step=811), 0.4, is_gone=True)
+SILENT = RankStatus(3, last_heartbeat(3, step=811, phase="forward"), 10.2)
+SIGNALLED = failed(1, FailureKind.SIGNALLED, "rank 1 was told to end (SIGTERM)")
+EXPLAINED = failed(0, FailureKind.EXPLAINED, "job.input is not set")
 STUCK = failed(1, FailureKind.STALLED, "rank 1 is stuck: ...", phase_age_s=5.02, where="model_runner.py:88 forward")
 WAITS = failed(0, FailureKind.STALLED, "rank 0 waits: ...", phase_age_s=5.1, is_waiting=True, where="x.py:1 y")
-UNKNOWN = Standing(2, None)
+UNKNOWN = RankStatus(2, None)
 
 BLAMED = {
-    "an exception": ([ECHO, RAISED, well(2)], (1,), "rank 1 raised ValueError at step 812: boom"),
+    "an exception": ([SECONDARY, RAISED, well(2)], (1,), "rank 1 raised ValueError at step 812: boom"),
     "a dead rank": (
-        [ECHO, well(1), GONE],
+        [SECONDARY, well(1), GONE],
         (2,),
         "rank 2 is gone: last seen in step 811, phase execute, 0.4 s ago; the process ended without a word, as one "
         "that is killed or has no memory left",
     ),
     "a silent rank": (
-        [ECHO, well(1), SILENT],
+        [SECONDARY, well(1), SILENT],
         (3,),
         "rank 3 is silent: last seen in step 811, phase forward, 10.2 s ago",
     ),
@@ -63,13 +63,13 @@ BLAMED = {
         "rank 1 is stuck: step 812, phase execute, for 5.0 s, at model_runner.py:88 forward",
     ),
     "ranks that wait for each other": (
-        [WAITS, replace(WAITS, rank=1, beat=replace(WAITS.beat, rank=1, step=811))],
+        [WAITS, replace(WAITS, rank=1, last_heartbeat=replace(WAITS.last_heartbeat, rank=1, step=811))],
         (1,),
         "rank 1 is waiting for another rank, or for each other: step 811, phase execute, for 5.1 s, at x.py:1 y",
     ),
-    "a rank never heard of": ([ECHO, well(1), UNKNOWN], (2,), "rank 2 is silent: never heard of since the start"),
+    "a rank never heard of": ([SECONDARY, well(1), UNKNOWN], (2,), "rank 2 is silent: never heard of since the start"),
     "a rank that others name": (
-        [ECHO, failed(1, FailureKind.ECHO, "rank 0 is silent: no message in 4 s", order=2)],
+        [SECONDARY, failed(1, FailureKind.SECONDARY, "rank 0 is silent: no message in 4 s", order=2)],
         (1,),
         "rank 0 is silent: no message in 4 s",
     ),
@@ -79,7 +79,7 @@ BLAMED = {
         "the launcher is gone",
     ),
     "a busy rank": (
-        [ECHO, well(1, phase="between steps", phase_age_s=300.0, where="row_writer.py:7 write")],
+        [SECONDARY, well(1, phase="between steps", phase_age_s=300.0, where="row_writer.py:7 write")],
         (1,),
         "rank 1 is busy while others waited for too long: step 812, phase between steps, for 300.0 s, at "
         "row_writer.py:7 write",
@@ -90,19 +90,23 @@ BLAMED = {
         "rank 1 is busy while others waited for too long: step 812, phase execute, for 5.1 s, at "
         "model_runner.py:88 forward",
     ),
-    "nobody but effects": ([ECHO, well(1)], (0,), ECHO.failure.text),
-    "a signal to one": ([well(0), TOLD], (1,), "rank 1 was told to end (SIGTERM) from outside the job"),
+    "nobody but effects": ([SECONDARY, well(1)], (0,), SECONDARY.failure.text),
+    "a signal to one": ([well(0), SIGNALLED], (1,), "rank 1 was told to end (SIGTERM) from outside the job"),
     "a signal to all": (
-        [replace(TOLD, rank=0), TOLD],
+        [replace(SIGNALLED, rank=0), SIGNALLED],
         (0, 1),
         "every rank was told to end (SIGTERM): the launcher or the machine ended the job",
     ),
-    "a signal to all, because one went": ([replace(TOLD, rank=0), TOLD, GONE], (2,), "rank 2 is gone: last seen"),
-    "a wrong setting": ([SAID, replace(TOLD, rank=1), GONE], (0,), "job.input is not set"),
+    "a signal to all, because one went": (
+        [replace(SIGNALLED, rank=0), SIGNALLED, GONE],
+        (2,),
+        "rank 2 is gone: last seen",
+    ),
+    "a wrong setting": ([EXPLAINED, replace(SIGNALLED, rank=1), GONE], (0,), "job.input is not set"),
     "two exceptions, the first of them": (
         [
-            failed(0, FailureKind.OWN, "rank 0 raised A", order=2),
-            failed(1, FailureKind.OWN, "rank 1 raised B", order=1),
+            failed(0, FailureKind.PRIMARY, "rank 0 raised A", order=2),
+            failed(1, FailureKind.PRIMARY, "rank 1 raised B", order=1),
         ],
         (1,),
         "rank 1 raised B",
@@ -113,51 +117,61 @@ BLAMED = {
 
 @pytest.mark.parametrize("name", BLAMED)
 def test_the_one_to_blame_is(name: str):
-    standings, blamed, text = BLAMED[name]
-    verdict = judge(standings, LATE_S)
-    assert verdict is not None
-    assert (verdict.ranks, verdict.text[: len(text)]) == (blamed, text)
-    assert verdict.is_said == (name == "a wrong setting")
-    assert verdict.is_silence == (name in ("a silent rank", "a rank never heard of"))
+    statuses, blamed, text = BLAMED[name]
+    diagnosis = diagnose(statuses, LATE_S)
+    assert diagnosis is not None
+    assert (diagnosis.ranks, diagnosis.text[: len(text)]) == (blamed, text)
+    assert diagnosis.is_explained == (name == "a wrong setting")
+    assert diagnosis.is_silence == (name in ("a silent rank", "a rank never heard of"))
 
 
 def test_nobody_is_to_blame_while_all_are_well():
-    assert judge([well(0), well(1), replace(well(2), beat=beat(2, has_ended=True), heard_ago_s=99.0)], LATE_S) is None
+    assert (
+        diagnose(
+            [well(0), well(1), replace(well(2), last_heartbeat=last_heartbeat(2, has_ended=True), heard_ago_s=99.0)],
+            LATE_S,
+        )
+        is None
+    )
 
 
 def test_effects_wait_for_their_cause():
     """A rank that leaves because of another must not be named while the other may still be heard of."""
-    for standings, at_s in (([ECHO, RAISED], GATHER_S), ([ECHO, SILENT], STALL_S), ([ECHO, well(1)], SETTLE_S)):
-        assert judge(standings, at_s - 0.01) is None
-        assert judge(standings, at_s) is not None
+    for statuses, at_s in (
+        ([SECONDARY, RAISED], GATHER_S),
+        ([SECONDARY, SILENT], STALL_S),
+        ([SECONDARY, well(1)], SETTLE_S),
+    ):
+        assert diagnose(statuses, at_s - 0.01) is None
+        assert diagnose(statuses, at_s) is not None
 
 
 def test_a_rank_that_left_because_of_another_is_not_taken_for_the_dead_one():
-    left = replace(ECHO, is_gone=True)
-    assert judge([left, RAISED], LATE_S).ranks == (1,)
-    assert judge([left, SILENT], LATE_S).ranks == (3,)
+    left = replace(SECONDARY, is_gone=True)
+    assert diagnose([left, RAISED], LATE_S).ranks == (1,)
+    assert diagnose([left, SILENT], LATE_S).ranks == (3,)
 
 
 def test_a_rank_that_ended_well_is_neither_silent_nor_gone():
-    ended = Standing(1, beat(1, has_ended=True), 60.0)
+    ended = RankStatus(1, last_heartbeat(1, has_ended=True), 60.0)
     assert not ended.is_silent
     assert not ended.is_living
-    assert judge([ECHO, ended], LATE_S).ranks == (0,)
+    assert diagnose([SECONDARY, ended], LATE_S).ranks == (0,)
 
 
 def test_the_roll_call_has_one_line_a_rank():
-    standings = [
+    statuses = [
         well(0, is_waiting=True, where="channel.py:4 broadcast", phase_age_s=2.0),
         replace(RAISED, heard_ago_s=0.25),
         GONE,
-        replace(SILENT, beat=replace(SILENT.beat, phase="lockstep")),
-        Standing(10, None),
-        Standing(11, beat(11, step=9, has_ended=True), 3.0),
-        replace(TOLD, rank=12, heard_ago_s=0.0),
-        failed(13, FailureKind.ECHO, "rank 1 raised ValueError at step 812: boom"),
-        failed(14, FailureKind.ECHO, "rank 14 raised RuntimeError at step 812: gloo"),
+        replace(SILENT, last_heartbeat=replace(SILENT.last_heartbeat, phase="lockstep")),
+        RankStatus(10, None),
+        RankStatus(11, last_heartbeat(11, step=9, has_ended=True), 3.0),
+        replace(SIGNALLED, rank=12, heard_ago_s=0.0),
+        failed(13, FailureKind.SECONDARY, "rank 1 raised ValueError at step 812: boom"),
+        failed(14, FailureKind.SECONDARY, "rank 14 raised RuntimeError at step 812: gloo"),
     ]
-    assert roll_call(standings) == [
+    assert status_lines(statuses) == [
         "rank  0  step 812  execute    0.3 s ago  waits for others at channel.py:4 broadcast, 2.0 s in this phase",
         "rank  1  step 812  execute    0.2 s ago  raised ValueError at step 812: boom",
         "rank  2  step 811  execute    0.4 s ago  gone",
@@ -171,7 +185,7 @@ def test_the_roll_call_has_one_line_a_rank():
 
 
 def test_a_long_exception_takes_one_line():
-    line = roll_call([failed(0, FailureKind.OWN, "rank 0 raised ValueError: " + "x" * 500 + "\nmore")])[0]
+    line = status_lines([failed(0, FailureKind.PRIMARY, "rank 0 raised ValueError: " + "x" * 500 + "\nmore")])[0]
     assert line.endswith("xxx...")
     assert len(line) < 220
 
@@ -190,7 +204,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "expected"), ERRORS)
 def test_an_error_that_tells_of_another_rank_is_an_echo(error: Exception, expected: bool):
-    assert is_echo(error) == expected
+    assert is_secondary(error) == expected
 
 
 def test_a_failure_names_rank_exception_and_place():
@@ -212,8 +226,8 @@ def test_where_in_its_sources_gloo_noticed_is_left_out():
 
 
 def test_what_is_said_in_another_way_needs_no_roll_call():
-    assert said_exit_code(ReplicaDivergedError("x")) == 70
-    assert said_exit_code(RanksDisagreeError("x")) == 70
-    assert said_exit_code(ConfigError("x")) == 1
-    assert said_exit_code(KeyboardInterrupt()) == 1
-    assert said_exit_code(ValueError("x")) is None
+    assert explained_exit_code(ReplicaDivergedError("x")) == 70
+    assert explained_exit_code(RanksDisagreeError("x")) == 70
+    assert explained_exit_code(ConfigError("x")) == 1
+    assert explained_exit_code(KeyboardInterrupt()) == 1
+    assert explained_exit_code(ValueError("x")) is None

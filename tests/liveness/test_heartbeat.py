@@ -17,10 +17,10 @@ from waiting import LIMIT_S, wait_until
 from spmd_worker.liveness import heartbeat
 from spmd_worker.liveness.heartbeat import (
     BETWEEN_STEPS,
-    Beat,
     Failure,
     FailureKind,
     Heartbeat,
+    RankHeartbeat,
     born_at,
     cpu_seconds_of,
     current_frames,
@@ -32,16 +32,16 @@ from spmd_worker.metrics.step_times import StepTimes
 
 
 def test_the_phases_of_a_step_follow_one_another():
-    beat = Heartbeat()
-    times = StepTimes(beat)
-    seen = [beat.now]
+    last_heartbeat = Heartbeat()
+    times = StepTimes(last_heartbeat)
+    seen = [last_heartbeat.now]
     times.begin()
-    seen.append(beat.now)
+    seen.append(last_heartbeat.now)
     for phase in ("schedule", "lockstep", "execute", "apply"):
         times.end(phase)
-        seen.append(beat.now)
+        seen.append(last_heartbeat.now)
     times.begin()
-    seen.append(beat.now)
+    seen.append(last_heartbeat.now)
     assert seen == [
         (0, "starting"),
         (1, "schedule"),
@@ -54,40 +54,42 @@ def test_the_phases_of_a_step_follow_one_another():
 
 
 def test_with_several_steps_under_way_phases_come_in_another_order_and_each_is_a_move():
-    """A step is begun while two others are under way, of which the older is then taken in."""
-    beat = Heartbeat()
-    times = StepTimes(beat)
+    """A step is begun while two others are in flight, of which the older is then taken in."""
+    last_heartbeat = Heartbeat()
+    times = StepTimes(last_heartbeat)
     seen = []
     times.begin(7)
     for phase in ("schedule", "lockstep", "execute", "apply", "execute", "apply", "execute"):
         times.end(phase)
-        seen.append(beat.now)
+        seen.append(last_heartbeat.now)
     assert [moment.phase for moment in seen] == ["lockstep", "execute", "apply", "execute", "apply", "execute", "apply"]
     assert {moment.step for moment in seen} == {7}
     assert len({id(moment) for moment in seen}) == len(seen)
-    beat.enter(BETWEEN_STEPS)
-    assert beat.now == (7, BETWEEN_STEPS)
+    last_heartbeat.enter(BETWEEN_STEPS)
+    assert last_heartbeat.now == (7, BETWEEN_STEPS)
 
 
 @pytest.mark.stress
 def test_saying_where_a_step_is_takes_less_than_a_microsecond_or_two():
-    beat = Heartbeat()
+    last_heartbeat = Heartbeat()
     started_s = time.perf_counter()
     for _ in range(10_000):
-        beat.enter("execute")
+        last_heartbeat.enter("execute")
     assert (time.perf_counter() - started_s) / 10_000 < 10e-6
 
 
 def test_a_heartbeat_survives_its_way():
-    beat = Beat(1, "a b", 77, 5, 3, 812, "execute", 1.5, "x.py:3 f", True, False, Failure(FailureKind.OWN, "é", 1, 2))
-    assert Beat.unpack(beat.pack()) == beat
-    assert Beat.unpack(Beat(0, "", 1, 2, 3, 4, "x").pack()).failure is None
+    last_heartbeat = RankHeartbeat(
+        1, "a b", 77, 5, 3, 812, "execute", 1.5, "x.py:3 f", True, False, Failure(FailureKind.PRIMARY, "é", 1, 2)
+    )
+    assert RankHeartbeat.unpack(last_heartbeat.pack()) == last_heartbeat
+    assert RankHeartbeat.unpack(RankHeartbeat(0, "", 1, 2, 3, 4, "x").pack()).failure is None
 
 
 @pytest.mark.parametrize("payload", [b"", b"{}", b"[]", b'{"failure": {"kind": "odd"}}', b'{"failure": null, "x": 1}'])
 def test_what_is_no_heartbeat_is_refused(payload: bytes):
     with pytest.raises(ValueError):
-        Beat.unpack(payload)
+        RankHeartbeat.unpack(payload)
 
 
 def test_a_process_is_known_by_its_birth_and_a_zombie_is_gone():

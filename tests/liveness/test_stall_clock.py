@@ -23,22 +23,22 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> MadeUpThread:
 
 
 def test_a_stall_counts_from_the_last_move(thread: MadeUpThread):
-    beat = Heartbeat()
-    beat.enter("execute", 3)
-    stall = StallClock(beat)
+    last_heartbeat = Heartbeat()
+    last_heartbeat.enter("execute", 3)
+    stall = StallClock(last_heartbeat)
     stall.look(10.0, MAIN, False)
     assert stall.look(12.0, MAIN, False) == (3, "execute")
     assert stall.stalled_s == 12.0
-    beat.enter("execute", 4)
+    last_heartbeat.enter("execute", 4)
     stall.look(13.0, MAIN, False)
     stall.look(15.0, MAIN, True)
     assert (stall.age_s, stall.stalled_s) == (2.0, 2.0)
 
 
 def test_a_slow_step_that_computes_is_no_stall_and_one_that_stops_computing_is(thread: MadeUpThread):
-    beat = Heartbeat()
-    beat.enter("execute", 1)
-    stall = StallClock(beat)
+    last_heartbeat = Heartbeat()
+    last_heartbeat.enter("execute", 1)
+    stall = StallClock(last_heartbeat)
     thread.cpu_s = 50.0
     stall.look(100.0, MAIN, False)
     # What was computed before the first look says nothing.
@@ -57,9 +57,9 @@ def test_a_slow_step_that_computes_is_no_stall_and_one_that_stops_computing_is(t
 
 
 def test_computing_is_measured_over_a_second_whoever_looks_how_often(thread: MadeUpThread):
-    beat = Heartbeat()
-    beat.enter("execute", 1)
-    stall = StallClock(beat)
+    last_heartbeat = Heartbeat()
+    last_heartbeat.enter("execute", 1)
+    stall = StallClock(last_heartbeat)
     stall.look(10.0, MAIN, False)
     # The kernel's smallest amount, in the middle of twenty looks.
     for look in range(1, 21):
@@ -69,9 +69,9 @@ def test_computing_is_measured_over_a_second_whoever_looks_how_often(thread: Mad
 
 
 def test_where_waiting_computes_too_computing_is_no_progress(thread: MadeUpThread):
-    beat = Heartbeat()
-    beat.enter("execute", 1)
-    stall = StallClock(beat, spins=True)
+    last_heartbeat = Heartbeat()
+    last_heartbeat.enter("execute", 1)
+    stall = StallClock(last_heartbeat, spins=True)
     for now_s in (1.0, 2.0, 3.0):
         thread.cpu_s += 1
         stall.look(now_s, MAIN, False)
@@ -80,9 +80,9 @@ def test_where_waiting_computes_too_computing_is_no_progress(thread: MadeUpThrea
 
 def test_a_rank_that_starts_may_take_its_time_and_not_wait_for_others_for_ever(thread: MadeUpThread):
     """A model that comes over a slow network, a compiler in another process, a lock: nothing here computes."""
-    beat = Heartbeat()
-    beat.enter("loading the model")
-    stall = StallClock(beat)
+    last_heartbeat = Heartbeat()
+    last_heartbeat.enter("loading the model")
+    stall = StallClock(last_heartbeat)
     stall.look(3600.0, MAIN, False)
     assert (stall.age_s, stall.stalled_s) == (3600.0, 0.0)
     stall.look(3700.0, MAIN, True)
@@ -90,12 +90,12 @@ def test_a_rank_that_starts_may_take_its_time_and_not_wait_for_others_for_ever(t
 
 
 def test_between_steps_no_time_is_too_long_and_closing_is_no_such_place(thread: MadeUpThread):
-    beat = Heartbeat()
-    beat.enter(BETWEEN_STEPS, 5)
-    stall = StallClock(beat)
+    last_heartbeat = Heartbeat()
+    last_heartbeat.enter(BETWEEN_STEPS, 5)
+    stall = StallClock(last_heartbeat)
     stall.look(3600.0, MAIN, True)
     assert (stall.age_s, stall.stalled_s) == (3600.0, 0.0)
-    beat.enter(CLOSING)
+    last_heartbeat.enter(CLOSING)
     stall.look(3601.0, MAIN, True)
     stall.look(3611.0, MAIN, True)
     assert stall.stalled_s == 10.0

@@ -1,4 +1,5 @@
-"""Watchdogs that share a board: one roll-call, the right one blamed, and nobody left. Ranks are threads here.
+"""Watchdogs that share a heartbeat store: one rank status, the right one blamed, and nobody left. Ranks are threads
+here.
 
 `tests/test_fault_matrix.py` breaks real ranks.
 """
@@ -20,12 +21,12 @@ from waiting import at_least, wait_until
 
 from spmd_worker.config.schema import ConfigError
 from spmd_worker.liveness import coordinated_shutdown as ending
-from spmd_worker.liveness import failure_diagnosis as roll_call
-from spmd_worker.liveness import heartbeat_store as bulletin
+from spmd_worker.liveness import failure_diagnosis as status_lines
+from spmd_worker.liveness import heartbeat_store as exchange
 from spmd_worker.liveness import watchdog
 from spmd_worker.liveness.error_file import read_records, write_elastic_file
-from spmd_worker.liveness.heartbeat import Beat, born_at, node_name
-from spmd_worker.liveness.heartbeat_store import Board
+from spmd_worker.liveness.heartbeat import RankHeartbeat, born_at, node_name
+from spmd_worker.liveness.heartbeat_store import HeartbeatStore
 from spmd_worker.liveness.watchdog import Watchdog, Watched
 from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
 
@@ -38,17 +39,17 @@ HEADING = "the ranks when they were last heard of:"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(bulletin, "PERIOD_S", 0.1)
+    monkeypatch.setattr(exchange, "PERIOD_S", 0.1)
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     monkeypatch.setattr(ending, "LEAVE_S", 0.2)
-    monkeypatch.setattr(ending, "SPEAK_S", 0.4)
+    monkeypatch.setattr(ending, "REPORT_S", 0.4)
     monkeypatch.setattr(watchdog, "_MIN_SOFT_LIMIT_S", 0.2)
-    for module in (roll_call, bulletin):
+    for module in (status_lines, exchange):
         monkeypatch.setattr(module, "SILENT_AFTER_S", 0.6)
-    monkeypatch.setattr(roll_call, "GATHER_S", 0.15)
-    monkeypatch.setattr(roll_call, "STALL_S", 0.4)
-    monkeypatch.setattr(watchdog, "_JUDGE_S", 0.3)
-    for module in (roll_call, ending, watchdog):
+    monkeypatch.setattr(status_lines, "GATHER_S", 0.15)
+    monkeypatch.setattr(status_lines, "STALL_S", 0.4)
+    monkeypatch.setattr(watchdog, "_DIAGNOSE_S", 0.3)
+    for module in (status_lines, ending, watchdog):
         monkeypatch.setattr(module, "SETTLE_S", 0.7)
     with logger_as_it_was() as logger:
         logger.propagate = True
@@ -63,13 +64,15 @@ class Ranks:
         self.exits: dict[int, int] = {}
         ranks = tuple(range(num_ranks))
         options = {"timeout_s": LONG_S, "run_dir": folder, "exits": True} | options
-        self.all = [Watchdog(Watched(rank, ranks, **options), lambda: Board(self.store, "watch")) for rank in ranks]
+        self.all = [
+            Watchdog(Watched(rank, ranks, **options), lambda: HeartbeatStore(self.store, "watch")) for rank in ranks
+        ]
         monkeypatch.setattr(watchdog, "exit_now", self._exit)
 
     def start(self, ranks: tuple[int, ...]) -> None:
         for rank in ranks:
             self.all[rank].start()
-        wait_until(lambda: all(self.all[rank]._bulletin.is_shared for rank in ranks))
+        wait_until(lambda: all(self.all[rank]._exchange.is_shared for rank in ranks))
         wait_until(lambda: all(f"watch/beat/{rank}" in self.store.values for rank in ranks))
 
     def stop(self) -> None:
@@ -118,7 +121,7 @@ def test_an_exception_of_one_rank_ends_all_with_one_roll_call(make, tmp_path: Pa
     ]
     records = read_records(tmp_path)
     assert [record.rank for record in records] == [0, 1, 2]
-    assert all(record.verdict.ranks == (1,) for record in records)
+    assert all(record.diagnosis.ranks == (1,) for record in records)
     assert 'ValueError("boom")' in records[1].traceback or "ValueError: boom" in records[1].traceback
     assert records[0].traceback == ""
 
@@ -135,9 +138,9 @@ def test_a_rank_that_fails_because_of_another_is_not_the_one(make, capsys):
 def test_the_lowest_living_rank_speaks_where_rank_0_is_dead(make, capsys):
     ranks = make(3)
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    pin(ranks.store, Beat(0, node_name(), dead.pid, born_at(dead.pid), 1, 5, "execute"))
+    publish(ranks.store, RankHeartbeat(0, node_name(), dead.pid, born_at(dead.pid), 1, 5, "execute"))
     ranks.start((1, 2))
-    wait_until(lambda: all(each._bulletin.standings()[0].beat for each in ranks.all[1:]))
+    wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
     dead.kill()
     dead.wait()
     assert sorted(ranks.wait_for_exits(2)) == [1, 2]
@@ -152,7 +155,7 @@ def test_a_silent_rank_is_named_after_the_timeout_and_ended_where_it_is_ours(mak
     ranks = make(2, timeout_s=1.0)
     silent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     monkeypatch.setattr(ending, "parent_of", lambda pid: 1)
-    pin(ranks.store, Beat(1, node_name(), silent.pid, born_at(silent.pid), 1, 5, "execute"))
+    publish(ranks.store, RankHeartbeat(1, node_name(), silent.pid, born_at(silent.pid), 1, 5, "execute"))
     with at_least(1.0):
         ranks.start((0,))
         ranks.all[0].heartbeat.enter("between steps")
@@ -167,19 +170,19 @@ def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
     killed: list[int] = []
     monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
     own = os.getpid()
-    for beat in (
-        Beat(1, node_name(), 1, born_at(1), 1, 5, "execute"),
-        Beat(1, node_name(), own, born_at(own) + 1, 1, 5, "execute"),
-        Beat(1, "another node", own, born_at(own), 1, 5, "execute"),
+    for last_heartbeat in (
+        RankHeartbeat(1, node_name(), 1, born_at(1), 1, 5, "execute"),
+        RankHeartbeat(1, node_name(), own, born_at(own) + 1, 1, 5, "execute"),
+        RankHeartbeat(1, "another node", own, born_at(own), 1, 5, "execute"),
     ):
-        standings = [
-            ending.Standing(0, Beat(0, node_name(), own, born_at(own), 1, 5, "execute")),
-            ending.Standing(1, beat, 60.0),
+        statuses = [
+            ending.RankStatus(0, RankHeartbeat(0, node_name(), own, born_at(own), 1, 5, "execute")),
+            ending.RankStatus(1, last_heartbeat, 60.0),
         ]
-        ending.end_silent(standings, ending.Verdict((1,), "rank 1 is silent"), 0)
+        ending.end_silent(statuses, ending.Diagnosis((1,), "rank 1 is silent"), 0)
     assert killed == []
-    sibling = Beat(1, node_name(), own, born_at(own), 1, 5, "execute")
-    ending.end_silent([standings[0], ending.Standing(1, sibling)], ending.Verdict((1,), "x"), 0)
+    sibling = RankHeartbeat(1, node_name(), own, born_at(own), 1, 5, "execute")
+    ending.end_silent([statuses[0], ending.RankStatus(1, sibling)], ending.Diagnosis((1,), "x"), 0)
     assert killed == [own]
 
 
@@ -198,10 +201,10 @@ def test_a_rank_that_stopped_before_it_ever_spoke_is_ended_by_what_it_was_starte
     }
     try:
         own = ranks[0, "29500"].pid
-        beat = Beat(0, node_name(), own, born_at(own), 1, 5, "execute")
-        standings = [ending.Standing(0, beat), ending.Standing(1, None), ending.Standing(11, None)]
-        verdict = ending.Verdict((1,), "rank 1 is silent: never heard of since the start")
-        ending.end_silent(standings, verdict, 0)
+        last_heartbeat = RankHeartbeat(0, node_name(), own, born_at(own), 1, 5, "execute")
+        statuses = [ending.RankStatus(0, last_heartbeat), ending.RankStatus(1, None), ending.RankStatus(11, None)]
+        diagnosis = ending.Diagnosis((1,), "rank 1 is silent: never heard of since the start")
+        ending.end_silent(statuses, diagnosis, 0)
         assert killed == [ranks[1, "29500"].pid]
     finally:
         for process in ranks.values():
@@ -222,7 +225,7 @@ def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at
     assert "test_watchdog.py" in (tmp_path / "stacks.rank0.txt").read_text()
     assert "error: rank 0 is stuck: step 7, phase execute, for " in capsys.readouterr().err
     [record] = read_records(tmp_path)
-    assert record.standings[0].beat.failure.text.startswith("rank 0 is stuck: step 7")
+    assert record.statuses[0].last_heartbeat.failure.text.startswith("rank 0 is stuck: step 7")
 
 
 def test_a_main_thread_that_moves_is_left_alone(make, caplog):
@@ -250,7 +253,7 @@ def test_without_a_run_directory_stacks_go_to_stderr(make, caplog, capfd):
 def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
-    ranks.all[1].told_to_end()
+    ranks.all[1].signalled()
     assert ranks.wait_for_exits(2) == {0: 1, 1: 143}
     assert "error: rank 1 was told to end (SIGTERM) from outside the job\n" in capsys.readouterr().err
 
@@ -259,11 +262,11 @@ def test_a_rank_that_ends_well_after_the_signal_ends_well(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
     for each in ranks.all:
-        each.told_to_end()
+        each.signalled()
     ranks.stop()
     assert ranks.exits == {}
     assert capsys.readouterr().err == ""
-    assert Beat.unpack(ranks.store.values["watch/beat/1"]).has_ended
+    assert RankHeartbeat.unpack(ranks.store.values["watch/beat/1"]).has_ended
 
 
 @pytest.mark.parametrize("error", [ReplicaDivergedError("step 7 did not run"), ConfigError("seed=x")])
@@ -281,12 +284,12 @@ def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch
     """A rank that was silent for long has spoken again before anybody could say who is to blame."""
     ranks = make(2)
     ranks.start((0, 1))
-    ranks.all[1]._bulletin.alarm()
-    wait_until(lambda: all(each._bulletin.is_alarmed for each in ranks.all))
-    wait_until(lambda: not any(each._bulletin.is_alarmed for each in ranks.all))
+    ranks.all[1]._exchange.alarm()
+    wait_until(lambda: all(each._exchange.is_alarmed for each in ranks.all))
+    wait_until(lambda: not any(each._exchange.is_alarmed for each in ranks.all))
     assert ranks.exits == {}
     # Silent for longer than would count during an alarm.
-    monkeypatch.setattr(bulletin, "PERIOD_S", 0.9)
+    monkeypatch.setattr(exchange, "PERIOD_S", 0.9)
     time.sleep(1.0)
     assert ranks.exits == {}
     ranks.all[1].fail(ValueError("boom"))
@@ -301,7 +304,7 @@ def test_a_stuck_rank_that_the_launcher_told_to_end_ends_as_one_that_failed(make
     for each in ranks.all:
         each.heartbeat.enter("execute", 7)
     wait_until(lambda: all(each._failure is not None for each in ranks.all))
-    ranks.all[1].told_to_end()
+    ranks.all[1].signalled()
     assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
 
 
@@ -357,7 +360,7 @@ def test_ranks_whose_store_is_gone_speak_for_themselves(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
     ranks.store.is_gone = True
-    wait_until(lambda: all(each._bulletin.is_lost for each in ranks.all))
+    wait_until(lambda: all(each._exchange.is_lost for each in ranks.all))
     assert ranks.exits == {}
     ranks.all[0].fail(ValueError("boom"))
     assert ranks.wait_for_exits(1) == {0: 1}
@@ -368,9 +371,9 @@ def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_th
     """A store in rank 0's process, as without torchrun. Nobody spoke once, because rank 0 had just been heard of."""
     ranks = make(3)
     host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    pin(ranks.store, Beat(0, node_name(), host.pid, born_at(host.pid), 1, 5, "execute"))
+    publish(ranks.store, RankHeartbeat(0, node_name(), host.pid, born_at(host.pid), 1, 5, "execute"))
     ranks.start((1, 2))
-    wait_until(lambda: all(each._bulletin.standings()[0].beat for each in ranks.all[1:]))
+    wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
     host.kill()
     host.wait()
     ranks.store.is_gone = True
@@ -389,22 +392,22 @@ def test_ranks_of_this_node_are_not_silent_because_the_store_is_gone(make):
     ranks.store.is_gone = True
     time.sleep(1.6)
     assert ranks.exits == {}
-    assert not any(each.is_silent for each in ranks.all[0]._bulletin.standings())
+    assert not any(each.is_silent for each in ranks.all[0]._exchange.statuses())
 
 
 def test_in_a_large_world_who_was_looked_at_during_an_alarm_is_not_silent_after_it(make, monkeypatch):
-    monkeypatch.setattr(bulletin, "MAX_RANKS_THAT_SEE_ALL", 2)
+    monkeypatch.setattr(exchange, "MAX_RANKS_THAT_SEE_ALL", 2)
     ranks = make(3, timeout_s=1.0)
     ranks.start((0, 1, 2))
     for each in ranks.all:
         each.heartbeat.enter("between steps")
-    ranks.all[2]._bulletin.alarm()
-    wait_until(lambda: ranks.all[1]._bulletin.is_alarmed)
-    wait_until(lambda: ranks.all[1]._bulletin.standings()[2].beat is not None)
-    wait_until(lambda: not any(each._bulletin.is_alarmed for each in ranks.all))
+    ranks.all[2]._exchange.alarm()
+    wait_until(lambda: ranks.all[1]._exchange.is_alarmed)
+    wait_until(lambda: ranks.all[1]._exchange.statuses()[2].last_heartbeat is not None)
+    wait_until(lambda: not any(each._exchange.is_alarmed for each in ranks.all))
     time.sleep(1.6)
     assert ranks.exits == {}
-    assert ranks.all[1]._bulletin.standings()[2].beat is None
+    assert ranks.all[1]._exchange.statuses()[2].last_heartbeat is None
 
 
 def test_a_disk_that_takes_nothing_does_not_keep_a_rank_from_ending(make, tmp_path, caplog, capsys):
@@ -461,7 +464,7 @@ def test_the_main_thread_leaves_when_all_know_why(make):
         ranks.all[0].leave(3)
     assert ranks.exits[0] == 3
     # Before it ended, so that no other rank waits for the word.
-    assert ranks.all[0]._bulletin.is_reported
+    assert ranks.all[0]._exchange.is_reported
 
 
 def test_stopping_leaves_no_thread(make):
@@ -474,5 +477,5 @@ def test_stopping_leaves_no_thread(make):
     assert threading.active_count() == before
 
 
-def pin(store: MadeUpStore, beat: Beat) -> None:
-    store.set(f"watch/beat/{beat.rank}", beat.pack().decode())
+def publish(store: MadeUpStore, last_heartbeat: RankHeartbeat) -> None:
+    store.set(f"watch/beat/{last_heartbeat.rank}", last_heartbeat.pack().decode())

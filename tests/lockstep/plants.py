@@ -31,7 +31,7 @@ from spmd_worker.lockstep.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, 
 from spmd_worker.lockstep.transport import connect, step_channel
 from spmd_worker.lockstep.wire import codec
 from spmd_worker.runner.model_runner import ModelRunner
-from spmd_worker.scheduler.residency import PreemptionPolicy, Residency
+from spmd_worker.scheduler.allocator import Allocator, PreemptionPolicy
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.events import Admit, Event
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -285,15 +285,15 @@ def forgotten_prefix(place: Place, arguments: list[str]) -> None:
     arguments.append("cache.block_size=4")
     if not place.is_victim:
         return
-    right = Residency.find_prefix
+    right = Allocator.find_prefix
 
-    def find_prefix(self: Residency, sequence: Sequence) -> list[BlockId]:
+    def find_prefix(self: Allocator, sequence: Sequence) -> list[BlockId]:
         found = right(self, sequence)
         if found:
             place.strike()
         return []
 
-    Residency.find_prefix = find_prefix
+    Allocator.find_prefix = find_prefix
 
 
 @plant

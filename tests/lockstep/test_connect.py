@@ -99,7 +99,7 @@ def test_across_nodes_rank_0_listens_on_the_interface_towards_the_launcher_never
 # Strangers.
 
 
-def stranger(speak: Callable[[socket.socket], None]) -> tuple[Callable[[bytes], None], list[socket.socket]]:
+def stranger(report: Callable[[socket.socket], None]) -> tuple[Callable[[bytes], None], list[socket.socket]]:
     """Connects before any rank can, and speaks."""
     sockets: list[socket.socket] = []
 
@@ -107,7 +107,7 @@ def stranger(speak: Callable[[socket.socket], None]) -> tuple[Callable[[bytes], 
         address = json.loads(payload)
         if address is not None and not sockets:
             sockets.append(socket.create_connection(address[:2], timeout=5))
-            speak(sockets[0])
+            report(sockets[0])
 
     return come, sockets
 
@@ -125,10 +125,10 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("speak", STRANGERS.values(), ids=STRANGERS.keys())
-def test_a_stranger_is_turned_away_and_the_ranks_connect(speak, monkeypatch):
+def test_a_stranger_is_turned_away_and_the_ranks_connect(report, monkeypatch):
     # Nobody waits for a stranger that has said something: with this the ranks would not connect in time.
     monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 600.0)
-    come, sockets = stranger(speak)
+    come, sockets = stranger(report)
     channels = open_all(3, come)
     check_messages_cross(channels)
     close_all(channels)

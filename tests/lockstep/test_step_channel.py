@@ -88,7 +88,7 @@ def test_records_are_exchanged_when_rank_0_asks_and_the_verdict_reaches_everybod
             follower.offer_record(f"record of {follower.rank}".encode)
         received = [pool.submit(follower.receive) for follower in followers]
         assert leader.exchange_records(b"record of 0") == [b"record of 0", b"record of 1", b"record of 2"]
-        leader.verdict("block_ids differ")
+        leader.diagnosis("block_ids differ")
         for future in received:
             with pytest.raises(AbortedError) as caught:
                 future.result(LONG_S)
@@ -227,17 +227,17 @@ def test_last_words_are_found_behind_what_was_not_read_yet():
     with star(2) as (leader, followers):
         followers[1].answer(4, b"digest")
         followers[1].abort(Abort("the reason", is_divergence=True))
-        assert leader.last_words() == Abort("the reason", is_divergence=True)
+        assert leader.received_abort() == Abort("the reason", is_divergence=True)
         # Passed on before it is returned.
-        assert followers[0].last_words() == Abort("the reason", is_divergence=True)
+        assert followers[0].received_abort() == Abort("the reason", is_divergence=True)
 
 
 def test_a_rank_that_leaves_without_a_word_is_waited_for_a_moment_only(monkeypatch):
-    monkeypatch.setattr(step_channel, "_LAST_WORDS_S", 0.3)
+    monkeypatch.setattr(step_channel, "_ABORT_WAIT_S", 0.3)
     with star(2) as (leader, followers):
         followers[0].close()
-        assert leader.last_words() is None
-        assert followers[1].last_words() is None
+        assert leader.received_abort() is None
+        assert followers[1].received_abort() is None
 
 
 def test_aborting_never_raises_whoever_is_gone():

@@ -18,7 +18,7 @@ from thread_control import ThreadControl, thread_controls
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
-from spmd_worker.config.schema import ExecutorConfig, ModelConfig, RunConfig
+from spmd_worker.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.lockstep import lockstep as lockstep_module
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES
@@ -27,7 +27,7 @@ from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.transfers import TransferBook, pack_answer, unpack_answer
 from spmd_worker.lockstep.transport.step_channel import FollowerChannel, GlooStepChannel, LeaderChannel
 from spmd_worker.mirror.mirror import Mirror
-from spmd_worker.model_config.model_config import read_model_shape
+from spmd_worker.model_config.model_config import read_model_config
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
@@ -198,7 +198,7 @@ def test_an_answer_of_a_byte_too_many_ends_every_rank(monkeypatch):
 
 # The engine: transfers of a host tier on three ranks.
 
-SHAPE = read_model_shape(REPOSITORY / "scripts" / "demo" / "model")
+SHAPE = read_model_config(REPOSITORY / "scripts" / "demo" / "model")
 NUM_BLOCKS, BLOCK_SIZE = 6, 4
 
 
@@ -212,7 +212,7 @@ class MadeUpExecutor:
 
     def __post_init__(self) -> None:
         self._mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
-        self._under_way: deque[tuple[int, int]] = deque()
+        self._in_flight: deque[tuple[int, int]] = deque()
 
     def execute_model(self, plan: StepPlan, non_block: bool) -> StepResult:
         rows = self._mirror.apply(plan)
@@ -220,9 +220,9 @@ class MadeUpExecutor:
         self.num_loaded_blocks += len(operations.load)
         if operations.transfer:
             delay = self.delays[operations.transfer % len(self.delays)]
-            self._under_way.append((plan.step + delay, operations.transfer))
-        finished = [number for end, number in self._under_way if end <= plan.step]
-        self._under_way = deque(each for each in self._under_way if each[0] > plan.step)
+            self._in_flight.append((plan.step + delay, operations.transfer))
+        finished = [number for end, number in self._in_flight if end <= plan.step]
+        self._in_flight = deque(each for each in self._in_flight if each[0] > plan.step)
         self.said.update(dict.fromkeys(finished, plan.step))
         token_ids = (9,) * sum(row.num_samples for row in rows)
         return StepResult(plan.step, token_ids, finished_transfers=tuple(finished))
@@ -249,7 +249,7 @@ class WatchedScheduler(Scheduler):
 def new_engine(
     control: ThreadControl, channel: LeaderChannel | FollowerChannel, delays: tuple[int, ...], digest_every: int
 ) -> LLMEngine:
-    config = RunConfig(model=ModelConfig(max_model_len=64), executor=ExecutorConfig(digest_every=digest_every))
+    config = RunConfig(model=ModelOptions(max_model_len=64), executor=ExecutorConfig(digest_every=digest_every))
     lockstep = Lockstep(channel, digest_every)
     return LLMEngine(config, SHAPE, None, MadeUpExecutor(delays), control, lockstep, WatchedScheduler())
 

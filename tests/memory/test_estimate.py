@@ -11,11 +11,11 @@ from spmd_worker.distributed.topology import RankLayout, Stage, stage_of
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory.estimate import activation_bytes, cache_spec, rank_sizes, weights_bytes
-from spmd_worker.model_config.model_config import FAMILIES, ModelShape, shape_from_config
+from spmd_worker.model_config.model_config import FAMILIES, ModelConfig, model_config_of
 from spmd_worker.models.registry import build_model
 
 
-def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelShape:
+def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelConfig:
     sizes = {
         "vocab_size": 211,
         "hidden_size": 64,
@@ -25,14 +25,14 @@ def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelSh
         "num_key_value_heads": 2,
         "head_dim": 6,
     }
-    return shape_from_config({"architectures": [architecture], **sizes, **keys}, "config.json")
+    return model_config_of({"architectures": [architecture], **sizes, **keys}, "config.json")
 
 
-def parameter_bytes(shape: ModelShape, size: int, rank: int, dtype: str, stage: Stage | None = None) -> int:
+def parameter_bytes(model_config: ModelConfig, size: int, rank: int, dtype: str, stage: Stage | None = None) -> int:
     group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
     backends = ReferenceKernels(), SdpaBackend()
     context = LayerContext(group, *backends, getattr(torch, dtype), torch.device("meta"))
-    return sum(parameter.nbytes for parameter in build_model(context, shape, stage).parameters())
+    return sum(parameter.nbytes for parameter in build_model(context, model_config, stage).parameters())
 
 
 VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
@@ -41,44 +41,44 @@ VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bia
 @pytest.mark.parametrize("keys", VARIANTS)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_weights_are_the_bytes_of_the_real_parameters_of_every_rank(architecture: str, keys: dict[str, bool]):
-    shape = new_shape(architecture, **keys)
+    model_config = new_shape(architecture, **keys)
     for size in (1, 2, 4, 8):
         for rank in range(size):
             for dtype in ("float32", "bfloat16"):
-                expected = parameter_bytes(shape, size, rank, dtype)
-                assert weights_bytes(shape, RankLayout(size), rank, dtype) == expected, (size, rank, dtype)
+                expected = parameter_bytes(model_config, size, rank, dtype)
+                assert weights_bytes(model_config, RankLayout(size), rank, dtype) == expected, (size, rank, dtype)
 
 
 @pytest.mark.parametrize("keys", VARIANTS)
 @pytest.mark.parametrize("layers", [(3,), (1, 2), (2, 1), (1, 1, 1)])
 def test_weights_of_every_stage_are_the_bytes_of_its_real_parameters(layers: tuple[int, ...], keys: dict[str, bool]):
-    shape, layout = new_shape(**keys), RankLayout(2, len(layers), 1, layers)
+    model_config, layout = new_shape(**keys), RankLayout(2, len(layers), 1, layers)
     for rank in range(layout.world_size):
-        stage = stage_of(layout, shape, rank)
-        expected = parameter_bytes(shape, 2, layout.tensor_rank(rank), "bfloat16", stage)
-        assert weights_bytes(shape, layout, rank, "bfloat16") == expected, rank
-        assert cache_spec(shape, layout, rank, "bfloat16", 16).num_layers == layers[layout.pipeline_rank(rank)]
+        stage = stage_of(layout, model_config, rank)
+        expected = parameter_bytes(model_config, 2, layout.tensor_rank(rank), "bfloat16", stage)
+        assert weights_bytes(model_config, layout, rank, "bfloat16") == expected, rank
+        assert cache_spec(model_config, layout, rank, "bfloat16", 16).num_layers == layers[layout.pipeline_rank(rank)]
 
 
 @pytest.mark.parametrize(
     "change", [{"has_qk_norm": True}, {"has_mlp_bias": True}, {"num_kv_heads": 4}, {"head_size": 8}]
 )
 def test_the_comparison_sees_a_part_that_is_not_counted(change: dict[str, int]):
-    shape = new_shape()
-    other = replace(shape, **change)
-    assert weights_bytes(shape, RankLayout(2), 0, "float32") != parameter_bytes(other, 2, 0, "float32")
+    model_config = new_shape()
+    other = replace(model_config, **change)
+    assert weights_bytes(model_config, RankLayout(2), 0, "float32") != parameter_bytes(other, 2, 0, "float32")
 
 
 @pytest.mark.parametrize("keys", VARIANTS)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_parameters_are_counted_without_the_padding_of_the_vocabulary(architecture: str, keys: dict[str, bool]):
-    shape = new_shape(architecture, vocab_size=192, **keys)
-    assert shape.num_parameters * 4 == parameter_bytes(shape, 1, 0, "float32")
+    model_config = new_shape(architecture, vocab_size=192, **keys)
+    assert model_config.num_parameters * 4 == parameter_bytes(model_config, 1, 0, "float32")
 
 
 def test_the_share_of_a_rank_in_numbers():
-    shape = new_shape()
-    shares = [rank_sizes(shape, RankLayout(4), rank) for rank in range(4)]
+    model_config = new_shape()
+    shares = [rank_sizes(model_config, RankLayout(4), rank) for rank in range(4)]
     assert [(each.num_heads, each.num_kv_heads, each.num_columns, each.num_vocabulary_rows) for each in shares] == [
         (2, 1, 23, 64),
         (2, 1, 23, 64),
@@ -93,10 +93,10 @@ def test_a_block_holds_keys_and_values_of_every_layer():
 
 
 def test_activations_grow_with_tokens_and_rows_and_shrink_with_ranks():
-    shape = new_shape(num_key_value_heads=8)
+    model_config = new_shape(num_key_value_heads=8)
 
     def estimate(size: int, num_tokens: int, num_rows: int) -> int:
-        return activation_bytes(shape, RankLayout(size), 0, "float32", num_tokens, num_rows)
+        return activation_bytes(model_config, RankLayout(size), 0, "float32", num_tokens, num_rows)
 
     assert estimate(1, 200, 8) > estimate(1, 100, 8) > estimate(1, 100, 4)
     assert estimate(2, 100, 4) < estimate(1, 100, 4)

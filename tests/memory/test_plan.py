@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from spmd_worker.config.schema import CacheConfig, ConfigError, ModelConfig, RunConfig, SchedulerConfig
+from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting, resolve_dtype, resolve_max_model_len
 from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.model_config.model_config import ModelShape, read_model_shape, shape_from_config
+from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_config
 
 
-def llama_8b(**keys: object) -> ModelShape:
+def llama_8b(**keys: object) -> ModelConfig:
     sizes = {
         "vocab_size": 128256,
         "hidden_size": 4096,
@@ -25,13 +25,13 @@ def llama_8b(**keys: object) -> ModelShape:
         "max_position_embeddings": 8192,
         "dtype": "bfloat16",
     }
-    return shape_from_config({"architectures": ["LlamaForCausalLM"], **sizes, **keys}, Path("config.json"))
+    return model_config_of({"architectures": ["LlamaForCausalLM"], **sizes, **keys}, Path("config.json"))
 
 
 def run(
     *, model: dict[str, object] | None = None, scheduler: dict[str, object] | None = None, **keys: object
 ) -> RunConfig:
-    return RunConfig(model=ModelConfig(**(model or {})), scheduler=SchedulerConfig(**(scheduler or {})), **keys)
+    return RunConfig(model=ModelOptions(**(model or {})), scheduler=SchedulerConfig(**(scheduler or {})), **keys)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_the_plan_of_eight_billion_parameters_on_two_ranks(monkeypatch: pytest.M
 
 def test_uneven_ranks_have_a_line_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 64 * 2**30)
-    shape = llama_8b(intermediate_size=1001)
-    text = describe_plan(make_plan(run(device="cpu"), shape, RankLayout(4)))
+    model_config = llama_8b(intermediate_size=1001)
+    text = describe_plan(make_plan(run(device="cpu"), model_config, RankLayout(4)))
     rows = [line.split() for line in text.splitlines() if re.match(r"[\d,-]+ +32 ", line)]
     assert [(row[0], row[4]) for row in rows] == [("0", "251"), ("1-3", "250")]
 
@@ -109,6 +109,6 @@ def test_a_plan_reads_nothing_but_the_config_file(tmp_path: Path):
     config = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 50, "hidden_size": 8, "intermediate_size": 16}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    text = describe_plan(make_plan(run(device="cuda"), read_model_shape(tmp_path), RankLayout(2)))
+    text = describe_plan(make_plan(run(device="cuda"), read_model_config(tmp_path), RankLayout(2)))
     assert "Qwen2ForCausalLM" in text
     assert "measured when the run starts" in text

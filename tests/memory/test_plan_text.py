@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from spmd_worker.config.schema import CacheConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.model_config.model_config import ModelShape, read_model_shape
+from spmd_worker.model_config.model_config import ModelConfig, read_model_config
 
 GIB = 2**30
 LLAMA_8B = {
@@ -33,9 +33,9 @@ LLAMA_8B = {
 
 
 @pytest.fixture
-def shape(tmp_path: Path) -> ModelShape:
+def model_config(tmp_path: Path) -> ModelConfig:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    return read_model_shape(tmp_path)
+    return read_model_config(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +43,13 @@ def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 64 * GIB)
 
 
-def text_of(shape: ModelShape, tensor_parallel_size: int, **config: object) -> list[str]:
+def text_of(model_config: ModelConfig, tensor_parallel_size: int, **config: object) -> list[str]:
     run = RunConfig(parallel=ParallelConfig(tensor_parallel_size), **config)  # type: ignore[arg-type]  # a table has no types
-    return describe_plan(make_plan(run, shape, RankLayout(tensor_parallel_size))).splitlines()
+    return describe_plan(make_plan(run, model_config, RankLayout(tensor_parallel_size))).splitlines()
 
 
-def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(shape: ModelShape):
-    assert text_of(shape, 2) == [
+def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config: ModelConfig):
+    assert text_of(model_config, 2) == [
         "model      LlamaForCausalLM, 8,030,261,248 parameters, 32 layers, hidden size 4,096, 32 heads, "
         "8 key-value heads",
         "computes   in bfloat16 on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)",
@@ -71,65 +71,67 @@ def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(shape: ModelS
     ]
 
 
-def test_weights_of_all_ranks_are_the_models_parameters(shape: ModelShape):
-    plan = make_plan(RunConfig(parallel=ParallelConfig(8)), shape, RankLayout(8))
-    norms = (2 * shape.num_layers + 1) * shape.hidden_size
-    padded_rows = 8 * plan.shares[0].sizes.num_vocabulary_rows - shape.vocab_size
-    expected = shape.num_parameters + 7 * norms + 2 * padded_rows * shape.hidden_size
+def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfig):
+    plan = make_plan(RunConfig(parallel=ParallelConfig(8)), model_config, RankLayout(8))
+    norms = (2 * model_config.num_layers + 1) * model_config.hidden_size
+    padded_rows = 8 * plan.shares[0].sizes.num_vocabulary_rows - model_config.vocab_size
+    expected = model_config.num_parameters + 7 * norms + 2 * padded_rows * model_config.hidden_size
     assert sum(share.weights_bytes for share in plan.shares) == 2 * expected
 
 
-def test_equal_ranks_share_a_line_and_unequal_ones_do_not(shape: ModelShape):
-    table = text_of(shape, 32, cache=CacheConfig(num_blocks=512))[4:6]
+def test_equal_ranks_share_a_line_and_unequal_ones_do_not(model_config: ModelConfig):
+    table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[4:6]
     assert table[1].startswith("0-31 ")
-    lines = text_of(replace(shape, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
+    lines = text_of(replace(model_config, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
     assert [line.split()[:5] for line in lines[5:7]] == [
         ["0-1", "32", "8", "2", "3,585"],
         ["2-3", "32", "8", "2", "3,584"],
     ]
 
 
-def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(shape: ModelShape):
-    config = {"cache": CacheConfig(num_blocks=3), "model": ModelConfig(max_model_len=4096)}
+def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(model_config: ModelConfig):
+    config = {"cache": CacheConfig(num_blocks=3), "model": ModelOptions(max_model_len=4096)}
     message = (
         "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 4096: "
         "raise cache.num_blocks to at least 256 or lower max_model_len"
     )
-    lines = text_of(shape, 2, **config)
+    lines = text_of(model_config, 2, **config)
     assert lines[-1] == f"refused    {message}"
     assert "sequences  0 of 4,096 tokens" in lines[-4]
     with pytest.raises(ConfigError) as refused:
-        check_cache_setting(RunConfig(**config), shape)  # type: ignore[arg-type]  # a table has no types
+        check_cache_setting(RunConfig(**config), model_config)  # type: ignore[arg-type]  # a table has no types
     assert str(refused.value) == message
     # One block more than too few: nothing is refused.
     enough = {**config, "cache": CacheConfig(num_blocks=256)}
-    assert not any(line.startswith("refused") for line in text_of(shape, 2, **enough))
-    check_cache_setting(RunConfig(**enough), shape)  # type: ignore[arg-type]  # a table has no types
+    assert not any(line.startswith("refused") for line in text_of(model_config, 2, **enough))
+    check_cache_setting(RunConfig(**enough), model_config)  # type: ignore[arg-type]  # a table has no types
 
 
-def test_memory_that_is_too_small_is_refused_with_the_way_out(shape: ModelShape, monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_is_too_small_is_refused_with_the_way_out(
+    model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(host, "available_bytes", lambda: 8 * GIB)
-    assert text_of(shape, 2)[-1] == (
+    assert text_of(model_config, 2)[-1] == (
         "refused    memory leaves room for 0 cache blocks, which hold 0 tokens, but model.max_model_len is 8192: "
         "raise cache.gpu_memory_utilization or lower model.max_model_len"
     )
 
 
-def test_swap_space_on_the_cpu_is_taken_from_the_cache_and_both_are_told(shape: ModelShape):
-    lines = text_of(shape, 2, cache=CacheConfig(swap_space_gib=4.0))
+def test_swap_space_on_the_cpu_is_taken_from_the_cache_and_both_are_told(model_config: ModelConfig):
+    lines = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=4.0))
     assert lines[7].startswith("blocks     16,446 of 16 tokens on every rank")
     assert lines[9] == "swap       4,096 blocks, 4.0 GiB of host memory, on every rank (cache.swap_space_gib)"
     assert lines[14:16] == [
         "           swap space 4.0 GiB",
         "           left for the cache 16.1 GiB, room for 16446 blocks",
     ]
-    too_much = text_of(shape, 2, cache=CacheConfig(swap_space_gib=30.0))
+    too_much = text_of(model_config, 2, cache=CacheConfig(swap_space_gib=30.0))
     assert too_much[-1].startswith("refused    memory leaves room for 0 cache blocks")
     assert too_much[-1].endswith("or lower model.max_model_len or cache.swap_space_gib")
 
 
-def test_a_gpus_memory_is_not_guessed_from_the_hosts(shape: ModelShape):
-    lines = text_of(shape, 8, device="cuda")
+def test_a_gpus_memory_is_not_guessed_from_the_hosts(model_config: ModelConfig):
+    lines = text_of(model_config, 8, device="cuda")
     assert lines[1] == "computes   in bfloat16 on one GPU a rank"
     assert lines[5].endswith("measured")
     assert lines[7:] == [
@@ -142,6 +144,6 @@ def test_a_gpus_memory_is_not_guessed_from_the_hosts(shape: ModelShape):
         "            80 GiB    131,072 blocks: 256 sequences",
         "           141 GiB    131,072 blocks: 256 sequences",
     ]
-    with_blocks = text_of(shape, 8, device="cuda", cache=CacheConfig(num_blocks=2048))
+    with_blocks = text_of(model_config, 8, device="cuda", cache=CacheConfig(num_blocks=2048))
     assert with_blocks[5].endswith("512.0 MiB")
     assert with_blocks[7].startswith("blocks     2,048 of 16 tokens on every rank, 32,768 tokens in all")

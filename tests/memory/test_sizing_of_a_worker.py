@@ -8,12 +8,12 @@ import pytest
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.config.schema import CacheConfig, ConfigError, ModelConfig, RunConfig, SchedulerConfig
+from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.distributed.environment import read_rank_environment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.memory import device, host
 from spmd_worker.memory.estimate import activation_bytes
-from spmd_worker.model_config.model_config import read_model_shape
+from spmd_worker.model_config.model_config import read_model_config
 from spmd_worker.runner import largest_step
 from spmd_worker.worker import worker as worker_module
 from spmd_worker.worker.worker import Worker
@@ -30,9 +30,9 @@ def new_worker() -> Iterator[Callable[..., Worker]]:
     workers = []
 
     def make(**cache: object) -> Worker:
-        model = ModelConfig(path=str(MODEL), dtype="float32", max_model_len=128)
+        model = ModelOptions(path=str(MODEL), dtype="float32", max_model_len=128)
         config = RunConfig(model=model, scheduler=SCHEDULER, cache=CacheConfig(**cache), device="cpu")
-        workers.append(Worker(config, read_model_shape(MODEL), RankLayout(1), read_rank_environment()))
+        workers.append(Worker(config, read_model_config(MODEL), RankLayout(1), read_rank_environment()))
         workers[-1].init_device()
         workers[-1].load_model()
         return workers[-1]
@@ -56,7 +56,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def estimate() -> int:
-    return activation_bytes(read_model_shape(MODEL), RankLayout(1), 0, "float32", 512, 32)
+    return activation_bytes(read_model_config(MODEL), RankLayout(1), 0, "float32", 512, 32)
 
 
 def leave(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_where_twice_the_estimate_would_cost_a_block_two_layers_of_the_largest_s
     assert steps == [2]
     assert "(measured)" in worker.sizing.reason
     assert 0 < num_blocks <= NUM_USEFUL
-    assert len(worker.get_model().model.layers) == worker.shape.num_layers > 2, "the model has its layers again"
+    assert len(worker.get_model().model.layers) == worker.model_config.num_layers > 2, "the model has its layers again"
 
 
 def test_a_given_number_of_blocks_measures_and_runs_nothing(

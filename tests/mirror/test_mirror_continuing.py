@@ -1,4 +1,6 @@
-"""Steady decoding in the mirror: keys and ids are enough; what does not follow is refused before anything changed."""
+"""Decoding that continues in the mirror: keys and ids are enough; what does not follow is refused before anything
+changed.
+"""
 
 import copy
 import dataclasses

@@ -19,8 +19,8 @@ from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.wire.codec import Decoder, Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.mirror.mirror import Mirror, MirrorError, ScheduledSequence, SequenceState
+from spmd_worker.scheduler.allocator import Allocator, PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.residency import PreemptionPolicy, Residency
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
@@ -35,7 +35,7 @@ EOS, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE = 0, 40, 24, 4
 
 @dataclass(frozen=True)
 class Ways:
-    """What a sequence's beginning may be found by, and where it may go when it gives way."""
+    """What a sequence's beginning may be found by, and where it may go when it is preempted."""
 
     caching: bool = False
     preemption: str = "recompute"
@@ -140,7 +140,7 @@ class History:
             for key, sequence in alive.items()
             if sequence.status is SequenceStatus.RUNNING and sequence.is_known
         }
-        # Who gave way stays as it was until it is told of again.
+        # Who was preempted stays as it was until it is told of again.
         stale = {key: state for key, state in held.items() if key not in expected}
         assert held == {**expected, **stale}
         for key, state in stale.items():
@@ -148,7 +148,7 @@ class History:
             self._compare_stale(alive[key], state)
 
     def _compare_stale(self, sequence: Sequence, state: SequenceState) -> None:
-        """Who is swapped out goes on from its tokens; all else of who gave way is told anew."""
+        """Who is swapped out goes on from its tokens; all else of who was preempted is told anew."""
         if sequence.status is SequenceStatus.SWAPPED:
             output_token_ids, _, num_computed_tokens = state
             assert sequence.is_known, sequence.key
@@ -298,13 +298,13 @@ def test_a_mirror_that_forgets_part_of_a_plan_does_not_pass(monkeypatch, forgott
 
 def test_a_scheduler_that_takes_a_recomputed_sequence_for_known_does_not_pass(monkeypatch):
     """Negative control: its new blocks would be told as if the mirror held what it computed."""
-    put_out = Residency.put_out
+    preempt = Allocator.preempt
 
-    def put_out_as_known(self: Residency, sequence: Sequence, group: SequenceGroup) -> None:
-        put_out(self, sequence, group)
+    def put_out_as_known(self: Allocator, sequence: Sequence, group: SequenceGroup) -> None:
+        preempt(self, sequence, group)
         sequence.is_known = True
 
-    monkeypatch.setattr(Residency, "put_out", put_out_as_known)
+    monkeypatch.setattr(Allocator, "preempt", put_out_as_known)
     with pytest.raises((AssertionError, MirrorError)):
         [run_history(seed, num_steps=25) for seed in range(20)]
 

@@ -14,11 +14,11 @@ from transformers import AutoConfig
 
 from spmd_worker.model_config.model_config import (
     FAMILIES,
+    ModelConfig,
     ModelConfigError,
-    ModelShape,
     RopeParameters,
-    read_model_shape,
-    shape_from_config,
+    model_config_of,
+    read_model_config,
 )
 
 MODEL_TYPES = {
@@ -37,8 +37,8 @@ SIZES = {
 PATH = Path("folder/config.json")
 
 
-def shape_of(architecture: str = "LlamaForCausalLM", **keys: Any) -> ModelShape:
-    return shape_from_config({"architectures": [architecture], **SIZES, **keys}, PATH)
+def shape_of(architecture: str = "LlamaForCausalLM", **keys: Any) -> ModelConfig:
+    return model_config_of({"architectures": [architecture], **SIZES, **keys}, PATH)
 
 
 def write_folder(folder: Path, generation: dict[str, Any] | None = None, **keys: Any) -> Path:
@@ -51,7 +51,7 @@ def write_folder(folder: Path, generation: dict[str, Any] | None = None, **keys:
 
 
 def test_a_llama_config_is_read_key_by_key():
-    shape = shape_of(
+    model_config = shape_of(
         num_key_value_heads=4,
         head_dim=6,
         rms_norm_eps=1e-5,
@@ -63,7 +63,7 @@ def test_a_llama_config_is_read_key_by_key():
         torch_dtype="bfloat16",
         rope_theta=500.0,
     )
-    assert shape == ModelShape(
+    assert model_config == ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=211,
         hidden_size=64,
@@ -89,8 +89,14 @@ def test_a_llama_config_is_read_key_by_key():
 def test_the_families_differ_where_they_should():
     shapes = {name: shape_of(name, attention_bias=True, mlp_bias=True, num_key_value_heads=4) for name in FAMILIES}
     differences = {
-        name: (shape.has_qkv_bias, shape.has_output_bias, shape.has_mlp_bias, shape.has_qk_norm, shape.head_size)
-        for name, shape in shapes.items()
+        name: (
+            model_config.has_qkv_bias,
+            model_config.has_output_bias,
+            model_config.has_mlp_bias,
+            model_config.has_qk_norm,
+            model_config.head_size,
+        )
+        for name, model_config in shapes.items()
     }
     assert differences == {
         "LlamaForCausalLM": (True, True, True, False, 2),
@@ -108,7 +114,7 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(
     """A Mistral config without `sliding_window` or `num_key_value_heads` once ran without window, with 32 heads."""
     keys = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture], **extra}
     theirs = AutoConfig.from_pretrained(write_folder(tmp_path, **keys))
-    ours = read_model_shape(tmp_path)
+    ours = read_model_config(tmp_path)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_size == (getattr(theirs, "head_dim", None) or 64 // 32)
     assert ours.rms_norm_eps == theirs.rms_norm_eps
@@ -178,12 +184,12 @@ def test_yarn_takes_the_length_and_factor_that_are_left_out_from_the_others():
 
 
 def test_end_of_sequence_ids_of_generation_config_replace_those_of_config(tmp_path: Path):
-    assert read_model_shape(write_folder(tmp_path / "1", eos_token_id=3)).eos_token_ids == (3,)
-    assert read_model_shape(write_folder(tmp_path / "2", {"eos_token_id": [4, 5]}, eos_token_id=3)).eos_token_ids == (
+    assert read_model_config(write_folder(tmp_path / "1", eos_token_id=3)).eos_token_ids == (3,)
+    assert read_model_config(write_folder(tmp_path / "2", {"eos_token_id": [4, 5]}, eos_token_id=3)).eos_token_ids == (
         4,
         5,
     )
-    assert read_model_shape(write_folder(tmp_path / "3", {"top_p": 0.5}, eos_token_id=3)).eos_token_ids == (3,)
+    assert read_model_config(write_folder(tmp_path / "3", {"top_p": 0.5}, eos_token_id=3)).eos_token_ids == (3,)
 
 
 def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
@@ -191,18 +197,18 @@ def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
     assert shape_of(eos_token_id=[210, 211, -1, 5]).eos_token_ids == (210, 5)
 
 
-def refusal(folder: Path) -> str:
+def error_result(folder: Path) -> str:
     with pytest.raises(ModelConfigError) as caught:
-        read_model_shape(folder)
+        read_model_config(folder)
     return str(caught.value)
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
-    message = refusal(write_folder(tmp_path, architectures=["GPT2LMHeadModel"]))
+    message = error_result(write_folder(tmp_path, architectures=["GPT2LMHeadModel"]))
     assert "GPT2LMHeadModel" in message
     assert all(name in message for name in FAMILIES)
-    assert "known are" in refusal(write_folder(tmp_path, architectures=None))
-    assert "known are" in refusal(write_folder(tmp_path, architectures=[["LlamaForCausalLM"]]))
+    assert "known are" in error_result(write_folder(tmp_path, architectures=None))
+    assert "known are" in error_result(write_folder(tmp_path, architectures=[["LlamaForCausalLM"]]))
 
 
 @pytest.mark.parametrize(
@@ -232,21 +238,21 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
 def test_a_config_that_cannot_run_is_refused_with_file_key_and_value(
     keys: dict[str, Any], words: list[str], tmp_path: Path
 ):
-    message = refusal(write_folder(tmp_path, **keys))
+    message = error_result(write_folder(tmp_path, **keys))
     assert "config.json" in message
     for word in words:
         assert word in message
 
 
 def test_folders_and_files_that_are_not_models_are_refused(tmp_path: Path):
-    assert "is not a folder" in refusal(tmp_path / "missing")
-    assert "does not exist" in refusal(tmp_path)
+    assert "is not a folder" in error_result(tmp_path / "missing")
+    assert "does not exist" in error_result(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in refusal(tmp_path)
+    assert "is not JSON" in error_result(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000)
-    assert "is not JSON" in refusal(tmp_path)
+    assert "is not JSON" in error_result(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    assert "JSON object" in refusal(tmp_path)
+    assert "JSON object" in error_result(tmp_path)
 
 
 WEIRD = [None, 0, -1, 1, 2.5, True, "", "abc", "4", [], [1], ["x"], {}, {"a": 1}, [[1]], 10**30, 1e308, math.nan]
@@ -293,8 +299,8 @@ def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
 
 def _shape_or_refusal(config: dict[str, Any]) -> None:
     try:
-        shape = shape_from_config(config, PATH)
+        model_config = model_config_of(config, PATH)
     except ModelConfigError:
         return
-    assert shape.max_model_len > 0
-    assert shape.num_parameters > 0
+    assert model_config.max_model_len > 0
+    assert model_config.num_parameters > 0

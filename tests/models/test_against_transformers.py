@@ -27,7 +27,7 @@ from reference_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from spmd_worker.model_config.model_config import ModelShape, RopeParameters, read_model_shape
+from spmd_worker.model_config.model_config import ModelConfig, RopeParameters, read_model_config
 
 TOLERANCE = 1e-4
 # Around the block size of 16, beyond every window, and (the last) beyond the 48 positions of the dynamic checkpoints.
@@ -69,24 +69,24 @@ def test_the_checkpoints_are_written_as_their_names_say():
         assert key in json.loads((checkpoint_folder(name) / "config.json").read_text())["rope_scaling"]
 
 
-Break = Callable[[ModelShape], ModelShape]
+Break = Callable[[ModelConfig], ModelConfig]
 
 
 def _rope(**changes: object) -> Break:
-    return lambda shape: replace(shape, rope=replace(shape.rope, **changes))
+    return lambda model_config: replace(model_config, rope=replace(model_config.rope, **changes))
 
 
-def _plain_rope(shape: ModelShape) -> ModelShape:
-    return replace(shape, rope=RopeParameters(rope_theta=shape.rope.rope_theta))
+def _plain_rope(model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, rope=RopeParameters(rope_theta=model_config.rope.rope_theta))
 
 
 def _windows(*windows: int) -> Break:
-    return lambda shape: replace(shape, sliding_windows=windows)
+    return lambda model_config: replace(model_config, sliding_windows=windows)
 
 
 BREAKS: list[tuple[str, str, Break]] = [
     ("llama2", "another base", _rope(rope_theta=9000.0)),
-    ("llama2", "another epsilon", lambda shape: replace(shape, rms_norm_eps=1e-3)),
+    ("llama2", "another epsilon", lambda model_config: replace(model_config, rms_norm_eps=1e-3)),
     ("llama2", "a window", _windows(0, 0, 149)),
     ("llama3", "no scaling", _plain_rope),
     ("llama3", "another original length", _rope(original_max_position_embeddings=63)),
@@ -98,7 +98,11 @@ BREAKS: list[tuple[str, str, Break]] = [
     ("linear_older_keys", "no scaling", _plain_rope),
     ("dynamic", "no scaling", _plain_rope),
     ("dynamic", "another factor", _rope(factor=3.9)),
-    ("dynamic", "another length before scaling", lambda shape: replace(shape, max_position_embeddings=49)),
+    (
+        "dynamic",
+        "another length before scaling",
+        lambda model_config: replace(model_config, max_position_embeddings=49),
+    ),
     ("dynamic_older_keys", "no scaling", _plain_rope),
     ("yarn", "no scaling", _plain_rope),
     ("yarn", "no amplitude", _rope(attention_factor=1.0)),
@@ -121,7 +125,7 @@ BREAKS: list[tuple[str, str, Break]] = [
 @pytest.mark.parametrize(("name", "what", "break_it"), BREAKS, ids=[f"{name}: {what}" for name, what, _ in BREAKS])
 def test_the_comparison_sees_a_model_that_is_read_wrongly(name: str, what: str, break_it: Break):
     folder = checkpoint_folder(name)
-    logits = prompt_logits(load_model(folder, break_it(read_model_shape(folder))), PROMPTS)
+    logits = prompt_logits(load_model(folder, break_it(read_model_config(folder))), PROMPTS)
     assert worst_error(name, logits) > TOLERANCE, what
 
 

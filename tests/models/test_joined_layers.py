@@ -1,6 +1,6 @@
 """All layers in one call give what they give one by one, bit for bit, on one rank and on ranks that share memory.
 
-Layers are joined where there is a matrix unit; where the processor has none it is emulated.
+Layers are joined where there is a AMX unit; where the processor has none it is emulated.
 """
 
 import re
@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
-from native_libraries import WITHOUT_UNIT, needs_avx512
+from native_libraries import WITHOUT_AMX, needs_avx512
 from our_model import prompt_logits
 from reference_models import random_prompt
 
@@ -20,7 +20,7 @@ from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.distributed.topology import Stage
 from spmd_worker.kernels.cpu import layers
-from spmd_worker.model_config.model_config import ModelShape
+from spmd_worker.model_config.model_config import ModelConfig
 
 LIMIT_S = 120.0
 PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
@@ -30,10 +30,10 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 @needs_avx512
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
 @each_dtype
-def test_joined_layers_give_the_same_bits(dtype: torch.dtype, shape: ModelShape, chunk: int | None):
-    assert are_equal(*joined_and_one_by_one(new_model(shape, dtype), PROMPTS, chunk))
+def test_joined_layers_give_the_same_bits(dtype: torch.dtype, model_config: ModelConfig, chunk: int | None):
+    assert are_equal(*joined_and_one_by_one(new_model(model_config, dtype), PROMPTS, chunk))
 
 
 @needs_avx512
@@ -93,17 +93,19 @@ def test_the_comparison_sees_layers_that_were_joined_otherwise(change: Any):
 
 
 @pytest.mark.parametrize(
-    ("why", "shape", "arguments"),
+    ("why", "model_config", "arguments"),
     [
         ("a norm of queries and keys", replace(PLAIN, has_qk_norm=True), {}),
-        ("no matrix unit", PLAIN, {"instruction_set": WITHOUT_UNIT}),
+        ("no matrix unit", PLAIN, {"instruction_set": WITHOUT_AMX}),
         ("a product that does not fit the unit", replace(PLAIN, intermediate_size=104), {}),
         ("another attention", PLAIN, {"backend": SdpaBackend()}),
         ("a group without shared memory", PLAIN, {"group": GroupHandle((0, 1), 0, None)}),
     ],
 )
-def test_where_layers_cannot_be_joined_they_run_one_by_one(why: str, shape: ModelShape, arguments: dict[str, Any]):
-    assert new_model(shape, torch.bfloat16, **arguments).model.joined_layers is None, why
+def test_where_layers_cannot_be_joined_they_run_one_by_one(
+    why: str, model_config: ModelConfig, arguments: dict[str, Any]
+):
+    assert new_model(model_config, torch.bfloat16, **arguments).model.joined_layers is None, why
 
 
 @needs_avx512

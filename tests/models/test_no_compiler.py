@@ -9,7 +9,7 @@ import pytest
 import ranks
 
 TESTS = Path(__file__).parent
-SAID = "plain torch computes where native kernels would"
+EXPLAINED = "plain torch computes where native kernels would"
 GREEDY = """
 from spmd_worker import LLM, SamplingParams
 import sys, logging
@@ -42,10 +42,10 @@ def generate(environment: dict[str, str]) -> subprocess.CompletedProcess:
 def test_without_a_compiler_it_works_and_says_so_once(environment: dict[str, str]):
     done = generate(environment)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(SAID) == 1, done.stderr
+    assert done.stderr.count(EXPLAINED) == 1, done.stderr
     assert "no C++ compiler" in done.stderr
     with_compiler = generate({**os.environ, "PYTHONPATH": environment["PYTHONPATH"]})
-    assert SAID not in with_compiler.stderr, "the control"
+    assert EXPLAINED not in with_compiler.stderr, "the control"
     assert with_compiler.stdout == done.stdout
 
 

@@ -17,8 +17,8 @@ from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.wire.codec import Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.replay.step_log import StepLogHeader, StepLogWriter
+from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.residency import PreemptionPolicy
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import (
@@ -64,7 +64,7 @@ HEADER = StepLogHeader(
     pipeline_parallel_size=1,
     data_parallel_size=1,
 )
-"""So little cache that nearly every run preempts; what gives way is computed again."""
+"""So little cache that nearly every run preempts; what is preempted is computed again."""
 
 PRESSURE: Final[dict[str, object]] = {
     "max_num_batched_tokens": 24,
@@ -137,7 +137,7 @@ class LoggedRun:
         self.aborted: list[tuple[RequestId, SequenceStatus]] = []
         self._has_digests = has_digests
         self._max_under_way = header.pipeline_parallel_size
-        self._under_way: deque[tuple[StepPlan, tuple[int, ...], tuple[Event, ...]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, tuple[int, ...], tuple[Event, ...]]] = deque()
         self._encoder, self._digest = Encoder(self._max_under_way), ChainedDigest()
         self._last_events: tuple[Event, ...] = ()
         self._sampled: tuple[int, ...] = ()
@@ -157,9 +157,9 @@ class LoggedRun:
         self.log.write(self._encoder.encode(message))
         self.plans.append(plan)
         self._last_events, self._sampled = events, ()
-        self._under_way.append((plan, self._sample(plan), events))
-        while self._under_way and (len(self._under_way) == self._max_under_way or not self.scheduler.has_unfinished):
-            self._settle(*self._under_way.popleft())
+        self._in_flight.append((plan, self._sample(plan), events))
+        while self._in_flight and (len(self._in_flight) == self._max_under_way or not self.scheduler.has_unfinished):
+            self._settle(*self._in_flight.popleft())
 
     def _settle(self, plan: StepPlan, sampled: tuple[int, ...], events: tuple[Event, ...]) -> None:
         self._sampled += sampled

@@ -10,7 +10,7 @@ import pytest
 
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelConfig, RunConfig, SamplingConfig, SchedulerConfig
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.replay.replay import read_messages
 from spmd_worker.replay.step_log import StepLogWriter, read_step_log
@@ -44,7 +44,7 @@ def run_logged(folder: Path, cache: CacheConfig, preemption_mode: str) -> Path:
         input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl"), run_dir=str(folder), step_log=True
     )
     config = RunConfig(
-        model=ModelConfig(path=str(DEMO / "model")),
+        model=ModelOptions(path=str(DEMO / "model")),
         cache=cache,
         scheduler=SchedulerConfig(max_num_seqs=16, preemption_mode=preemption_mode),
         sampling=SamplingConfig(),

@@ -132,7 +132,7 @@ def test_the_largest_of_each_shard_gives_what_all_its_logits_give(size: int):
         shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
         mine = torch.full((len(logits), shard.size), -torch.inf)
         mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
-        return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample_largest(*mine.max(dim=1))
+        return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample_argmax(*mine.max(dim=1))
 
     expected = whole(logits, [row(temperature=0)] * len(logits))
     assert on_ranks(size, run) == [expected] * size

@@ -13,8 +13,8 @@ from visible_cache import VisibleCache
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
 from spmd_worker.mirror.mirror import Mirror
+from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
-from spmd_worker.scheduler.residency import PreemptionPolicy
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import DecoderFactory, StopChecker
 from spmd_worker.sequence.events import Abort, Admit, FinishTransfers, ResetPrefixCache, SetWeightVersion
@@ -82,7 +82,7 @@ class Run:
         self._num_requests = 0
         self._transfer_steps, self._transfers = transfer_steps, deque[tuple[int, int]]()
         self._was_transferring = False
-        self._under_way = deque[StepResult | None]()
+        self._in_flight = deque[StepResult | None]()
 
     def admit(self, num_prompt_tokens: int, prompt: tuple[int, ...] | None = None, **sampling: object) -> int:
         """`prompt` is what the request asks, else `num_prompt_tokens` of the token 1."""
@@ -111,7 +111,7 @@ class Run:
         self.scheduler.check_integrity()
 
     def step(self, values: Values | int = PLAIN_TOKEN) -> list[Row]:
-        """One step, checked; what it computed, in service order (plans list steady decoding first)."""
+        """One step, checked; what it computed, in service order (plans list decoding that continues first)."""
         self._was_transferring = bool(self._transfers)
         settled = [*self.running(), *self.swapped()]
         plan = self.last_plan = self.scheduler.schedule()
@@ -131,7 +131,7 @@ class Run:
                 named = SequenceKey(key.request_id, key.sample_index + offset)
                 token_ids.append(values if isinstance(values, int) else values(named, sequence.num_tokens))
         assert sum(row.num_tokens for row in rows) == plan.num_tokens <= self.limits.max_num_batched_tokens
-        self._under_way.append(StepResult(plan.step, tuple(token_ids)) if rows else None)
+        self._in_flight.append(StepResult(plan.step, tuple(token_ids)) if rows else None)
         self._settle()
         while self._transfers and self._transfers[0][0] <= plan.step:
             number = self._transfers.popleft()[1]
@@ -141,10 +141,10 @@ class Run:
         return sorted(rows)
 
     def _settle(self) -> None:
-        """What the engine does: the oldest step under way ends, and all where nobody waits for them."""
+        """What the engine does: the oldest step in flight ends, and all where nobody waits for them."""
         depth = self.limits.num_virtual_engines
-        while self._under_way and (len(self._under_way) == depth or not self.scheduler.has_unfinished):
-            result = self._under_way.popleft()
+        while self._in_flight and (len(self._in_flight) == depth or not self.scheduler.has_unfinished):
+            result = self._in_flight.popleft()
             for group in self.scheduler.apply(result) if result is not None else []:
                 self.ended[group.request.request_id] = group
             self.scheduler.check_integrity()
@@ -153,19 +153,19 @@ class Run:
         return [self.step() for _ in range(count)]
 
     def finish(self, values: Values | int = PLAIN_TOKEN, limit: int = 10_000) -> int:
-        """Step until nothing is left. Every step must compute something unless a transfer was under way. Returns how
+        """Step until nothing is left. Every step must compute something unless a transfer was in flight. Returns how
         many steps it took.
         """
         for count in range(limit):
             if not self.scheduler.has_unfinished:
                 return count
-            was_under_way = any(self._under_way)
+            was_under_way = any(self._in_flight)
             is_busy = bool(self.step(values)) or self._was_transferring or was_under_way
             assert is_busy, f"step {self.last_plan.step} computes nothing though requests wait"
         raise AssertionError(f"requests are left after {limit} steps")
 
     def settle(self) -> None:
-        """After the end: steps that compute nothing, until no transfer is under way."""
+        """After the end: steps that compute nothing, until no transfer is in flight."""
         assert not self.scheduler.has_unfinished
         assert self.step() == []
         while self._transfers:

@@ -343,7 +343,7 @@ def test_the_tests_see_blocks_that_are_used_before_the_transfer_has_finished(mon
         return block_ops
 
     monkeypatch.setattr(CacheManager, "take_block_ops", finishes_at_once)
-    monkeypatch.setattr(Transfers, "finish", lambda self, n: finish(self, n) if n in self._under_way else [])
+    monkeypatch.setattr(Transfers, "finish", lambda self, n: finish(self, n) if n in self._in_flight else [])
     run = tiered_run(num_blocks=12)
     run.admit(0, PROMPT, max_tokens=1)
     run.admit(0, tokens(100, 45), max_tokens=1)

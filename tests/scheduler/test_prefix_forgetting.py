@@ -8,8 +8,8 @@ import pytest
 from scheduler_runs import Row, Run, asked_once, cached_run, tokens
 
 from kv_cache.cache_manager import CacheManager
-from spmd_worker.scheduler import residency as residency_module
-from spmd_worker.scheduler.residency import Residency
+from spmd_worker.scheduler import allocator as residency_module
+from spmd_worker.scheduler.allocator import Allocator
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepResult
 
@@ -164,7 +164,7 @@ def test_the_contents_see_one_who_runs_through_a_reset_and_is_found(monkeypatch:
         for group in groups:
             group.sequences[0].num_named_blocks = 0
 
-    monkeypatch.setattr(Residency, "reset_prefix_cache", keeps_names)
+    monkeypatch.setattr(Allocator, "reset_prefix_cache", keeps_names)
     run = cached_run(max_num_batched_tokens=6)
     run.admit(0, tokens(1, 12), max_tokens=3)
     run.step()

@@ -1,5 +1,5 @@
 """What requests find in the cache, step by step: blocks of the same beginning, of the same step, of earlier answers,
-and of their own from before they gave way.
+and of their own from before they was preempted.
 
 A row of a step is (request, sample, first token, tokens, samples): what was found is what a row does not begin with.
 Blocks hold 4 tokens. That what was found holds the right contents is checked in every step (`visible_cache.py`).
@@ -8,7 +8,7 @@ Blocks hold 4 tokens. That what was found holds the right contents is checked in
 import pytest
 from scheduler_runs import Row, Run, asked_once, cached_run, tokens
 
-from spmd_worker.scheduler.residency import Residency
+from spmd_worker.scheduler.allocator import Allocator
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -213,7 +213,7 @@ def test_the_tail_of_what_was_found_is_lost_before_its_head():
     assert run.step() == [Row(2, 0, 12, 9, 1)], "of six blocks five had names, and three were taken"
 
 
-# What gave way is found again.
+# What was preempted is found again.
 
 
 def test_what_gave_way_finds_what_is_left_of_its_own_blocks():
@@ -242,6 +242,6 @@ def test_what_gave_way_and_is_found_whole_lost_nothing():
 
 
 def test_the_tests_see_a_prompt_that_is_found_to_its_last_token(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Residency, "_findable", lambda self, sequence: self._hashes(sequence, 2) or [])
+    monkeypatch.setattr(Allocator, "_findable", lambda self, sequence: self._hashes(sequence, 2) or [])
     with pytest.raises(AssertionError):
         test_a_prompt_that_is_wholly_there_computes_its_last_block()

@@ -2,7 +2,7 @@
 cache's contents, and everything ends.
 
 Hypothesis chooses limits, requests, aborts, resets and tokens; a step that computes nothing while requests wait, and no
-transfer is under way, would be a livelock. Two more promises are checked on random histories: decisions do not depend
+transfer is in flight, would be a livelock. Two more promises are checked on random histories: decisions do not depend
 on token values (with prefix caching: only on which are equal), and another hash seed changes nothing.
 """
 
@@ -28,9 +28,9 @@ from hypothesis import given, settings
 from scheduler_runs import EOS, Run
 
 from kv_cache.cache_manager import CacheManager
-from spmd_worker.scheduler import residency as residency_module
+from spmd_worker.scheduler import allocator as residency_module
+from spmd_worker.scheduler.allocator import Allocator
 from spmd_worker.scheduler.planner import Planner
-from spmd_worker.scheduler.residency import Residency
 from spmd_worker.sequence.sequence import FinishReason, SequenceGroup
 
 
@@ -204,9 +204,9 @@ def test_the_hash_seed_of_the_process_changes_nothing():
 
 def test_the_property_sees_a_scheduler_that_starves(monkeypatch: pytest.MonkeyPatch):
     """Negative control: a watermark that is kept even by an empty engine never lets the longest request in."""
-    has_room = Residency.has_room
+    has_room = Allocator.has_room
     monkeypatch.setattr(
-        Residency, "has_room", lambda self, *args, keep_watermark: has_room(self, *args, keep_watermark=True)
+        Allocator, "has_room", lambda self, *args, keep_watermark: has_room(self, *args, keep_watermark=True)
     )
     run = Run(num_blocks=MAX_MODEL_LEN // 4, watermark=1, max_model_len=MAX_MODEL_LEN)
     run.admit(MAX_MODEL_LEN - 1)

@@ -1,4 +1,5 @@
-"""Sequences that give way to the host and come back: which blocks move when, and what happens when the host is full.
+"""Sequences that are preempted to the host and come back: which blocks move when, and what happens when the host is
+full.
 
 A row of a step is (request, sample, first token, tokens, samples); moves are (from, to). Blocks hold 4 tokens. That
 what comes back is what went out is checked in every step (`visible_cache.py`).
@@ -12,7 +13,7 @@ from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from kv_cache.swap_space import SwapSpace
 from spmd_worker.scheduler import planner as planner_module
-from spmd_worker.scheduler.residency import PreemptionPolicy
+from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.sequence.metadata import SequenceDataDelta, SequenceGroupMetadataDelta
 from spmd_worker.sequence.sequence import FinishReason
 
@@ -105,7 +106,7 @@ def test_nobody_who_came_later_overtakes_one_that_is_on_the_host():
 
 
 def crowd(num_host_blocks: int) -> Run:
-    """Twelve blocks are full, each of three requests needs one more: request 0 gives way, then request 1."""
+    """Twelve blocks are full, each of three requests needs one more: request 0 is preempted, then request 1."""
     run = swapping_run(12, num_host_blocks)
     for length in (4, 20, 24):
         run.admit(length)
@@ -321,7 +322,7 @@ def test_one_that_is_on_the_host_when_everything_is_forgotten_goes_on_and_is_fou
 
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_what_the_host_kept_is_forgotten_too(is_reset: bool):
-    """What came back leaves its copy on the host for whoever gives way next with the same; after a reset for nobody."""
+    """What came back leaves its copy on the host for the next preemption of the same; after a reset for nobody."""
     run = swapping_run(7, caching=True)
     for _ in range(2):
         run.admit(0, tokens(1, 8), max_tokens=2)

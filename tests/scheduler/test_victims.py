@@ -1,7 +1,7 @@
-"""Who gives way when the blocks do not suffice: the least computed work, chosen before the step is decided; and what
+"""Who is preempted when the blocks do not suffice: the least computed work, chosen before the step is decided; and what
 keeps the others from giving way in turn.
 
-A row of a step is (request, sample, first token, tokens, samples). Blocks hold 4 tokens; what gives way is computed
+A row of a step is (request, sample, first token, tokens, samples). Blocks hold 4 tokens; what is preempted is computed
 again.
 """
 
@@ -163,7 +163,7 @@ def test_what_gave_way_is_counted_as_recomputed_when_it_is_computed_again():
 
 
 class WatchedRun(Run):
-    """Notes who gives way in each step, and holds it against what ran before the step."""
+    """Notes who is preempted in each step, and holds it against what ran before the step."""
 
     num_seen = 0
 
@@ -191,7 +191,7 @@ class WatchedRun(Run):
 @settings(max_examples=150)
 @given(limits, operations)
 def test_the_most_computed_work_never_gives_way_while_others_run(limits: dict[str, Any], operations: list[Operation]):
-    # With several steps under way, those whose tokens are being sampled do not give way either.
+    # With several steps in flight, those whose tokens are being sampled do not are preempted either.
     play(new_run({**limits, "virtual_engines": 1}, WatchedRun), operations)
 
 
@@ -215,7 +215,7 @@ def test_the_property_sees_other_victims(monkeypatch: pytest.MonkeyPatch, choose
     assert run.num_seen > 3
 
 
-# What is left free, so that those who run do not give way at once.
+# What is left free, so that those who run do not are preempted at once.
 
 
 def test_who_joins_leaves_a_block_for_each_that_runs():

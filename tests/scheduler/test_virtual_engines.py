@@ -1,4 +1,4 @@
-"""Several steps under way: who may go on, who may give way, and that nobody's answer depends on it."""
+"""Several steps in flight: who may go on, who may are preempted, and that nobody's answer depends on it."""
 
 import random
 
@@ -57,7 +57,7 @@ def test_the_pieces_of_a_prompt_follow_one_another_without_waiting():
 
 def test_a_sequence_whose_token_is_being_sampled_does_not_go_on_and_does_not_give_way():
     run = started(2, 2, num_blocks=7, max_model_len=24)
-    # Both fill their blocks together; one has to give way while the other's token is under way.
+    # Both fill their blocks together; one has to are preempted while the other's token is in flight.
     run.finish(by_place)
     assert run.scheduler.counters.num_preemptions > 0
     for request in (0, 1):
@@ -82,7 +82,7 @@ def test_a_victim_whose_token_is_under_way_would_be_answered_twice(monkeypatch: 
     limits = {"virtual_engines": 4, "max_model_len": 24, "max_num_batched_tokens": 16}
     runs = [Run(num_blocks=num_blocks, **limits) for num_blocks in range(9, 20)]
     assert all(map(has_right_outputs, runs))
-    # Negative control: choosing among all that run, as is right with one step under way.
+    # Negative control: choosing among all that run, as is right with one step in flight.
     wrong = []
     for num_blocks in range(9, 20):
         run = Run(num_blocks=num_blocks, **limits)

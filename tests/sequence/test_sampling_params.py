@@ -54,9 +54,9 @@ def test_log_probabilities_of_samples_are_needed_to_be_returned_or_to_rank(given
     ],
 )
 def test_a_best_of_that_cannot_be_is_refused_with_the_way_out(given: dict[str, object], message: str):
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError) as error_result:
         SamplingParams(**given)
-    assert str(refusal.value) == message
+    assert str(error_result.value) == message
 
 
 @pytest.mark.parametrize("value", [0, -1])

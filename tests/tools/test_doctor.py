@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from spmd_worker.liveness.error_file import ErrorRecord, write_record
-from spmd_worker.liveness.failure_diagnosis import Standing, Verdict, judge
-from spmd_worker.liveness.heartbeat import Beat, Failure, FailureKind
+from spmd_worker.liveness.failure_diagnosis import Diagnosis, RankStatus, diagnose
+from spmd_worker.liveness.heartbeat import Failure, FailureKind, RankHeartbeat
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
 
 STEPS = [StepStats(step, step * 1_000, 10, 20, 600, 30, *[0] * 15) for step in range(1, 4)]
@@ -31,7 +31,7 @@ def doctor(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Of a run that is under way."""
+    """Of a run that is in flight."""
     with StepStatsWriter(tmp_path / STEP_STATS_NAME) as writer:
         for stats in STEPS:
             writer.write(stats)
@@ -43,14 +43,14 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (then_s, then_s))
 
 
-def record_of(rank: int, standings: list[Standing], wall_s: float, traceback: str = "") -> ErrorRecord:
-    verdict = judge(standings, 60.0)
-    assert verdict is not None
-    return ErrorRecord(rank, wall_s, tuple(standings), verdict, traceback)
+def record_of(rank: int, statuses: list[RankStatus], wall_s: float, traceback: str = "") -> ErrorRecord:
+    diagnosis = diagnose(statuses, 60.0)
+    assert diagnosis is not None
+    return ErrorRecord(rank, wall_s, tuple(statuses), diagnosis, traceback)
 
 
-def standing(rank: int, failure: Failure | None = None, **changes) -> Standing:
-    return Standing(rank, Beat(rank, "node", 1, 1, 1, 812, "execute", failure=failure), 0.3, **changes)
+def status(rank: int, failure: Failure | None = None, **changes) -> RankStatus:
+    return RankStatus(rank, RankHeartbeat(rank, "node", 1, 1, 1, 812, "execute", failure=failure), 0.3, **changes)
 
 
 def test_a_run_that_ended_well(doctor, run_dir: Path):
@@ -61,11 +61,11 @@ def test_a_run_that_ended_well(doctor, run_dir: Path):
 
 
 def test_an_exception_is_told_with_roll_call_advice_and_traceback(doctor, run_dir: Path):
-    boom = Failure(FailureKind.OWN, "rank 1 raised ValueError at step 812: boom", order=1)
-    echo = Failure(FailureKind.ECHO, "rank 0 raised RuntimeError at step 812: gloo", order=2)
-    standings = [standing(0, echo), standing(1, boom)]
-    write_record(run_dir, record_of(0, standings, 1000.5, "an echo"))
-    write_record(run_dir, record_of(1, standings, 1000.4, "Traceback (most recent call last):\nValueError: boom\n"))
+    boom = Failure(FailureKind.PRIMARY, "rank 1 raised ValueError at step 812: boom", order=1)
+    echo = Failure(FailureKind.SECONDARY, "rank 0 raised RuntimeError at step 812: gloo", order=2)
+    statuses = [status(0, echo), status(1, boom)]
+    write_record(run_dir, record_of(0, statuses, 1000.5, "an echo"))
+    write_record(run_dir, record_of(1, statuses, 1000.4, "Traceback (most recent call last):\nValueError: boom\n"))
     (run_dir / "stacks.rank0.txt").write_text("Thread 1")
     code, out, _ = doctor(run_dir)
     assert code == 1
@@ -83,23 +83,23 @@ def test_an_exception_is_told_with_roll_call_advice_and_traceback(doctor, run_di
     assert lines[8:] == ["", "Rank 1:", "Traceback (most recent call last):", "ValueError: boom"]
 
 
-TOLD = Failure(FailureKind.TOLD, "rank 0 was told to end (SIGTERM)")
+SIGNALLED = Failure(FailureKind.SIGNALLED, "rank 0 was told to end (SIGTERM)")
 STALLED = Failure(FailureKind.STALLED, "rank 1 is stuck")
-FULL = Failure(FailureKind.OWN, "rank 0 raised OSError at step 3: [Errno 28] No space left on device")
+FULL = Failure(FailureKind.PRIMARY, "rank 0 raised OSError at step 3: [Errno 28] No space left on device")
 ENDS = {
-    "dead": ([standing(0), standing(1, is_gone=True)], "rank 1 is gone", "out-of-memory killer"),
-    "silent": ([standing(0), Standing(1, standing(1).beat, 60.0)], "rank 1 is silent", "cannot be reached"),
-    "stuck": ([standing(0), standing(1, STALLED)], "rank 1 is stuck", "stacks show where"),
-    "told": ([standing(0, TOLD), standing(1)], "rank 0 was told to end", "SIGTERM to this process alone"),
-    "all told": ([standing(0, TOLD)], "every rank was told to end", "start it again"),
-    "full disk": ([standing(0, FULL), standing(1)], "rank 0 raised OSError", "make room"),
+    "dead": ([status(0), status(1, is_gone=True)], "rank 1 is gone", "out-of-memory killer"),
+    "silent": ([status(0), RankStatus(1, status(1).last_heartbeat, 60.0)], "rank 1 is silent", "cannot be reached"),
+    "stuck": ([status(0), status(1, STALLED)], "rank 1 is stuck", "stacks show where"),
+    "told": ([status(0, SIGNALLED), status(1)], "rank 0 was told to end", "SIGTERM to this process alone"),
+    "all told": ([status(0, SIGNALLED)], "every rank was told to end", "start it again"),
+    "full disk": ([status(0, FULL), status(1)], "rank 0 raised OSError", "make room"),
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_each_end_has_its_advice(doctor, run_dir: Path, name: str):
-    standings, blamed, advice = ENDS[name]
-    write_record(run_dir, record_of(0, standings, 1000.0))
+    statuses, blamed, advice = ENDS[name]
+    write_record(run_dir, record_of(0, statuses, 1000.0))
     code, out, _ = doctor(run_dir)
     assert code == 1
     assert f"To blame: {blamed}" in out
@@ -107,13 +107,13 @@ def test_each_end_has_its_advice(doctor, run_dir: Path, name: str):
 
 
 def test_the_record_of_whoever_knew_first_counts(doctor, run_dir: Path):
-    write_record(run_dir, record_of(0, [standing(0), standing(1, is_gone=True)], 1000.0))
-    write_record(run_dir, record_of(2, [standing(0, is_gone=True), standing(2)], 1002.0))
+    write_record(run_dir, record_of(0, [status(0), status(1, is_gone=True)], 1000.0))
+    write_record(run_dir, record_of(2, [status(0, is_gone=True), status(2)], 1002.0))
     assert "To blame: rank 1 is gone" in doctor(run_dir)[1]
 
 
 def test_records_without_a_verdict_still_give_the_roll_call(doctor, run_dir: Path):
-    write_record(run_dir, ErrorRecord(0, 1000.0, (standing(0), Standing(1, None)), None))
+    write_record(run_dir, ErrorRecord(0, 1000.0, (status(0), RankStatus(1, None)), None))
     code, out, _ = doctor(run_dir)
     assert code == 1
     assert "  rank 1  never heard of\n" in out
@@ -163,10 +163,10 @@ def test_what_cannot_be_told_exits_with_2(doctor, tmp_path: Path, run_dir: Path)
 
 
 def test_a_record_survives_its_way(run_dir: Path):
-    record = record_of(1, [standing(0), standing(1, STALLED)], 12.5, "trace")
+    record = record_of(1, [status(0), status(1, STALLED)], 12.5, "trace")
     write_record(run_dir, record)
     value = json.loads((run_dir / "error.rank1.json").read_text())
     assert ErrorRecord.from_plain(value) == record
     assert (value["step"], value["phase"], value["text"]) == (812, "execute", "rank 1 is stuck")
     assert value["verdict"]["ranks"] == [1]
-    assert isinstance(record.verdict, Verdict)
+    assert isinstance(record.diagnosis, Diagnosis)

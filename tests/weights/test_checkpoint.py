@@ -175,10 +175,10 @@ def test_an_index_with_a_name_twice_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_a_folder_of_pickles_is_refused_with_the_reason_and_the_way_out(tmp_path, name):
     (tmp_path / name).write_bytes(b"never opened")
-    with pytest.raises(CheckpointError, match="reading a pickle can run code") as refusal:
+    with pytest.raises(CheckpointError, match="reading a pickle can run code") as error_result:
         Checkpoint.open(tmp_path)
-    assert name in str(refusal.value)
-    assert "convert them to safetensors" in str(refusal.value)
+    assert name in str(error_result.value)
+    assert "convert them to safetensors" in str(error_result.value)
 
 
 def test_pickles_beside_safetensors_are_left_alone(tmp_path):

@@ -71,10 +71,10 @@ def test_rectangles_side_by_side_in_every_dimension_do_not_overlap():
     ],
 )
 def test_each_way_not_to_fit_is_reported(changes, words):
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError) as error_result:
         check(**changes)
     for word in words:
-        assert word in str(refusal.value)
+        assert word in str(error_result.value)
 
 
 def test_a_scalar_parameter_is_covered_once_and_not_twice():
@@ -96,9 +96,9 @@ def test_ignorable_names_may_be_there_but_need_not():
 
 
 def test_one_error_lists_everything_that_does_not_fit():
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError) as error_result:
         check(paddings=[], checkpoint={"q": (3, 3), "k": (2, 4), "x": (1,), "embed": (5, 4)})
-    assert str(refusal.value) == (
+    assert str(error_result.value) == (
         "checkpoint and model do not fit each other\n"
         "1 missing from the checkpoint:\n  v\n"
         "1 in the checkpoint but not in the model:\n  x\n"
@@ -108,9 +108,9 @@ def test_one_error_lists_everything_that_does_not_fit():
 
 
 def test_long_lists_are_cut_with_the_number_left_out():
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError) as error_result:
         check(checkpoint={**CHECKPOINT, **{f"x{i:02d}": (1,) for i in range(33)}})
-    message = str(refusal.value)
+    message = str(error_result.value)
     assert "33 in the checkpoint but not in the model" in message
     assert "  x19\n  and 13 more" in message
     assert "x20" not in message

@@ -267,10 +267,10 @@ class Sharded(torch.Tensor):
 def test_an_update_that_does_not_fit_is_an_error_at_its_end(change, words):
     model, slices, paddings = build()
     tensors = {name: tensor for name, tensor in {**full_tensors(), **change}.items() if tensor is not None}
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError) as error_result:
         load_named_tensors(model, slices, paddings, tensors.items())
     for word in words:
-        assert word in str(refusal.value)
+        assert word in str(error_result.value)
     assert torch.equal(model.down, expected()["down"])
     if "norm.weight" in change:
         assert (model.norm == 99.0).all()

@@ -92,10 +92,10 @@ BROKEN = [
 
 @pytest.mark.parametrize(("header", "data_bytes", "words"), [case[1:] for case in BROKEN], ids=[c[0] for c in BROKEN])
 def test_a_header_that_breaks_a_rule_is_refused_by_name(header, data_bytes, words):
-    with pytest.raises(CheckpointError) as refusal:
+    with pytest.raises(CheckpointError) as error_result:
         parse(header, data_bytes)
-    assert words in str(refusal.value)
-    assert str(refusal.value).startswith("model.safetensors: ")
+    assert words in str(error_result.value)
+    assert str(error_result.value).startswith("model.safetensors: ")
 
 
 def test_messages_about_a_tensor_name_it():

@@ -21,6 +21,6 @@ class RowAnswer:
     num_output_tokens: int = 0
 
 
-def refusal(row: RowError) -> RowAnswer:
+def error_result(row: RowError) -> RowAnswer:
     """The answer of a row that does not run."""
     return RowAnswer(row.index, format_error(row), row.code)

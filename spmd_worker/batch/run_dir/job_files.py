@@ -14,7 +14,7 @@ from spmd_worker.config.schema import ConfigError, JobConfig
 
 MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"
-PROOF_NAME: Final = "proof.json"
+PROVENANCE_NAME: Final = "proof.json"
 
 
 def check_job(job: JobConfig) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.batch.run_dir.job_files import PROOF_NAME, write_json
+from spmd_worker.batch.run_dir.job_files import PROVENANCE_NAME, write_json
 
 FORMAT_VERSION: Final = 1
 
@@ -22,7 +22,7 @@ class OutputDigest:
     sha256: str
 
 
-def write_proof(
+def write_provenance(
     run_dir: Path, manifest: Mapping[str, Any], output: str, digest: OutputDigest, replicas: Sequence[Mapping[str, Any]]
 ) -> None:
     """`replicas` is, of each in this start of the job, `steps` and `digest_chain_head`: the digest of every plan that
@@ -41,4 +41,4 @@ def write_proof(
         "overridden": manifest["overridden"],
         "starts": manifest["starts"],
     }
-    write_json(run_dir / PROOF_NAME, proof)
+    write_json(run_dir / PROVENANCE_NAME, proof)

@@ -2,7 +2,7 @@
 
 1.1 to 1.6 times as fast as plain bfloat16 products, 2 to 4 times as fast as plain float32 ones. And a row's result does
 not depend on the rows beside it, which plain products do not give. oneDNN does not promise it: it was seen to be so
-with two rows or more and without AMX (the matrix unit, for bfloat16); `rows_are_invariant` looks whether it is so here.
+with two rows or more and without AMX (the AMX unit, for bfloat16); `rows_are_invariant` looks whether it is so here.
 
 T: tokens. Knows products and oneDNN; knows nothing about layers or ranks.
 """
@@ -56,7 +56,7 @@ class PackedKernels(ReferenceKernels):
         if num_rows == 0:
             return x.new_empty(0, weight.shape[0])
         # A product of one row takes another path, which rounds otherwise; two rows cost the same time.
-        return _product(x, weight, bias) if num_rows > 1 else _product(x.expand(2, -1), weight, bias)[:1]
+        return _gemm(x, weight, bias) if num_rows > 1 else _gemm(x.expand(2, -1), weight, bias)[:1]
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def _pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _gemm(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
     return product
 
@@ -74,7 +74,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether torch's oneDNN operations, which are not public, are there and do what is expected."""
     x, weight, bias = _numbers(3, 32, dtype), _numbers(48, 32, dtype), _numbers(1, 48, dtype)[0]
     try:
-        result = _product(x, _pack(weight), bias)
+        result = _gemm(x, _pack(weight), bias)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     return torch.allclose(result.float(), F.linear(x.float(), weight.float(), bias.float()), rtol=2e-2, atol=2e-2)

@@ -17,7 +17,7 @@ from spmd_worker.native.library import NativeLibrary, native_library
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
-# A weight in panels for the matrix unit is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32, 2, inputs / 2,
+# A weight in panels for the AMX unit is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32, 2, inputs / 2,
 # 16, 2]; it takes 32 inputs at a time.
 _PANEL, _STEP, _PANELS_NDIM, _GATED_NDIM = 16, 32, 4, 5
 
@@ -39,16 +39,16 @@ class CpuKernels(PackedKernels):
     """Implements `kernels.api.Kernels` for tensors of float32 and bfloat16 in host memory."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        self._has_matrix_unit = library.has_matrix_unit
-        names = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "largest", "product")
+        self._has_amx = library.has_amx
+        names = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "argmax", "gemm")
         self._functions = {
             (name, dtype): library.functions[f"{name}_{dtype_name(dtype)}"] for name in names for dtype in NATIVE_DTYPES
         }
-        of_product = library.functions["largest_of_product_bfloat16"]
-        self._functions["largest_of_product", torch.bfloat16] = of_product
+        of_gemm = library.functions["gemm_argmax_bfloat16"]
+        self._functions["gemm_argmax", torch.bfloat16] = of_gemm
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack`. In panels for the matrix unit where it takes them, else as `PackedKernels` does."""
+        """See `Kernels.pack`. In panels for the AMX unit where it takes them, else as `PackedKernels` does."""
         return _panels(weight).contiguous() if self._takes_panels(weight, _PANEL) else super().pack(weight)
 
     def pack_gated(self, weight: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class CpuKernels(PackedKernels):
         return torch.stack(_panels(weight).chunk(2), dim=1).contiguous()
 
     def _takes_panels(self, weight: Tensor, outputs_step: int) -> bool:
-        is_of_unit = self._has_matrix_unit and weight.dtype in NATIVE_DTYPES and weight.device.type == "cpu"
+        is_of_unit = self._has_amx and weight.dtype in NATIVE_DTYPES and weight.device.type == "cpu"
         return is_of_unit and weight.shape[1] % _STEP == 0 and weight.shape[0] % outputs_step == 0
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
@@ -67,17 +67,17 @@ class CpuKernels(PackedKernels):
             return super().linear(x, weight, bias)
         num_outputs = weight.shape[0] * _PANEL
         output = torch.empty((x.shape[0], num_outputs), dtype=x.dtype) if room is None else room
-        return self._product(x, weight, bias, num_outputs, output, is_gated=False)
+        return self._gemm(x, weight, bias, num_outputs, output, is_gated=False)
 
-    def largest_of_linear(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `Kernels.largest_of_linear`. By the matrix unit, in bfloat16, the product is never written down."""
+    def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `Kernels.linear_argmax`. By the AMX unit, in bfloat16, the product is never written down."""
         if not are_panels(weight) or x.dtype != torch.bfloat16:
-            return super().largest_of_linear(x, weight, count)
+            return super().linear_argmax(x, weight, count)
         num_outputs = weight.shape[0] * _PANEL
         assert 0 < count <= num_outputs, (count, num_outputs)
         x = _checked_input(x, weight)
-        values, indices = _room_for_largest(x.shape[0])
-        self._functions["largest_of_product", x.dtype](
+        values, indices = _argmax_scratch(x.shape[0])
+        self._functions["gemm_argmax", x.dtype](
             *(x.data_ptr(), x.stride(0), *x.shape, weight.data_ptr(), num_outputs, count),
             *(values.data_ptr(), indices.data_ptr(), torch.get_num_threads()),
         )
@@ -89,9 +89,9 @@ class CpuKernels(PackedKernels):
             return super().gated_linear(x, weight, bias)
         num_outputs = weight.shape[0] * 2 * _PANEL
         output = torch.empty((x.shape[0], num_outputs // 2), dtype=x.dtype)
-        return self._product(x, weight, bias, num_outputs, output, is_gated=True)
+        return self._gemm(x, weight, bias, num_outputs, output, is_gated=True)
 
-    def _product(
+    def _gemm(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, num_outputs: int, output: Tensor, *, is_gated: bool
     ) -> Tensor:
         x = _checked_input(x, panels)
@@ -100,7 +100,7 @@ class CpuKernels(PackedKernels):
             _check(x, bias)
             _check_whole(bias, (num_outputs,))
         _check_whole(output, (x.shape[0], num_outputs // 2 if is_gated else num_outputs))
-        self._functions["product", x.dtype](
+        self._functions["gemm", x.dtype](
             *(x.data_ptr(), x.stride(0), *x.shape, panels.data_ptr(), num_outputs),
             *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, torch.get_num_threads()),
         )
@@ -164,8 +164,8 @@ class CpuKernels(PackedKernels):
         assert rows.shape[1] > 0, rows.shape
         rows = _with_whole_rows(rows)
         num_rows, count = rows.shape
-        values, indices = _room_for_largest(num_rows)
-        self._functions["largest", rows.dtype](
+        values, indices = _argmax_scratch(num_rows)
+        self._functions["argmax", rows.dtype](
             *(rows.data_ptr(), rows.stride(0), num_rows, count),
             *(values.data_ptr(), indices.data_ptr(), torch.get_num_threads()),
         )
@@ -173,7 +173,7 @@ class CpuKernels(PackedKernels):
 
 
 def are_panels(weight: Tensor) -> bool:
-    """Whether `pack` has put a weight into the order of the matrix unit."""
+    """Whether `pack` has put a weight into the order of the AMX unit."""
     return weight.ndim == _PANELS_NDIM
 
 
@@ -190,7 +190,7 @@ def _checked_input(x: Tensor, panels: Tensor) -> Tensor:
     return _with_whole_rows(x)
 
 
-def _room_for_largest(num_rows: int) -> tuple[Tensor, Tensor]:
+def _argmax_scratch(num_rows: int) -> tuple[Tensor, Tensor]:
     return torch.empty(num_rows, dtype=torch.float32), torch.empty(num_rows, dtype=torch.int64)
 
 

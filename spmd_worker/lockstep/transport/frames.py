@@ -26,7 +26,7 @@ class FrameKind(IntEnum):
     ANSWER = 3
     RECORD_WANTED = 4
     RECORD = 5
-    VERDICT = 6
+    DIAGNOSIS = 6
     ABORT = 7
     HEARTBEAT = 8
 

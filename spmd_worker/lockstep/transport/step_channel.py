@@ -23,12 +23,12 @@ from spmd_worker.lockstep.transport.frames import Frame, FrameError, FrameKind, 
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S: Final = 0.5
-_LAST_WORDS_S: Final = 3.0
+_ABORT_WAIT_S: Final = 3.0
 """How long to wait for what a peer has to say, once something has failed here."""
 
 
 class Abort(NamedTuple):
-    """A rank's last words. `is_divergence` says that the replicas disagree, rather than that a rank broke."""
+    """A rank's abort message. `is_divergence` says that the replicas disagree, rather than that a rank broke."""
 
     text: str
     is_divergence: bool
@@ -60,7 +60,7 @@ class StepChannel(Protocol):
     def abort(self, abort: Abort) -> None:
         """Tell whoever can be told why this rank leaves; never raises."""
 
-    def last_words(self) -> Abort | None:
+    def received_abort(self) -> Abort | None:
         """What another rank said before it left, waiting a moment for it."""
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class LeaderChannel(StepChannel, Protocol):
     def exchange_records(self, record: bytes) -> list[bytes]:
         """After a mismatch: rank 0's own record and every follower's, in rank order."""
 
-    def verdict(self, text: str) -> None:
+    def send_diagnosis(self, text: str) -> None:
         """What the records showed, to every follower."""
 
 
@@ -106,7 +106,7 @@ class TcpLeader:
         self._num_sent = 0
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="spmd-heartbeat", daemon=True)
+        self._heart = threading.Thread(target=self._send_heartbeats, name="spmd-heartbeat", daemon=True)
         self._poll = select.poll()
         self._indices = {connection.fileno(): index for index, connection in enumerate(connections)}
 
@@ -118,7 +118,7 @@ class TcpLeader:
         self._heart.start()
 
     def collect(self, step: int) -> list[bytes]:
-        """Raises RankFailedError naming the silent or dead ranks, AbortedError with a rank's own last words."""
+        """Raises RankFailedError naming the silent or dead ranks, AbortedError with a rank's own abort message."""
         return self._gather(FrameKind.ANSWER, step, f"no answer to step {step}")
 
     def send(self, payload: bytes) -> None:
@@ -133,10 +133,10 @@ class TcpLeader:
             self._send_all(FrameKind.RECORD_WANTED, self._num_sent, b"")
         return [record, *self._gather(FrameKind.RECORD, 0, "no record of the step")]
 
-    def verdict(self, text: str) -> None:
-        """See `LeaderChannel.verdict`."""
+    def send_diagnosis(self, text: str) -> None:
+        """See `LeaderChannel.diagnosis`."""
         with self._lock:
-            self._send_all(FrameKind.VERDICT, self._num_sent, text.encode())
+            self._send_all(FrameKind.DIAGNOSIS, self._num_sent, text.encode())
 
     def abort(self, abort: Abort) -> None:
         """See `StepChannel.abort`."""
@@ -144,9 +144,9 @@ class TcpLeader:
             for connection in self._connections:
                 _send_last(connection, self._num_sent, abort)
 
-    def last_words(self) -> Abort | None:
+    def received_abort(self) -> Abort | None:
         """The first follower that says something; the others are told before this returns."""
-        deadline_s = time.monotonic() + _LAST_WORDS_S
+        deadline_s = time.monotonic() + _ABORT_WAIT_S
         while time.monotonic() < deadline_s:
             for index, connection in enumerate(self._connections):
                 abort = _look_for_abort(connection, index + 1)
@@ -159,7 +159,7 @@ class TcpLeader:
         """See `StepChannel.close`."""
         self._is_closed.set()
         if self._heart.is_alive():
-            self._heart.join(_LAST_WORDS_S)
+            self._heart.join(_ABORT_WAIT_S)
         for connection in self._connections:
             connection.close()
 
@@ -171,7 +171,7 @@ class TcpLeader:
             ready = self._poll.poll(max(deadline_s - time.monotonic(), 0.0) * 1000)
             if not ready:
                 silent = [index + 1 for index in range(len(self._connections)) if index not in payloads]
-                raise RankFailedError(f"{_spoken(silent)} silent: {missing} in {self._timeout_s:g} s")
+                raise RankFailedError(f"{_listed(silent)} silent: {missing} in {self._timeout_s:g} s")
             for descriptor, _ in ready:
                 index = self._indices[descriptor]
                 frame = self._frame_of(index, missing, deadline_s)
@@ -206,7 +206,7 @@ class TcpLeader:
                     raise AbortedError(abort) from None
                 raise RankFailedError(f"rank {index + 1} is gone: {error}") from None
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._is_closed.wait(_HEARTBEAT_S):
             with self._lock:
                 for connection in self._connections:
@@ -231,7 +231,7 @@ class TcpFollower:
         self._send(FrameKind.ANSWER, step, payload)
 
     def receive(self) -> bytes:
-        """Raises LostMessageError for a message lost or repeated, AbortedError with rank 0's last words.
+        """Raises LostMessageError for a message lost or repeated, AbortedError with rank 0's abort message.
 
         Heartbeats show at once that something is missing; they do not lengthen the wait, because a rank 0 that hangs
         may have a heart that beats.
@@ -248,7 +248,7 @@ class TcpFollower:
             elif frame.kind is FrameKind.RECORD_WANTED:
                 assert self._record is not None, "rank 0 asks for a record before any step"
                 self._send(FrameKind.RECORD, 0, self._record())
-            elif frame.kind is FrameKind.VERDICT:
+            elif frame.kind is FrameKind.DIAGNOSIS:
                 raise AbortedError(Abort(frame.payload.decode("utf-8", "replace"), is_divergence=True))
             elif frame.kind is FrameKind.ABORT:
                 raise AbortedError(Abort.unpack(frame.payload))
@@ -263,9 +263,9 @@ class TcpFollower:
         """See `StepChannel.abort`."""
         _send_last(self._connection, self._num_received, abort)
 
-    def last_words(self) -> Abort | None:
+    def received_abort(self) -> Abort | None:
         """What rank 0 said, or passed on, before it left."""
-        deadline_s = time.monotonic() + _LAST_WORDS_S
+        deadline_s = time.monotonic() + _ABORT_WAIT_S
         while time.monotonic() < deadline_s:
             abort = _look_for_abort(self._connection, 0)
             if abort is not None:
@@ -330,7 +330,7 @@ class GlooStepChannel:
         if kind is FrameKind.RECORD_WANTED:
             self._control.gather(self._record())
             return self.receive()
-        if kind is FrameKind.VERDICT:
+        if kind is FrameKind.DIAGNOSIS:
             raise AbortedError(Abort(payload.decode(), is_divergence=True))
         return payload
 
@@ -343,15 +343,15 @@ class GlooStepChannel:
         self._broadcast(FrameKind.RECORD_WANTED, b"")
         return self._control.gather(record)
 
-    def verdict(self, text: str) -> None:
-        """See `LeaderChannel.verdict`."""
-        self._broadcast(FrameKind.VERDICT, text.encode())
+    def send_diagnosis(self, text: str) -> None:
+        """See `LeaderChannel.diagnosis`."""
+        self._broadcast(FrameKind.DIAGNOSIS, text.encode())
 
     def abort(self, abort: Abort) -> None:
         """Peers may be in any collective: there is no way to reach them but to leave, which gloo tells them."""
         logger.debug("leaving: %s", abort.text)
 
-    def last_words(self) -> Abort | None:
+    def received_abort(self) -> Abort | None:
         """None: see `abort`."""
         return None
 
@@ -362,7 +362,7 @@ class GlooStepChannel:
         self._control.broadcast(bytes([kind]) + payload)
 
 
-def _spoken(ranks: list[int]) -> str:
+def _listed(ranks: list[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
@@ -376,7 +376,7 @@ def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
 
 
 def _look_for_abort(connection: socket.socket, rank: int) -> Abort | None:
-    """Read on until a peer's last words; None when there are none now."""
+    """Read on until a peer's abort message; None when there are none now."""
     while True:
         try:
             connection.settimeout(0.05)
@@ -386,7 +386,9 @@ def _look_for_abort(connection: socket.socket, rank: int) -> Abort | None:
         except (OSError, FrameError):
             time.sleep(0.02)
             return None
-        if frame.kind in (FrameKind.ABORT, FrameKind.VERDICT):
+        if frame.kind in (FrameKind.ABORT, FrameKind.DIAGNOSIS):
             logger.debug("rank %d said why it leaves", rank)
-            is_verdict = frame.kind is FrameKind.VERDICT
-            return Abort(frame.payload.decode("utf-8", "replace"), True) if is_verdict else Abort.unpack(frame.payload)
+            is_diagnosis = frame.kind is FrameKind.DIAGNOSIS
+            return (
+                Abort(frame.payload.decode("utf-8", "replace"), True) if is_diagnosis else Abort.unpack(frame.payload)
+            )

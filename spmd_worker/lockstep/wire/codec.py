@@ -1,10 +1,10 @@
 """Step messages as bytes and back.
 
-A message is coded against those before it, if the last one's step is the step before: sequences in steady decoding go
-on with the token they sampled and cost nothing but that token, once. So both sides hold the plans whose samples are
-still to come (`Encoder`, `Decoder`): one, or with `num_in_flight` steps under way at once as many, the oldest of which
-the message's ids are of. Messages must be decoded in order, each once, and a log is readable from its first message on.
-A message with nothing before it stands alone (`encode_message`, `decode_message`).
+A message is coded against those before it, if the last one's step is the step before: sequences in decoding that
+continues go on with the token they sampled and cost nothing but that token, once. So both sides hold the plans whose
+samples are still to come (`Encoder`, `Decoder`): one, or with `num_in_flight` steps in flight at once as many, the
+oldest of which the message's ids are of. Messages must be decoded in order, each once, and a log is readable from its
+first message on. A message with nothing before it stands alone (`encode_message`, `decode_message`).
 
     byte            version
     byte            flags: bit 0, coded against the message before

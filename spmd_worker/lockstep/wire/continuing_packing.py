@@ -1,4 +1,4 @@
-"""The sequences in steady decoding as bytes, coded against what the plan before sampled.
+"""The sequences in decoding that continues as bytes, coded against what the plan before sampled.
 
 They mostly are those that sampled in the last step, in the same order, each appending what it sampled: then only the
 places of those that dropped out are written, and no ids at all, because the sampled ids are in the message once
@@ -49,7 +49,7 @@ def sampling_keys(plan: StepPlan, num_sampled: int) -> Keys:
 
 def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sampled_token_ids: tuple[int, ...]) -> None:
     """`last_keys` are the `sampling_keys` of the plan before, `sampled_token_ids` what they sampled."""
-    dropped = _dropped_places(plan.continuing, last_keys)
+    dropped = _dropped_indices(plan.continuing, last_keys)
     are_sampled = False
     if dropped is not None:
         are_sampled = plan.continuing_token_ids == _without(sampled_token_ids[: len(last_keys)], dropped)
@@ -96,7 +96,7 @@ def read_pairs(reader: ByteReader) -> list[tuple[int, int]]:
     return list(zip(reader.dense(count), reader.column(count)))
 
 
-def _dropped_places(keys: Keys, last_keys: Keys) -> list[int] | None:
+def _dropped_indices(keys: Keys, last_keys: Keys) -> list[int] | None:
     """Places of `last_keys` that are not in `keys`, None unless the others are `keys` in order."""
     if keys == last_keys:
         return []

@@ -5,7 +5,7 @@
                     ragged tokens, ragged blocks
     snapshots       each whole
 
-Sequences in steady decoding are no groups: `continuing_packing.py` has them.
+Sequences in decoding that continues are no groups: `continuing_packing.py` has them.
 """
 
 from collections.abc import Iterator, Sequence

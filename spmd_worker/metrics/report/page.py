@@ -14,8 +14,8 @@ from spmd_worker.metrics.report.text import count, duration
 from spmd_worker.metrics.report.words import (
     NO_METRICS,
     Figure,
+    diagnosis,
     summary_figures,
-    verdict,
     what_happened,
     why_slow,
 )
@@ -31,7 +31,7 @@ main { max-width: 1120px; margin: 0 auto; padding: 28px 24px 48px; }
 h1 { font-size: 26px; margin: 0 0 6px; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 0 0 2px; }
 p { margin: 0 0 10px; max-width: 1000px; }
-.verdict { font-size: 16px; }
+.diagnosis { font-size: 16px; }
 .warning { background: #fff4d6; border-left: 4px solid #e69f00; padding: 8px 12px; }
 .explanation { color: #555555; font-size: 13.5px; margin-bottom: 4px; }
 .figures { display: grid; grid-template-columns: repeat(4, 1fr); gap: 10px; margin: 18px 0 30px; }
@@ -77,7 +77,7 @@ def _steps_page(steps: list[StepStats], metrics: Mapping[str, Any] | None) -> It
     known = metrics or {}
     if metrics is None:
         yield _warning(NO_METRICS)
-    yield f'<p class="verdict">{escape(verdict(totals, known))}</p>'
+    yield f'<p class="verdict">{escape(diagnosis(totals, known))}</p>'
     yield _figures(summary_figures(totals, known))
     yield from map(_chart, draw_charts(steps, totals, slowest))
     yield _table(slowest, totals, first_us=steps[0].start_us)

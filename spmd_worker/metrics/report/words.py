@@ -43,7 +43,7 @@ def summary_figures(totals: Totals, metrics: Mapping[str, Any]) -> list[Figure]:
     ]
 
 
-def verdict(totals: Totals, metrics: Mapping[str, Any]) -> str:
+def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
     """Two or three sentences: what the cache did to this run."""
     cache = f"The cache of {count(totals.num_blocks, 'block')}"
     often = (

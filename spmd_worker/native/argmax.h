@@ -1,4 +1,4 @@
-// The largest of each row and its first place, found by threads that each see some of it. NaN is larger than all numbers.
+// The argmax of each row and its first place, found by threads that each see some of it. NaN is larger than all numbers.
 #pragma once
 
 #include <vector>
@@ -11,10 +11,10 @@ namespace {
 SPMD_INLINE auto is_larger(Floats x, Floats most) { return ~(x <= most) & (most == most); }
 SPMD_INLINE bool is_larger(float x, float most) { return !(x <= most) && most == most; }
 
-// Of some rows: of each lane the largest so far, and the number of the vector it came in. What one thread has seen.
-class LargestByLane {
+// Of some rows: of each lane the argmax so far, and the number of the vector it came in. What one thread has seen.
+class LaneArgmax {
  public:
-  explicit LargestByLane(int64_t num_rows) : lanes_(num_rows, {broadcast(-kInfinity), Ints{}}) {}
+  explicit LaneArgmax(int64_t num_rows) : lanes_(num_rows, {broadcast(-kInfinity), Ints{}}) {}
 
   // Vector `number` of a row, whose first number is at place `number` * kLanes. Numbers rise from call to call.
   SPMD_INLINE_MEMBER void take(int64_t row, int number, Floats x) {

@@ -1,4 +1,4 @@
-// A product with a packed weight, as both of the matrix unit's kinds of products have it.
+// A gemm with a packed weight, as both of the AMX unit's kinds of gemms have it.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct ProductOf {
   int64_t x_stride, num_rows, num_inputs;
   const Element* packed;
   int64_t num_outputs;
-  const Element* bias;  // or null; of a gated product, those of all gates first
+  const Element* bias;  // or null; of a gated gemm, those of all gates first
   Element* to;
   bool is_gated;
 

@@ -1,23 +1,23 @@
-// The matrix unit of recent x86 processors (AMX): tiles of 16 rows of 64 bytes, multiplied in bfloat16, summed in float.
+// The AMX unit of recent x86 processors (AMX): tiles of 16 rows of 64 bytes, multiplied in bfloat16, summed in float.
 //
-// A row of a product is computed as if the others were not there, in an order that the processor fixes, so the unit keeps
+// A row of a gemm is computed as if the others were not there, in an order that the processor fixes, so the unit keeps
 // the kernels' contract as long as the same steps are taken for every row.
 //
-// With SPMD_EMULATED_UNIT defined the unit's instructions are written out in plain C++, with the arithmetic that Intel's
+// With SPMD_EMULATED_AMX defined the unit's instructions are written out in plain C++, with the arithmetic that Intel's
 // manual gives for them, so that what is made of them is tested on processors that have none.
 #pragma once
 
 #include "vector.h"
 
 #if defined(__AVX512BF16__) && defined(SPMD_AVX512) && defined(__linux__) && \
-    ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(SPMD_EMULATED_UNIT))
+    ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(SPMD_EMULATED_AMX))
 #define SPMD_MATRIX_UNIT 1
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstring>
 
-namespace matrix_unit {
+namespace amx {
 
 constexpr int kRows = 16;      // of a tile
 constexpr int kColumns = 16;   // floats, or pairs of bfloat16
@@ -36,7 +36,7 @@ struct alignas(64) Shapes {
   }
 };
 
-#if defined(SPMD_EMULATED_UNIT)
+#if defined(SPMD_EMULATED_AMX)
 
 struct Unit {
   Shapes shapes;
@@ -77,7 +77,7 @@ inline void store(void* rows, int64_t stride_bytes) {
         static_cast<char*>(rows) + row * stride_bytes, unit.tiles[kFrom][row], unit.shapes.row_bytes[kFrom]);
 }
 
-// Row `row` of left by right, pair after pair: first and second of all pairs are summed apart, each product is fused into
+// Row `row` of left by right, pair after pair: first and second of all pairs are summed apart, each gemm is fused into
 // its sum, the two sums are added, and then what was there. Not inlined: the caller sets how it rounds.
 __attribute__((noinline)) inline void multiply_row(
     const uint32_t* left, const uint8_t (*right)[64], int num_pairs, float* to) {
@@ -142,7 +142,7 @@ SPMD_INLINE void multiply() {
 
 #endif
 
-// For products of up to 32 rows: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the weight.
+// For gemms of up to 32 rows: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the weight.
 SPMD_INLINE void set_up_for(int num_rows) {
   const int first = num_rows < 16 ? num_rows : 16, second = num_rows - first;
   Shapes shapes;
@@ -179,7 +179,7 @@ SPMD_INLINE void store_sums(float* to) {
 
 // Linux lets a process use the unit once it has asked.
 inline bool is_granted() {
-#if defined(SPMD_EMULATED_UNIT)
+#if defined(SPMD_EMULATED_AMX)
   return true;
 #else
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
@@ -188,12 +188,12 @@ inline bool is_granted() {
 #endif
 }
 
-}  // namespace matrix_unit
+}  // namespace amx
 
 #else
 
-namespace matrix_unit {
+namespace amx {
 inline bool is_granted() { return false; }
-}  // namespace matrix_unit
+}  // namespace amx
 
 #endif

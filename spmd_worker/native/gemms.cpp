@@ -1,4 +1,4 @@
-// Products of bfloat16 rows with a packed weight by the matrix unit.
+// Products of bfloat16 rows with a packed weight by the AMX unit.
 //
 // Every element of the result is one chain of steps over the inputs, 32 at a time in ascending order, summed in float,
 // then the bias, then one rounding. The chain is the same however many rows there are and whoever computes them.
@@ -6,8 +6,8 @@
 // A weight [outputs, inputs] is packed as [outputs / 16][inputs / 2][16][2]: panels of 16 outputs, each read from
 // beginning to end.
 //
-// A gated product has a panel of gates beside each panel of what they open: silu(gate) * up leaves the sums, rounded where
-// kernels/reference.py rounds, and the product itself is never written down. Nor is it where only the largest of each row
+// A gated gemm has a panel of gates beside each panel of what they open: silu(gate) * up leaves the sums, rounded where
+// kernels/reference.py rounds, and the gemm itself is never written down. Nor is it where only the argmax of each row
 // is wanted.
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 #include <memory>
 
 #include "exports.h"
-#include "largest.h"
-#include "matrix_unit.h"
-#include "product.h"
+#include "argmax.h"
+#include "amx.h"
+#include "gemm.h"
 
 #if defined(SPMD_MATRIX_UNIT)
 
@@ -39,12 +39,12 @@ SPMD_INLINE __m512i narrowed(Floats first, Floats second) {
 
 SPMD_INLINE __m256i narrowed(Floats floats) { return (__m256i)_mm512_cvtneps_pbh((__m512)floats); }
 
-SPMD_INLINE Floats rounded_by_unit(Floats floats) {
+SPMD_INLINE Floats rounded_by_amx(Floats floats) {
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(floats)), 16);
 }
 
-// Where the largest of each row goes; only the first `count` outputs are there.
-struct LargestOfRows {
+// Where the argmax of each row goes; only the first `count` outputs are there.
+struct RowArgmax {
   int64_t count;
   float* values;
   int64_t* places;
@@ -56,7 +56,7 @@ struct Finished {
   const float* sums = nullptr;
   uint16_t* to = nullptr;
   int64_t stride = 0;
-  LargestByLane* largest = nullptr;  // or where results go instead
+  LaneArgmax* argmax = nullptr;  // or where results go instead
   int64_t first_row = 0, first_panel = 0, count = 0;
   Floats first_bias{}, second_bias{};
   int num_rows = 0, next = 0;
@@ -68,12 +68,12 @@ struct Finished {
 
   SPMD_INLINE_MEMBER void write_row(int row) const {
     const Floats first = load<Floats>(sums + row * 32) + first_bias;
-    if (largest != nullptr) return take_row(row, first);
+    if (argmax != nullptr) return take_row(row, first);
     if (!is_pair) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + row * stride), narrowed(first));
     const Floats second = load<Floats>(sums + row * 32 + 16) + second_bias;
     if (passes_caches) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to + row * stride), narrowed(first, second));
     if (!is_gated) return _mm512_storeu_si512(to + row * stride, narrowed(first, second));
-    const Floats opened = rounded_by_unit(silu(rounded_by_unit(first))) * rounded_by_unit(second);
+    const Floats opened = rounded_by_amx(silu(rounded_by_amx(first))) * rounded_by_amx(second);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + row * stride), narrowed(opened));
   }
 
@@ -83,25 +83,25 @@ struct Finished {
   }
 
   SPMD_INLINE_MEMBER void take_panel(int row, int64_t panel, Floats values) const {
-    values = rounded_by_unit(values);
+    values = rounded_by_amx(values);
     if ((panel + 1) * kPanel > count)
       values = lane_numbers() + int(panel * kPanel) < int(count) ? values : broadcast(-kInfinity);
-    largest->take(first_row + row, int(panel), values);
+    argmax->take(first_row + row, int(panel), values);
   }
 };
 
-Finished finished(const Product& product, int64_t row, int64_t panel, bool is_pair, int num_rows, const float* sums) {
-  const int64_t half = product.num_outputs / 2, column = product.is_gated ? panel / 2 * kPanel : panel * kPanel;
+Finished finished(const Product& gemm, int64_t row, int64_t panel, bool is_pair, int num_rows, const float* sums) {
+  const int64_t half = gemm.num_outputs / 2, column = gemm.is_gated ? panel / 2 * kPanel : panel * kPanel;
   Finished block;
-  block.sums = sums, block.num_rows = num_rows, block.is_pair = is_pair, block.is_gated = product.is_gated;
-  block.stride = product.is_gated ? half : product.num_outputs;
-  block.to = product.to + row * block.stride + column;
+  block.sums = sums, block.num_rows = num_rows, block.is_pair = is_pair, block.is_gated = gemm.is_gated;
+  block.stride = gemm.is_gated ? half : gemm.num_outputs;
+  block.to = gemm.to + row * block.stride + column;
   // Whole lines of a result that no cache would hold until somebody reads it.
-  block.passes_caches = is_pair && !product.is_gated && product.num_rows * product.num_outputs * 2 > kPassingBytes &&
+  block.passes_caches = is_pair && !gemm.is_gated && gemm.num_rows * gemm.num_outputs * 2 > kPassingBytes &&
                         reinterpret_cast<uintptr_t>(block.to) % 64 == 0 && block.stride % 32 == 0;
-  if (product.bias == nullptr) return block;
-  block.first_bias = load_floats(product.bias + column);
-  if (is_pair) block.second_bias = load_floats(product.bias + (product.is_gated ? half + column : column + kPanel));
+  if (gemm.bias == nullptr) return block;
+  block.first_bias = load_floats(gemm.bias + column);
+  if (is_pair) block.second_bias = load_floats(gemm.bias + (gemm.is_gated ? half + column : column + kPanel));
   return block;
 }
 
@@ -129,54 +129,54 @@ struct Part {
 // [32][32].
 template <bool kTwoTiles, bool kTwoPanels>
 void multiply_block(
-    const Product& product, int64_t row, int64_t panel, Part part, const float* from, float* to, Finished& last,
+    const Product& gemm, int64_t row, int64_t panel, Part part, const float* from, float* to, Finished& last,
     Ahead& next) {
-  const uint16_t* x = product.x + row * product.x_stride;
-  const uint16_t* second_x = x + 16 * product.x_stride;
-  const uint16_t* weight = product.panel(panel);
-  const uint16_t* second_weight = product.panel(panel + 1);
-  const int64_t stride = product.x_stride * 2;
+  const uint16_t* x = gemm.x + row * gemm.x_stride;
+  const uint16_t* second_x = x + 16 * gemm.x_stride;
+  const uint16_t* weight = gemm.panel(panel);
+  const uint16_t* second_weight = gemm.panel(panel + 1);
+  const int64_t stride = gemm.x_stride * 2;
   if (from == nullptr)
-    matrix_unit::zero_sums<kTwoTiles, kTwoPanels>();
+    amx::zero_sums<kTwoTiles, kTwoPanels>();
   else
-    matrix_unit::load_sums<kTwoTiles, kTwoPanels>(from);
+    amx::load_sums<kTwoTiles, kTwoPanels>(from);
   // Copies that stay in registers.
   Finished block = last;
   Ahead ahead = next;
   for (int64_t input = part.first_input; input < part.end_input; input += kStep) {
     // Rows pass while the panels stay.
-    matrix_unit::load_passing<4>(x + input, stride);
-    matrix_unit::load<6>(weight + input * kPanel, 64);
-    matrix_unit::multiply<0, 4, 6>();
+    amx::load_passing<4>(x + input, stride);
+    amx::load<6>(weight + input * kPanel, 64);
+    amx::multiply<0, 4, 6>();
     if (kTwoPanels) {
-      matrix_unit::load<7>(second_weight + input * kPanel, 64);
-      matrix_unit::multiply<1, 4, 7>();
+      amx::load<7>(second_weight + input * kPanel, 64);
+      amx::multiply<1, 4, 7>();
     }
     if (kTwoTiles) {
-      matrix_unit::load_passing<5>(second_x + input, stride);
-      matrix_unit::multiply<2, 5, 6>();
+      amx::load_passing<5>(second_x + input, stride);
+      amx::multiply<2, 5, 6>();
     }
-    if (kTwoTiles && kTwoPanels) matrix_unit::multiply<3, 5, 7>();
+    if (kTwoTiles && kTwoPanels) amx::multiply<3, 5, 7>();
     ahead.fetch();
     block.write_some(2);
   }
   last.next = block.next, next = ahead;
-  matrix_unit::store_sums<kTwoTiles, kTwoPanels>(to);
+  amx::store_sums<kTwoTiles, kTwoPanels>(to);
 }
 
-// How a product is cut into items of work: some rows by some pairs of panels.
+// How a gemm is cut into items of work: some rows by some pairs of panels.
 struct Cut {
   int64_t num_parts, rows_each, pairs_each, num_pairs, num_row_groups;
 
-  Cut(const Product& product, int num_threads) {
-    const int64_t num_steps = product.num_inputs / kStep;
+  Cut(const Product& gemm, int num_threads) {
+    const int64_t num_steps = gemm.num_inputs / kStep;
     // Few rows pass quickly, and the memory's speed is what counts: panels whole, and each thread's in one run.
-    const bool has_few_rows = product.num_rows <= kFewRows;
+    const bool has_few_rows = gemm.num_rows <= kFewRows;
     num_parts = has_few_rows ? 1 : (num_steps + kMostSteps - 1) / kMostSteps;
-    num_pairs = product.num_pairs();
-    const int64_t blocks_each = kRowsBytes / (product.num_inputs * 2) / kBlockRows;
+    num_pairs = gemm.num_pairs();
+    const int64_t blocks_each = kRowsBytes / (gemm.num_inputs * 2) / kBlockRows;
     rows_each = (num_parts == 1 ? std::max<int64_t>(blocks_each, 1) : kKeptBlocks) * kBlockRows;
-    num_row_groups = (product.num_rows + rows_each - 1) / rows_each;
+    num_row_groups = (gemm.num_rows + rows_each - 1) / rows_each;
     // Else a few pairs, for each thread to be done when the others are; more where the rows pass once for all of them.
     const int64_t share = (num_pairs + num_threads - 1) / num_threads;
     if (has_few_rows)
@@ -195,54 +195,54 @@ struct Worker {
   Finished last;
   alignas(64) float sums[2][32 * 32];
   float* const kept = kept_sums();  // [pairs][blocks][32][32]: sums between two parts
-  LargestByLane by_lane;            // of as many rows as are looked through
-  const LargestOfRows* largest;     // or null
+  LaneArgmax by_lane;            // of as many rows as are looked through
+  const RowArgmax* argmax;     // or null
 
-  Worker(const Product& product, const LargestOfRows* wanted)
-      : by_lane(wanted == nullptr ? 0 : product.num_rows), largest(wanted) {}
+  Worker(const Product& gemm, const RowArgmax* wanted)
+      : by_lane(wanted == nullptr ? 0 : gemm.num_rows), argmax(wanted) {}
 
-  void run(const Product& product, const Cut& cut, int64_t item) {
+  void run(const Product& gemm, const Cut& cut, int64_t item) {
     const int64_t items_a_group = cut.num_items() / cut.num_row_groups;
-    const int64_t row = item / items_a_group * cut.rows_each, end = std::min(product.num_rows, row + cut.rows_each);
+    const int64_t row = item / items_a_group * cut.rows_each, end = std::min(gemm.num_rows, row + cut.rows_each);
     const int64_t pair = item % items_a_group * cut.pairs_each, end_pair = std::min(cut.num_pairs, pair + cut.pairs_each);
     for (int64_t part = 0; part < cut.num_parts; ++part)
       for (int64_t each = pair; each < end_pair; ++each) {
         Ahead ahead;
         if (each + 1 < end_pair)
-          ahead = fetching(product, part_of(product, cut, part), each + 1);
+          ahead = fetching(gemm, part_of(gemm, cut, part), each + 1);
         else if (part + 1 < cut.num_parts)
-          ahead = fetching(product, part_of(product, cut, part + 1), pair);
-        run_pair(product, cut, part, row, end, each, kept + (each - pair) * kKeptBlocks * 32 * 32, ahead);
+          ahead = fetching(gemm, part_of(gemm, cut, part + 1), pair);
+        run_pair(gemm, cut, part, row, end, each, kept + (each - pair) * kKeptBlocks * 32 * 32, ahead);
       }
   }
 
   void run_pair(
-      const Product& product, const Cut& cut, int64_t number, int64_t row, int64_t end, int64_t pair, float* between,
+      const Product& gemm, const Cut& cut, int64_t number, int64_t row, int64_t end, int64_t pair, float* between,
       Ahead& ahead) {
-    const Part part = part_of(product, cut, number);
+    const Part part = part_of(gemm, cut, number);
     const int64_t panel = pair * 2, num_steps = (part.end_input - part.first_input) / kStep;
-    const bool is_pair = panel + 1 < product.num_panels(), is_last = number + 1 == cut.num_parts;
+    const bool is_pair = panel + 1 < gemm.num_panels(), is_last = number + 1 == cut.num_parts;
     const int64_t num_blocks = (end - row + kBlockRows - 1) / kBlockRows;
     ahead.lines_a_step = int((num_steps * 16 + num_blocks * num_steps - 1) / (num_blocks * num_steps));
     for (; row < end; row += kBlockRows, between += 32 * 32) {
       const int num_rows = int(std::min<int64_t>(kBlockRows, end - row));
-      if (unit_rows != num_rows) matrix_unit::set_up_for(unit_rows = num_rows);
+      if (unit_rows != num_rows) amx::set_up_for(unit_rows = num_rows);
       const float* from = number == 0 ? nullptr : between;
       float* to = is_last ? sums[current] : between;
       if (num_rows > 16)
-        is_pair ? multiply_block<true, true>(product, row, panel, part, from, to, last, ahead)
-                : multiply_block<true, false>(product, row, panel, part, from, to, last, ahead);
+        is_pair ? multiply_block<true, true>(gemm, row, panel, part, from, to, last, ahead)
+                : multiply_block<true, false>(gemm, row, panel, part, from, to, last, ahead);
       else
-        is_pair ? multiply_block<false, true>(product, row, panel, part, from, to, last, ahead)
-                : multiply_block<false, false>(product, row, panel, part, from, to, last, ahead);
+        is_pair ? multiply_block<false, true>(gemm, row, panel, part, from, to, last, ahead)
+                : multiply_block<false, false>(gemm, row, panel, part, from, to, last, ahead);
       if (!is_last) continue;
       last.write_some(kBlockRows);
-      if (largest == nullptr) {
-        last = finished(product, row, panel, is_pair, num_rows, to);
+      if (argmax == nullptr) {
+        last = finished(gemm, row, panel, is_pair, num_rows, to);
       } else {
         last = {to};
         last.num_rows = num_rows, last.is_pair = is_pair;
-        last.largest = &by_lane, last.first_row = row, last.first_panel = panel, last.count = largest->count;
+        last.argmax = &by_lane, last.first_row = row, last.first_panel = panel, last.count = argmax->count;
       }
       current = 1 - current;
     }
@@ -251,28 +251,28 @@ struct Worker {
   void finish() {
     last.write_some(kBlockRows);
     _mm_sfence();
-    if (unit_rows > 0) matrix_unit::release();
+    if (unit_rows > 0) amx::release();
   }
 
-  void merge_largest(int64_t num_rows) const {
-    for (int64_t row = 0; row < num_rows; ++row) by_lane.merge(row, largest->values[row], largest->places[row]);
+  void merge_argmax(int64_t num_rows) const {
+    for (int64_t row = 0; row < num_rows; ++row) by_lane.merge(row, argmax->values[row], argmax->places[row]);
   }
 
-  static Part part_of(const Product& product, const Cut& cut, int64_t number) {
-    const int64_t num_steps = product.num_inputs / kStep;
+  static Part part_of(const Product& gemm, const Cut& cut, int64_t number) {
+    const int64_t num_steps = gemm.num_inputs / kStep;
     return {num_steps * number / cut.num_parts * kStep, num_steps * (number + 1) / cut.num_parts * kStep};
   }
 
-  static Ahead fetching(const Product& product, Part part, int64_t pair) {
-    const int64_t panel = std::min(pair * 2, product.num_panels() - 1);
-    const int64_t second = std::min(pair * 2 + 1, product.num_panels() - 1);
+  static Ahead fetching(const Product& gemm, Part part, int64_t pair) {
+    const int64_t panel = std::min(pair * 2, gemm.num_panels() - 1);
+    const int64_t second = std::min(pair * 2 + 1, gemm.num_panels() - 1);
     const auto begin = [&](int64_t which, int64_t input) {
-      return reinterpret_cast<const char*>(product.panel(which) + input * kPanel);
+      return reinterpret_cast<const char*>(gemm.panel(which) + input * kPanel);
     };
     return {begin(panel, part.first_input), begin(second, part.first_input), begin(panel, part.end_input), 0};
   }
 
-  // One for each thread, kept from product to product; memory that no product of several parts wrote is not there.
+  // One for each thread, kept from gemm to gemm; memory that no gemm of several parts wrote is not there.
   static float* kept_sums() {
     struct alignas(64) Kept {
       float sums[kKeptPairs * kKeptBlocks * 32 * 32];
@@ -282,19 +282,19 @@ struct Worker {
   }
 };
 
-void multiply_all(const Product& product, const LargestOfRows* largest, int num_threads) {
-  const Cut cut(product, num_threads);
-  const bool is_small = product.num_rows * product.num_inputs * product.num_outputs < kFewProducts;
+void multiply_all(const Product& gemm, const RowArgmax* argmax, int num_threads) {
+  const Cut cut(gemm, num_threads);
+  const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_small)
   {
-    Worker worker(product, largest);
-    // Each thread's in ascending order, which `LargestByLane` relies on.
+    Worker worker(gemm, argmax);
+    // Each thread's in ascending order, which `LaneArgmax` relies on.
 #pragma omp for schedule(monotonic : dynamic, 1)
-    for (int64_t item = 0; item < cut.num_items(); ++item) worker.run(product, cut, item);
+    for (int64_t item = 0; item < cut.num_items(); ++item) worker.run(gemm, cut, item);
     worker.finish();
-    if (largest != nullptr) {
-#pragma omp critical(spmd_merge_largest)
-      worker.merge_largest(product.num_rows);
+    if (argmax != nullptr) {
+#pragma omp critical(spmd_merge_argmax)
+      worker.merge_argmax(gemm.num_rows);
     }
   }
 }
@@ -303,9 +303,9 @@ void multiply_all(const Product& product, const LargestOfRows* largest, int num_
 
 #endif
 
-// To be called only where there is a matrix unit. `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32 where the
-// product `is_gated`: then `num_outputs` counts gates and what they open, and `to` has half as many columns.
-extern "C" void spmd_product_bfloat16(
+// To be called only where there is a AMX unit. `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32 where the
+// gemm `is_gated`: then `num_outputs` counts gates and what they open, and `to` has half as many columns.
+extern "C" void spmd_gemm_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads) {
 #if defined(SPMD_MATRIX_UNIT)
@@ -317,16 +317,16 @@ extern "C" void spmd_product_bfloat16(
 #endif
 }
 
-// The largest of each row of a product and its first place, among the first `count` outputs, without writing the product
-// down: as `spmd_product_bfloat16` and then `spmd_largest_bfloat16` find them.
-extern "C" void spmd_largest_of_product_bfloat16(
+// The argmax of each row of a gemm and its first place, among the first `count` outputs, without writing the gemm
+// down: as `spmd_gemm_bfloat16` and then `spmd_argmax_bfloat16` find them.
+extern "C" void spmd_gemm_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, int64_t count, float* values, int64_t* places, int64_t num_threads) {
 #if defined(SPMD_MATRIX_UNIT)
   std::fill_n(values, num_rows, -kInfinity), std::fill_n(places, num_rows, 0);
-  const LargestOfRows largest = {count, values, places};
+  const RowArgmax argmax = {count, values, places};
   multiply_all(
-      {x, x_stride, num_rows, num_inputs, packed, num_outputs, nullptr, nullptr, false}, &largest, int(num_threads));
+      {x, x_stride, num_rows, num_inputs, packed, num_outputs, nullptr, nullptr, false}, &argmax, int(num_threads));
 #else
   (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)count;
   (void)values, (void)places, (void)num_threads;

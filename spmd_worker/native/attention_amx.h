@@ -1,4 +1,4 @@
-// Attention of query rows by the matrix unit: 16 rows at a time, or as many as there are.
+// Attention of query rows by the AMX unit: 16 rows at a time, or as many as there are.
 //
 // Tiles 0 to 3 of the unit hold sums, 4 and 5 a step of rows (16 pairs and 8), 6 and 7 a step of the cache (16 pairs and
 // 8). Values are taken in steps of 8 pairs, the 16 keys that lie together in any block.
@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "attention_scratch.h"
-#include "matrix_unit.h"
+#include "amx.h"
 
 #if defined(SPMD_MATRIX_UNIT)
 
@@ -23,13 +23,13 @@ struct AttentionByUnit {
   Scratch<Type>& scratch;
 
   static void set_up(int num_rows) {
-    matrix_unit::Shapes shapes;
+    amx::Shapes shapes;
     for (int sum = 0; sum < 4; ++sum) shapes.set(sum, num_rows, 16);
     shapes.set(4, num_rows, 16);
     shapes.set(5, num_rows, 8);
     shapes.set(6, 16, 16);
     shapes.set(7, 8, 16);
-    matrix_unit::use(shapes);
+    amx::use(shapes);
   }
 
   // Rows at `place` of those in hand; `next`, or null, is what to fetch meanwhile.
@@ -66,32 +66,32 @@ struct AttentionByUnit {
   void score_rows(const Left* rows, const Tile<Element>& tile, const Tile<Element>* next, float* scores) const {
     const int num_steps = head_size / Type::kPair;
     const int64_t row_bytes = int64_t(num_steps) * 4, key_bytes = tile.key_stride * sizeof(Element);
-    matrix_unit::zero<0>(), matrix_unit::zero<1>(), matrix_unit::zero<2>(), matrix_unit::zero<3>();
+    amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
     int step = 0;
     for (; step + 16 <= num_steps; step += 16) {
       const int64_t here = step * tile.key_stride;
-      matrix_unit::load<4>(rows + step, row_bytes);
-      matrix_unit::load<6>(tile.keys[0] + here, key_bytes), matrix_unit::multiply<0, 4, 6>();
+      amx::load<4>(rows + step, row_bytes);
+      amx::load<6>(tile.keys[0] + here, key_bytes), amx::multiply<0, 4, 6>();
       if (next != nullptr) fetch(next->keys[0] + step * next->key_stride, next->key_stride, 16);
-      matrix_unit::load<6>(tile.keys[1] + here, key_bytes), matrix_unit::multiply<1, 4, 6>();
+      amx::load<6>(tile.keys[1] + here, key_bytes), amx::multiply<1, 4, 6>();
       if (next != nullptr) fetch(next->keys[1] + step * next->key_stride, next->key_stride, 16);
-      matrix_unit::load<6>(tile.keys[2] + here, key_bytes), matrix_unit::multiply<2, 4, 6>();
+      amx::load<6>(tile.keys[2] + here, key_bytes), amx::multiply<2, 4, 6>();
       if (next != nullptr) fetch(next->keys[2] + step * next->key_stride, next->key_stride, 16);
-      matrix_unit::load<6>(tile.keys[3] + here, key_bytes), matrix_unit::multiply<3, 4, 6>();
+      amx::load<6>(tile.keys[3] + here, key_bytes), amx::multiply<3, 4, 6>();
       if (next != nullptr) fetch(next->keys[3] + step * next->key_stride, next->key_stride, 16);
     }
     if (step < num_steps) {
       const int64_t here = step * tile.key_stride;
-      matrix_unit::load<5>(rows + step, row_bytes);
-      matrix_unit::load<7>(tile.keys[0] + here, key_bytes), matrix_unit::multiply<0, 5, 7>();
-      matrix_unit::load<7>(tile.keys[1] + here, key_bytes), matrix_unit::multiply<1, 5, 7>();
-      matrix_unit::load<7>(tile.keys[2] + here, key_bytes), matrix_unit::multiply<2, 5, 7>();
-      matrix_unit::load<7>(tile.keys[3] + here, key_bytes), matrix_unit::multiply<3, 5, 7>();
+      amx::load<5>(rows + step, row_bytes);
+      amx::load<7>(tile.keys[0] + here, key_bytes), amx::multiply<0, 5, 7>();
+      amx::load<7>(tile.keys[1] + here, key_bytes), amx::multiply<1, 5, 7>();
+      amx::load<7>(tile.keys[2] + here, key_bytes), amx::multiply<2, 5, 7>();
+      amx::load<7>(tile.keys[3] + here, key_bytes), amx::multiply<3, 5, 7>();
     }
-    matrix_unit::store<0>(scores, kTile * 4);
-    matrix_unit::store<1>(scores + 16, kTile * 4);
-    matrix_unit::store<2>(scores + 32, kTile * 4);
-    matrix_unit::store<3>(scores + 48, kTile * 4);
+    amx::store<0>(scores, kTile * 4);
+    amx::store<1>(scores + 16, kTile * 4);
+    amx::store<2>(scores + 32, kTile * 4);
+    amx::store<3>(scores + 48, kTile * 4);
   }
 
   SPMD_INLINE void fetch(const Element* rows, int64_t stride, int num_rows) {
@@ -113,31 +113,31 @@ struct AttentionByUnit {
   void add_columns(
       int column, int first_group, int end_group, const Tile<Element>& tile, const Tile<Element>* next) const {
     const int64_t size = head_size, stride = size * Type::kPair, bytes = stride * sizeof(Element);
-    matrix_unit::zero<0>(), matrix_unit::zero<1>(), matrix_unit::zero<2>(), matrix_unit::zero<3>();
+    amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
     for (int group = first_group; group < end_group; ++group) {
       const Element* values = tile.values[group] + column * Type::kPair;
       const Element* ahead = next == nullptr ? nullptr : next->values[group] + column * Type::kPair;
-      matrix_unit::load<5>(scratch.probabilities + group * kGroup / Type::kPair, kTile / Type::kPair * 4);
-      matrix_unit::load<7>(values, bytes), matrix_unit::multiply<0, 5, 7>();
+      amx::load<5>(scratch.probabilities + group * kGroup / Type::kPair, kTile / Type::kPair * 4);
+      amx::load<7>(values, bytes), amx::multiply<0, 5, 7>();
       if (ahead != nullptr) fetch(ahead, stride, 8);
       if constexpr (kWidth > 1) {
-        matrix_unit::load<7>(values + 32, bytes), matrix_unit::multiply<1, 5, 7>();
+        amx::load<7>(values + 32, bytes), amx::multiply<1, 5, 7>();
         if (ahead != nullptr) fetch(ahead + 32, stride, 8);
       }
       if constexpr (kWidth > 2) {
-        matrix_unit::load<7>(values + 64, bytes), matrix_unit::multiply<2, 5, 7>();
+        amx::load<7>(values + 64, bytes), amx::multiply<2, 5, 7>();
         if (ahead != nullptr) fetch(ahead + 64, stride, 8);
       }
       if constexpr (kWidth > 3) {
-        matrix_unit::load<7>(values + 96, bytes), matrix_unit::multiply<3, 5, 7>();
+        amx::load<7>(values + 96, bytes), amx::multiply<3, 5, 7>();
         if (ahead != nullptr) fetch(ahead + 96, stride, 8);
       }
     }
     float* sums = scratch.sums + column;
-    matrix_unit::store<0>(sums, size * 4);
-    if constexpr (kWidth > 1) matrix_unit::store<1>(sums + 16, size * 4);
-    if constexpr (kWidth > 2) matrix_unit::store<2>(sums + 32, size * 4);
-    if constexpr (kWidth > 3) matrix_unit::store<3>(sums + 48, size * 4);
+    amx::store<0>(sums, size * 4);
+    if constexpr (kWidth > 1) amx::store<1>(sums + 16, size * 4);
+    if constexpr (kWidth > 2) amx::store<2>(sums + 32, size * 4);
+    if constexpr (kWidth > 3) amx::store<3>(sums + 48, size * 4);
   }
 
   // Adding 0 makes -0 into 0, so that keys of probability 0 leave no trace, not even in a sign.
@@ -154,14 +154,14 @@ struct AttentionByUnit {
     bool is_finite = true;
     for (int group = some.first / kGroup; group * kGroup < some.end; ++group) {
       if (group * kGroup >= all.first && (group + 1) * kGroup <= all.end) continue;
-      Words largest = Words{};
+      Words argmax = Words{};
       for (int64_t place = 0; place < kGroup * head_size; place += 2 * kLanes) {
         const Words pairs = load<Words>(tile.values[group] + place) & 0x7fff7fffu;
         const Words first = pairs << 16, second = pairs & 0xffff0000u;
-        largest = largest > first ? largest : first;
-        largest = largest > second ? largest : second;
+        argmax = argmax > first ? argmax : first;
+        argmax = argmax > second ? argmax : second;
       }
-      for (int lane = 0; lane < kLanes; ++lane) is_finite &= largest[lane] < 0x7f800000u;
+      for (int lane = 0; lane < kLanes; ++lane) is_finite &= argmax[lane] < 0x7f800000u;
     }
     return is_finite;
   }

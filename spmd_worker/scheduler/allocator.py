@@ -1,7 +1,8 @@
 """Where the keys and values of sequences are: on the device, on the host, to be found in the cache, or nowhere.
 
 The one place that moves a sequence between these and keeps its record in step: table, host table, names of its blocks,
-how much of it is computed. Knows sequences and the cache. Knows nothing about queues, budgets or who should give way.
+how much of it is computed. Knows sequences and the cache. Knows nothing about queues, budgets or who should are
+preempted.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceStatu
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPolicy:
-    """Whether a sequence that gives way is copied to the host or computed again: from counts, never from a clock.
+    """Whether a sequence that is preempted is copied to the host or computed again: from counts, never from a clock.
 
     `mode` is auto, swap or recompute. `block_copy_tokens` is the price of a block's way out and back, in tokens that
     could be computed in that time (see `memory/plan.py`); auto takes the cheaper way.
@@ -34,7 +35,7 @@ class PreemptionPolicy:
         return self.mode == "swap"
 
 
-class Residency:
+class Allocator:
     """Brings sequences in and puts them out. `num_swapped` of them are on the host now."""
 
     def __init__(
@@ -80,7 +81,7 @@ class Residency:
             )
         return self._cache.can_start(prefix, sequence.num_tokens, keep_watermark=keep_watermark)
 
-    def bring_in(self, sequence: Sequence, group: SequenceGroup, prefix: Sized[BlockId]) -> None:
+    def allocate(self, sequence: Sequence, group: SequenceGroup, prefix: Sized[BlockId]) -> None:
         """A sequence that waits gets its blocks: from the host, or those that were found."""
         if sequence.status is SequenceStatus.SWAPPED:
             hashes = self._named(sequence)
@@ -104,8 +105,8 @@ class Residency:
         self._name_full_blocks(sequence, num_written_tokens=first)
         return change
 
-    def put_out(self, sequence: Sequence, group: SequenceGroup) -> None:
-        """A running sequence gives way: to the host if that is cheaper and has room, else its blocks are lost."""
+    def preempt(self, sequence: Sequence, group: SequenceGroup) -> None:
+        """A running sequence is preempted: to the host if that is cheaper and has room, else its blocks are lost."""
         self._counters.num_preemptions += 1
         group.num_preemptions += 1
         if self._swap_out(sequence):
