@@ -81,7 +81,7 @@ def _take_part(
         num_answered = run.step()
         if num_answered:
             round_.count(num_answered)
-        if round_.last_heartbeat():
+        if round_.send_heartbeat():
             progress.show()
     if engine.channel.size > 1:
         engine.end_round()
