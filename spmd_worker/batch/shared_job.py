@@ -57,7 +57,7 @@ class ReplicaWork:
             self._end()
         else:
             self._pause()
-        if self._round.last_heartbeat():
+        if self._round.send_heartbeat():
             self._tell_tokens()
 
     def _admit(self, rows: list[NumberedLine]) -> None:

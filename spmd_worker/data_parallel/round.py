@@ -58,7 +58,7 @@ class ReplicaRound:
         """By all replicas."""
         return self.store.add(self._key("counted"), 0)
 
-    def last_heartbeat(self) -> bool:
+    def send_heartbeat(self) -> bool:
         """Call between steps: says, now and then, that this replica lives. Returns whether it did so now.
 
         Raises RankFailedError when another replica has failed.
@@ -116,7 +116,7 @@ class ReplicaRound:
         pause_s = _FIRST_PAUSE_S
         while not is_done():
             self.check_failure()
-            self.last_heartbeat()
+            self.send_heartbeat()
             if not may_be_silent:
                 self.check_others()
             yield

@@ -75,7 +75,7 @@ def test_a_later_round_begins_anew_and_leaves_nothing_behind():
     first.take(4, 4)
     first.count(4)
     for each in (first, second):
-        each.last_heartbeat()
+        each.send_heartbeat()
         each.finish()
     assert first.is_over
     first.forget()
@@ -102,7 +102,7 @@ def test_whoever_waits_hears_of_a_failure_at_once_and_the_first_word_counts():
         wait(first)
     third.fail("rank 2 heard of it")
     with pytest.raises(RankFailedError, match="of its own"):
-        third.last_heartbeat()
+        third.send_heartbeat()
 
 
 def test_whoever_waits_hears_of_silence_after_the_timeout():
@@ -116,7 +116,7 @@ def test_a_replica_that_works_for_longer_than_the_timeout_is_waited_for(clock: C
     first, second = rounds(2, timeout_s=1.0)
     for _ in range(50):
         clock.now_s += 0.2
-        second.last_heartbeat()
+        second.send_heartbeat()
         first.check_others()
     clock.now_s += 0.9
     first.check_others()
@@ -128,7 +128,7 @@ def test_a_replica_that_works_for_longer_than_the_timeout_is_waited_for(clock: C
 def test_beats_are_few(clock: Clock):
     store = PlainStore()
     (first,) = rounds(1, store=store)
-    assert sum(first.last_heartbeat() for _ in range(1000)) == 1
+    assert sum(first.send_heartbeat() for _ in range(1000)) == 1
     assert store.values["engine 1/round 1/beat/0"] == b"1"
 
 
