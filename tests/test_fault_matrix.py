@@ -107,7 +107,7 @@ def test_a_disk_that_is_really_full_is_named_and_the_doctor_knows(tmp_path: Path
         pytest.skip("may not mount here")
     launcher = ranks.torchrun(2)
     words = shlex.join(map(str, [*launcher, *command_of(tmp_path, "full disk", 2, 2, 0.0)]))
-    doctor = f"{sys.executable} {ranks.REPOSITORY / 'scripts' / 'doctor.py'} {tmp_path / 'run'}"
+    doctor = f"{sys.executable} -m spmd_worker.tools.doctor {tmp_path / 'run'}"
     script = f"{mount} && {{ {words}; code=$?; {doctor}; exit $code; }}"
     done = ranks.run_command(["unshare", "--mount", "sh", "-c", script], LIMIT_S)
     assert done.returncode == 1, done.output

@@ -101,7 +101,7 @@ def check(completion: Completion | ChatCompletion, body: dict) -> None:
         if isinstance(completion, ChatCompletion):
             assert choice.message.content == written["message"]["content"]
             assert choice.message.role == "assistant"
-            assert choice.message.error_result is None
+            assert choice.message.refusal is None
         else:
             assert choice.text == written["text"]
         if choice.logprobs is not None and isinstance(completion, ChatCompletion):

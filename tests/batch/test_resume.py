@@ -208,7 +208,7 @@ def test_damage_in_the_journal_is_told_and_loses_nothing(tmp_path: Path):
 
 def test_what_is_finished_can_be_read_while_the_job_has_not_ended(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
     config = ended_job(tmp_path, 12)
-    script = [system.executable, str(REPOSITORY / "scripts" / "collect.py"), str(run_dir(config))]
+    script = [system.executable, "-m", "spmd_worker.tools.collect", str(run_dir(config))]
     done = run_command(script, timeout_s=30)
     assert done.returncode == 0, done.output
     lines = done.stdout.encode().splitlines(keepends=True)

@@ -157,5 +157,7 @@ sys.exit(code)
     found = re.search(r"rank 0 caught RankFailedError: (rank 1 .*)", done.stdout)
     assert found, done.output
     assert f"rank 1 is {what}: last seen in step " in found[1]
-    assert len(done.stderr.splitlines()) < 10, done.output
+    # Beside other work the stacks of a rank that waits long may come first; nothing else fills the terminal.
+    assert "Traceback" not in done.stderr, done.output
+    assert done.stderr.count(HEADING) <= 1, done.output
     assert "rank 0 goes on" in done.stdout

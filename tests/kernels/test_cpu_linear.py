@@ -65,10 +65,10 @@ def test_the_emulated_unit_is_used_and_a_mistake_in_it_is_seen(num_rows, tmp_pat
     expected = x.float() @ weight.float().T
     assert error_of(CpuKernels(library_for(EMULATED)), x, weight, expected) < 1e-2
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
-    text = (sources / "matrix_unit.h").read_text()
+    text = (sources / "amx.h").read_text()
     right = "_mm512_slli_epi32(lefts, 16)"
     assert text.count(right) == 1
-    (sources / "matrix_unit.h").write_text(text.replace(right, "_mm512_and_si512(lefts, high)"))
+    (sources / "amx.h").write_text(text.replace(right, "_mm512_and_si512(lefts, high)"))
     monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
     emulated.cache_clear()
     planted = emulated()
@@ -237,10 +237,10 @@ def test_float32_by_the_matrix_unit_is_as_exact_as_by_float32_instructions(kerne
 def test_the_comparison_sees_a_piece_that_is_left_out(tmp_path, monkeypatch):
     """Negative control: without the products of first and third pieces, errors are those of 16 bits."""
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
-    text = (sources / "products_float32.cpp").read_text()
+    text = (sources / "gemms_float32.cpp").read_text()
     piece = "    take_weight(2);\n    multiply_pieces<kTwoTiles, kTwoPanels>();\n"
     assert text.count(piece) == 1
-    (sources / "products_float32.cpp").write_text(text.replace(piece, ""))
+    (sources / "gemms_float32.cpp").write_text(text.replace(piece, ""))
     monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
     emulated.cache_clear()
     planted = emulated()
@@ -290,7 +290,7 @@ def test_products_that_depend_on_the_batch_are_seen_and_said_once(monkeypatch, c
     """A product that adds the number of rows stands for oneDNN on a processor where its rows differ."""
     linear.rows_are_invariant.cache_clear()
     linear.warn_unless_invariant.cache_clear()
-    monkeypatch.setattr(linear, "_product", lambda x, packed, bias: x.new_full((len(x), 1), len(x)))
+    monkeypatch.setattr(linear, "_gemm", lambda x, packed, bias: x.new_full((len(x), 1), len(x)))
     with caplog.at_level(logging.WARNING):
         linear.warn_unless_invariant(torch.float32)
         linear.warn_unless_invariant(torch.float32)

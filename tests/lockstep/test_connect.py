@@ -124,7 +124,7 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("speak", STRANGERS.values(), ids=STRANGERS.keys())
+@pytest.mark.parametrize("report", STRANGERS.values(), ids=STRANGERS.keys())
 def test_a_stranger_is_turned_away_and_the_ranks_connect(report, monkeypatch):
     # Nobody waits for a stranger that has said something: with this the ranks would not connect in time.
     monkeypatch.setattr(connect, "_HELLO_TIMEOUT_S", 600.0)

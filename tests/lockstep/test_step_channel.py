@@ -88,7 +88,7 @@ def test_records_are_exchanged_when_rank_0_asks_and_the_verdict_reaches_everybod
             follower.offer_record(f"record of {follower.rank}".encode)
         received = [pool.submit(follower.receive) for follower in followers]
         assert leader.exchange_records(b"record of 0") == [b"record of 0", b"record of 1", b"record of 2"]
-        leader.diagnosis("block_ids differ")
+        leader.send_diagnosis("block_ids differ")
         for future in received:
             with pytest.raises(AbortedError) as caught:
                 future.result(LONG_S)
