@@ -1,6 +1,7 @@
 """Settings for every test: one thread a process, property tests that repeat, helpers of tests/ importable by name.
 
-TESTS_ORDER, a number, has the files run in an order that is drawn from it: no file may need another.
+The files that take longest run first, so that none is left alone at the end. TESTS_ORDER, a number, has the files run
+in an order that is drawn from it: no file may need another.
 
 Imports no torch, so that the tests of torch-free code do not wait for it.
 """
@@ -25,6 +26,35 @@ if TESTS not in sys.path:
     # pytest's default import mode does the same; with this, `import ranks` holds under the others too.
     sys.path.append(TESTS)
 
+LONGEST_FILES = (
+    "kernels/test_cpu_linear.py",
+    "liveness/test_signals.py",
+    "test_fault_matrix.py",
+    "lockstep/test_divergence.py",
+    "test_kill_resume.py",
+    "executor/test_multiproc_failures.py",
+    "distributed/test_shared_memory.py",
+    "integrations/test_lm_eval.py",
+    "attention/test_cpu_attention.py",
+    "test_two_nodes.py",
+    "executor/test_multiproc_engine.py",
+    "executor/test_multiproc_layouts.py",
+    "distributed/test_tensor_parallel.py",
+    "distributed/test_cache_across_ranks.py",
+    "models/test_joined_layers.py",
+    "models/test_against_transformers.py",
+    "test_launch.py",
+    "batch/test_data_parallel_job.py",
+    "batch/test_resume.py",
+    "test_hang_guard.py",
+    "test_packaging.py",
+    "models/test_no_compiler.py",
+    "scripts/test_benchmarks.py",
+    "distributed/test_cores.py",
+    "test_determinism.py",
+)
+"""Of tests/, the longest first, as `--durations=0` has them."""
+
 settings.register_profile("house", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
 
@@ -42,8 +72,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of a file stay together: they share what takes long to make."""
+    paths = list(dict.fromkeys(item.path for item in items))
     order = os.environ.get("TESTS_ORDER")
     if order:
-        paths = list(dict.fromkeys(item.path for item in items))
         random.Random(int(order)).shuffle(paths)
-        items.sort(key=lambda item: paths.index(item.path))
+    else:
+        longest = [Path(TESTS) / name for name in LONGEST_FILES]
+        paths.sort(key=lambda path: longest.index(path) if path in longest else len(longest))
+    places = {path: number for number, path in enumerate(paths)}
+    items.sort(key=lambda item: places[item.path])
