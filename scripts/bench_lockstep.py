@@ -36,6 +36,7 @@ from kv_cache.cache_manager import CacheManager
 from spmd_worker.distributed.environment import read_rank_environment
 from spmd_worker.distributed.groups import join_groups
 from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.lockstep.difference import Record
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.transport.channel import ControlChannel
@@ -129,7 +130,7 @@ class Replica:
         """The same step, its parts measured one by one; what lockstep does inside is done once more, to be measured."""
         times, sampled = self.times, self.sampled
         plan = times.measure("schedule", self.scheduler.schedule)
-        digest = times.measure("digest", lambda: times.digest.update(plan.step, (), plan, sampled))
+        digest = times.measure("digest", lambda: times.digest.update(Record(plan, (), sampled)))
         message = StepMessage(plan.step, (), plan, sampled, digest)
         payload = times.measure("encode", lambda: times.encoder.encode(message))
         times.num_bytes.append(len(payload))

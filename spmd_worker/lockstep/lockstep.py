@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NoReturn, cast
 
-from spmd_worker.lockstep.difference import first_difference, record_of
+from spmd_worker.lockstep.difference import Record, first_difference, record_of
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.errors import LostMessageError, RankFailedError, ReplicaDivergedError
 from spmd_worker.lockstep.transfers import TransferBook, pack_answer, unpack_answer
@@ -76,7 +76,7 @@ class Lockstep:
         Raises ReplicaDivergedError, the same on every rank, when the step must not run; RankFailedError when a rank is
         gone or silent.
         """
-        digest = self._digest.update(plan.step, self._last_events, plan, sampled_token_ids)
+        digest = self._digest.update(Record(plan, self._last_events, sampled_token_ids))
         own = StepMessage(plan.step, self._last_events, plan, sampled_token_ids, digest)
         self.records.append(own)
         self._finished_transfers += finished_transfers

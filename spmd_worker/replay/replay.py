@@ -123,7 +123,7 @@ class Replay:
             difference = first_difference(run, replay, 0, 1)
             assert difference is not None, f"step {plan.step}: the plans are unequal and no field differs"
             raise ReplayDivergedError(f"step {message.step}: {_in_words(difference, 'in the log', 'in the replay')}")
-        digest = self._digest.update(plan.step, last_events, plan, sampled)
+        digest = self._digest.update(Record(plan, last_events, sampled))
         if message.digest:
             self._compare_digests(message, digest)
         self.num_steps += 1

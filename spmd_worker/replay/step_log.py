@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple
 from zlib import crc32
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -157,7 +157,10 @@ def header_from_json(value: Any) -> StepLogHeader:
     if not isinstance(value, dict):
         raise StepLogError("the header is no JSON object")
     if value.get("format_version") != FORMAT_VERSION:
-        raise StepLogError(f"format version {value.get('format_version')!r}; this code reads version {FORMAT_VERSION}")
+        raise StepLogError(
+            f"format version {value.get('format_version')!r}; this code reads version {FORMAT_VERSION}: replay the log "
+            f"with the version of the code that wrote it"
+        )
     names = [spec.name for spec in fields(StepLogHeader)]
     wrong = [name for name in names if name not in value] + [name for name in value if name not in names]
     wrong = wrong or [name for name in names if not _has_type(name, value[name])]

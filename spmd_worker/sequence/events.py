@@ -1,10 +1,12 @@
 """What a replica cannot compute by itself: it enters through rank 0, in order, stamped with a step number.
 
-Knows nothing about who raised an event or how it travels.
+A new event is a class here, listed in `Event`, and what raises and what applies it: its bytes, its digest and the words
+for a difference follow from its fields.
 """
 
 from dataclasses import dataclass
 
+from spmd_worker.sequence.record_checks import check_fields
 from spmd_worker.sequence.request import Request, RequestId
 
 
@@ -14,12 +16,18 @@ class Admit:
 
     request: Request
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     """A request ends now, wherever it stands; one that has already ended is not an error."""
 
     request_id: RequestId
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +51,18 @@ class SetWeightVersion:
 
     version: int
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class FinishTransfers:
     """Every rank has finished these transfers (`BlockOps.transfer`)."""
 
     numbers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 Event = Admit | Abort | Close | EndRound | ResetPrefixCache | SetWeightVersion | FinishTransfers

@@ -11,6 +11,11 @@ from kv_cache.block import BlockId
 from spmd_worker.sequence.request import Request, RequestId
 
 
+def _check_num_samples(num_samples: int) -> None:
+    if num_samples < 0:
+        raise ValueError(f"num_samples={num_samples} must be 0 or more")
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceData:
     """One scheduled sequence, whole: the step computes `num_scheduled_tokens` tokens from `num_computed_tokens` on.
@@ -25,6 +30,9 @@ class SequenceData:
     num_computed_tokens: int
     num_scheduled_tokens: int
     num_samples: int
+
+    def __post_init__(self) -> None:
+        _check_num_samples(self.num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,9 @@ class SequenceDataDelta:
     num_computed_tokens: int
     num_scheduled_tokens: int
     num_samples: int
+
+    def __post_init__(self) -> None:
+        _check_num_samples(self.num_samples)
 
 
 @dataclass(frozen=True, slots=True)

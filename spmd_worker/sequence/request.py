@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NewType
 
+from spmd_worker.sequence.record_checks import Integer65, check_fields
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 RequestId = NewType("RequestId", int)
@@ -20,7 +21,10 @@ class Request:
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    stream: int
+    stream: Integer65
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def random_stream(job_seed: int, sampling_seed: int | None, custom_id: str | None, index: int) -> int:

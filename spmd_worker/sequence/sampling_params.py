@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from spmd_worker.sequence.record_checks import INT64, Integer65
+
 GREEDY_TEMPERATURE: Final = 1e-5
 """At or below this temperature sampling is greedy: dividing by less would overflow float32 logits."""
 
@@ -36,7 +38,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int | None = None
+    seed: Integer65 | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -108,6 +110,8 @@ class SamplingParams:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name}={value!r} must be a whole number")
+            if name != "seed" and value not in INT64:
+                raise ValueError(f"{name}={value} must fit 64 bits")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
@@ -168,6 +172,10 @@ def _as_stop_strings(value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
         raise ValueError(f"stop={value!r} must be a non-empty string or a list of non-empty strings")
+    try:
+        "".join(strings).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"stop={value!r} must be text: UTF-8 has no half of a surrogate pair") from None
     return tuple(strings)
 
 
@@ -176,8 +184,8 @@ def _as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(ids, list | tuple):
         raise ValueError(f"{name}={value!r} must be a list of token ids")
     for item in ids:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise ValueError(f"{name}: {item!r} must be a token id, a whole number of 0 or more")
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0 or item not in INT64:
+            raise ValueError(f"{name}: {item!r} must be a token id, a whole number from 0 to {INT64[-1]}")
     return tuple(ids)
 
 

@@ -10,6 +10,7 @@ from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
 from spmd_worker.sequence.metadata import GroupUpdate
 from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.record_checks import check_fields
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sequence import SequenceKey
 
@@ -38,6 +39,9 @@ class StepPlan:
     continuing: tuple[SequenceKey, ...] = ()
     continuing_token_ids: tuple[int, ...] = ()
     continuing_blocks: tuple[tuple[int, BlockId], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def has_rows(self) -> bool:

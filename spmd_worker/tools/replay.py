@@ -36,6 +36,7 @@ from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.events import (
     Abort,
     Admit,
+    Close,
     EndRound,
     Event,
     FinishTransfers,
@@ -213,7 +214,7 @@ def event_in_words(event: Event) -> str:
         return f"transfers {shorten(event.numbers)} have finished on every rank"
     if isinstance(event, EndRound):
         return "the replica has answered what it was given"
-    return "the engine ends"
+    return "the engine ends" if isinstance(event, Close) else repr(event)
 
 
 def print_waiting(head: str, sequences: Iterable[Sequence], num_sequences: int) -> None:

@@ -12,6 +12,7 @@ from step_records import messages
 from test_codec import CHANGES, FULL_MESSAGE, message_with
 
 from kv_cache.block_ops import BlockOps
+from spmd_worker.lockstep.difference import record_of
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES, ChainedDigest
 from spmd_worker.lockstep.wire.codec import decode_message, encode_message
 from spmd_worker.sequence.events import Abort, Close, EndRound, FinishTransfers, ResetPrefixCache, SetWeightVersion
@@ -21,7 +22,7 @@ from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 def digest_of(*found) -> bytes:
     chain = ChainedDigest()
     for message in found:
-        chain.update(message.step, message.events, message.plan, message.sampled_token_ids)
+        chain.update(record_of(message))
     return chain.value
 
 
@@ -114,8 +115,7 @@ def test_a_difference_is_remembered_for_ever():
 def test_a_chain_begins_where_it_is_told():
     chain = ChainedDigest(start=bytes([1]) * NUM_DIGEST_BYTES)
     other = ChainedDigest()
-    arguments = (FULL_MESSAGE.step, FULL_MESSAGE.events, FULL_MESSAGE.plan, FULL_MESSAGE.sampled_token_ids)
-    assert chain.update(*arguments) != other.update(*arguments)
+    assert chain.update(record_of(FULL_MESSAGE)) != other.update(record_of(FULL_MESSAGE))
     assert len(chain.value) == NUM_DIGEST_BYTES == 16
 
 

@@ -301,10 +301,6 @@ REFUSALS = {
         plan(8, delta(2, changed(NEXT_OF_2, num_scheduled_tokens=2))),
         "field num_samples is 1, the mirror expects 0 at token 5 of 6",
     ),
-    "negative samples": (
-        plan(8, delta(1, changed(NEXT_OF_1, num_samples=-1))),
-        "field num_samples is -1, the mirror expects from 0 to 3",
-    ),
     "more samples than the request has": (
         plan(8, delta(1, changed(NEXT_OF_1, num_samples=4))),
         "step 8, request 1, sample 0: field num_samples is 4, the mirror expects from 0 to 3",
@@ -316,14 +312,6 @@ REFUSALS = {
     "a snapshot's samples beyond the request's": (
         plan(8, snapshot(5, SequenceData(0, (), (4, 5), 0, 5, 2))),
         "step 8, request 5, sample 0: field num_samples is 2, the mirror expects from 0 to 1",
-    ),
-    "negative samples of a snapshot": (
-        plan(8, snapshot(5, SequenceData(0, (), (4, 5), 0, 5, -1))),
-        "step 8, request 5, sample 0: field num_samples is -1, the mirror expects from 0 to 1",
-    ),
-    "negative samples inside a prompt": (
-        plan(8, delta(2, changed(NEXT_OF_2, num_scheduled_tokens=2, num_samples=-1))),
-        "field num_samples is -1, the mirror expects 0 at token 5 of 6",
     ),
     "a new table too short": (
         plan(8, delta(1, changed(NEXT_OF_1, num_kept_blocks=0, appended_block_ids=(7,)))),

@@ -15,6 +15,7 @@ import pytest
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from spmd_worker.lockstep.difference import Record
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.wire.codec import Decoder, Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
@@ -92,14 +93,14 @@ class History:
         for event in events:
             leader.handle(event)
         plan = leader.schedule()
-        digest = self.digests[0].update(plan.step, events, plan, self.last_sampled)
+        digest = self.digests[0].update(Record(plan, events, self.last_sampled))
         data = self.encoder.encode(StepMessage(plan.step, events, plan, self.last_sampled, digest))
         message = self.decoder.decode(data)
         for event in message.events:
             follower.handle(event)
         own_plan = follower.schedule()
         assert own_plan == message.plan == plan
-        own_digest = self.digests[1].update(own_plan.step, message.events, own_plan, message.sampled_token_ids)
+        own_digest = self.digests[1].update(Record(own_plan, message.events, message.sampled_token_ids))
         assert own_digest == message.digest
         if plan.block_ops.transfer:
             self.transfers.append(plan.block_ops.transfer)

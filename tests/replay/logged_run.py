@@ -13,6 +13,7 @@ from typing import Final
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from spmd_worker.lockstep.difference import Record
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.wire.codec import Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
@@ -152,7 +153,7 @@ class LoggedRun:
         number = self._transfers.pop(0)
         if number:
             events = (FinishTransfers((number,)), *events)
-        digest = self._digest.update(plan.step, self._last_events, plan, self._sampled)
+        digest = self._digest.update(Record(plan, self._last_events, self._sampled))
         message = StepMessage(plan.step, events, plan, self._sampled, digest if self._has_digests else b"")
         self.log.write(self._encoder.encode(message))
         self.plans.append(plan)

@@ -1,0 +1,50 @@
+"""Types and ranges of a record's own fields, checked where the record is made, as its annotations say.
+
+Scalars are checked whole; of a tuple only that it is one: its entries are looked at where they are used, not once per
+token and step. `lockstep/wire/record_codec.py` derives the bytes of a record from the same annotations.
+"""
+
+import types
+from dataclasses import fields
+from functools import cache
+from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
+
+INT64: Final = range(-(2**63), 2**63)
+"""What an `int` of a record may be."""
+
+INT65: Final = range(-(2**63), 2**64)
+"""What an `Integer65` may be."""
+
+Integer65 = Annotated[int, INT65]
+"""A random seed or stream: 64 bits, signed or unsigned."""
+
+
+def check_fields(record: Any) -> None:
+    """For a dataclass's `__post_init__`. Raises ValueError naming record, field, value and rule."""
+    kind: Any = type(record)
+    for name, kinds, allowed in _rules(kind):
+        value = getattr(record, name)
+        if type(value) not in kinds:
+            names = " or ".join([each.__name__ for each in kinds])
+            raise ValueError(f"{kind.__name__}.{name}={value!r} must be of type {names}")
+        if type(value) is int and value not in allowed:
+            raise ValueError(f"{kind.__name__}.{name}={value} must be from {allowed[0]} to {allowed[-1]}")
+
+
+@cache
+def _rules(record: Any) -> tuple[tuple[str, tuple[type, ...], range], ...]:
+    hints = get_type_hints(record, include_extras=True)
+    return tuple([(spec.name, *_rule(hints[spec.name])) for spec in fields(record)])
+
+
+def _rule(hint: Any) -> tuple[tuple[type, ...], range]:
+    """The types that a field may have, and the range of its integers."""
+    origin = get_origin(hint)
+    if origin in (types.UnionType, Union):
+        rules = [_rule(option) for option in get_args(hint)]
+        wide = [allowed for _, allowed in rules if allowed is not INT64]
+        return tuple([kind for kinds, _ in rules for kind in kinds]), wide[0] if wide else INT64
+    if origin is Annotated:
+        base, allowed = get_args(hint)
+        return (base,), allowed
+    return (getattr(hint, "__supertype__", None) or origin or hint,), INT64
