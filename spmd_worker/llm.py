@@ -159,7 +159,16 @@ class LLM:
         return self.llm_engine.executor.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Call `function` with this rank's shard of the model."""
+        """Call `function` with this rank's shard of the model, as a torch module with the checkpoint's names.
+
+        `named_parameters()`, `get_parameter(name)`, `state_dict()`, `load_state_dict(...)` and attributes
+        (`model.model.layers[0].mlp.up_proj.weight`) show the checkpoint's tensors, or this rank's slices of them, and
+        what `function` changes in them before it ends counts, a tied head included; `model.load_weights(pairs)` takes
+        whole tensors by name. It has no forward pass. Of a packed weight (those of the linear layers on the CPU) each
+        parameter that is asked for is a copy, kept until `function` ends: where memory is short, ask for a few in each
+        call. `collective_rpc("get_model_inspection")` shows shapes without any. Call `set_weight_version` after a
+        change, or cached prefixes go on answering for the old weights.
+        """
         return self.collective_rpc("apply_model", args=(function,))
 
     def reset_prefix_cache(self) -> bool:

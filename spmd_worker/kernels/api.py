@@ -27,7 +27,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer of one rank: products as `pack` and `pack_gated` left them, biases that this rank adds.
+    """One decoder layer of one rank: weights as `pack` and `pack_gated` left them, biases that this rank adds.
 
     `window` is what `AttentionBackend.attend` takes.
     """
@@ -51,11 +51,24 @@ class Kernels(Protocol):
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in], once it is loaded, in the layout in which this implementation multiplies fastest.
 
-        What comes back is for `linear` alone: it may have no elements to look at. It may also be `weight` itself.
+        What comes back is for the methods below alone: it may have no elements to look at. It may also be `weight`
+        itself.
+        """
+
+    def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of the weight that `pack` or `pack_gated` was given, bit for bit, [stop - start, in].
+
+        A copy, or a view where `packed` is the weight itself.
+        """
+
+    def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
+        """Make `rows` [n, in], of the weight's dtype and device, its rows from `start` on.
+
+        In place: `packed` has the same storage afterwards, so addresses that were taken of it stay good.
         """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
-        """[T, in] x [out, in] -> [T, out]. `weight` as it is or from `pack`.
+        """[T, in] x [out, in] -> [T, out]. `weight` as it is, from `pack` or from `pack_gated`.
 
         `room`, of the result's shape and dtype, is where it should be put; an implementation that cannot lets it be.
         """

@@ -16,6 +16,14 @@ class ReferenceKernels:
         """See `Kernels.pack`: plain torch takes the weight as it is."""
         return weight
 
+    def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
+        """See `Kernels.unpack`. A view."""
+        return packed.detach()[start:stop]
+
+    def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
+        """See `Kernels.repack_`."""
+        packed.detach()[start : start + len(rows)].copy_(rows)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`. Makes no use of `room`."""
         del room

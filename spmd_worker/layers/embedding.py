@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from spmd_worker.distributed.topology import vocabulary_rows
+from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
+from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
 
 
 class VocabularyShard:
@@ -48,14 +49,17 @@ class VocabularyShard:
             yield PaddingSlice(f"{prefix}.weight", ((self.num_owned, self.size), (0, hidden_size)))
 
 
-class VocabularyParallelEmbedding(nn.Module):
+class VocabularyParallelEmbedding(CheckpointLayer):
     """Token ids [T] -> [T, hidden_size], the same on every rank."""
 
     def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.shard = VocabularyShard(vocab_size, context.tensor_group.size, context.tensor_group.rank)
-        self.hidden_size, self._group = hidden_size, context.tensor_group
+        self.hidden_size, self._group, self._kernels = hidden_size, context.tensor_group, context.kernels
         self.weight = context.parameter(self.shard.size, hidden_size)
+        self.packed: Tensor | None
+        """The weight as a tied head multiplies with it: kept true with the weight, which is looked up in plain rows."""
+        self.register_buffer("packed", None, persistent=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden_size]. Each row comes from one rank; the others add zero, so the sum is exact."""
@@ -64,6 +68,22 @@ class VocabularyParallelEmbedding(nn.Module):
         is_mine = (token_ids >= self.shard.start) & (token_ids < self.shard.stop)
         rows = F.embedding((token_ids - self.shard.start) * is_mine, self.weight)
         return self._group.all_reduce(rows * is_mine.unsqueeze(1))
+
+    def pack_for_head(self) -> None:
+        """Make the copy that a tied head multiplies with, where the kernels have an order of their own."""
+        packed = self._kernels.pack(self.weight)
+        self.packed = None if packed is self.weight else packed
+
+    def gemm_weight(self) -> Tensor:
+        """What a tied head multiplies with."""
+        return self.weight if self.packed is None else self.packed
+
+    def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
+        """See `CheckpointLayer.write_region`. A tied head follows."""
+        super().write_region(parameter, region, values)
+        if self.packed is not None:
+            start, stop = region[0]
+            self._kernels.repack_(self.packed, start, self.weight.detach()[start:stop])
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
@@ -74,7 +94,7 @@ class VocabularyParallelEmbedding(nn.Module):
         return self.shard.padding_slices(prefix, self.hidden_size)
 
 
-class VocabularyParallelHead(nn.Module):
+class VocabularyParallelHead(PackedLayer):
     """[R, hidden_size] -> [R, Vs], logits of this rank's token ids. Tied to the embedding when it is given."""
 
     def __init__(
@@ -82,9 +102,10 @@ class VocabularyParallelHead(nn.Module):
     ) -> None:
         super().__init__()
         self.shard = VocabularyShard(vocab_size, context.tensor_group.size, context.tensor_group.rank)
-        self.hidden_size, self.is_tied, self._kernels = hidden_size, tied_to is not None, context.kernels
+        self.hidden_size, self._kernels = hidden_size, context.kernels
         self.weight = tied_to.weight if tied_to is not None else context.parameter(self.shard.size, hidden_size)
-        self._packed_tied: Tensor | None = None
+        # In a tuple, so that the embedding does not become a part of this module.
+        self._tied_to = (tied_to,)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Rows that sample -> logits; ids past the vocabulary get minus infinity."""
@@ -100,21 +121,27 @@ class VocabularyParallelHead(nn.Module):
         return self._kernels.linear_argmax(hidden, self._gemm_weight, self.shard.num_owned)
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the embedding's weight is this layer's too; it has none of its own then."""
+        return self._tied_to[0] is not None
+
+    @property
     def _gemm_weight(self) -> Tensor:
-        return self.weight if self._packed_tied is None else self._packed_tied
+        (tied_to,) = self._tied_to
+        return self.weight if tied_to is None else tied_to.gemm_weight()
 
     def pack_weights(self) -> None:
-        """As in the linear layers; a tied head keeps a packed copy beside the embedding, which needs plain rows."""
-        packed = self._kernels.pack(self.weight)
-        if not self.is_tied:
-            self.weight = nn.Parameter(packed, requires_grad=False)
-        elif packed is not self.weight:
-            self._packed_tied = packed
+        """See `PackedLayer.pack_weights`. What a tied head multiplies with is the embedding's own copy."""
+        (tied_to,) = self._tied_to
+        if tied_to is None:
+            super().pack_weights()
+        else:
+            tied_to.pack_for_head()
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """`prefix` is this layer's name; a tied head has no weights of its own."""
+        """`prefix` is this layer's name."""
         return iter(()) if self.is_tied else self.shard.weight_slices(prefix, self.hidden_size)
 
     def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
-        """`prefix` is this layer's name; a tied head has no weights of its own."""
+        """`prefix` is this layer's name."""
         return iter(()) if self.is_tied else self.shard.padding_slices(prefix, self.hidden_size)

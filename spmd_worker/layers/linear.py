@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from spmd_worker.distributed.topology import shard_range
+from spmd_worker.layers.checkpoint_layer import PackedLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import WeightSlice, whole
 
@@ -30,7 +31,7 @@ class OutputPart:
     stop: int
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(PackedLayer):
     """[T, input_size] -> [T, outputs of this rank], from one or several checkpoint tensors."""
 
     def __init__(self, context: LayerContext, input_size: int, parts: tuple[OutputPart, ...], has_bias: bool) -> None:
@@ -43,10 +44,6 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, input_size] -> [T, outputs of this rank]."""
         return self._kernels.linear(x, self.weight, self.bias)
-
-    def pack_weights(self) -> None:
-        """Let the kernels have the weight in their own order; the packed copy replaces the plain one."""
-        self.weight = nn.Parameter(self._kernels.pack(self.weight), requires_grad=False)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name; a part's name replaces its last word."""
@@ -73,11 +70,11 @@ class GatedLinear(ColumnParallelLinear):
         return self._kernels.gated_linear(x, self.weight, self.bias)
 
     def pack_weights(self) -> None:
-        """As in `ColumnParallelLinear`."""
+        """See `PackedLayer.pack_weights`."""
         self.weight = nn.Parameter(self._kernels.pack_gated(self.weight), requires_grad=False)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(PackedLayer):
     """[T, inputs of this rank] -> this rank's part of [T, output_size]: the sum over the tensor-parallel group is made
     with what follows (`RMSNorm.add_and_norm`).
 
@@ -103,10 +100,6 @@ class RowParallelLinear(nn.Module):
     def own_bias(self) -> Tensor | None:
         """What this rank adds to its part."""
         return self.bias if self._group.rank == 0 else None
-
-    def pack_weights(self) -> None:
-        """Let the kernels have the weight in their own order; the packed copy replaces the plain one."""
-        self.weight = nn.Parameter(self._kernels.pack(self.weight), requires_grad=False)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""

@@ -5,14 +5,15 @@ T: tokens of the step.
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import WeightSlice, whole
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(CheckpointLayer):
     """Whole on every rank."""
 
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:

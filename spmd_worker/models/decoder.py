@@ -8,10 +8,13 @@ T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabul
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from functools import cached_property
+from typing import Final
 
+import torch
 from torch import Tensor, nn
 
 from spmd_worker.attention.backend import JoinedLayers
@@ -19,14 +22,16 @@ from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.distributed.topology import Stage
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.layers.attention import Attention
+from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
 from spmd_worker.layers.feed_forward import FeedForward
-from spmd_worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from spmd_worker.layers.norm import RMSNorm, add_whole
 from spmd_worker.layers.rotary import RotaryEmbedding
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
 from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.models.checkpoint_view import CheckpointView
+from spmd_worker.models.held_weights import HeldWeight, held_weights
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -188,19 +193,60 @@ class DecoderForCausalLM(nn.Module):
 
     def weight_slices(self) -> list[WeightSlice]:
         """Which rectangles of which checkpoint tensors this rank holds, and where."""
-        slices: Iterator[WeightSlice] = _from_layers(self, "weight_slices")
-        return [replace(piece, checkpoint_name=self._checkpoint_name(piece.checkpoint_name)) for piece in slices]
+        return [
+            replace(piece, checkpoint_name=self._checkpoint_name(piece.checkpoint_name))
+            for name, layer in self._checkpoint_layers().items()
+            for piece in layer.weight_slices(name)
+        ]
 
     def padding_slices(self) -> list[PaddingSlice]:
         """Which parts of parameters no checkpoint fills."""
-        return list(_from_layers(self, "padding_slices"))
+        return [piece for name, layer in self._checkpoint_layers().items() for piece in layer.padding_slices(name)]
 
     def pack_weights(self) -> None:
         """Once the weights are there: every layer that multiplies lets its kernels pack them."""
         for module in self.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabularyParallelHead):
+            if isinstance(module, PackedLayer):
                 module.pack_weights()
         self.model.join_layers()
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Make whole checkpoint tensors this rank's weights: any of them, in any order, any number of times.
+
+        One after the other, in place, of any floating-point dtype, from any device; while one is written, there is one
+        copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside.
+        Returns the names of which this rank holds something; those of other stages, and a tied head's, are passed over.
+        Raises ValueError for a name that the model does not have, and a tensor that is misshapen, sharded, without data
+        or not finite: that tensor is not written, those before it are.
+        """
+        loaded = set()
+        for name, tensor in tensors:
+            if name in self._held:
+                self._held[name].load(tensor)
+                loaded.add(name)
+            elif not self.is_ignorable(name):
+                raise ValueError(f"{name}: the model has no such weight: give the names that its checkpoint has")
+        return loaded
+
+    @contextmanager
+    def as_checkpoint(self) -> Iterator[CheckpointView]:
+        """This rank's weights under their checkpoint names, to look at and to change. What was changed counts at the
+        end, also where that is an exception: some weights are changed at once, and a head must follow its embedding.
+        """
+        names = {name: name for name in self._held}
+        embedding = "model.embed_tokens.weight"
+        if self.model_config.has_tied_embeddings and self.stage.is_last:
+            names["lm_head.weight"] = embedding
+        view = CheckpointView(self._held, names, self.load_weights, model_config=self.model_config, stage=self.stage)
+        try:
+            yield view
+        finally:
+            view.write_back()
+
+    @cached_property
+    def _held(self) -> dict[str, HeldWeight]:
+        return held_weights(self.weight_slices(), self._checkpoint_layers())
 
     def is_ignorable(self, checkpoint_name: str) -> bool:
         """Checkpoint tensors that are derived here (rotary frequencies, and the head when it is the embedding), and
@@ -208,6 +254,10 @@ class DecoderForCausalLM(nn.Module):
         """
         is_tied_head = self.model_config.has_tied_embeddings and checkpoint_name == "lm_head.weight"
         return is_tied_head or checkpoint_name.endswith("rotary_emb.inv_freq") or self._is_elsewhere(checkpoint_name)
+
+    def _checkpoint_layers(self) -> dict[str, CheckpointLayer]:
+        """Layers that have their own sharding rule, by name."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, CheckpointLayer)}
 
     def _is_elsewhere(self, checkpoint_name: str) -> bool:
         layer = _LAYER.match(checkpoint_name)
@@ -225,10 +275,3 @@ class DecoderForCausalLM(nn.Module):
             return f"model.layers.{int(layer[1]) + self.stage.start}.{name[layer.end() :]}"
         is_tied_head = self.model_config.has_tied_embeddings and name == "lm_head.weight"
         return "model.embed_tokens.weight" if is_tied_head else name
-
-
-def _from_layers(model: nn.Module, method: str) -> Iterator[Any]:
-    """What each layer that has its own sharding rule says of itself."""
-    for name, module in model.named_modules():
-        if module is not model and hasattr(module, method):
-            yield from getattr(module, method)(name)

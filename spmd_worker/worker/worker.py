@@ -5,6 +5,7 @@ about requests' text, files other than the checkpoint, or who decides what runs.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,12 @@ class Worker(WorkerBase):
         assert self._model is not None, "load_model comes first"
         return self._model
 
+    def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
+        """See `LLM.apply_model`."""
+        assert self._model is not None, "load_model comes first"
+        with self._model.as_checkpoint() as view:
+            return function(view)
+
     def get_model_inspection(self) -> str:
         """See `WorkerBase.get_model_inspection`."""
         return describe_model(self.get_model())
@@ -245,7 +252,8 @@ class Worker(WorkerBase):
         return self.model_config, self.layout, self.environment.rank, self._dtype_name
 
     def _measure(self) -> MemoryMeasurement:
-        weights = sum(parameter.nbytes for parameter in self.get_model().parameters())
+        model = self.get_model()
+        weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
         if self.device.type == "cuda":
             return measure_cuda(self.device, weights, self._free_at_start, self._largest_step())
         assert self.groups is not None, "init_device comes first"

@@ -68,10 +68,10 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def get_model(self) -> "nn.Module":
-        """This rank's shard of the model."""
+        """This rank's shard of the model, packed as its kernels want it."""
 
     def apply_model(self, function: "Callable[[nn.Module], Any]") -> Any:
-        """Call `function` with the model; it must live in this process."""
+        """Call `function` with the model as its checkpoint has it; it must live in this process."""
         return function(self.get_model())
 
     @abstractmethod

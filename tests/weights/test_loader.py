@@ -6,7 +6,7 @@ from weight_files import save_indexed, save_single
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice, nothing_of, shard, whole
 from spmd_worker.weights import loader
 from spmd_worker.weights.checkpoint import Checkpoint
-from spmd_worker.weights.loader import load_named_tensors, load_weights
+from spmd_worker.weights.loader import load_weights
 from spmd_worker.weights.safetensors_header import CheckpointError
 
 VOCABULARY, WIDTH, PADDED = 10, 8, 12
@@ -222,82 +222,3 @@ def test_parameters_without_storage_are_not_silently_left_empty(tmp_path):
     model = model.to("meta")
     with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint, pytest.raises(AssertionError):
         load_weights(model, slices, paddings, checkpoint)
-
-
-@pytest.mark.parametrize(("rank", "parts"), [(0, 1), (1, 2), (5, 6)])
-def test_an_update_in_place_is_the_same_as_loading(rank, parts):
-    model, slices, paddings = build(rank, parts)
-    pointers = [parameter.data_ptr() for parameter in model.parameters()]
-    for seed in (0, 1):
-        tensors = full_tensors(seed)
-        num_tensors = load_named_tensors(model, slices, paddings, ((name, tensors[name]) for name in sorted(tensors)))
-        assert num_tensors == 7
-        assert_holds(model, expected(rank, parts, seed))
-    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
-
-
-def test_an_update_takes_a_trainers_parameters_without_touching_its_graph():
-    model, slices, paddings = build(dtype=torch.bfloat16)
-    parameters = {name: nn.Parameter(value) for name, value in full_tensors().items()}
-    load_named_tensors(model, slices, paddings, parameters.items())
-    assert_holds(model, expected(dtype=torch.bfloat16))
-    assert all(parameter.grad_fn is None and parameter.is_leaf for parameter in model.parameters())
-    parameters["norm.weight"].data.zero_()
-    assert model.norm.any()
-
-
-class Sharded(torch.Tensor):
-    """Stands for a DTensor."""
-
-    def full_tensor(self):
-        raise AssertionError("gathering is a collective: not ours to start")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"norm.weight": None}, ["1 missing from the update", "  norm.weight"]),
-        ({"norm.bias": torch.ones(8)}, ["1 refused", "norm.bias: not in the model"]),
-        ({"norm.weight": torch.ones(9)}, ["norm.weight: update [9], model [8]"]),
-        ({"q.weight": torch.ones(WIDTH, 8).to(torch.int8)}, ["q.weight: torch.int8 is not a weight dtype"]),
-        ({"norm.weight": torch.ones(8, device="meta")}, ["norm.weight: is on the meta device"]),
-        ({"norm.weight": torch.ones(8).as_subclass(Sharded)}, ["norm.weight: is sharded: pass its full_tensor()"]),
-    ],
-)
-def test_an_update_that_does_not_fit_is_an_error_at_its_end(change, words):
-    model, slices, paddings = build()
-    tensors = {name: tensor for name, tensor in {**full_tensors(), **change}.items() if tensor is not None}
-    with pytest.raises(CheckpointError) as error_result:
-        load_named_tensors(model, slices, paddings, tensors.items())
-    for word in words:
-        assert word in str(error_result.value)
-    assert torch.equal(model.down, expected()["down"])
-    if "norm.weight" in change:
-        assert (model.norm == 99.0).all()
-
-
-def test_an_update_that_gives_a_tensor_twice_is_refused():
-    model, slices, paddings = build()
-    tensors = list(full_tensors().items())
-    with pytest.raises(CheckpointError, match=r"norm\.weight: given twice"):
-        load_named_tensors(model, slices, paddings, [*tensors, ("norm.weight", torch.zeros(8))])
-
-
-def test_an_update_skips_what_the_caller_calls_ignorable():
-    model, slices, paddings = build()
-    tensors = {**full_tensors(), "lm_head.weight": torch.ones(3)}
-    load_named_tensors(model, slices, paddings, tensors.items(), ignorable=lambda name: name == "lm_head.weight")
-    assert_holds(model, expected())
-
-
-def test_an_update_without_a_tensor_of_another_stage_fails_on_every_rank_alike():
-    model, slices, paddings = build()
-    with pytest.raises(CheckpointError, match=r"missing from the update:\n  far\.weight"):
-        load_named_tensors(model, [*slices, nothing_of("far.weight", (4,))], paddings, full_tensors().items())
-
-
-def test_an_update_for_slices_that_do_not_cover_the_model_touches_nothing():
-    model, slices, _ = build()
-    with pytest.raises(CheckpointError, match="come from nowhere"):
-        load_named_tensors(model, slices, [], full_tensors().items())
-    assert_untouched(model)

@@ -8,6 +8,7 @@ T: tokens. Knows products and oneDNN; knows nothing about layers or ranks.
 """
 
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -47,6 +48,21 @@ class PackedKernels(ReferenceKernels):
         warn_unless_invariant(weight.dtype)
         return _pack(weight.detach())
 
+    def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
+        """See `Kernels.unpack`. What oneDNN has packed is unpacked whole first."""
+        return _unpack(packed)[start:stop].clone() if packed.is_mkldnn else super().unpack(packed, start, stop)
+
+    def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
+        """See `Kernels.repack_`. oneDNN packs whole weights only: meanwhile there are two more of `packed`."""
+        if not packed.is_mkldnn:
+            super().repack_(packed, start, rows)
+        elif rows.shape == packed.shape:
+            _overwrite(packed, _pack(rows.contiguous()))
+        else:
+            weight = _unpack(packed)
+            weight[start : start + len(rows)] = rows
+            _overwrite(packed, _pack(weight))
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`. Makes no use of `room`."""
         del room
@@ -64,6 +80,18 @@ def _pack(weight: Tensor) -> Tensor:
     return packed
 
 
+def _unpack(packed: Tensor) -> Tensor:
+    weight: Tensor = packed.detach().to_dense()
+    return weight
+
+
+def _overwrite(packed: Tensor, other: Tensor) -> None:
+    """`packed` becomes `other`, of the same shape and so of the same layout. `copy_` would make zeros of subnormals."""
+    num_bytes, num_other_bytes = (torch.ops.mkldnn._nbytes(each) for each in (packed, other))
+    assert num_bytes == num_other_bytes, (packed.shape, num_bytes, other.shape, num_other_bytes)
+    ctypes.memmove(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn.data_ptr(other), num_bytes)
+
+
 def _gemm(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
     return product
@@ -74,7 +102,11 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether torch's oneDNN operations, which are not public, are there and do what is expected."""
     x, weight, bias = _numbers(3, 32, dtype), _numbers(48, 32, dtype), _numbers(1, 48, dtype)[0]
     try:
-        result = _gemm(x, _pack(weight), bias)
+        packed = _pack(torch.zeros_like(weight))
+        _overwrite(packed, _pack(weight))
+        result = _gemm(x, packed, bias)
+        if not torch.equal(_unpack(packed), weight):
+            return False
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
     return torch.allclose(result.float(), F.linear(x.float(), weight.float(), bias.float()), rtol=2e-2, atol=2e-2)

@@ -57,17 +57,42 @@ class CpuKernels(PackedKernels):
             return super().pack_gated(weight)
         return torch.stack(_panels(weight).chunk(2), dim=1).contiguous()
 
+    def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
+        """See `Kernels.unpack`."""
+        if not _is_packed(packed):
+            return super().unpack(packed, start, stop)
+        rows, index = _rows_of_panels(packed, start, stop)
+        return rows[index].flatten(1)
+
+    def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
+        """See `Kernels.repack_`. Nothing is copied on the way."""
+        if _is_packed(packed):
+            to, index = _rows_of_panels(packed, start, start + len(rows))
+            to[index] = rows.reshape(len(rows), *to.shape[-2:])
+        else:
+            super().repack_(packed, start, rows)
+
     def _takes_panels(self, weight: Tensor, outputs_step: int) -> bool:
         is_of_unit = self._has_amx and weight.dtype in NATIVE_DTYPES and weight.device.type == "cpu"
         return is_of_unit and weight.shape[1] % _STEP == 0 and weight.shape[0] % outputs_step == 0
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
+        if are_gated_panels(weight):
+            return self._linear_of_gated_panels(x, weight, bias)
         if not are_panels(weight):
             return super().linear(x, weight, bias)
         num_outputs = weight.shape[0] * _PANEL
         output = torch.empty((x.shape[0], num_outputs), dtype=x.dtype) if room is None else room
         return self._gemm(x, weight, bias, num_outputs, output, is_gated=False)
+
+    def _linear_of_gated_panels(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Panels of gates and of what they open take turns, so the columns of the GEMM do: [T, pairs, 2, 16]."""
+        num_pairs = len(weight)
+        if bias is not None:
+            bias = bias.view(2, num_pairs, _PANEL).transpose(0, 1).flatten()
+        columns = self.linear(x, weight.flatten(0, 1), bias).view(len(x), num_pairs, 2, _PANEL)
+        return columns.transpose(1, 2).flatten(1)
 
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """See `Kernels.linear_argmax`. By the AMX unit, in bfloat16, the product is never written down."""
@@ -180,6 +205,21 @@ def are_panels(weight: Tensor) -> bool:
 def are_gated_panels(weight: Tensor) -> bool:
     """Whether `pack_gated` has."""
     return weight.ndim == _GATED_NDIM
+
+
+def _is_packed(weight: Tensor) -> bool:
+    return are_panels(weight) or are_gated_panels(weight)
+
+
+def _rows_of_panels(panels: Tensor, start: int, stop: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A view [..., 16, inputs / 2, 2] of panels, and where rows `start` to `stop` are in its leading dimensions."""
+    num_rows = panels.shape[:-3].numel() * _PANEL
+    assert 0 <= start <= stop <= num_rows, (start, stop, num_rows)
+    row = torch.arange(start, stop)
+    if are_panels(panels):
+        return panels.detach().transpose(-3, -2), (row // _PANEL, row % _PANEL)
+    half = num_rows // 2
+    return panels.detach().transpose(-3, -2), (row % half // _PANEL, row // half, row % _PANEL)
 
 
 def _checked_input(x: Tensor, panels: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+"""What layers with weights have in common: parts of their parameters are read and written in the checkpoint's order.
+
+A region is in the parameter as it is before its layer packs it, which `WeightSlice.destination` speaks of too.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from spmd_worker.kernels.api import Kernels
+from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
+
+
+class CheckpointLayer(nn.Module):
+    """A layer whose parameters a checkpoint fills."""
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """What of which checkpoint tensors this rank holds, and where. `prefix` is this layer's name."""
+        raise NotImplementedError(type(self).__name__)
+
+    def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
+        """What of the parameters no checkpoint fills."""
+        del prefix
+        return iter(())
+
+    def read_region(self, parameter: str, region: Rectangle) -> Tensor:
+        """Part of the parameter of this name: a view where it is held in the checkpoint's order, else a copy."""
+        tensor: Tensor = getattr(self, parameter)
+        return tensor.detach()[tuple(slice(*bounds) for bounds in region)]
+
+    def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
+        """Make `values`, of any dtype and device, this part of the parameter, in place: its storage stays."""
+        self.read_region(parameter, region).copy_(values)
+
+
+class PackedLayer(CheckpointLayer):
+    """A layer whose `weight` [outputs, inputs] its kernels hold in an order of their own, after `pack_weights`."""
+
+    weight: nn.Parameter
+    _kernels: Kernels
+
+    def pack_weights(self) -> None:
+        """Let the kernels have the weight in their own order; the packed copy replaces the plain one."""
+        self.weight = nn.Parameter(self._kernels.pack(self.weight), requires_grad=False)
+
+    def read_region(self, parameter: str, region: Rectangle) -> Tensor:
+        """See `CheckpointLayer.read_region`. A region of the weight is some of its rows."""
+        if parameter != "weight":
+            return super().read_region(parameter, region)
+        return self._kernels.unpack(self.weight, *region[0])
+
+    def write_region(self, parameter: str, region: Rectangle, values: Tensor) -> None:
+        """See `CheckpointLayer.write_region`."""
+        if parameter != "weight":
+            super().write_region(parameter, region, values)
+        else:
+            self._kernels.repack_(self.weight, region[0][0], values.to(self.weight.device, self.weight.dtype))
