@@ -17,13 +17,22 @@ from spmd_worker.sequence.step import StepPlan, StepResult
 if TYPE_CHECKING:
     from torch import nn
 
+    from spmd_worker.distributed.groups import ParallelGroups
+
 
 class WorkerBase(ABC):
-    """One rank."""
+    """One rank.
+
+    `groups` are the process groups that `init_device` joined (`join_groups`). Where ranks have an executor each, under
+    torchrun, the engine agrees on every step over `groups.control` and `groups.engine`; a worker may leave them None
+    where no such rank has another beside it.
+    """
+
+    groups: "ParallelGroups | None" = None
 
     @abstractmethod
     def init_device(self) -> None:
-        """Choose the device, check the dtype, join the groups."""
+        """Choose the device, check the dtype, join the groups and keep them in `groups`."""
 
     @abstractmethod
     def load_model(self) -> None:
