@@ -15,10 +15,12 @@ from spmd_worker.sequence.events import (
     Admit,
     Close,
     EndRound,
+    EndWorkerEvent,
     Event,
     FinishTransfers,
     ResetPrefixCache,
     SetWeightVersion,
+    WorkerEvent,
 )
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata, SequenceGroupMetadataDelta
 from spmd_worker.sequence.request import Request
@@ -103,6 +105,14 @@ def _add_event(record: _Canonical, event: Event) -> None:
         record.integers((5, event.version))
     elif isinstance(event, EndRound):
         record.integers((7,))
+    elif isinstance(event, WorkerEvent):
+        record.integers((8, event.number))
+        record.text(event.name)
+        record.integers((len(event.payload),))
+        record.data += event.payload
+    elif isinstance(event, EndWorkerEvent):
+        record.integers((9, event.number))
+        record.text(event.problem)
     else:
         assert isinstance(event, FinishTransfers), event
         record.integers((6,))

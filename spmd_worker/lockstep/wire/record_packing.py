@@ -17,10 +17,12 @@ from spmd_worker.sequence.events import (
     Admit,
     Close,
     EndRound,
+    EndWorkerEvent,
     Event,
     FinishTransfers,
     ResetPrefixCache,
     SetWeightVersion,
+    WorkerEvent,
 )
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata
 from spmd_worker.sequence.request import Request, RequestId
@@ -33,6 +35,8 @@ _RESET_PREFIX_CACHE: Final = 4
 _SET_WEIGHT_VERSION: Final = 5
 _FINISH_TRANSFERS: Final = 6
 _END_ROUND: Final = 7
+_WORKER_EVENT: Final = 8
+_END_WORKER_EVENT: Final = 9
 
 _Write = Callable[[ByteWriter, Any], None]
 _Read = Callable[[ByteReader], Any]
@@ -179,6 +183,15 @@ def write_event(writer: ByteWriter, event: Event) -> None:
     elif isinstance(event, SetWeightVersion):
         writer.byte(_SET_WEIGHT_VERSION)
         writer.signed(event.version)
+    elif isinstance(event, WorkerEvent):
+        writer.byte(_WORKER_EVENT)
+        writer.signed(event.number)
+        writer.text(event.name)
+        writer.blob(event.payload)
+    elif isinstance(event, EndWorkerEvent):
+        writer.byte(_END_WORKER_EVENT)
+        writer.signed(event.number)
+        writer.text(event.problem)
     else:
         assert isinstance(event, FinishTransfers), event
         writer.byte(_FINISH_TRANSFERS)
@@ -202,6 +215,10 @@ def read_event(reader: ByteReader) -> Event:
         return SetWeightVersion(reader.integer_64())
     if kind == _FINISH_TRANSFERS:
         return FinishTransfers(reader.counted())
+    if kind == _WORKER_EVENT:
+        return WorkerEvent(reader.integer_64(), reader.text(), reader.blob())
+    if kind == _END_WORKER_EVENT:
+        return EndWorkerEvent(reader.integer_64(), reader.text())
     raise MessageError(f"no event has kind {kind}")
 
 
