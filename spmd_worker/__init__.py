@@ -8,9 +8,10 @@ _OFFERED = {
     "SamplingParams": "spmd_worker.sequence.sampling_params",
     "RequestOutput": "spmd_worker.sequence.outputs",
     "CompletionOutput": "spmd_worker.sequence.outputs",
+    "WorkerEventError": "spmd_worker.engine.worker_events",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "WorkerEventError"]
 
 
 def __getattr__(name: str) -> Any:

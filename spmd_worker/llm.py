@@ -22,7 +22,7 @@ from spmd_worker.config.schema import (
     RunConfig,
     SchedulerConfig,
 )
-from spmd_worker.data_parallel.agreement import agree_on_prompts
+from spmd_worker.data_parallel.agreement import agree_on_prompts, agree_on_worker_event
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
@@ -170,6 +170,31 @@ class LLM:
         change, or cached prefixes go on answering for the old weights.
         """
         return self.collective_rpc("apply_model", args=(function,))
+
+    def worker_event(self, name: str, payload: Any = None) -> list[Any]:
+        """Change the state of all workers, between the same two steps on every rank, or of none.
+
+        Every worker calls its method `prepare_NAME(payload)`; when all of them could, `commit_NAME`, and when one could
+        not, `undo_NAME` on every rank (`WorkerBase`). Methods of your own come with `worker_extension_cls`. `payload`
+        is what can cross processes: numbers, texts, bytes, lists, tuples, dicts. Under torchrun every rank calls this;
+        requests of `llm_engine.add_request` go on meanwhile. Returns what the commits of this executor's workers
+        returned, in rank order. Raises WorkerEventError, on every rank, naming the lowest rank that refused and why;
+        the LLM is as it was before.
+        """
+        agree_on_worker_event(self.llm_engine, name, payload)
+        return self.llm_engine.worker_event(name, payload)
+
+    def start_profile(self, folder: str | Path) -> None:
+        """Record what every rank computes, with torch's profiler, until `stop_profile`. Raises WorkerEventError where a
+        rank cannot write to `folder`.
+        """
+        self.worker_event("start_profile", str(folder))
+
+    def stop_profile(self) -> list[str]:
+        """Write `trace.rank<N>.json` of every rank, for ui.perfetto.dev: the paths of this executor's workers. Raises
+        WorkerEventError where no profile is being made.
+        """
+        return self.worker_event("stop_profile")
 
     def reset_prefix_cache(self) -> bool:
         """Later prompts find nothing of what is cached now, on every rank; returns True. For weights that were changed

@@ -1,4 +1,4 @@
-"""Whether every rank of an engine was given the same prompts, before any of them is answered.
+"""Whether every rank of an engine was given the same prompts, or worker event, before any of them is answered.
 
 Knows prompts as token ids and parameters. Knows nothing about who answers them.
 """
@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.executor.rpc_coding import encode_value
 from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -27,6 +28,16 @@ def agree_on_prompts(engine: LLMEngine, prompts: list[tuple[tuple[int, ...], Sam
         if len(dict.fromkeys(entries)) > 1:
             check_equal("prompts", channel.gather(canonical({f"prompts[{index}]": _as_json(prompts[index])})))
     check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in lists])
+
+
+def agree_on_worker_event(engine: LLMEngine, name: str, payload: Any) -> None:
+    """Raise RanksDisagreeError unless every rank asks for the same event.
+
+    Compares nothing with `executor.digest_every` 0.
+    """
+    channel = engine.engine_channel
+    if engine.config.executor.digest_every and channel.size > 1:
+        check_equal("worker events", channel.gather(encode_value({"name": name, "payload": payload})))
 
 
 def _as_json(prompt: tuple[tuple[int, ...], SamplingParams]) -> dict[str, Any]:

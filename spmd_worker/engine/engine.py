@@ -6,8 +6,8 @@ because only rank 0 touches the outside world.
 
 A pipeline of d stages has d steps in flight: the ranks agree on a step at the same time, and stage s executes it s
 steps later, so that all stages compute at once. What a step sampled, and its events, are taken in d - 1 steps later, on
-all ranks at the same place between the same steps; at once where no request waits for what is in flight. Knows how the
-parts fit together and no part's inside.
+all ranks at the same place between the same steps; at once where no request waits for what is in flight, and where
+workers change after a step (`worker_events.py`). Knows how the parts fit together and no part's inside.
 """
 
 import logging
@@ -22,6 +22,7 @@ from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.step_recorder import StepRecorder
 from spmd_worker.engine.validation import check_request
+from spmd_worker.engine.worker_events import WorkerEvents
 from spmd_worker.executor.executor import Executor
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
 from spmd_worker.liveness.watchdog import Watchdog
@@ -41,10 +42,13 @@ from spmd_worker.sequence.events import (
     Admit,
     Close,
     EndRound,
+    EndWorkerEvent,
     Event,
     FinishTransfers,
     ResetPrefixCache,
     SetWeightVersion,
+    WorkerEvent,
+    concern_workers,
 )
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import Request, RequestId, random_stream
@@ -107,6 +111,9 @@ class LLMEngine:
         self._num_requests = 0
         self._sampled_token_ids: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
+        self._worker_events = WorkerEvents(executor)
+        # What the steps of a worker event ended: the next `step` hands it out.
+        self._ended: list[SequenceGroup] = []
         parallel = config.parallel
         self._in_flight = StepPipeline(
             executor, channel, parallel.pipeline_parallel_size, parallel.tensor_parallel_size
@@ -190,6 +197,30 @@ class LLMEngine:
         """The weights are others than before: from the next step on nothing computed with the old ones is found."""
         self._events.append(SetWeightVersion(version))
 
+    def worker_event(self, name: str, payload: Any = None) -> list[Any]:
+        """Change every worker between the same two steps, or none: all call their `prepare_NAME(payload)`, and when all
+        of them could, `commit_NAME` (`WorkerBase` says what these may do). Takes three steps, in which requests go on.
+
+        Returns what the commits of this rank's executor returned, in rank order. Raises WorkerEventError, on every rank
+        that calls this, with the words of the lowest rank that refused. Ranks in `follow` take part unasked; with
+        several replicas every rank of each calls this.
+        """
+        if self.is_closed:
+            raise RuntimeError("this LLM was closed: make a new one")
+        event = self._worker_events.new(name, payload)
+        self._events.append(event)
+        self._ended += self._step()
+        if self._worker_events.open is None:
+            raise RuntimeError(f"rank 0 has not called worker_event({name!r}): every rank makes the same calls")
+        # Its answers are those to the event.
+        self._ended += self._step()
+        problem = self.lockstep.event_problem
+        if self.engine_channel.size > self.channel.size:
+            problem = next(filter(None, self.engine_channel.gather(problem.encode())), b"").decode()
+        self._events.append(EndWorkerEvent(self._worker_events.open.number, problem))
+        self._ended += self._step()
+        return self._worker_events.take_results()
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do here."""
         return bool(self._prompts)
@@ -207,7 +238,8 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step. Returns the requests that ended in it, in plan order."""
-        return [self._output(group) for group in self._step()]
+        ended, self._ended = [*self._ended, *self._step()], []
+        return [self._output(group) for group in ended]
 
     def follow(self) -> None:
         """Run steps until rank 0 closes: the loop of a rank that has no requests of its own."""
@@ -278,12 +310,15 @@ class LLMEngine:
             self._events.insert(0, FinishTransfers(finished_transfers))
         events, self._events = tuple(self._events), []
         self.times.end("schedule")
-        agreed = self.lockstep.agree(plan, self._sampled_token_ids, events, self._finished_transfers)
+        agreed = self.lockstep.agree(
+            plan, self._sampled_token_ids, events, self._finished_transfers, self._worker_events.problem
+        )
         self._sampled_token_ids = self._finished_transfers = ()
         self.times.end("lockstep")
         self._in_flight.add(agreed)
         ended: list[SequenceGroup] = []
-        while self._in_flight.is_full or (self._in_flight and self._is_idle):
+        leaves_none = concern_workers(agreed.events)
+        while self._in_flight.is_full or (self._in_flight and (leaves_none or self._is_idle)):
             ended += self._settle(*self._in_flight.take_oldest())
         self.times.end("execute")
         return ended
@@ -316,6 +351,9 @@ class LLMEngine:
         elif isinstance(event, Admit):
             # Requests that this rank did not add itself have taken their numbers too.
             self._num_requests = max(self._num_requests, event.request.request_id + 1)
+        elif isinstance(event, WorkerEvent | EndWorkerEvent):
+            self.times.heartbeat.enter("worker event")
+            self._worker_events.apply(event)
         aborted = self.scheduler.handle(event)
         return [aborted] if aborted is not None else []
 

@@ -116,6 +116,17 @@ class Executor(ABC):
         """What `execute_model` promised, in the order of the calls. Raises what the step raised."""
         return step.result()
 
+    def prepare_event(self, name: str, payload: Any) -> str:
+        """Have every worker prepare a worker event. Returns "", or what the lowest rank that refuses it says."""
+        for index, problem in enumerate(self._call_between_steps("prepare_event", name, payload)):
+            if problem:
+                return f"rank {self.environment.rank + index}: {problem}"
+        return ""
+
+    def end_event(self, is_committed: bool) -> list[Any]:
+        """Have every worker commit what it prepared, or undo it: what the commits returned, in rank order."""
+        return self._call_between_steps("end_event", is_committed)
+
     def check_health(self) -> None:
         """Raise when a worker can no longer compute."""
         if self.is_failed:
@@ -163,6 +174,14 @@ class Executor(ABC):
     def shutdown(self) -> None:
         """End the workers. Idempotent."""
         self.collective_rpc("shutdown")
+
+    def _call_between_steps(self, method: str, *args: Any) -> list[Any]:
+        """As `collective_rpc`; what it raises fails the executor, as in a step, because workers may now differ."""
+        try:
+            return self.collective_rpc(method, args=args)
+        except BaseException:
+            self._fail()
+            raise
 
     def _run_step(self, plan: StepPlan) -> StepResult:
         try:

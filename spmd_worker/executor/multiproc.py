@@ -259,6 +259,13 @@ class MultiprocExecutor(Executor):
             self._fail_with(error)
             raise
 
+    def _call_between_steps(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return self.collective_rpc(method, _STEP_SHARE * self.config.executor.timeout_s, args)
+        except BaseException as error:
+            self._fail_with(error)
+            raise
+
     def _fail_with(self, error: BaseException) -> None:
         self._pool.fail(error if isinstance(error, Exception) else RuntimeError(f"a step met {error!r}"))
         self._pool.wait_until_ended()

@@ -15,11 +15,17 @@ from typing import Final, NoReturn, cast
 from spmd_worker.lockstep.difference import Record, first_difference, record_of
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.errors import LostMessageError, RankFailedError, ReplicaDivergedError
-from spmd_worker.lockstep.transfers import TransferBook, pack_answer, unpack_answer
+from spmd_worker.lockstep.transfers import (
+    TransferBook,
+    pack_answer,
+    pack_event_answer,
+    unpack_answer,
+    unpack_event_answer,
+)
 from spmd_worker.lockstep.transport.step_channel import Abort, AbortedError, FollowerChannel, LeaderChannel
 from spmd_worker.lockstep.wire.codec import Decoder, Encoder, decode_message, encode_message
 from spmd_worker.lockstep.wire.message import MessageError, StepMessage
-from spmd_worker.sequence.events import Event
+from spmd_worker.sequence.events import Event, WorkerEvent
 from spmd_worker.sequence.step import StepPlan
 
 NUM_KEPT_RECORDS: Final = 64
@@ -30,7 +36,7 @@ _REPORTED: Final = (ReplicaDivergedError, RankFailedError, AbortedError)
 
 @dataclass(frozen=True, slots=True)
 class AgreedStep:
-    """What every rank does now: execute `plan`, then take `events` in."""
+    """What every rank does now: execute `plan`, then take `events` in, those of workers and those of the scheduler."""
 
     plan: StepPlan
     events: tuple[Event, ...]
@@ -39,8 +45,9 @@ class AgreedStep:
 class Lockstep:
     """One replica's agreement, step after step. `channel` is None for a replica of one rank.
 
-    Digests are compared every `digest_every` steps, never for 0. The ids that come with a step are those of the step
-    `num_in_flight` before it. `on_message`, when it is set, is given every message on rank 0, before it is sent.
+    Digests are compared every `digest_every` steps, never for 0, and always in the step after a worker event, with
+    which the ranks say whether they prepared it. The ids that come with a step are those of the step `num_in_flight`
+    before it. `on_message`, when it is set, is given every message on rank 0, before it is sent.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Lockstep:
         self._transfers = TransferBook(1 if channel is None else channel.size)
         self._finished_transfers: list[int] = []
         self._last_events: tuple[Event, ...] = ()
+        self._event_problems: list[str] = []
         self._last_agreed_step = 0
 
     @property
@@ -70,8 +78,10 @@ class Lockstep:
         sampled_token_ids: tuple[int, ...],
         events: tuple[Event, ...],
         finished_transfers: tuple[int, ...] = (),
+        event_problem: str = "",
     ) -> AgreedStep:
-        """`events` are rank 0's to raise; the others' are ignored. `finished_transfers` are this rank's own.
+        """`events` are rank 0's to raise; the others' are ignored. `finished_transfers` are this rank's own, and so is
+        `event_problem`: why it did not prepare the worker event of the step before, "" where it did or there was none.
 
         Raises ReplicaDivergedError, the same on every rank, when the step must not run; RankFailedError when a rank is
         gone or silent.
@@ -81,7 +91,10 @@ class Lockstep:
         self.records.append(own)
         self._finished_transfers += finished_transfers
         try:
-            message = self._lead(own, events) if self._follower is None else self._follow(own, self._follower)
+            if self._follower is None:
+                message = self._lead(own, events, event_problem)
+            else:
+                message = self._follow(own, self._follower, event_problem)
         except LostMessageError as error:
             raise ReplicaDivergedError(self._did_not_run(own.step, str(error))) from None
         self._last_events = message.events
@@ -115,14 +128,23 @@ class Lockstep:
         """Transfers that every rank has finished since the last call: rank 0's to tell the replicas, as an event."""
         return self._transfers.take_complete()
 
+    @property
+    def event_problem(self) -> str:
+        """On rank 0, once the step after a worker event is agreed on: what the lowest rank that could not prepare it
+        said, "" where all could.
+        """
+        return next(filter(None, self._event_problems), "")
+
     def close(self) -> None:
         """Leave the channel. Idempotent."""
         if self._channel is not None:
             self._channel.close()
 
-    def _lead(self, own: StepMessage, events: tuple[Event, ...]) -> StepMessage:
+    def _lead(self, own: StepMessage, events: tuple[Event, ...], event_problem: str) -> StepMessage:
         message = StepMessage(own.step, events, own.plan, own.sampled_token_ids, own.digest)
         self._transfers.add(0, self._take_own_finished())
+        if self._is_event_answered:
+            self._event_problems = [event_problem]
         if self._leader is None and self.on_message is None:
             return message
         # Packed before the answers are waited for, and sent only after they agree.
@@ -135,10 +157,11 @@ class Lockstep:
             self._leader.send(payload)
         return message
 
-    def _follow(self, own: StepMessage, channel: FollowerChannel) -> StepMessage:
+    def _follow(self, own: StepMessage, channel: FollowerChannel, event_problem: str) -> StepMessage:
         if self._is_compared(own.step):
             channel.offer_record(partial(encode_message, own))
-            channel.answer(own.step, pack_answer(own.digest, self._take_own_finished()))
+            answer = pack_answer(own.digest, self._take_own_finished())
+            channel.answer(own.step, pack_event_answer(answer, event_problem) if self._is_event_answered else answer)
         payload = channel.receive()
         try:
             message = self._decoder.decode(payload)
@@ -158,10 +181,20 @@ class Lockstep:
         return finished
 
     def _is_compared(self, step: int) -> bool:
-        return self._digest_every > 0 and step % self._digest_every == 0
+        return self._is_event_answered or (self._digest_every > 0 and step % self._digest_every == 0)
+
+    @property
+    def _is_event_answered(self) -> bool:
+        """Whether the answers of this step say how a worker event was prepared: all steps up to that one have run."""
+        return any(isinstance(event, WorkerEvent) for event in self._last_events)
 
     def _compare(self, own: StepMessage, channel: LeaderChannel) -> None:
-        answers = [unpack_answer(answer) for answer in channel.collect(own.step)]
+        payloads = channel.collect(own.step)
+        if self._is_event_answered:
+            pairs = [unpack_event_answer(payload) for payload in payloads]
+            payloads = [answer for answer, _ in pairs]
+            self._event_problems += [problem for _, problem in pairs]
+        answers = [unpack_answer(payload) for payload in payloads]
         different = [rank for rank, (digest, _) in enumerate(answers, start=1) if digest != own.digest]
         if not different:
             self._last_agreed_step = own.step

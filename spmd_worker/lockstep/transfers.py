@@ -1,6 +1,6 @@
-"""Which transfers every rank has finished: rank 0's book, from what the ranks say with their answers.
+"""A rank's answer to a step beside its digest: the transfers it has finished, and whether it prepared a worker event.
 
-Knows numbers of transfers. Knows nothing about what is transferred, or how the answers come.
+Knows numbers of transfers, and rank 0's book of them. Knows nothing about what is transferred, or how answers come.
 """
 
 import struct
@@ -10,6 +10,7 @@ from typing import Final
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES
 
 _NUMBER_BYTES: Final = 8
+_LENGTH: Final = struct.Struct("<I")
 
 
 class TransferBook:
@@ -47,3 +48,15 @@ def unpack_answer(answer: bytes) -> tuple[bytes, tuple[int, ...]]:
     if len(numbers) % _NUMBER_BYTES:
         return answer, ()
     return answer[:NUM_DIGEST_BYTES], struct.unpack(f"<{len(numbers) // _NUMBER_BYTES}q", numbers)
+
+
+def pack_event_answer(answer: bytes, problem: str) -> bytes:
+    """An answer of the step after a worker event: `answer`, and why this rank did not prepare; "" where it did."""
+    return _LENGTH.pack(len(answer)) + answer + problem.encode("utf-8", "replace")
+
+
+def unpack_event_answer(payload: bytes) -> tuple[bytes, str]:
+    """The inverse of `pack_event_answer`; of bytes that it did not make the answer is one that equals none."""
+    head = payload[: _LENGTH.size]
+    end = _LENGTH.size + (_LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0)
+    return payload[len(head) : end], payload[end:].decode("utf-8", "replace")

@@ -24,7 +24,7 @@ from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.sequence.events import Admit, Close, Event
+from spmd_worker.sequence.events import Admit, Close, Event, concern_workers
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceKey
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -98,10 +98,15 @@ class Replay:
             yield self._finish(message, places, () if is_known else None)
 
     def _settle(self, sampled_token_ids: tuple[int, ...]) -> Iterator[ReplayedStep]:
-        """What the engine does at the end of a step: the oldest in flight ends, and all where nobody waits for them."""
+        """What the engine does at the end of a step: the oldest in flight ends, and all where nobody waits for them or
+        workers change between two steps.
+        """
         step, num_samples = 0, 0
+        changes_workers = bool(self._in_flight) and concern_workers(self._in_flight[-1][0].events)
         while self._in_flight and (
-            len(self._in_flight) == self._header.pipeline_parallel_size or not self.scheduler.has_unfinished
+            len(self._in_flight) == self._header.pipeline_parallel_size
+            or changes_workers
+            or not self.scheduler.has_unfinished
         ):
             message, places = self._in_flight.popleft()
             step, num_samples = message.step, len(places)

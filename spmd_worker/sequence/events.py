@@ -65,4 +65,46 @@ class FinishTransfers:
         check_fields(self)
 
 
-Event = Admit | Abort | Close | EndRound | ResetPrefixCache | SetWeightVersion | FinishTransfers
+@dataclass(frozen=True, slots=True)
+class WorkerEvent:
+    """Every worker prepares `name` with `payload` (bytes of the executor's coding) before the next step; the answers go
+    up with that step. At most one is open: from its step to that of its `EndWorkerEvent`.
+    """
+
+    number: int
+    name: str
+    payload: bytes
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class EndWorkerEvent:
+    """Every worker commits worker event `number` before the next step, or undoes it where there is a `problem`: what
+    the lowest rank that refused said.
+    """
+
+    number: int
+    problem: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+Event = (
+    Admit
+    | Abort
+    | Close
+    | EndRound
+    | ResetPrefixCache
+    | SetWeightVersion
+    | FinishTransfers
+    | WorkerEvent
+    | EndWorkerEvent
+)
+
+
+def concern_workers(events: tuple[Event, ...]) -> bool:
+    """Whether workers change between this step and the next, so that no later one may be in flight on any stage."""
+    return any(isinstance(event, WorkerEvent | EndWorkerEvent) for event in events)

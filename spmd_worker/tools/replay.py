@@ -38,10 +38,12 @@ from spmd_worker.sequence.events import (
     Admit,
     Close,
     EndRound,
+    EndWorkerEvent,
     Event,
     FinishTransfers,
     ResetPrefixCache,
     SetWeightVersion,
+    WorkerEvent,
 )
 from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -212,6 +214,10 @@ def event_in_words(event: Event) -> str:
         return f"the weights are of version {event.version}"
     if isinstance(event, FinishTransfers):
         return f"transfers {shorten(event.numbers)} have finished on every rank"
+    if isinstance(event, WorkerEvent):
+        return f"worker event {event.number} ({event.name}) is prepared"
+    if isinstance(event, EndWorkerEvent):
+        return f"worker event {event.number} is {'undone: ' + event.problem if event.problem else 'committed'}"
     if isinstance(event, EndRound):
         return "the replica has answered what it was given"
     return "the engine ends" if isinstance(event, Close) else repr(event)

@@ -45,6 +45,7 @@ from spmd_worker.weights.loader import load_weights
 from spmd_worker.worker.backends import arithmetic_of, choose_backends
 from spmd_worker.worker.device import choose_device
 from spmd_worker.worker.inspection import describe_model
+from spmd_worker.worker.trace_profiler import TraceProfiler
 from spmd_worker.worker.worker_base import WorkerBase
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Worker(WorkerBase):
         self._mirror: Mirror | None = None
         self._runner: ModelRunner | None = None
         self._clock = StageClock(layout.pipeline_rank(environment.rank))
+        self._profiler = TraceProfiler(environment.rank)
 
     def init_device(self) -> None:
         """Raises ConfigError for a device or dtype that this machine does not have."""
@@ -191,6 +193,22 @@ class Worker(WorkerBase):
         """See `WorkerBase.get_arithmetic`."""
         assert self._attention is not None, "load_model comes first"
         return arithmetic_of(self._attention)
+
+    def prepare_start_profile(self, folder: str) -> Path:
+        """Worker event `start_profile`: see `TraceProfiler`."""
+        return self._profiler.prepare_start(folder)
+
+    def commit_start_profile(self, path: Path) -> None:
+        """See `TraceProfiler.start`."""
+        self._profiler.start(path)
+
+    def prepare_stop_profile(self, payload: None) -> None:
+        """Worker event `stop_profile`: see `TraceProfiler`."""
+        self._profiler.prepare_stop()
+
+    def commit_stop_profile(self, staged: None) -> str:
+        """See `TraceProfiler.stop`."""
+        return self._profiler.stop()
 
     def check_health(self) -> None:
         """Raise RuntimeError unless the device computes."""

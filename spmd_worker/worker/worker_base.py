@@ -1,8 +1,20 @@
 """The contract of a worker: what one rank does for an executor, whatever its device.
 
 Order of calls: `init_device`, `load_model`, `determine_num_available_blocks`, `initialize_cache`, then for each step
-`execute_model` and, when that returned nothing, `sample_tokens`; `shutdown` last. Names follow vLLM's. Imports no torch
-when it runs, so that a process can learn its environment before torch reads it.
+`execute_model` and, when that returned nothing, `sample_tokens`; between two steps `prepare_event` and, after the next
+step, `end_event`; `shutdown` last. Names follow vLLM's. Imports no torch when it runs, so that a process can learn its
+environment before torch reads it.
+
+A worker event NAME is up to three methods of the worker, its own or an extension's:
+
+    prepare_NAME(payload) -> staged    may raise, which refuses the event on every rank. Reads files, allocates, checks;
+                                       steps go on before it is committed, so nothing that a step uses may change.
+    commit_NAME(staged)                all ranks have prepared: puts in place what is staged. Must not fail: what it
+                                       raises ends the engine. Its result is the caller's.
+    undo_NAME(staged)                  optional; a rank refused: gives back what is staged, which is None where this
+                                       rank's own prepare raised, halfway perhaps.
+
+None of them may use a collective: a rank that refuses would leave the others waiting.
 """
 
 from abc import ABC, abstractmethod
@@ -17,13 +29,24 @@ from spmd_worker.sequence.step import StepPlan, StepResult
 if TYPE_CHECKING:
     from torch import nn
 
+    from spmd_worker.distributed.groups import ParallelGroups
+
 
 class WorkerBase(ABC):
-    """One rank."""
+    """One rank.
+
+    `groups` are the process groups that `init_device` joined (`join_groups`). Where ranks have an executor each, under
+    torchrun, the engine agrees on every step over `groups.control` and `groups.engine`; a worker may leave them None
+    where no such rank has another beside it.
+    """
+
+    groups: "ParallelGroups | None" = None
+    _prepared: tuple[str, Any] | None = None
+    """The open worker event's name and what it staged."""
 
     @abstractmethod
     def init_device(self) -> None:
-        """Choose the device, check the dtype, join the groups."""
+        """Choose the device, check the dtype, join the groups and keep them in `groups`."""
 
     @abstractmethod
     def load_model(self) -> None:
@@ -61,6 +84,28 @@ class WorkerBase(ABC):
     @abstractmethod
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """Choose the tokens of the last `execute_model`."""
+
+    def prepare_event(self, name: str, payload: Any) -> str:
+        """Prepare worker event `name`. Returns "" or why this rank refuses it; `end_event` follows in both cases."""
+        assert self._prepared is None, self._prepared
+        self._prepared = (name, None)
+        for method in (f"prepare_{name}", f"commit_{name}"):
+            if not callable(getattr(self, method, None)):
+                return f"{type(self).__name__} has no method {method}, which worker event {name!r} needs"
+        try:
+            self._prepared = (name, getattr(self, f"prepare_{name}")(payload))
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def end_event(self, is_committed: bool) -> Any:
+        """Commit what was prepared, or undo it. Returns what the commit returned."""
+        assert self._prepared is not None, "prepare_event comes first"
+        (name, staged), self._prepared = self._prepared, None
+        if is_committed:
+            return getattr(self, f"commit_{name}")(staged)
+        undo = getattr(self, f"undo_{name}", None)
+        return undo(staged) if undo is not None else None
 
     @abstractmethod
     def check_health(self) -> None:

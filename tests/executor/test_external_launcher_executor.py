@@ -1,5 +1,7 @@
 """Executors of ranks: one worker each, its own rank in the world, half of the model, one word from all."""
 
+from pathlib import Path
+
 import ranks
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -61,4 +63,36 @@ def test_two_ranks_have_an_executor_of_one_each_and_half_of_the_model():
             "2",
             "1",
             "['rank 0', 'rank 1']",
+        ], done.output
+
+
+CUSTOM_WORKERS = """
+    import os, sys
+    sys.path.insert(0, sys.argv[2])
+    from spmd_worker import LLM, SamplingParams
+    from spmd_worker.config.schema import ConfigError
+
+    said = []
+    options = dict(tensor_parallel_size=2, num_blocks=32, device="cpu", timeout_s=30.0)
+    try:
+        LLM(sys.argv[1], worker_cls="plain_worker.PlainWorker", **options)
+    except ConfigError as error:
+        said.append(str(error))
+    with LLM(sys.argv[1], worker_cls="grouped_worker.GroupedWorker", **options) as llm:
+        (output,) = llm.generate(["copy q ="], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        said.append(output.outputs[0].token_ids)
+    os.write(1, "".join(f"{os.environ['RANK']} {line}\\n" for line in said).encode())
+    """
+
+
+def test_a_worker_class_of_ones_own_runs_under_a_launcher_when_it_joins_groups_and_is_refused_when_not():
+    """It died of `AssertionError: <class PlainWorker>`, because channels were sought in `Worker` only."""
+    done = ranks.run_ranks(CUSTOM_WORKERS, nproc=2, timeout_s=60, arguments=[MODEL, Path(__file__).parent])
+    assert done.returncode == 0, done.output
+    for rank in ("0", "1"):
+        assert [line[2:] for line in done.stdout.splitlines() if line.startswith(rank)] == [
+            "executor.worker_cls=plain_worker.PlainWorker has no process groups after init_device, and the layout has "
+            "2 ranks that must agree on each step: have init_device set self.groups = join_groups(layout, environment, "
+            "device, timeout_s) of spmd_worker.distributed.groups",
+            "[9, 9, 9]",
         ], done.output

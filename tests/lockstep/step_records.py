@@ -15,9 +15,11 @@ from spmd_worker.sequence.events import (
     Admit,
     Close,
     EndRound,
+    EndWorkerEvent,
     FinishTransfers,
     ResetPrefixCache,
     SetWeightVersion,
+    WorkerEvent,
 )
 from spmd_worker.sequence.metadata import (
     SequenceData,
@@ -68,7 +70,8 @@ sampling_params = st.fixed_dictionaries(
 requests = st.builds(Request, words | few, token_ids, sampling_params, st.integers(0, 2**64 - 1))
 cache_events = st.just(ResetPrefixCache()) | words.map(SetWeightVersion) | token_ids.map(FinishTransfers)
 ends = st.sampled_from([Close(), EndRound()])
-events = st.lists(requests.map(Admit) | words.map(Abort) | ends | cache_events, max_size=3).map(tuple)
+worker_events = st.builds(WorkerEvent, words, texts, st.binary()) | st.builds(EndWorkerEvent, words, texts)
+events = st.lists(requests.map(Admit) | words.map(Abort) | ends | cache_events | worker_events, max_size=3).map(tuple)
 sequence_data = st.builds(SequenceData, few, token_ids, token_ids, counts, counts, samples)
 sequence_deltas = st.builds(SequenceDataDelta, few, token_ids, counts, token_ids, counts, counts, samples)
 snapshots = st.builds(SequenceGroupMetadata, requests, st.lists(sequence_data, max_size=3).map(tuple))
@@ -151,8 +154,8 @@ def _other(value: Any) -> Any:
         return not value
     if value is None:
         return 20
-    if isinstance(value, str):
-        return value + "x"
+    if isinstance(value, str | bytes):
+        return value + (b"x" if isinstance(value, bytes) else "x")
     return value / 2 + 0.25 if isinstance(value, float) else value - 1 if value > 2**62 else value + 1
 
 

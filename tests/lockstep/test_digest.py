@@ -15,7 +15,16 @@ from kv_cache.block_ops import BlockOps
 from spmd_worker.lockstep.difference import record_of
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES, ChainedDigest
 from spmd_worker.lockstep.wire.codec import decode_message, encode_message
-from spmd_worker.sequence.events import Abort, Close, EndRound, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.events import (
+    Abort,
+    Close,
+    EndRound,
+    EndWorkerEvent,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+    WorkerEvent,
+)
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 
 
@@ -99,10 +108,11 @@ def test_moves_and_events_of_different_kinds_do_not_run_together():
     ]
     events = [(), (ResetPrefixCache(),), (SetWeightVersion(0),), (SetWeightVersion(1),), (FinishTransfers(()),)]
     events += [(FinishTransfers((1,)),), (FinishTransfers((1, 2)),), (FinishTransfers((1,)), FinishTransfers((2,)))]
-    events += [(Abort(0),), (Close(),), (EndRound(),)]
+    events += [(Abort(0),), (Close(),), (EndRound(),), (WorkerEvent(1, "a", b"b"),), (WorkerEvent(1, "ab", b""),)]
+    events += [(EndWorkerEvent(1, ""),), (EndWorkerEvent(1, "a"),)]
     plans = [dataclasses.replace(FULL_MESSAGE.plan, block_ops=each) for each in moves]
     found = [dataclasses.replace(FULL_MESSAGE, plan=plan, events=each) for plan in plans for each in events]
-    assert len(dict.fromkeys(map(digest_of, found))) == len(moves) * len(events) == 88
+    assert len(dict.fromkeys(map(digest_of, found))) == len(moves) * len(events) == 120
 
 
 def test_a_difference_is_remembered_for_ever():

@@ -30,6 +30,7 @@ from spmd_worker.sequence.events import (
     FinishTransfers,
     ResetPrefixCache,
     SetWeightVersion,
+    concern_workers,
 )
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -159,7 +160,8 @@ class LoggedRun:
         self.plans.append(plan)
         self._last_events, self._sampled = events, ()
         self._in_flight.append((plan, self._sample(plan), events))
-        while self._in_flight and (len(self._in_flight) == self._max_under_way or not self.scheduler.has_unfinished):
+        leaves_none = concern_workers(events) or not self.scheduler.has_unfinished
+        while self._in_flight and (len(self._in_flight) == self._max_under_way or leaves_none):
             self._settle(*self._in_flight.popleft())
 
     def _settle(self, plan: StepPlan, sampled: tuple[int, ...], events: tuple[Event, ...]) -> None:

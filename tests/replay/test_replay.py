@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -24,6 +25,7 @@ from logged_run import (
 from kv_cache.block import BlockId
 from spmd_worker.lockstep.wire.codec import Decoder, Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
+from spmd_worker.replay import replay as replay_module
 from spmd_worker.replay.replay import (
     Replay,
     ReplayDivergedError,
@@ -35,7 +37,15 @@ from spmd_worker.replay.replay import (
     sampled_keys,
 )
 from spmd_worker.replay.step_log import StepLogWriter, read_step_log
-from spmd_worker.sequence.events import Abort, Admit, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    EndWorkerEvent,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+    WorkerEvent,
+)
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadataDelta
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.step import StepPlan
@@ -145,6 +155,21 @@ def test_a_pipeline_s_run_replays_with_as_many_steps_under_way_as_it_had(tmp_pat
     # Negative control: taking what was sampled in at once leads elsewhere.
     with pytest.raises(ReplayError):
         list(Replay(replace(log.header, pipeline_parallel_size=1), None).steps(log.messages()))
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_run_with_worker_events_replays_with_no_step_in_flight_while_workers_change(
+    tmp_path: Path, num_stages: int, monkeypatch: pytest.MonkeyPatch
+):
+    workers = {8: [WorkerEvent(1, "sleep", b"")], 10: [EndWorkerEvent(1, "")], 20: [WorkerEvent(2, "wake", b"")]}
+    events = {step: [*standard_events().get(step, ()), *workers.get(step, ())] for step in range(1, 21)}
+    run = write_log(tmp_path / "log", events, pipeline_parallel_size=num_stages)
+    replay = replay_all(tmp_path / "log")
+    assert replay.num_equal_digests == replay.num_steps == len(run.plans)
+    # Negative control: a replay that keeps steps in flight there leads elsewhere.
+    monkeypatch.setattr(replay_module, "concern_workers", lambda events: False)
+    with pytest.raises(ReplayError) if num_stages > 1 else nullcontext():
+        replay_all(tmp_path / "log")
 
 
 def test_messages_of_a_pipeline_are_coded_against_the_step_whose_ids_they_carry(tmp_path: Path):

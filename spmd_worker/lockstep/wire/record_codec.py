@@ -7,7 +7,8 @@ here. Values of one type are written together, column by column; one value is a 
     Integer65                   a byte, the width w from 1 to 9, then w bytes each, signed
     bool                        a column of 0 and 1
     float                       a byte: 0, one double for all; 1, a double each
-    str                         a column of lengths in bytes, all UTF-8
+    bytes                       a column of lengths, then all bytes
+    str                         as bytes, in UTF-8
     X | None                    a column of 0 (None) and 1, then the others
     tuple[X, ...], dict[K, V]   a column of lengths, then all entries together (of a dict keys, then values)
     tuple[X, Y], NamedTuple     a column of each place
@@ -81,8 +82,8 @@ def codec_of(hint: Any) -> Codec:
     if is_dataclass(hint):
         return RecordCodec(hint)
     raise TypeError(
-        f"{hint} has no bytes: a field is an int, Integer65, bool, float or str, a dataclass or NamedTuple, or an "
-        f"optional, a tuple, a dict or a union of these"
+        f"{hint} has no bytes: a field is an int, Integer65, bool, float, str or bytes, a dataclass or NamedTuple, or "
+        f"an optional, a tuple, a dict or a union of these"
     )
 
 
@@ -310,7 +311,18 @@ class _FloatCodec(Codec):
         return list(struct.unpack(f"<{num_values}d", reader.take(8 * num_values)))
 
 
-class _TextCodec(Codec):
+class _BytesCodec(Codec):
+    layout = "bytes"
+
+    def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
+        _INTEGER.write(writer, list(map(len, values)), is_dense=is_dense)
+        writer.data += b"".join(values)
+
+    def read(self, reader: ByteReader, num_values: int, *, is_dense: bool = False) -> list[Any]:
+        return [bytes(reader.take(length)) for length in _read_lengths(reader, num_values, is_dense)]
+
+
+class _TextCodec(_BytesCodec):
     layout = "str"
 
     def write(self, writer: ByteWriter, values: Sequence[Any], *, is_dense: bool = False) -> None:
@@ -318,13 +330,11 @@ class _TextCodec(Codec):
             encoded = [value.encode("utf-8") for value in values]
         except UnicodeEncodeError as error:
             raise MessageError(f"text is not UTF-8: {error}") from error
-        _INTEGER.write(writer, list(map(len, encoded)), is_dense=is_dense)
-        writer.data += b"".join(encoded)
+        super().write(writer, encoded, is_dense=is_dense)
 
     def read(self, reader: ByteReader, num_values: int, *, is_dense: bool = False) -> list[Any]:
-        lengths = _read_lengths(reader, num_values, is_dense)
         try:
-            return [reader.take(length).decode("utf-8") for length in lengths]
+            return [value.decode("utf-8") for value in super().read(reader, num_values, is_dense=is_dense)]
         except UnicodeDecodeError as error:
             raise MessageError(f"text is not UTF-8: {error}") from error
 
@@ -347,4 +357,10 @@ def _are_all(values: list[Any], default: Any) -> bool:
 
 _INTEGER: Final = _IntegerCodec()
 _FLAG: Final = _FlagCodec()
-_PLAIN: Final[dict[Any, Codec]] = {int: _INTEGER, bool: _FLAG, float: _FloatCodec(), str: _TextCodec()}
+_PLAIN: Final[dict[Any, Codec]] = {
+    int: _INTEGER,
+    bool: _FLAG,
+    float: _FloatCodec(),
+    str: _TextCodec(),
+    bytes: _BytesCodec(),
+}

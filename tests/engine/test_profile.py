@@ -1,0 +1,86 @@
+"""`start_profile` and `stop_profile`: one trace a rank, refused with words where it cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+import ranks
+
+from spmd_worker import LLM, SamplingParams, WorkerEventError
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+OPTIONS = {"device": "cpu", "num_blocks": 32, "timeout_s": 30}
+SHORT = SamplingParams(temperature=0, max_tokens=3)
+
+ON_RANKS = """
+    import os, sys
+    from spmd_worker import LLM, SamplingParams
+    with LLM(sys.argv[1], device="cpu", num_blocks=32, timeout_s=30, tensor_parallel_size=2) as llm:
+        llm.start_profile(sys.argv[2])
+        llm.generate(["copy q ="], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+        paths = llm.stop_profile()
+    os.write(1, f"{paths}\\n".encode())
+    """
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    with LLM(MODEL, **OPTIONS) as opened:
+        yield opened
+
+
+def names_in(path: Path) -> set[str]:
+    return {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
+
+
+def test_a_trace_holds_what_was_computed_between_start_and_stop(llm: LLM, tmp_path: Path):
+    llm.start_profile(tmp_path / "traces")
+    (output,) = llm.generate(["copy q ="], SHORT, use_tqdm=False)
+    assert llm.stop_profile() == [str(tmp_path / "traces" / "trace.rank0.json")]
+    assert output.outputs[0].text.strip() == "q"
+    assert any(name.startswith("aten::") for name in names_in(tmp_path / "traces" / "trace.rank0.json"))
+
+
+def test_a_second_start_and_a_stop_without_a_start_are_refused_and_the_engine_goes_on(llm: LLM, tmp_path: Path):
+    undone = r"^worker event '{}' was undone on every rank: rank 0: RuntimeError: {}"
+    with pytest.raises(WorkerEventError, match=undone.format("stop_profile", "no profile is being made")):
+        llm.stop_profile()
+    llm.start_profile(tmp_path)
+    with pytest.raises(WorkerEventError, match=undone.format("start_profile", "a profile is being made already")):
+        llm.start_profile(tmp_path / "other")
+    assert llm.generate(["copy q ="], SHORT, use_tqdm=False)[0].outputs[0].text.strip() == "q"
+    assert llm.stop_profile() == [str(tmp_path / "trace.rank0.json")]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(llm: LLM, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkerEventError, match=r"rank 0: (NotADirectoryError|FileExistsError)"):
+        llm.start_profile(tmp_path / "file")
+
+
+def test_a_name_that_is_no_method_s_and_a_payload_that_cannot_travel_are_refused_at_once(llm: LLM):
+    with pytest.raises(ValueError, match="worker event 'a b': give the NAME of workers' methods prepare_NAME"):
+        llm.worker_event("a b")
+    with pytest.raises(TypeError, match="a value of type object cannot cross processes"):
+        llm.worker_event("start_profile", object())
+    with pytest.raises(WorkerEventError, match="rank 0: Worker has no method prepare_fly"):
+        llm.worker_event("fly")
+
+
+def test_a_commit_that_raises_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Workers may be in different states: nothing runs on them any more."""
+    with LLM(MODEL, **OPTIONS) as llm:
+        (worker,) = llm.collective_rpc(lambda worker: worker)
+        monkeypatch.setattr(worker, "commit_start_profile", lambda path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.start_profile(tmp_path)
+        with pytest.raises(RuntimeError, match="an earlier step failed halfway: close this LLM"):
+            llm.generate(["copy q ="], SHORT, use_tqdm=False)
+
+
+def test_every_rank_writes_its_own_trace(tmp_path: Path):
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=60, arguments=[MODEL, tmp_path])
+    assert done.returncode == 0, done.output
+    paths = [tmp_path / f"trace.rank{rank}.json" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"['{path}']" for path in paths]
+    assert all(path.stat().st_size for path in paths)
