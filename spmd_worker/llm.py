@@ -4,6 +4,7 @@ In a plain script one process is the whole world; in a script under torchrun eve
 rank gets every output. Knows prompts and messages. Knows nothing about steps, ranks or blocks.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from spmd_worker.config.schema import (
     ParallelConfig,
     RunConfig,
     SchedulerConfig,
+    checked_value,
 )
 from spmd_worker.data_parallel.agreement import agree_on_prompts
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
@@ -43,7 +45,8 @@ class LLM:
     forgotten, or open when the interpreter ends, is closed then.
 
     Arguments are named and mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
-    `host_tier_gib` are GiB of host memory a rank. Raises ConfigError, ModelConfigError, TokenizerError or
+    `host_tier_gib` are GiB of host memory a rank. Arguments are checked as a command line's are: ConfigError names the
+    key, as a command line has it, the value and the rule. Raises ConfigError, ModelConfigError, TokenizerError or
     CheckpointError before anything is computed.
     """
 
@@ -87,11 +90,14 @@ class LLM:
         scheduler = _given(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, preemption_mode=preemption_mode
         )
+        # Checked before it is compared, here already.
+        max_num_seqs = checked_value("scheduler.max_num_seqs", max_num_seqs, int | None)
         if max_num_seqs is not None and max_num_batched_tokens is None:
             scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
         executor = _given(timeout_s=timeout_s, worker_cls=worker_cls, worker_extension_cls=worker_extension_cls)
+        path = os.fspath(model) if isinstance(model, os.PathLike) else model
         config = RunConfig(
-            model=ModelOptions(str(model), dtype, max_model_len, load_format, logprobs_mode),
+            model=ModelOptions(path, dtype, max_model_len, load_format, logprobs_mode),
             parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers),
             executor=ExecutorConfig(backend=distributed_executor_backend, **executor),
             cache=CacheConfig(**cache),

@@ -316,6 +316,26 @@ def test_models_and_settings_that_cannot_run_are_refused_before_weights_are_read
         LLM(checkpoint_folder("llama_nine_heads"), tensor_parallel_size=2)
 
 
+WRONG_ARGUMENTS = [
+    ({"seed": "x"}, "seed='x' must be a whole number"),
+    ({"max_num_seqs": "8"}, "scheduler.max_num_seqs='8' must be a whole number or null"),
+    ({"max_num_seqs": True}, "scheduler.max_num_seqs=True must be a whole number or null"),
+    ({"swap_space": "4"}, "cache.swap_space_gib='4' must be a number or null"),
+    ({"enable_chunked_prefill": "no"}, "scheduler.enable_chunked_prefill='no' must be true or false"),
+    ({"pipeline_layers": 3}, "parallel.pipeline_layers=3 must be a list of whole numbers, such as [10,8] or null"),
+    ({"model": 5}, "model.path=5 must be text or null"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), WRONG_ARGUMENTS, ids=[next(iter(each)) for each, _ in WRONG_ARGUMENTS]
+)
+def test_an_argument_of_another_type_is_the_command_lines_sentence(arguments: dict[str, object], message: str):
+    with pytest.raises(ConfigError) as refused:
+        LLM(**{"model": checkpoint_folder(NAME), **arguments})
+    assert str(refused.value) == message
+
+
 def test_the_cache_is_sized_from_memory_unless_it_is_set():
     with LLM(checkpoint_folder(NAME), max_num_seqs=4) as llm:
         # As much as four sequences of 512 tokens can use, which is far less than this machine has.
