@@ -30,6 +30,7 @@ from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import start_engine
 from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.chat_template import ChatTemplateError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -179,7 +180,7 @@ class LLM:
         """Say that the weights were changed in place (`apply_model`, `collective_rpc`): what was cached is not found.
 
         Under torchrun the first rank of each replica speaks for it: call this on every rank. Any other number than the
-        last will do; a trainer gives its step.
+        last that fits 64 bits will do; a trainer gives its step. Raises TypeError or ValueError for anything else.
         """
         self.llm_engine.set_weight_version(version)
 
@@ -275,9 +276,10 @@ class _Encoded:
 
 
 def _encoded_ids(token_ids: Any) -> _Encoded:
-    if not isinstance(token_ids, Sequence) or not all(isinstance(token, int) for token in token_ids):
-        return _Encoded(None, (), "prompt_token_ids must be a list of whole numbers")
-    return _Encoded(None, tuple(token_ids))
+    try:
+        return _Encoded(None, as_token_ids(token_ids))
+    except (TypeError, ValueError) as error:
+        return _Encoded(None, (), str(error))
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from reference_models import (
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.config.schema import ConfigError
+from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.model_config.model_config import ModelConfigError
 from spmd_worker.runner.model_runner import ModelRunner
 
@@ -112,8 +113,8 @@ def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answer
         "-1 is outside the vocabulary",
         "this one has ['text']",
         "no tokenizer.json",
-        "whole numbers",
-        "whole numbers",
+        "prompt_token_ids[0]='a' is a str: give a whole number",
+        "prompt_token_ids is a NoneType: give a list of whole numbers",
     ]
     for output, expected in zip(outputs[1::2], words, strict=True):
         assert expected in (output.error or ""), output
@@ -239,6 +240,53 @@ def test_every_block_is_free_after_answers_errors_and_aborts(llm: LLM):
     assert tokens([outputs[str(second)]]) == tokens(run(llm, PROMPTS[1]))
     assert engine.scheduler.cache.num_used_blocks == 0
     engine.scheduler.check_integrity()
+
+
+WRONG_CALLS = {
+    "abort a float": (lambda engine: engine.abort_request(1.5), "1.5 is no request id: give the number"),
+    "abort None in a list": (lambda engine: engine.abort_request([None]), "None is no request id: give the number"),
+    "version of text": (lambda engine: engine.set_weight_version("x"), "version='x' is a str: give a whole number"),
+    "version too large": (lambda engine: engine.set_weight_version(2**70), "must fit 64 bits"),
+    "prompt of text": (lambda engine: engine.add_request("hello", GREEDY), "prompt_token_ids is a str: give a list"),
+    "token of text": (lambda engine: engine.add_request([1, "2"], GREEDY), "prompt_token_ids[1]='2' is a str: give"),
+    "params of a dict": (lambda engine: engine.add_request([1], {}), "sampling is a dict: give SamplingParams"),
+    "index of text": (lambda engine: engine.add_request([1], GREEDY, index="x"), "index='x' is a str: give"),
+    "custom id of a number": (lambda engine: engine.add_request([1], GREEDY, custom_id=5), "custom_id is a int: give"),
+    "steps to nobody": (lambda engine: engine.watch_steps("x"), "'x' cannot be called: give a function"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_an_argument_that_no_step_could_carry_is_an_error_at_once_and_the_engine_goes_on(
+    llm: LLM, call: Callable[[LLMEngine], object], words: str
+):
+    """`set_weight_version("x")` once was accepted, and ended the engine a step later."""
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call(llm.llm_engine)
+    assert words in str(refused.value)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.llm_engine.step() == []
+    assert len(run(llm, PROMPTS[:1])) == 1
+
+
+def test_requests_are_aborted_by_number_by_text_and_several_at_once(llm: LLM):
+    engine = llm.llm_engine
+    ids = [engine.add_request(prompt, replace(GREEDY, max_tokens=100)) for prompt in PROMPTS[:6]]
+    with pytest.raises(TypeError, match="None is no request id"):
+        engine.abort_request([ids[5], None])
+    engine.abort_request(ids[0])
+    engine.abort_request(str(ids[1]))
+    engine.abort_request(each for each in (ids[2], str(ids[3])))
+    engine.abort_request(["no such request", 2**70, -1, ids[0]])
+    aborted = [output for _ in range(3) for output in engine.step()]
+    assert [output.request_id for output in aborted] == [str(each) for each in ids[:4]]
+    assert {output.outputs[0].finish_reason for output in aborted} == {"abort"}
+    engine.abort_request([*ids, "9" * 5000])
+    rest = [output for _ in range(2) for output in engine.step()]
+    assert [output.request_id for output in rest] == [str(each) for each in ids[4:]]
+    engine.abort_request(ids)
+    assert engine.step() == []
+    assert not engine.has_unfinished_requests()
 
 
 def test_closing_twice_is_once_and_a_closed_engine_says_so():

@@ -5,7 +5,7 @@ Knows nothing about who raised an event or how it travels.
 
 from dataclasses import dataclass
 
-from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.request import Request, RequestId, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,10 @@ class Abort:
     """A request ends now, wherever it stands; one that has already ended is not an error."""
 
     request_id: RequestId
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError, in the caller, as `SetWeightVersion` does."""
+        object.__setattr__(self, "request_id", whole_number("request_id", self.request_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,10 @@ class SetWeightVersion:
     """The weights are others from now on: `version` enters the name of everything that is cached."""
 
     version: int
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError: later, as a step's message is coded, it would be the end of every rank."""
+        object.__setattr__(self, "version", whole_number("version", self.version))
 
 
 @dataclass(frozen=True, slots=True)

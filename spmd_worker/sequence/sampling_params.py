@@ -108,6 +108,8 @@ class SamplingParams:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name}={value!r} must be a whole number")
+            if name != "seed" and not -(2**63) <= value < 2**63:
+                raise ValueError(f"{name}={value} must fit 64 bits")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
@@ -168,6 +170,11 @@ def _as_stop_strings(value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
         raise ValueError(f"stop={value!r} must be a non-empty string or a list of non-empty strings")
+    for item in strings:
+        try:
+            item.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"stop: {item!r} holds half of a surrogate pair, which is no character") from None
     return tuple(strings)
 
 
