@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from tqdm import tqdm
 
@@ -37,6 +37,8 @@ from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""
+
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -231,11 +233,16 @@ class LLM:
             return _Encoded(prompt, (), str(error))
 
     def _encode_mapping(self, prompt: Mapping[str, Any]) -> "_Encoded":
+        unknown = [str(key) for key in prompt if key not in _PROMPT_KEYS]
+        if unknown:
+            return _Encoded(
+                None, (), f"a prompt has no key {', '.join(unknown)}: give {' or '.join(_PROMPT_KEYS)} and nothing else"
+            )
         if "prompt_token_ids" in prompt:
             return _encoded_ids(prompt["prompt_token_ids"])
         if isinstance(prompt.get("prompt"), str):
             return self._encode(prompt["prompt"])
-        return _Encoded(None, (), f"a prompt has the key prompt or prompt_token_ids, this one has {sorted(prompt)}")
+        return _Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> "_Encoded":
         try:

@@ -93,6 +93,28 @@ def test_parameters_that_do_not_match_the_prompts_are_refused_before_anything_ru
     assert len(run(llm, PROMPTS)) == 8
 
 
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"multi_modal_data": {"image": b""}}, "no key multi_modal_data: give prompt or prompt_token_ids"),
+        ({"prompt_embeds": None, 3: 4}, "no key prompt_embeds, 3: give prompt or prompt_token_ids"),
+    ],
+)
+def test_a_key_of_a_prompt_that_nobody_reads_is_that_prompts_error(llm: LLM, extra: dict[object, object], words: str):
+    """An image once was dropped in silence, and the text alone answered."""
+    outputs = run(llm, [{"prompt_token_ids": PROMPTS[0], **extra}, {"prompt_token_ids": PROMPTS[0]}])
+    assert words in (outputs[0].error or "")
+    assert outputs[0].outputs == []
+    assert outputs[1].error is None
+    assert tokens(outputs[1:]) == tokens(run(llm, PROMPTS[0]))
+
+
+def test_a_prompt_without_either_key_names_what_it_needs(llm: LLM):
+    for prompt in ({}, {"prompt": None}, {"prompt": [1, 2]}):
+        (output,) = run(llm, prompt)
+        assert output.error == f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}"
+
+
 def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answered(llm: LLM):
     bad = [
         random_prompt(512, 0),
@@ -111,7 +133,7 @@ def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answer
         "has no tokens",
         "211 is outside the vocabulary of 211",
         "-1 is outside the vocabulary",
-        "this one has ['text']",
+        "a prompt has no key text: give prompt or prompt_token_ids and nothing else",
         "no tokenizer.json",
         "prompt_token_ids[0]='a' is a str: give a whole number",
         "prompt_token_ids is a NoneType: give a list of whole numbers",
