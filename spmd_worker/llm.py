@@ -6,7 +6,7 @@ rank gets every output. Knows prompts and messages. Knows nothing about steps, r
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -125,10 +125,13 @@ class LLM:
         answered.
 
         Under torchrun every rank of an engine, those of all its replicas, must pass the same prompts:
-        RanksDisagreeError names the first that differs. Every rank gets every output.
+        RanksDisagreeError names the first that differs. Every rank gets every output. What one rank raises before any
+        prompt is answered, such as TypeError or ValueError for its arguments, is RankFailedError on the others, and the
+        engine can be used again.
         """
-        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(encoded, self._params(sampling_params, len(encoded)), use_tqdm)
+        return self._run(
+            "generate", lambda: [self._encode(prompt) for prompt in _as_list(prompts)], sampling_params, use_tqdm
+        )
 
     def chat(
         self,
@@ -139,10 +142,12 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`."""
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: list[Any] = [messages] if is_one else list(messages)
-        encoded = [self._render(conversation, add_generation_prompt) for conversation in conversations]
-        return self._run(encoded, self._params(sampling_params, len(conversations)), use_tqdm)
+        return self._run(
+            "chat",
+            lambda: [self._render(each, add_generation_prompt) for each in _as_conversations(messages)],
+            sampling_params,
+            use_tqdm,
+        )
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ConfigError for a model folder without one."""
@@ -199,15 +204,28 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(self, encoded: list["_Encoded"], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self,
+        call: str,
+        encode: Callable[[], list["_Encoded"]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         engine, replicas = self.llm_engine, self._replicas
-        engine.check_idle()
+        # Without asking the others: a rank that cannot go on has no channel, or was the cause of their errors already.
+        engine.check_open()
         if replicas is not None:
             replicas.check_whole()
-        agree_on_prompts(engine, [(each.token_ids, sampling) for each, sampling in zip(encoded, params, strict=True)])
+
+        def prepare() -> list[tuple[_Encoded, SamplingParams]]:
+            engine.check_idle()
+            encoded = encode()
+            return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
+
+        agreed = agree_on_prompts(engine, call, prepare)
         outputs: dict[int, RequestOutput] = {}
         prompts: list[RoundPrompt] = []
-        for index, (each, sampling) in enumerate(zip(encoded, params, strict=True)):
+        for index, (each, sampling) in enumerate(agreed):
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
@@ -220,7 +238,7 @@ class LLM:
         answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
         with _Bar(total=len(prompts), desc="prompts", disable=not (use_tqdm and engine.is_first_rank)) as bar:
             outputs |= answer(prompts, bar.update)
-        return [outputs[index] for index in range(len(encoded))]
+        return [outputs[index] for index in range(len(agreed))]
 
     def _encode(self, prompt: Prompt) -> "_Encoded":
         if isinstance(prompt, Mapping):
@@ -257,6 +275,8 @@ class LLM:
     ) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.llm_engine.default_sampling] * num_prompts
+        if not isinstance(given, Sequence):
+            raise TypeError(f"sampling_params is a {type(given).__name__}: give SamplingParams, or a list of them")
         if len(given) != num_prompts:
             raise ValueError(
                 f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt"
@@ -290,9 +310,20 @@ def _encoded_ids(token_ids: Any) -> _Encoded:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """A prompt alone becomes a list of one."""
-    is_one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if is_one else list(prompts)
+    """A prompt alone becomes a list of one. Raises TypeError for what is neither."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _as_conversations(messages: Any) -> list[Any]:
+    """A conversation alone becomes a list of one. Raises TypeError for what is neither."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise TypeError(f"messages is a {type(messages).__name__}: give a list of messages, or a list of such lists")
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -93,6 +93,18 @@ def test_parameters_that_do_not_match_the_prompts_are_refused_before_anything_ru
     assert len(run(llm, PROMPTS)) == 8
 
 
+def test_arguments_that_are_no_prompts_conversations_or_parameters_are_refused(llm: LLM):
+    for prompts in (5, None, b"hello"):
+        with pytest.raises(TypeError, match=r"prompts is a \w+: give a prompt or a list of prompts"):
+            run(llm, prompts)
+    for messages in ("hello", None, {"role": "user"}):
+        with pytest.raises(TypeError, match=r"messages is a \w+: give a list of messages"):
+            llm.chat(messages, GREEDY, use_tqdm=False)
+    with pytest.raises(TypeError, match="sampling_params is a dict: give SamplingParams, or a list"):
+        run(llm, PROMPTS, {"temperature": 0})
+    assert tokens(run(llm, (each for each in PROMPTS))) == tokens(run(llm, PROMPTS))
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [

@@ -209,11 +209,14 @@ class LLMEngine:
         """Whether `step` has anything to do here."""
         return bool(self._prompts)
 
-    def check_idle(self) -> None:
-        """Raise RuntimeError unless new prompts would have the engine to themselves: open, whole, nothing waiting."""
+    def check_open(self) -> None:
+        """Raise RuntimeError where this engine can answer nothing any more: it was closed, or a step failed halfway."""
         if self.is_closed:
             raise RuntimeError("this LLM was closed: make a new one")
         self._check_whole()
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError unless new prompts would have the engine to themselves: nothing else waits."""
         if self.has_unfinished_requests():
             raise RuntimeError(
                 f"{self.num_unfinished} requests of llm_engine.add_request are not answered yet: call llm_engine.step "
