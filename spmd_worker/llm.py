@@ -4,12 +4,13 @@ In a plain script one process is the whole world; in a script under torchrun eve
 rank gets every output. Knows prompts and messages. Knows nothing about steps, ranks or blocks.
 """
 
+import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from tqdm import tqdm
 
@@ -21,6 +22,7 @@ from spmd_worker.config.schema import (
     ParallelConfig,
     RunConfig,
     SchedulerConfig,
+    checked_value,
 )
 from spmd_worker.data_parallel.agreement import agree_on_prompts, agree_on_worker_event
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
@@ -28,12 +30,15 @@ from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import start_engine
 from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.chat_template import ChatTemplateError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""
+
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -43,7 +48,8 @@ class LLM:
     forgotten, or open when the interpreter ends, is closed then.
 
     Arguments are named and mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
-    `host_tier_gib` are GiB of host memory a rank. Raises ConfigError, ModelConfigError, TokenizerError or
+    `host_tier_gib` are GiB of host memory a rank. Arguments are checked as a command line's are: ConfigError names the
+    key, as a command line has it, the value and the rule. Raises ConfigError, ModelConfigError, TokenizerError or
     CheckpointError before anything is computed.
     """
 
@@ -87,11 +93,14 @@ class LLM:
         scheduler = _given(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, preemption_mode=preemption_mode
         )
+        # Checked before it is compared, here already.
+        max_num_seqs = checked_value("scheduler.max_num_seqs", max_num_seqs, int | None)
         if max_num_seqs is not None and max_num_batched_tokens is None:
             scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
         executor = _given(timeout_s=timeout_s, worker_cls=worker_cls, worker_extension_cls=worker_extension_cls)
+        path = os.fspath(model) if isinstance(model, os.PathLike) else model
         config = RunConfig(
-            model=ModelOptions(str(model), dtype, max_model_len, load_format, logprobs_mode),
+            model=ModelOptions(path, dtype, max_model_len, load_format, logprobs_mode),
             parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers),
             executor=ExecutorConfig(backend=distributed_executor_backend, **executor),
             cache=CacheConfig(**cache),
@@ -116,10 +125,13 @@ class LLM:
         answered.
 
         Under torchrun every rank of an engine, those of all its replicas, must pass the same prompts:
-        RanksDisagreeError names the first that differs. Every rank gets every output.
+        RanksDisagreeError names the first that differs. Every rank gets every output. What one rank raises before any
+        prompt is answered, such as TypeError or ValueError for its arguments, is RankFailedError on the others, and the
+        engine can be used again.
         """
-        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(encoded, self._params(sampling_params, len(encoded)), use_tqdm)
+        return self._run(
+            "generate", lambda: [self._encode(prompt) for prompt in _as_list(prompts)], sampling_params, use_tqdm
+        )
 
     def chat(
         self,
@@ -130,10 +142,12 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`."""
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: list[Any] = [messages] if is_one else list(messages)
-        encoded = [self._render(conversation, add_generation_prompt) for conversation in conversations]
-        return self._run(encoded, self._params(sampling_params, len(conversations)), use_tqdm)
+        return self._run(
+            "chat",
+            lambda: [self._render(each, add_generation_prompt) for each in _as_conversations(messages)],
+            sampling_params,
+            use_tqdm,
+        )
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ConfigError for a model folder without one."""
@@ -207,7 +221,7 @@ class LLM:
         """Say that the weights were changed in place (`apply_model`, `collective_rpc`): what was cached is not found.
 
         Under torchrun the first rank of each replica speaks for it: call this on every rank. Any other number than the
-        last will do; a trainer gives its step.
+        last that fits 64 bits will do; a trainer gives its step. Raises TypeError or ValueError for anything else.
         """
         self.llm_engine.set_weight_version(version)
 
@@ -224,15 +238,28 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(self, encoded: list["_Encoded"], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self,
+        call: str,
+        encode: Callable[[], list["_Encoded"]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         engine, replicas = self.llm_engine, self._replicas
-        engine.check_idle()
+        # Without asking the others: a rank that cannot go on has no channel, or was the cause of their errors already.
+        engine.check_open()
         if replicas is not None:
             replicas.check_whole()
-        agree_on_prompts(engine, [(each.token_ids, sampling) for each, sampling in zip(encoded, params, strict=True)])
+
+        def prepare() -> list[tuple[_Encoded, SamplingParams]]:
+            engine.check_idle()
+            encoded = encode()
+            return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
+
+        agreed = agree_on_prompts(engine, call, prepare)
         outputs: dict[int, RequestOutput] = {}
         prompts: list[RoundPrompt] = []
-        for index, (each, sampling) in enumerate(zip(encoded, params, strict=True)):
+        for index, (each, sampling) in enumerate(agreed):
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
@@ -245,7 +272,7 @@ class LLM:
         answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
         with _Bar(total=len(prompts), desc="prompts", disable=not (use_tqdm and engine.is_first_rank)) as bar:
             outputs |= answer(prompts, bar.update)
-        return [outputs[index] for index in range(len(encoded))]
+        return [outputs[index] for index in range(len(agreed))]
 
     def _encode(self, prompt: Prompt) -> "_Encoded":
         if isinstance(prompt, Mapping):
@@ -258,11 +285,16 @@ class LLM:
             return _Encoded(prompt, (), str(error))
 
     def _encode_mapping(self, prompt: Mapping[str, Any]) -> "_Encoded":
+        unknown = [str(key) for key in prompt if key not in _PROMPT_KEYS]
+        if unknown:
+            return _Encoded(
+                None, (), f"a prompt has no key {', '.join(unknown)}: give {' or '.join(_PROMPT_KEYS)} and nothing else"
+            )
         if "prompt_token_ids" in prompt:
             return _encoded_ids(prompt["prompt_token_ids"])
         if isinstance(prompt.get("prompt"), str):
             return self._encode(prompt["prompt"])
-        return _Encoded(None, (), f"a prompt has the key prompt or prompt_token_ids, this one has {sorted(prompt)}")
+        return _Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> "_Encoded":
         try:
@@ -277,6 +309,8 @@ class LLM:
     ) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.llm_engine.default_sampling] * num_prompts
+        if not isinstance(given, Sequence):
+            raise TypeError(f"sampling_params is a {type(given).__name__}: give SamplingParams, or a list of them")
         if len(given) != num_prompts:
             raise ValueError(
                 f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt"
@@ -303,15 +337,27 @@ class _Encoded:
 
 
 def _encoded_ids(token_ids: Any) -> _Encoded:
-    if not isinstance(token_ids, Sequence) or not all(isinstance(token, int) for token in token_ids):
-        return _Encoded(None, (), "prompt_token_ids must be a list of whole numbers")
-    return _Encoded(None, tuple(token_ids))
+    try:
+        return _Encoded(None, as_token_ids(token_ids))
+    except (TypeError, ValueError) as error:
+        return _Encoded(None, (), str(error))
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """A prompt alone becomes a list of one."""
-    is_one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if is_one else list(prompts)
+    """A prompt alone becomes a list of one. Raises TypeError for what is neither."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _as_conversations(messages: Any) -> list[Any]:
+    """A conversation alone becomes a list of one. Raises TypeError for what is neither."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise TypeError(f"messages is a {type(messages).__name__}: give a list of messages, or a list of such lists")
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
 def _given(**values: Any) -> dict[str, Any]:

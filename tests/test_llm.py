@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from reference_models import (
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.config.schema import ConfigError
+from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.model_config.model_config import ModelConfigError
 from spmd_worker.runner.model_runner import ModelRunner
 
@@ -92,6 +93,40 @@ def test_parameters_that_do_not_match_the_prompts_are_refused_before_anything_ru
     assert len(run(llm, PROMPTS)) == 8
 
 
+def test_arguments_that_are_no_prompts_conversations_or_parameters_are_refused(llm: LLM):
+    for prompts in (5, None, b"hello"):
+        with pytest.raises(TypeError, match=r"prompts is a \w+: give a prompt or a list of prompts"):
+            run(llm, prompts)
+    for messages in ("hello", None, {"role": "user"}):
+        with pytest.raises(TypeError, match=r"messages is a \w+: give a list of messages"):
+            llm.chat(messages, GREEDY, use_tqdm=False)
+    with pytest.raises(TypeError, match="sampling_params is a dict: give SamplingParams, or a list"):
+        run(llm, PROMPTS, {"temperature": 0})
+    assert tokens(run(llm, (each for each in PROMPTS))) == tokens(run(llm, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"multi_modal_data": {"image": b""}}, "no key multi_modal_data: give prompt or prompt_token_ids"),
+        ({"prompt_embeds": None, 3: 4}, "no key prompt_embeds, 3: give prompt or prompt_token_ids"),
+    ],
+)
+def test_a_key_of_a_prompt_that_nobody_reads_is_that_prompts_error(llm: LLM, extra: dict[object, object], words: str):
+    """An image once was dropped in silence, and the text alone answered."""
+    outputs = run(llm, [{"prompt_token_ids": PROMPTS[0], **extra}, {"prompt_token_ids": PROMPTS[0]}])
+    assert words in (outputs[0].error or "")
+    assert outputs[0].outputs == []
+    assert outputs[1].error is None
+    assert tokens(outputs[1:]) == tokens(run(llm, PROMPTS[0]))
+
+
+def test_a_prompt_without_either_key_names_what_it_needs(llm: LLM):
+    for prompt in ({}, {"prompt": None}, {"prompt": [1, 2]}):
+        (output,) = run(llm, prompt)
+        assert output.error == f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}"
+
+
 def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answered(llm: LLM):
     bad = [
         random_prompt(512, 0),
@@ -110,10 +145,10 @@ def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answer
         "has no tokens",
         "211 is outside the vocabulary of 211",
         "-1 is outside the vocabulary",
-        "this one has ['text']",
+        "a prompt has no key text: give prompt or prompt_token_ids and nothing else",
         "no tokenizer.json",
-        "whole numbers",
-        "whole numbers",
+        "prompt_token_ids[0]='a' is a str: give a whole number",
+        "prompt_token_ids is a NoneType: give a list of whole numbers",
     ]
     for output, expected in zip(outputs[1::2], words, strict=True):
         assert expected in (output.error or ""), output
@@ -241,6 +276,53 @@ def test_every_block_is_free_after_answers_errors_and_aborts(llm: LLM):
     engine.scheduler.check_integrity()
 
 
+WRONG_CALLS = {
+    "abort a float": (lambda engine: engine.abort_request(1.5), "1.5 is no request id: give the number"),
+    "abort None in a list": (lambda engine: engine.abort_request([None]), "None is no request id: give the number"),
+    "version of text": (lambda engine: engine.set_weight_version("x"), "version='x' is a str: give a whole number"),
+    "version too large": (lambda engine: engine.set_weight_version(2**70), "must fit 64 bits"),
+    "prompt of text": (lambda engine: engine.add_request("hello", GREEDY), "prompt_token_ids is a str: give a list"),
+    "token of text": (lambda engine: engine.add_request([1, "2"], GREEDY), "prompt_token_ids[1]='2' is a str: give"),
+    "params of a dict": (lambda engine: engine.add_request([1], {}), "sampling is a dict: give SamplingParams"),
+    "index of text": (lambda engine: engine.add_request([1], GREEDY, index="x"), "index='x' is a str: give"),
+    "custom id of a number": (lambda engine: engine.add_request([1], GREEDY, custom_id=5), "custom_id is a int: give"),
+    "steps to nobody": (lambda engine: engine.watch_steps("x"), "'x' cannot be called: give a function"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_an_argument_that_no_step_could_carry_is_an_error_at_once_and_the_engine_goes_on(
+    llm: LLM, call: Callable[[LLMEngine], object], words: str
+):
+    """`set_weight_version("x")` once was accepted, and ended the engine a step later."""
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call(llm.llm_engine)
+    assert words in str(refused.value)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.llm_engine.step() == []
+    assert len(run(llm, PROMPTS[:1])) == 1
+
+
+def test_requests_are_aborted_by_number_by_text_and_several_at_once(llm: LLM):
+    engine = llm.llm_engine
+    ids = [engine.add_request(prompt, replace(GREEDY, max_tokens=100)) for prompt in PROMPTS[:6]]
+    with pytest.raises(TypeError, match="None is no request id"):
+        engine.abort_request([ids[5], None])
+    engine.abort_request(ids[0])
+    engine.abort_request(str(ids[1]))
+    engine.abort_request(each for each in (ids[2], str(ids[3])))
+    engine.abort_request(["no such request", 2**70, -1, ids[0]])
+    aborted = [output for _ in range(3) for output in engine.step()]
+    assert [output.request_id for output in aborted] == [str(each) for each in ids[:4]]
+    assert {output.outputs[0].finish_reason for output in aborted} == {"abort"}
+    engine.abort_request([*ids, "9" * 5000])
+    rest = [output for _ in range(2) for output in engine.step()]
+    assert [output.request_id for output in rest] == [str(each) for each in ids[4:]]
+    engine.abort_request(ids)
+    assert engine.step() == []
+    assert not engine.has_unfinished_requests()
+
+
 def test_closing_twice_is_once_and_a_closed_engine_says_so():
     llm = LLM(checkpoint_folder(NAME), num_blocks=300)
     expected = tokens(run(llm, PROMPTS))
@@ -314,6 +396,26 @@ def test_models_and_settings_that_cannot_run_are_refused_before_weights_are_read
         LLM(folder, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"llama_nine_heads|1, 3 and 9"):
         LLM(checkpoint_folder("llama_nine_heads"), tensor_parallel_size=2)
+
+
+WRONG_ARGUMENTS = [
+    ({"seed": "x"}, "seed='x' must be a whole number"),
+    ({"max_num_seqs": "8"}, "scheduler.max_num_seqs='8' must be a whole number or null"),
+    ({"max_num_seqs": True}, "scheduler.max_num_seqs=True must be a whole number or null"),
+    ({"swap_space": "4"}, "cache.swap_space_gib='4' must be a number or null"),
+    ({"enable_chunked_prefill": "no"}, "scheduler.enable_chunked_prefill='no' must be true or false"),
+    ({"pipeline_layers": 3}, "parallel.pipeline_layers=3 must be a list of whole numbers, such as [10,8] or null"),
+    ({"model": 5}, "model.path=5 must be text or null"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), WRONG_ARGUMENTS, ids=[next(iter(each)) for each, _ in WRONG_ARGUMENTS]
+)
+def test_an_argument_of_another_type_is_the_command_lines_sentence(arguments: dict[str, object], message: str):
+    with pytest.raises(ConfigError) as refused:
+        LLM(**{"model": checkpoint_folder(NAME), **arguments})
+    assert str(refused.value) == message
 
 
 def test_the_cache_is_sized_from_memory_unless_it_is_set():

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import json
 import re
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,20 +23,11 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import ConfigError, RunConfig, type_words
 
 SCHEMA_NAME: Final = "run_schema"
 EXPERIMENT: Final = "experiment"
 """The group of named runs: its sets hold keys of any group."""
-
-_TYPE_WORDS: Final = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "list[str]": "a list of texts, such as [a,b]",
-    "None": "null",
-}
 
 
 def compose_run(config_dir: Path, overrides: Sequence[str], extra_dir: Path | None = None) -> RunConfig:
@@ -210,17 +200,10 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
         except ConfigError as error_result:
             return error_result
     reason = "" if key in _keys() and given and "$" not in given else f" ({_reason(text)})"
-    return ConfigError(f"{where} must be {_type_words(_keys().get(key))}{reason}")
+    return ConfigError(f"{where} must be {type_words(_keys().get(key))}{reason}")
 
 
 def _reason(text: str) -> str:
     """OmegaConf's own words, without Hydra's frame around them."""
     lines = [line for line in text.splitlines() if line and not line.startswith(("In '", "Error merging", "    "))]
     return lines[0] if lines else "no reason given"
-
-
-def _type_words(hint: Any) -> str:
-    parts = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
-    names = ["None" if part is type(None) else str(getattr(part, "__name__", part)) for part in parts]
-    names = ["list[str]" if name == "list" else name for name in names]
-    return " or ".join(_TYPE_WORDS.get(name, name) for name in names)

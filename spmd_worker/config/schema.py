@@ -7,7 +7,11 @@ where those are known.
 """
 
 import dataclasses
+import operator
+import types
+import typing
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Final
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -25,6 +29,64 @@ class ConfigError(ValueError):
     """A configuration that cannot run: the message names the key, the value, the rule and the way out."""
 
 
+def checked_value(key: str, value: Any, hint: Any) -> Any:
+    """`value` as the type that `hint`, a field's annotation, wants: int, float, bool, str, list[...], one of the groups
+    below, or `X | None` of these.
+
+    A whole number is whatever Python takes as an index (numpy's and torch's integers too), a number any real one, and
+    neither is true or false. What is kept is Python's own int or float: ranks compare configurations as text. Raises
+    ConfigError: the key, the value, and what it must be.
+    """
+    for kind in _alternatives(hint):
+        try:
+            return _as_type(value, kind)
+        except (TypeError, OverflowError):
+            continue
+    raise ConfigError(f"{key}={value!r} must be {type_words(hint)}")
+
+
+def type_words(hint: Any) -> str:
+    """What a field's annotation says, for people."""
+    return " or ".join(_TYPE_WORDS.get(kind) or f"a {kind.__name__}" for kind in _alternatives(hint))
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _as_type(value: Any, kind: Any) -> Any:
+    """Raises TypeError, or OverflowError for an integer that no float can hold."""
+    is_number = not isinstance(value, bool)
+    if kind is int and is_number:
+        return operator.index(value)
+    if kind is float and is_number and isinstance(value, Real):
+        return float(value)
+    if typing.get_origin(kind) is list and isinstance(value, list | tuple):
+        return [_as_type(each, *typing.get_args(kind)) for each in value]
+    if kind in (int, float) or typing.get_origin(kind) or not isinstance(value, kind):
+        raise TypeError
+    return value
+
+
+_TYPE_WORDS: Final[dict[Any, str]] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of whole numbers, such as [10,8]",
+    list[str]: "a list of texts, such as [a,b]",
+    types.NoneType: "null",
+}
+
+
+def _check_types(record: Any, group: str = "") -> None:
+    """First in every `__post_init__`: each field is of its annotated type, or can be made so."""
+    for name, hint in typing.get_type_hints(type(record)).items():
+        value = checked_value(f"{group}.{name}" if group else name, getattr(record, name), hint)
+        # Frozen, and nobody has seen it yet.
+        object.__setattr__(record, name, value)
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model: a Hugging Face folder. `max_model_len` null takes the model's own length (tokens)."""
@@ -37,6 +99,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         """Check each key alone."""
+        _check_types(self, "model")
         _check_choice("model.dtype", self.dtype, DTYPES)
         _check_choice("model.load_format", self.load_format, LOAD_FORMATS)
         _check_choice("model.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
@@ -57,6 +120,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         """Check each key alone."""
+        _check_types(self, "parallel")
         _check_at_least("parallel.tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_at_least("parallel.pipeline_parallel_size", self.pipeline_parallel_size, 1)
         _check_at_least("parallel.data_parallel_size", self.data_parallel_size, 1)
@@ -80,6 +144,7 @@ class ExecutorConfig:
 
     def __post_init__(self) -> None:
         """Check each key alone."""
+        _check_types(self, "executor")
         if "." not in self.backend:
             _check_choice("executor.backend", self.backend, EXECUTOR_BACKENDS, "nor the qualified name of a class")
         _check_at_least("executor.digest_every", self.digest_every, 0)
@@ -105,6 +170,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         """Check each key alone."""
+        _check_types(self, "cache")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"cache.block_size={self.block_size} must be a power of two, such as 16")
         _check_at_least("cache.num_blocks", self.num_blocks, 1)
@@ -137,6 +203,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Check each key alone, and that every running sequence can have its token."""
+        _check_types(self, "scheduler")
         _check_at_least("scheduler.max_num_seqs", self.max_num_seqs, 1)
         _check_at_least("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_choice("scheduler.preemption_mode", self.preemption_mode, PREEMPTION_MODES)
@@ -168,6 +235,10 @@ class SamplingConfig:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
 
+    def __post_init__(self) -> None:
+        """Check types; `SamplingParams` has the rules."""
+        _check_types(self, "sampling")
+
     def given(self) -> dict[str, Any]:
         """The keys that are set, in declaration order."""
         return {
@@ -196,6 +267,7 @@ class RowLimits:
 
     def __post_init__(self) -> None:
         """Check each key alone."""
+        _check_types(self, "limits")
         for spec in dataclasses.fields(self):
             _check_at_least(f"limits.{spec.name}", getattr(self, spec.name), 0 if spec.name in _MAY_BE_NONE else 1)
         if self.max_nesting > _MAX_NESTING:
@@ -232,6 +304,7 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         """Check each key alone."""
+        _check_types(self, "job")
         _check_choice("job.resume", self.resume, RESUME_MODES)
         _check_at_least("job.max_rows", self.max_rows, 0)
         _check_at_least("job.max_error_rows", self.max_error_rows, 0)
@@ -257,6 +330,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check the top keys, and rules between groups."""
+        _check_types(self)
         _check_choice("device", self.device, DEVICES)
         _check_defaults(self.sampling, self.limits)
         if self.cache.host_tier_gib and not self.executor.digest_every:

@@ -1,33 +1,74 @@
-"""Whether every rank of an engine was given the same prompts, or worker event, before any of them is answered.
+"""Before a call runs: whether every rank of an engine has its prompts, or its worker event, ready and all the same.
 
 Knows prompts as token ids and parameters. Knows nothing about who answers them.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final, Protocol, TypeVar
 
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.executor.rpc_coding import encode_value
 from spmd_worker.lockstep.agreement import canonical, check_equal
+from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.sequence.sampling_params import SamplingParams
 
+_MAX_ERROR_CHARACTERS: Final = 2000
 
-def agree_on_prompts(engine: LLMEngine, prompts: list[tuple[tuple[int, ...], SamplingParams]]) -> None:
-    """Raise RanksDisagreeError, naming prompt, field and both values, unless every rank gives equal prompts.
 
-    Digests are compared; only a prompt that differs is sent whole. Compares nothing with `executor.digest_every` 0.
+class EncodedPrompt(Protocol):
+    """What is compared of a prompt, beside its parameters."""
+
+    token_ids: tuple[int, ...]
+
+
+_Prompt = TypeVar("_Prompt", bound=EncodedPrompt)
+
+
+def agree_on_prompts(
+    engine: LLMEngine, call: str, prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]]
+) -> list[tuple[_Prompt, SamplingParams]]:
+    """What `prepare` returns, once every rank has the same; `call` is what the user called. Every rank of the engine
+    makes the same call.
+
+    One exchange, in which each rank sends digests of its prompts or the error that `prepare` raised. Where it raised
+    anywhere, nothing is answered and the engine can be used again: the rank raises its own error, the others
+    RankFailedError with the words of the first. Raises RanksDisagreeError, naming prompt, field and both values, unless
+    every rank gives equal prompts; they are not compared with `executor.digest_every` 0.
     """
     channel = engine.engine_channel
-    if not engine.config.executor.digest_every or channel.size == 1:
-        return
-    digests = [blake2b(canonical(_as_json(prompt)), digest_size=8).hexdigest() for prompt in prompts]
-    lists = [json.loads(payload) for payload in channel.gather(canonical(digests))]
-    for index, entries in enumerate(zip(*lists)):
+    if channel.size == 1:
+        return prepare()
+    own_error: Exception | None = None
+    try:
+        prompts = prepare()
+        ready: dict[str, Any] = {"digests": _digests(prompts) if engine.config.executor.digest_every else []}
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        own_error = error
+        ready = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}
+    answers = [json.loads(payload) for payload in channel.gather(canonical(ready))]
+    if own_error is not None:
+        raise own_error
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            failed = RankFailedError(f"rank {rank} failed before {call}: {answer['error']}")
+            failed.names_cause = True
+            raise failed
+    _check_digests(engine, [answer["digests"] for answer in answers], prompts)
+    return prompts
+
+
+def _check_digests(
+    engine: LLMEngine, digests: list[list[str]], prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]
+) -> None:
+    """`digests` by rank. Only a prompt that differs is sent whole."""
+    for index, entries in enumerate(zip(*digests)):
         if len(dict.fromkeys(entries)) > 1:
-            check_equal("prompts", channel.gather(canonical({f"prompts[{index}]": _as_json(prompts[index])})))
-    check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in lists])
+            own = canonical({f"prompts[{index}]": _as_json(*prompts[index])})
+            check_equal("prompts", engine.engine_channel.gather(own))
+    check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in digests])
 
 
 def agree_on_worker_event(engine: LLMEngine, name: str, payload: Any) -> None:
@@ -40,5 +81,9 @@ def agree_on_worker_event(engine: LLMEngine, name: str, payload: Any) -> None:
         check_equal("worker events", channel.gather(encode_value({"name": name, "payload": payload})))
 
 
-def _as_json(prompt: tuple[tuple[int, ...], SamplingParams]) -> dict[str, Any]:
-    return {"prompt_token_ids": list(prompt[0]), "sampling": asdict(prompt[1])}
+def _digests(prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]) -> list[str]:
+    return [blake2b(canonical(_as_json(*prompt)), digest_size=8).hexdigest() for prompt in prompts]
+
+
+def _as_json(prompt: EncodedPrompt, sampling: SamplingParams) -> dict[str, Any]:
+    return {"prompt_token_ids": list(prompt.token_ids), "sampling": asdict(sampling)}

@@ -12,7 +12,7 @@ workers change after a step (`worker_events.py`). Knows how the parts fit togeth
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,7 @@ from spmd_worker.config.schema import RunConfig
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.step_recorder import StepRecorder
-from spmd_worker.engine.validation import check_request
+from spmd_worker.engine.validation import as_request_ids, check_request
 from spmd_worker.engine.worker_events import WorkerEvents
 from spmd_worker.executor.executor import Executor
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
@@ -51,7 +51,7 @@ from spmd_worker.sequence.events import (
     concern_workers,
 )
 from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.request import Request, RequestId, random_stream
+from spmd_worker.sequence.request import Request, RequestId, random_stream, whole_number
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -141,8 +141,10 @@ class LLMEngine:
         """Requests added here and not answered yet."""
         return len(self._prompts)
 
-    def check_request(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
-        """Raise ValueError for a request that could never be answered. Needs no other rank."""
+    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise ValueError for a request that could never be answered, TypeError for what is none. Needs no other
+        rank.
+        """
         check_request(
             prompt_token_ids,
             sampling,
@@ -154,7 +156,7 @@ class LLMEngine:
 
     def add_request(
         self,
-        prompt_token_ids: tuple[int, ...],
+        prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         *,
         prompt: str | None = None,
@@ -164,23 +166,33 @@ class LLMEngine:
         """Queue a request for the next step. `custom_id`, else `index`, else the order of requests names its
         randomness.
 
-        Raises ValueError as `check_request` does.
+        Raises ValueError or TypeError as `check_request` does, and nothing is queued then.
         """
         self.check_request(prompt_token_ids, sampling)
+        for name, text in (("prompt", prompt), ("custom_id", custom_id)):
+            if not isinstance(text, str | None):
+                raise TypeError(f"{name} is a {type(text).__name__}: give text")
         request_id = RequestId(self._num_requests)
-        row = self._num_requests if index is None else index
+        row = self._num_requests if index is None else whole_number("index", index)
         stream = random_stream(self.config.seed, sampling.seed, custom_id, row)
+        request = Request(request_id, tuple(prompt_token_ids), sampling, stream)
         self._num_requests += 1
         self._prompts[request_id] = prompt
-        self._events.append(Admit(Request(request_id, prompt_token_ids, sampling, stream)))
+        self._events.append(Admit(request))
         return request_id
 
-    def abort_request(self, request_id: RequestId) -> None:
-        """End a request at the next step; its output so far comes back with finish reason "abort"."""
-        self._events.append(Abort(request_id))
+    def abort_request(self, request_ids: str | int | Iterable[str | int]) -> None:
+        """End one request or several at the next step; each output so far comes back with finish reason "abort".
+
+        Ids are what `add_request` returned or what outputs have; one of no unfinished request is not an error. Raises
+        TypeError for what is no id, and none is ended then.
+        """
+        self._events += [Abort(each) for each in as_request_ids(request_ids) if each in self._prompts]
 
     def watch_steps(self, write: Callable[[StepStats], None]) -> None:
         """Have every step from now on described to `write`."""
+        if not callable(write):
+            raise TypeError(f"{write!r} cannot be called: give a function of StepStats")
         recorder = StepRecorder(self.scheduler, self.times)
         self._on_step = lambda plan, result: write(recorder.record(plan, result))
 
@@ -194,7 +206,10 @@ class LLMEngine:
         self._events.append(ResetPrefixCache())
 
     def set_weight_version(self, version: int) -> None:
-        """The weights are others than before: from the next step on nothing computed with the old ones is found."""
+        """The weights are others than before: from the next step on nothing computed with the old ones is found.
+
+        Raises TypeError for what is no whole number, ValueError for one that does not fit 64 bits.
+        """
         self._events.append(SetWeightVersion(version))
 
     def worker_event(self, name: str, payload: Any = None) -> list[Any]:
@@ -225,11 +240,14 @@ class LLMEngine:
         """Whether `step` has anything to do here."""
         return bool(self._prompts)
 
-    def check_idle(self) -> None:
-        """Raise RuntimeError unless new prompts would have the engine to themselves: open, whole, nothing waiting."""
+    def check_open(self) -> None:
+        """Raise RuntimeError where this engine can answer nothing any more: it was closed, or a step failed halfway."""
         if self.is_closed:
             raise RuntimeError("this LLM was closed: make a new one")
         self._check_whole()
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError unless new prompts would have the engine to themselves: nothing else waits."""
         if self.has_unfinished_requests():
             raise RuntimeError(
                 f"{self.num_unfinished} requests of llm_engine.add_request are not answered yet: call llm_engine.step "

@@ -3,11 +3,40 @@
 Knows prompts, sampling parameters and limits. Knows nothing about ranks or steps.
 """
 
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any, Final
+
+from spmd_worker.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.sequence.sampling_params import SamplingParams
+
+_NO_REQUEST: Final = RequestId(-1)
+_MAX_ID_DIGITS: Final = 19
+
+
+def as_request_ids(given: Any) -> list[RequestId]:
+    """One request id, or each of an iterable: as a number, as `add_request` returns it, or as text, as outputs have it.
+
+    A text that is no number is the id of no request. Raises TypeError for anything else.
+    """
+    is_several = isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray)
+    return [_as_request_id(each) for each in (given if is_several else [given])]
+
+
+def _as_request_id(value: Any) -> RequestId:
+    if isinstance(value, str):
+        is_number = value.isascii() and value.isdigit() and len(value) <= _MAX_ID_DIGITS
+        return RequestId(int(value)) if is_number else _NO_REQUEST
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"{value!r} is no request id: give the number that add_request returned, an output's request_id, or "
+            f"several of these in a list"
+        )
+    return RequestId(index(value))
 
 
 def check_request(
-    prompt_token_ids: tuple[int, ...],
+    prompt_token_ids: Sequence[int],
     sampling: SamplingParams,
     *,
     vocab_size: int,
@@ -15,7 +44,11 @@ def check_request(
     max_num_seqs: int,
     has_tokenizer: bool,
 ) -> None:
-    """Raise ValueError, naming what to change, for a request that could never be answered."""
+    """Raise ValueError, naming what to change, for a request that could never be answered, TypeError for what is
+    none.
+    """
+    prompt_token_ids = as_token_ids(prompt_token_ids)
+    check_sampling(sampling)
     if not prompt_token_ids:
         raise ValueError("the prompt has no tokens: give at least one")
     outside = next((token for token in prompt_token_ids if not 0 <= token < vocab_size), None)

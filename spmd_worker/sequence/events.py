@@ -7,7 +7,7 @@ for a difference follow from its fields.
 from dataclasses import dataclass
 
 from spmd_worker.sequence.record_checks import check_fields
-from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.request import Request, RequestId, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Abort:
     request_id: RequestId
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        """Raises TypeError or ValueError, in the caller, as `SetWeightVersion` does."""
+        object.__setattr__(self, "request_id", whole_number("request_id", self.request_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class SetWeightVersion:
     version: int
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        """Raises TypeError or ValueError: later, as a step's message is coded, it would be the end of every rank."""
+        object.__setattr__(self, "version", whole_number("version", self.version))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@
 Knows token ids and sampling parameters. Knows nothing about text, files or ranks.
 """
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NewType
+from typing import Any, NewType
 
 from spmd_worker.sequence.record_checks import Integer65, check_fields
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -25,6 +27,41 @@ class Request:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def __post_init__(self) -> None:
+        """Check what callers give. A wrong type would be found when a step's message is coded, and end every rank."""
+        object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
+        check_sampling(self.sampling)
+
+
+def whole_number(name: str, value: Any) -> int:
+    """`value` as Python's own int: numpy's and torch's integers are whole numbers, True is none.
+
+    Raises TypeError, and ValueError for what does not fit 64 bits.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a whole number")
+    number = operator.index(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name}={number} must fit 64 bits")
+    return number
+
+
+def as_token_ids(values: Any) -> tuple[int, ...]:
+    """A prompt's token ids, from a sequence of whole numbers. Raises TypeError or ValueError as `whole_number` does."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
+        raise TypeError(f"prompt_token_ids is a {type(values).__name__}: give a list of whole numbers")
+    # Long prompts pass without a call a token.
+    is_plain = list(map(type, values)).count(int) == len(values)
+    if is_plain and (not values or -(2**63) <= min(values) <= max(values) < 2**63):
+        return tuple(values)
+    return tuple([whole_number(f"prompt_token_ids[{index}]", value) for index, value in enumerate(values)])
+
+
+def check_sampling(sampling: Any) -> None:
+    """Raise TypeError for anything but SamplingParams."""
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling is a {type(sampling).__name__}: give SamplingParams")
 
 
 def random_stream(job_seed: int, sampling_seed: int | None, custom_id: str | None, index: int) -> int:

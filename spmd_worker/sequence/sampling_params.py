@@ -172,10 +172,11 @@ def _as_stop_strings(value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
         raise ValueError(f"stop={value!r} must be a non-empty string or a list of non-empty strings")
-    try:
-        "".join(strings).encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(f"stop={value!r} must be text: UTF-8 has no half of a surrogate pair") from None
+    for item in strings:
+        try:
+            item.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"stop: {item!r} holds half of a surrogate pair, which UTF-8 cannot say") from None
     return tuple(strings)
 
 

@@ -3,12 +3,22 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from ranks import REPOSITORY
 
 from spmd_worker.config.compose import as_yaml, canonical_json, compose_run, named_sets
-from spmd_worker.config.schema import CacheConfig, ConfigError, ExecutorConfig, RunConfig, SchedulerConfig
+from spmd_worker.config.schema import (
+    CacheConfig,
+    ConfigError,
+    ExecutorConfig,
+    ModelOptions,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    SchedulerConfig,
+)
 
 CONF = REPOSITORY / "conf"
 CHOICES = [f"{group}={name}" for group, names in named_sets([CONF]).items() for name in names]
@@ -156,6 +166,10 @@ REFUSED = [
     ("seed=${foo}", "seed=${foo} must be a whole number (Interpolation key 'foo' not found)"),
     ("sampling.temperature=hot", "sampling.temperature=hot must be a number or null"),
     ("sampling.stop=x", "sampling.stop=x must be a list of texts, such as [a,b] or null"),
+    (
+        "parallel.pipeline_layers=x",
+        "parallel.pipeline_layers=x must be a list of whole numbers, such as [10,8] or null",
+    ),
     ("plan=maybe", "plan=maybe must be true or false"),
     ("model.path=[1]", "model.path=[1] must be text or null"),
     ("model.dtype=float8", "model.dtype=float8 is not one of auto, float32, bfloat16, float16"),
@@ -256,3 +270,59 @@ def test_dataclasses_made_by_hand_are_checked_like_a_command_line():
     with pytest.raises(ConfigError, match="raise the first or lower the second"):
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4)
     assert ExecutorConfig(backend="my_package.executors.Mine").backend == "my_package.executors.Mine"
+
+
+WRONG_TYPES = [
+    (RunConfig, {"seed": "x"}, "seed='x' must be a whole number"),
+    (RunConfig, {"seed": True}, "seed=True must be a whole number"),
+    (RunConfig, {"seed": None}, "seed=None must be a whole number"),
+    (RunConfig, {"seed": 1.0}, "seed=1.0 must be a whole number"),
+    (RunConfig, {"device": 0}, "device=0 must be text"),
+    (RunConfig, {"cache": {"num_blocks": 3}}, "cache={'num_blocks': 3} must be a CacheConfig"),
+    (ModelOptions, {"path": 5}, "model.path=5 must be text or null"),
+    (ModelOptions, {"dtype": None}, "model.dtype=None must be text"),
+    (ParallelConfig, {"tensor_parallel_size": "2"}, "parallel.tensor_parallel_size='2' must be a whole number"),
+    (
+        ParallelConfig,
+        {"pipeline_layers": [4, True]},
+        "parallel.pipeline_layers=[4, True] must be a list of whole numbers, such as [10,8] or null",
+    ),
+    (ExecutorConfig, {"timeout_s": "30"}, "executor.timeout_s='30' must be a number"),
+    (ExecutorConfig, {"timeout_s": 10**400}, f"executor.timeout_s={10**400} must be a number"),
+    (CacheConfig, {"num_blocks": "8"}, "cache.num_blocks='8' must be a whole number or null"),
+    (CacheConfig, {"enable_prefix_caching": 1}, "cache.enable_prefix_caching=1 must be true or false"),
+    (SchedulerConfig, {"max_num_seqs": "8"}, "scheduler.max_num_seqs='8' must be a whole number"),
+    (SamplingConfig, {"temperature": False}, "sampling.temperature=False must be a number or null"),
+    (SamplingConfig, {"stop": "x"}, "sampling.stop='x' must be a list of texts, such as [a,b] or null"),
+]
+
+
+@pytest.mark.parametrize(("record", "values", "message"), WRONG_TYPES, ids=[each[2][:40] for each in WRONG_TYPES])
+def test_a_value_of_another_type_is_the_command_lines_sentence(record: type, values: dict[str, object], message: str):
+    """`seed="x"` once passed, and `max_num_seqs="8"` was a TypeError from inside."""
+    with pytest.raises(ConfigError) as refused:
+        record(**values)
+    assert str(refused.value) == message
+
+
+def test_every_key_of_a_run_is_checked_by_its_annotation():
+    """Negative control of the table: no key is left out, whatever is added."""
+    for record in (
+        RunConfig,
+        *(type(value) for value in vars(RunConfig()).values() if dataclasses.is_dataclass(value)),
+    ):
+        for spec in dataclasses.fields(record):
+            with pytest.raises(ConfigError, match=rf"\b{spec.name}=<object object at \w+> must be "):
+                record(**{spec.name: object()})
+
+
+def test_numbers_are_kept_as_pythons_own():
+    """numpy's and torch's integers are whole numbers, a whole number is a number; ranks compare them as JSON."""
+    cache = CacheConfig(num_blocks=np.int64(8), gpu_memory_utilization=np.float32(0.5), swap_space_gib=2)
+    values = (cache.num_blocks, cache.gpu_memory_utilization, cache.swap_space_gib)
+    assert values == (8, 0.5, 2.0)
+    assert [type(value) for value in values] == [int, float, float]
+    assert ParallelConfig(pipeline_layers=(np.int32(4), 6)).pipeline_layers == [4, 6]
+    assert canonical_json(RunConfig(cache=cache)) == canonical_json(
+        composed("cache.num_blocks=8", "cache.gpu_memory_utilization=0.5", "cache.swap_space_gib=2")
+    )

@@ -47,7 +47,7 @@ for name, folder in job["folders"].items():
 """
 
 
-SHARING = "from spmd_worker.kernels.cpu import shared_memory\nshared_memory._FEW_ELEMENTS = 1\n"
+SHARING = "from spmd_worker.distributed import shared_memory\nshared_memory._FEW_ELEMENTS = 1\n"
 """Ranks share out the rows of every sum with its norm, as they do where there are many."""
 
 UNGATHERED = "shared_memory.SharedMemoryGroup.gather_rows = lambda self, residual: residual\n"

@@ -259,8 +259,11 @@ def test_a_sampling_parameter_out_of_range_is_refused():
 
 
 def test_a_lone_surrogate_is_refused_on_the_way_out_and_on_the_way_in():
-    with pytest.raises(ValueError, match="UTF-8"):
-        SamplingParams(stop=("\ud800",))
+    sampling = SamplingParams(stop=("abc",))
+    # SamplingParams itself refuses it.
+    object.__setattr__(sampling, "stop", ("\ud800",))
+    with pytest.raises(MessageError, match="UTF-8"):
+        encode_message(message_with(sampling))
     data = encode_message(message_with(SamplingParams(stop=("abc",))))
     with pytest.raises(MessageError, match="UTF-8"):
         decode_message(refit(data.replace(b"abc", b"\xed\xa0\x80")))

@@ -1,0 +1,146 @@
+"""What one rank raises before a call's prompts are answered is known on all ranks at once, and the engine goes on.
+
+A wrong number of parameters on one rank once left the others waiting for `timeout_s`, for an error that named nobody.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import ranks
+from reference_models import checkpoint_folder
+
+LAYOUTS = {"tensor parallel": {"tensor_parallel_size": 2}, "data parallel": {"data_parallel_size": 2}}
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from spmd_worker import LLM, SamplingParams
+
+RANK = int(os.environ["RANK"])
+PROMPTS = [[5, 6, 7], [8, 9]]
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+CALLS = {
+    "good": lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False),
+    "parameters on rank 1": lambda: llm.generate(PROMPTS, [GREEDY] * (2 + RANK), use_tqdm=False),
+    "prompts on rank 0": lambda: llm.generate(PROMPTS if RANK else 5, GREEDY, use_tqdm=False),
+    "a chat on rank 1": lambda: llm.chat("hello" if RANK else [], GREEDY, use_tqdm=False),
+    "on both": lambda: llm.generate(PROMPTS, [GREEDY] * (3 + RANK), use_tqdm=False),
+    "a request of rank 0 alone": lambda: with_request_of_rank_0(),
+    "a long text on rank 1": lambda: llm.generate(FailingList() if RANK else PROMPTS, GREEDY, use_tqdm=False),
+    "version of text": lambda: llm.set_weight_version("x"),
+    "version too large": lambda: llm.set_weight_version(2**70),
+    "abort of None": lambda: llm.llm_engine.abort_request(None),
+    "aborts of nobody": lambda: llm.llm_engine.abort_request(["x", "7", 2**70]),
+}
+
+
+class FailingList(list):
+    def __iter__(self):
+        raise KeyError("\\ud800" + 5000 * "x")
+
+
+def with_request_of_rank_0():
+    engine = llm.llm_engine
+    if RANK == 0:
+        request_id = engine.add_request([1, 2], GREEDY)
+    try:
+        return llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    finally:
+        if RANK == 0:
+            engine.abort_request(request_id)
+        engine.step()
+
+
+def attempt(call):
+    try:
+        outputs = call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return outputs and [output.outputs[0].token_ids for output in outputs]
+
+
+with LLM(sys.argv[1], num_blocks=64, timeout_s=60.0, **json.loads(sys.argv[2])) as llm:
+    exchanges = []
+    gather = llm.llm_engine.engine_channel.gather
+    llm.llm_engine.engine_channel.gather = lambda payload: (exchanges.append(payload), gather(payload))[1]
+    report = {}
+    for digest_every in (1, 0):
+        # Of the calls' own agreement; that of the steps has begun.
+        object.__setattr__(llm.llm_engine.config.executor, "digest_every", digest_every)
+        for name, call in CALLS.items():
+            exchanges.clear()
+            answer = attempt(call)
+            num_exchanges = len(exchanges)
+            report[f"{name}, {digest_every}"] = [answer, num_exchanges, attempt(CALLS["good"])]
+Path(sys.argv[3], f"{RANK}.json").write_text(json.dumps(report))
+"""
+
+PARAMETERS = "ValueError: {} sampling params for 2 prompts: give one, or one for each prompt"
+WAITS = "RuntimeError: 1 requests of llm_engine.add_request are not answered yet: call llm_engine.step until they are"
+NO_PROMPTS = "TypeError: prompts is a int: give a prompt or a list of prompts"
+NO_MESSAGES = "TypeError: messages is a str: give a list of messages, or a list of such lists"
+FAILED = "RankFailedError: rank {} failed before {}: {}"
+EXPECTED = {
+    "parameters on rank 1": (FAILED.format(1, "generate", PARAMETERS.format(3)), PARAMETERS.format(3)),
+    "prompts on rank 0": (NO_PROMPTS, FAILED.format(0, "generate", NO_PROMPTS)),
+    "a chat on rank 1": (FAILED.format(1, "chat", NO_MESSAGES), NO_MESSAGES),
+    "on both": (PARAMETERS.format(3), PARAMETERS.format(4)),
+    "a request of rank 0 alone": (WAITS, FAILED.format(0, "generate", WAITS)),
+}
+ALIKE = {
+    "version of text": "TypeError: version='x' is a str: give a whole number",
+    "version too large": f"ValueError: version={2**70} must fit 64 bits",
+    "abort of None": (
+        "TypeError: None is no request id: give the number that add_request returned, an output's request_id, or "
+        "several of these in a list"
+    ),
+    "aborts of nobody": None,
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks saw: of each call its answer, its exchanges, and the answer of a good call after it."""
+    folder = tmp_path_factory.mktemp("calls")
+    arguments = [checkpoint_folder("llama3"), json.dumps(LAYOUTS[request.param]), folder]
+    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments)
+    assert done.returncode == 0, done.output
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("digest_every", [1, 0])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_rank_raises_its_own_error_and_the_others_name_it(reports, name: str, digest_every: int):
+    assert tuple(report[f"{name}, {digest_every}"][0] for report in reports) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("digest_every", [1, 0])
+def test_any_error_reaches_the_other_ranks_cut_where_it_is_long(reports, digest_every: int):
+    own, others = reports[1], reports[0]
+    own_text, text = (report[f"a long text on rank 1, {digest_every}"][0] for report in (own, others))
+    assert own_text.startswith("KeyError: ")
+    assert len(own_text) > 5000
+    assert text == FAILED.format(1, "generate", own_text[:2000])
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_an_argument_that_no_step_could_carry_is_an_error_on_each_rank_at_once(reports, name: str):
+    for report in reports:
+        assert report[f"{name}, 1"][:2] == [ALIKE[name], 0]
+
+
+def test_the_engine_goes_on_on_all_ranks_after_every_error(reports):
+    expected = reports[0]["good, 1"][0]
+    assert [len(row) for row in expected] == [3, 3]
+    for report in reports:
+        for name, (_, _, after) in report.items():
+            assert after == expected, name
+
+
+def test_a_call_has_one_exchange(reports):
+    """That of the prompts' digests, with or without them."""
+    for report in reports:
+        for digest_every in (1, 0):
+            for name in ("good", *EXPECTED):
+                assert report[f"{name}, {digest_every}"][1] == 1, name
