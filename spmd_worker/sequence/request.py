@@ -26,12 +26,10 @@ class Request:
     stream: Integer65
 
     def __post_init__(self) -> None:
-        check_fields(self)
-
-    def __post_init__(self) -> None:
         """Check what callers give. A wrong type would be found when a step's message is coded, and end every rank."""
         object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
         check_sampling(self.sampling)
+        check_fields(self)
 
 
 def whole_number(name: str, value: Any) -> int:

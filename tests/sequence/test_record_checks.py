@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_worker.sequence.events import Abort, Admit, FinishTransfers, SetWeightVersion
+from spmd_worker.sequence.events import Abort, Admit, EndWorkerEvent, FinishTransfers, WorkerEvent
 from spmd_worker.sequence.metadata import SequenceData, SequenceDataDelta
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -15,13 +15,9 @@ REQUEST = Request(1, (2, 3), SamplingParams(), 2**64 - 1)
     ("make", "problem"),
     [
         (lambda: Admit(7), "Admit.request=7 must be of type Request"),
-        (lambda: Abort("7"), "Abort.request_id='7' must be of type int"),
-        (lambda: Abort(True), "Abort.request_id=True must be of type int"),
-        (lambda: Abort(2**63), f"Abort.request_id={2**63} must be from {-(2**63)} to {2**63 - 1}"),
-        (lambda: SetWeightVersion(1.0), "SetWeightVersion.version=1.0 must be of type int"),
+        (lambda: EndWorkerEvent("7", ""), "EndWorkerEvent.number='7' must be of type int"),
+        (lambda: WorkerEvent(1, "name", "text"), "WorkerEvent.payload='text' must be of type bytes"),
         (lambda: FinishTransfers([1]), r"FinishTransfers.numbers=\[1\] must be of type tuple"),
-        (lambda: Request(1, [2], SamplingParams(), 0), r"Request.prompt_token_ids=\[2\] must be of type tuple"),
-        (lambda: Request(1, (2,), None, 0), "Request.sampling=None must be of type SamplingParams"),
         (lambda: Request(1, (2,), SamplingParams(), 2**64), f"Request.stream={2**64} must be from"),
         (lambda: StepPlan(1.5), "StepPlan.step=1.5 must be of type int"),
         (lambda: StepPlan(1, num_tokens=2**66), f"StepPlan.num_tokens={2**66} must be from"),
