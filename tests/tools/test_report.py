@@ -1,4 +1,4 @@
-"""tools/report.py writes page and timeline of a run directory, and says what it lacks of one that has no steps."""
+"""tools.report writes page and timeline of a run directory, and says what it lacks of one that has no steps."""
 
 import json
 from importlib import import_module
@@ -9,6 +9,7 @@ import pytest
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
 
 STEPS = [StepStats(step, step * 1_000, 10, 20, 600, 30, *[0] * 15) for step in range(1, 4)]
+PROGRAM = "python -m spmd_worker.tools.report"
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_a_folder_that_is_not_there_is_named(report, tmp_path: Path):
     code, out, err = report(tmp_path / "nothing")
     assert (code, out) == (2, "")
     assert err == (
-        f"report.py: {tmp_path / 'nothing'}: no such folder (a run's directory is job.run_dir, else <job.output>.run)\n"
+        f"{PROGRAM}: {tmp_path / 'nothing'}: no such folder (a run's directory is job.run_dir, else <job.output>.run)\n"
     )
 
 
@@ -131,4 +132,4 @@ def test_damaged_files_are_named_with_the_line_and_the_way_out(report, run_dir: 
 def test_a_page_that_cannot_be_written_is_told_with_the_reason(report, run_dir: Path):
     code, _, err = report(run_dir, "--output", run_dir / "no folder" / "page.html")
     assert code == 2
-    assert err == f"report.py: cannot write {run_dir / 'no folder' / 'page.html'}: No such file or directory\n"
+    assert err == f"{PROGRAM}: cannot write {run_dir / 'no folder' / 'page.html'}: No such file or directory\n"
