@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,3 +126,17 @@ def test_what_the_code_imports_is_among_the_dependencies():
     assert {"torch", "hydra-core", "omegaconf", "pyyaml", "safetensors", "tokenizers", "numpy", "jinja2"} <= names
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").lower()
     assert [name for name in sorted(names) if f"{name}==" not in pins] == []
+
+
+def test_every_tool_has_its_command_and_every_extra_is_pinned():
+    tools = {path.stem for path in (REPOSITORY / "spmd_worker" / "tools").glob("[a-z]*.py")} - {"program"}
+    assert SETTINGS["project"]["scripts"] == {
+        "spmd-worker": "launch:main",
+        **{f"spmd-worker-{tool}": f"spmd_worker.tools.{tool}:main" for tool in tools},
+    }
+    pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").lower().replace("_", "-")
+    extras = SETTINGS["project"]["optional-dependencies"]
+    names = {re.split(r"[\[><=]", line)[0].replace("_", "-") for lines in extras.values() for line in lines}
+    assert {"matplotlib", "prometheus-client"} <= names
+    assert [name for name in sorted(names) if f"\n{name}==" not in pins] == []
+    assert [line for name in ("metrics", "report") for line in extras[name] if line not in extras["dev"]] == []
