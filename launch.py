@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 launch.py model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
 
-Exit codes: 0 every row has its output row; 1 the job failed; 70 the ranks diverged. Help, the composed configuration
-and every error are printed once, by rank 0.
+Installed, it is the command `spmd-worker` (`torchrun --no-python spmd-worker` for several ranks). Exit codes: 0 every
+row has its output row; 1 the job failed; 70 the ranks diverged. Help, the composed configuration and every error are
+printed once, by rank 0.
 """
 
 import argparse
@@ -41,9 +42,11 @@ _PATIENCE_S: Final = 5.0
 _USAGE: Final = """\
 Offline LLM inference in the ranks that torchrun started: rows in, completions out.
 
-usage: torchrun --nproc-per-node N launch.py KEY=VALUE... [--help] [--cfg job] [--config-dir DIR] [--version]
+usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help] [--cfg job] [--config-dir DIR] [--version]
+       {alone} KEY=VALUE...
 
-  torchrun --nproc-per-node 2 launch.py model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
+  {alone} plan=true model.path=DIR
+  torchrun --nproc-per-node 2 {ranks} model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
 
   GROUP.KEY=VALUE    sets a key
   GROUP=NAME         takes a named set of values; experiment=NAME a whole named run
@@ -76,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="launch.py", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog="spmd-worker", add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
@@ -108,7 +111,7 @@ def _write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
         try:
             print(text(), flush=True)
         except BrokenPipeError:
-            # The reader has seen enough, as in `launch.py --help | head`.
+            # The reader has seen enough, as in `spmd-worker --help | head`.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -116,10 +119,20 @@ def _write_report(text: Callable[[], str], environment: RankEnvironment) -> int:
 def _help(config: RunConfig, config_dir: Path | None) -> str:
     sets = named_sets([CONF, *([config_dir] if config_dir else [])])
     width = max(len(group) for group in sets)
-    lines = [_USAGE, "", "named sets of values (GROUP=NAME)", ""]
+    ranks, alone = _program()
+    lines = [_USAGE.format(ranks=ranks, alone=alone), "", "named sets of values (GROUP=NAME)", ""]
     lines += [f"  {group:<{width}}  {', '.join(names) or '(none)'}" for group, names in sets.items()]
     lines += ["", "keys, with the values of this command line", ""]
     return "\n".join([*lines, *_described_keys(config)])
+
+
+def _program() -> tuple[str, str]:
+    """What follows torchrun's options, and what starts one rank; as the user typed it."""
+    if Path(sys.argv[0]).name == "spmd-worker":
+        return "--no-python spmd-worker", "spmd-worker"
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    is_module = spec is not None and spec.name == "launch"
+    return ("-m launch", "python -m launch") if is_module else ("launch.py", "python launch.py")
 
 
 def _described_keys(config: RunConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from ranks import REPOSITORY
 from waiting import LIMIT_S
+
+from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
 
 SETTINGS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 TOPS = ("conf", "kv_cache", "spmd_worker")
@@ -48,36 +51,74 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path):
     assert sorted(names) == sorted([*expected, "launch.py"])
 
 
-@pytest.mark.matrix
-def test_the_command_runs_from_the_wheel_in_an_environment_of_its_own(wheel: Path, tmp_path: Path):
-    """The environment has this one's dependencies, by a path of its own, and of the project nothing but the wheel."""
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=LIMIT_S)
-    python = environment / "bin" / "python"
-    (packages,) = environment.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(packages)
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It has this one's dependencies, by a path of its own, and of the project nothing but the wheel."""
+    folder = tmp_path_factory.mktemp("installed") / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=LIMIT_S)
+    python = folder / "bin" / "python"
+    options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(wheel)]
+    subprocess.run(command, check=True, timeout=LIMIT_S, capture_output=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
     # A folder that a .pth file names has no .pth files of its own read: the checkout that is installed here stays out.
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return folder
+
+
+def run_installed(environment: Path, folder: Path, program: str, *arguments: object) -> str:
+    """Standard output of a program of the environment, run in `folder`, outside the checkout; it must end with 0."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables["PATH"] = f"{environment / 'bin'}{os.pathsep}{variables['PATH']}"
+    command = [str(environment / "bin" / program), *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.matrix
+def test_the_commands_run_from_the_wheel_in_an_environment_of_its_own(environment: Path, tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "add 123 + 456 =", "max_tokens": 8}\n')
     shutil.copytree(REPOSITORY / "scripts" / "demo" / "model", tmp_path / "model")
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for arguments, expected in (
-        (["--help"], "usage: torchrun --nproc-per-node N launch.py"),
-        (["plan=true", "model.path=model"], "LlamaForCausalLM"),
-        (["model.path=model", "device=cpu", "cache.num_blocks=64", "job.input=rows.jsonl", "job.output=out.jsonl"], ""),
+    job = ["model.path=model", "device=cpu", "cache.num_blocks=64", "job.input=rows.jsonl", "job.output=out.jsonl"]
+    two_ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for program, arguments, expected in (
+        ("spmd-worker", ["--help"], "usage: torchrun --nproc-per-node N --no-python spmd-worker KEY=VALUE..."),
+        ("python", ["-m", "launch", "--help"], "usage: torchrun --nproc-per-node N -m launch KEY=VALUE..."),
+        ("spmd-worker", ["plan=true", "model.path=model"], "LlamaForCausalLM"),
+        ("python", [*two_ranks, "-m", "launch", "plan=true", "model.path=model"], "LlamaForCausalLM"),
+        ("python", [*two_ranks, "--no-python", "spmd-worker", *job, "parallel.tensor_parallel_size=2"], ""),
     ):
-        command = [str(python), "-m", "launch", *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
+        assert expected in run_installed(environment, tmp_path, program, *arguments)
     (row,) = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
     assert row["outputs"][0]["text"] == " 579"
-    where = [str(python), "-c", "import spmd_worker; print(spmd_worker.__file__)"]
-    place = subprocess.run(where, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True).stdout
-    assert Path(place.strip()).is_relative_to(environment)
+    code = "import spmd_worker; print(spmd_worker.__file__)"
+    assert Path(run_installed(environment, tmp_path, "python", "-c", code).strip()).is_relative_to(environment)
+
+
+@pytest.mark.matrix
+def test_the_tools_run_from_the_wheel_and_help_with_their_own_name(environment: Path, tmp_path: Path):
+    for command, entry in SETTINGS["project"]["scripts"].items():
+        _, _, tool = entry.removesuffix(":main").rpartition(".")
+        if tool == "launch":
+            continue
+        text = run_installed(environment, tmp_path, command, "--help")
+        assert text.startswith(f"usage: {command} [-h]")
+        assert f"\n    {command} " in text
+        assert "python -m" not in text
+        module = f"python -m spmd_worker.tools.{tool}"
+        assert f"\n    {module} " in run_installed(environment, tmp_path, *module.split(), "--help")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with StepStatsWriter(run_dir / STEP_STATS_NAME) as writer:
+        for step in (1, 2, 3):
+            writer.write(StepStats(step, step * 1_000, 10, 20, 600, 30, *[0] * 15))
+    (run_dir / "metrics.json").write_text(json.dumps({"rows": 7, "error_rows": 0}))
+    assert "7 rows" in run_installed(environment, tmp_path, "python", "-m", "spmd_worker.tools.report", run_dir)
+    assert "<h1>Run run</h1>" in (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "The run ended well: 7 rows" in run_installed(environment, tmp_path, "spmd-worker-doctor", run_dir)
 
 
 def test_what_the_code_imports_is_among_the_dependencies():
@@ -85,3 +126,17 @@ def test_what_the_code_imports_is_among_the_dependencies():
     assert {"torch", "hydra-core", "omegaconf", "pyyaml", "safetensors", "tokenizers", "numpy", "jinja2"} <= names
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").lower()
     assert [name for name in sorted(names) if f"{name}==" not in pins] == []
+
+
+def test_every_tool_has_its_command_and_every_extra_is_pinned():
+    tools = {path.stem for path in (REPOSITORY / "spmd_worker" / "tools").glob("[a-z]*.py")} - {"program"}
+    assert SETTINGS["project"]["scripts"] == {
+        "spmd-worker": "launch:main",
+        **{f"spmd-worker-{tool}": f"spmd_worker.tools.{tool}:main" for tool in tools},
+    }
+    pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").lower().replace("_", "-")
+    extras = SETTINGS["project"]["optional-dependencies"]
+    names = {re.split(r"[\[><=]", line)[0].replace("_", "-") for lines in extras.values() for line in lines}
+    assert {"matplotlib", "prometheus-client"} <= names
+    assert [name for name in sorted(names) if f"\n{name}==" not in pins] == []
+    assert [line for name in ("metrics", "report") for line in extras[name] if line not in extras["dev"]] == []

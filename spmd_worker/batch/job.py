@@ -52,7 +52,7 @@ from spmd_worker.engine.startup import package_versions, read_run, start_engine
 from spmd_worker.liveness.error_file import clear_records
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.lockstep.errors import ReplicaDivergedError
-from spmd_worker.metrics.prometheus import PrometheusFile
+from spmd_worker.metrics.prometheus import PrometheusFile, require_prometheus
 from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, write_stage_times
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
 from spmd_worker.model_config.model_config import read_generation_config
@@ -96,6 +96,8 @@ def run_job(config: RunConfig, environment: RankEnvironment, watchdog: Watchdog 
 
 def _open_run(config: RunConfig, held: ExitStack) -> OpenRun:
     """The run directory is this job's until `held` ends; the journal has what is done, by an earlier start too."""
+    if config.job.prometheus_file:
+        require_prometheus(config.job.prometheus_file)
     run_dir = prepare_files(config.job)
     held.enter_context(RunLock(run_dir))
     tokenizer = Tokenizer.open_if_present(Path(config.model.path or ""))

@@ -285,9 +285,9 @@ class JobConfig:
 
     A job that was ended goes on where it was (`resume` auto; force: although it has changed; never: refuses a run
     directory that holds a run). Finished rows are made durable every `commit_rows` rows or `commit_s` seconds.
-    `step_log` writes the stream of step messages to `steps.log` in the run directory, for `tools/replay.py`.
-    `prometheus_file` is rewritten while the job runs, for node_exporter's textfile collector. With `private` only the
-    user can read what the job writes.
+    `step_log` writes the stream of step messages to `steps.log` in the run directory, for `spmd-worker-replay`.
+    `prometheus_file` is rewritten while the job runs, for node_exporter's textfile collector; it needs the extra
+    `metrics`. With `private` only the user can read what the job writes.
     """
 
     input: str | None = None

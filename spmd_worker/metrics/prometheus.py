@@ -1,14 +1,12 @@
-"""How far a job is, as a file for node_exporter's textfile collector.
-
-Knows counts and the format of the file. Knows nothing about rows or engines.
-"""
+"""How far a job is, as a file for node_exporter's textfile collector; prometheus-client writes it."""
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
+
+from spmd_worker.config.extras import refuse_without
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +27,7 @@ _HELP: Final = {
 
 
 class PrometheusFile:
-    """Rewrites `path`, whole each time, every few seconds. A file that cannot be written is one warning: the job goes
+    """Rewrites `path`, in one piece, every few seconds. A file that cannot be written is one warning: the job goes
     on. Values that are None are left out.
     """
 
@@ -49,24 +47,25 @@ class PrometheusFile:
         self._write({**values, "running": 0, "complete": int(is_complete)})
 
     def _write(self, values: Mapping[str, float | None]) -> None:
+        from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+
         now_s = self._written_s = self._clock()
         own = {"start_time_seconds": self._started_s, "update_time_seconds": now_s}
-        partial = self._path.with_name(f"{self._path.name}.partial")
+        registry = CollectorRegistry()
+        for name, value in {**values, **own}.items():
+            if value is not None:
+                Gauge(f"{_PREFIX}{name}", _HELP[name], registry=registry).set(value)
         try:
-            partial.write_text(format_metrics({**values, **own}), encoding="ascii")
-            os.replace(partial, self._path)
+            write_to_textfile(str(self._path), registry)
         except OSError as error:
             if not self._has_failed:
                 logger.warning("job.prometheus_file=%s cannot be written (%s)", self._path, error.strerror)
             self._has_failed = True
 
 
-def format_metrics(values: Mapping[str, float | None]) -> str:
-    """The text of the file, in the order of the names that there are."""
-    lines = []
-    for name, text in _HELP.items():
-        value = values.get(name)
-        if value is not None:
-            full = f"{_PREFIX}{name}"
-            lines += [f"# HELP {full} {text}", f"# TYPE {full} gauge", f"{full} {value:.15g}"]
-    return "\n".join(lines) + "\n"
+def require_prometheus(path: str) -> None:
+    """Raises ConfigError where the extra `metrics` is missing."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError as error:
+        refuse_without("prometheus-client", "metrics", f"job.prometheus_file={path}", error)

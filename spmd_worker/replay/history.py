@@ -1,4 +1,4 @@
-"""What happened to one request, step by step, in words: what `tools/replay.py --row` prints.
+"""What happened to one request, step by step, in words: what `spmd-worker-replay --row` prints.
 
 Knows replayed steps and the scheduler between them. Knows nothing about logs, or where the words go.
 """

@@ -1,6 +1,7 @@
-"""What is finished of a job that has not ended, in the order of its rows.
+"""Print what is finished of a job that has not ended, in the order of its rows.
 
     python -m spmd_worker.tools.collect RUN_DIR > partial.jsonl
+    python -m spmd_worker.tools.collect runs/demo | head
 
 RUN_DIR is job.run_dir, or <job.output>.run. Reads the journal of a job that was killed or is still running, and changes
 nothing. Rows that are not finished are left out; the terminal is told how many are. Exits with 2 where there is nothing
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.batch.run_dir.journal import JournalError, read_journal
+from spmd_worker.tools.program import make_parser, print_error
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
 
@@ -22,19 +24,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     num_rows, last_row = 0, -1
     try:
-        for last_row, line in read_journal(options.run_dir):  # noqa: B007  # the last is told below
+        for last_row, line in read_journal(options.run_dir):  # noqa: B007  # the last is reported below
             sys.stdout.buffer.write(line)
             num_rows += 1
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        # The reader has seen enough, as in `collect.py RUN_DIR | head`.
+        # The reader has seen enough, as in `collect RUN_DIR | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except FileNotFoundError:
-        print(f"collect.py: {options.run_dir}: {why_nothing(options.run_dir)}", file=sys.stderr)
+        print_error("collect", f"{options.run_dir}: {why_nothing(options.run_dir)}")
         return EXIT_CANNOT_TELL
     except (JournalError, OSError) as error:
-        print(f"collect.py: {error}", file=sys.stderr)
+        print_error("collect", error)
         return EXIT_CANNOT_TELL
     last = f", the last of them is row {last_row}" if num_rows else ""
     print(f"{num_rows} rows are finished{last}", file=sys.stderr)
@@ -42,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("collect", __doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory of a job that has not ended")
     return parser.parse_args(arguments)
 

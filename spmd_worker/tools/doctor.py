@@ -1,6 +1,7 @@
-"""Say how a run ended, and which rank is to blame if it ended badly.
+"""Report how a run ended, and which rank is to blame if it failed.
 
     python -m spmd_worker.tools.doctor RUN_DIR
+    python -m spmd_worker.tools.doctor runs/demo
 
 RUN_DIR is job.run_dir, or <job.output>.run where the job named none. Rebuilds the rank status that was on the terminal
 from what the ranks left: error.rank<N>.json, stacks.rank<N>.txt, metrics.json and steps.csv; also for a run that was
@@ -8,7 +9,6 @@ killed as a whole, or is still running. Exits with 0 for a run that ended well, 
 cannot tell.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -20,6 +20,7 @@ from spmd_worker.batch.run_dir.job_files import METRICS_NAME
 from spmd_worker.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
 from spmd_worker.liveness.failure_diagnosis import status_lines
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
+from spmd_worker.tools.program import make_parser, print_error, program_name
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 LAST_RECORDS_GLOB = "records.rank*.log"
@@ -67,13 +68,13 @@ class DoctorError(Exception):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("doctor", __doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
     run_dir = parser.parse_args(arguments).run_dir
     try:
         lines, exit_code = examine(run_dir)
     except DoctorError as error:
-        print(f"doctor.py: {error}", file=sys.stderr)
+        print_error("doctor", error)
         return EXIT_CANNOT_TELL
     print("\n".join(lines))
     return exit_code
@@ -171,7 +172,8 @@ def traceback_lines(records: list[ErrorRecord], record: ErrorRecord) -> list[str
 def diverged_lines(paths: list[Path]) -> list[str]:
     return [
         "The run failed: its ranks diverged, and the terminal said in which step and which field.",
-        f"What to do: compare the ranks' last steps with tools/replay.py: {', '.join(map(str, paths))}",
+        f"What to do: compare the last steps of two ranks with {program_name('replay')} --diff A B: "
+        f"{', '.join(map(str, paths))}",
     ]
 
 

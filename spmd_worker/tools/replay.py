@@ -1,15 +1,18 @@
 """Run a step log again on one process, look into it, or compare two.
 
-    python -m spmd_worker.tools.replay LOG                replay scheduler and cache, without weights
-    python -m spmd_worker.tools.replay LOG --until STEP   and print the state that STEP left
-    python -m spmd_worker.tools.replay LOG --row KEY      and print one request's history: its number, custom_id, or
-                                                                   index:N for row N of the input if it has no custom_id
-    python -m spmd_worker.tools.replay LOG --with-model   and recompute every token on one rank
-    python -m spmd_worker.tools.replay --diff A B         name the first difference of two logs
+    python -m spmd_worker.tools.replay LOG
+        replays scheduler and cache, without weights
+    python -m spmd_worker.tools.replay LOG --until STEP
+        and prints the state that STEP left
+    python -m spmd_worker.tools.replay LOG --row KEY
+        and prints one request's history: KEY is its number, its custom_id, or index:N for row N of the input
+    python -m spmd_worker.tools.replay LOG --with-model
+        and recomputes every token on one rank
+    python -m spmd_worker.tools.replay --diff A B
+        names the first difference of two logs
 
-Logs are written to the run directory with job.step_log=true. Exits with 0 when the replay is equal to the run (or the
-two logs are equal), with 1 when it is not, with 2 when that cannot be told. Knows how to show what
-spmd_worker/replay/replay.py finds.
+Logs are written to the run directory with job.step_log=true, such as runs/demo/steps.log. Exits with 0 when the replay
+is equal to the run (or the two logs are equal), with 1 when it is not, with 2 when that cannot be told.
 """
 
 import argparse
@@ -47,6 +50,7 @@ from spmd_worker.sequence.events import (
 )
 from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.tools.program import make_parser, print_error
 from spmd_worker.version import code_fingerprint
 
 EXIT_EQUAL, EXIT_DIFFERENT, EXIT_CANNOT_TELL = 0, 1, 2
@@ -64,12 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"replay and run part: {error}")
         return EXIT_DIFFERENT
     except (ReplayError, StepLogError, OSError, ValueError) as error:
-        print(f"replay.py: {error}", file=sys.stderr)
+        print_error("replay", error)
         return EXIT_CANNOT_TELL
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("replay", __doc__)
     parser.add_argument("log", type=Path, nargs="?", help="a step log, such as runs/demo/steps.log")
     parser.add_argument("--until", type=int, metavar="STEP", help="print the state after this step and stop there")
     parser.add_argument("--row", metavar="KEY", help="print the history of one request")

@@ -1,11 +1,14 @@
 """Draw what happened in a run: blocks, batch, tokens, preemptions, cache hits and the slowest steps.
 
-    python -m spmd_worker.tools.report RUN_DIR                    write RUN_DIR/report.html and RUN_DIR/timeline.json
-    python -m spmd_worker.tools.report RUN_DIR --output FILE      write FILE, and timeline.json beside it
+    python -m spmd_worker.tools.report RUN_DIR
+        writes RUN_DIR/report.html and RUN_DIR/timeline.json
+    python -m spmd_worker.tools.report runs/demo --output night.html
+        writes night.html, and timeline.json beside it
 
-RUN_DIR is job.run_dir, or <job.output>.run where the job named none. The page needs nothing but a browser; the timeline
-opens in ui.perfetto.dev. Also for a run that was killed, or is still running. Prints where both are and what the run
-came to; the last line is one JSON object. Exits with 2 for what cannot be read or written.
+RUN_DIR is job.run_dir, or <job.output>.run where the job named none. The page needs nothing but a browser; its
+charts are drawn by matplotlib (pip install 'spmd-worker[report]'), without which it has tables. The timeline opens in
+ui.perfetto.dev. Also for a run that was killed, or is still running. Prints where both are and what the run came to;
+the last line is one JSON object. Exits with 2 for what cannot be read or written.
 """
 
 import argparse
@@ -17,11 +20,13 @@ from typing import Any
 
 from spmd_worker.batch.run_dir.job_files import METRICS_NAME
 from spmd_worker.metrics.report.data import make_totals
-from spmd_worker.metrics.report.page import report_page
+from spmd_worker.metrics.report.drawing import can_draw
+from spmd_worker.metrics.report.page import NO_CHARTS, report_page
 from spmd_worker.metrics.report.words import NO_METRICS, diagnosis, summary_figures
 from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, StageSpan, read_stage_times
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
 from spmd_worker.metrics.timeline import TIMELINE_NAME, write_timeline
+from spmd_worker.tools.program import make_parser, print_error
 
 REPORT_NAME = "report.html"
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2
@@ -36,16 +41,16 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report_run(options.run_dir, options.output or options.run_dir / REPORT_NAME)
     except (ReportError, StepStatsError) as error:
-        print(f"report.py: {error}", file=sys.stderr)
+        print_error("report", error)
         return EXIT_CANNOT_TELL
     except OSError as error:
-        print(f"report.py: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        print_error("report", f"cannot write {error.filename}: {error.strerror}")
         return EXIT_CANNOT_TELL
     return EXIT_DONE
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("report", __doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run's directory, such as runs/demo")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page, instead of RUN_DIR/report.html")
     return parser.parse_args(arguments)
@@ -58,8 +63,11 @@ def report_run(run_dir: Path, page_path: Path) -> None:
     # A folder's name may hold bytes that are no text.
     name = os.fsencode(run_dir.resolve().name).decode("utf-8", "replace")
     timeline_path = page_path.with_name(TIMELINE_NAME)
-    page_path.write_text(report_page(name, steps, metrics), encoding="utf-8")
+    has_charts = can_draw()
+    page_path.write_text(report_page(name, steps, metrics, has_charts=has_charts), encoding="utf-8")
     write_timeline(steps, timeline_path, name, read_stages(run_dir))
+    if not has_charts:
+        print(NO_CHARTS, file=sys.stderr)
     print_result(steps, metrics, page_path, timeline_path)
 
 

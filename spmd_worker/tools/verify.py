@@ -1,13 +1,16 @@
 """Compare two output files of the runtime: the same rows, token for token and bit for bit?
 
-    python -m spmd_worker.tools.verify A.jsonl B.jsonl                token ids, log-probabilities, texts, errors
-    python -m spmd_worker.tools.verify A.jsonl B.jsonl --tokens-only  leaves the log-probabilities out
-    python -m spmd_worker.tools.verify A.jsonl B.jsonl --bytes        the files as they are
+    python -m spmd_worker.tools.verify A.jsonl B.jsonl
+        compares token ids, log-probabilities, texts, errors
+    python -m spmd_worker.tools.verify A.jsonl B.jsonl --tokens-only
+        leaves the log-probabilities out
+    python -m spmd_worker.tools.verify A.jsonl B.jsonl --bytes
+        compares the files as they are
 
 Prints "same" and exits with 0; or names the first row that differs, its sample, the token (counted from 0 in the
 output: the row's step) and both values, and exits with 1; or says why it cannot tell, and exits with 2. Rows, plain or
 OpenAI's, are matched by custom_id, so their order does not matter; those without one by their index. A row's usage,
-model name and response ids are not compared. Knows the two shapes of rows. Knows nothing of the runtime's code.
+model name and response ids are not compared.
 """
 
 import argparse
@@ -19,6 +22,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+from spmd_worker.tools.program import make_parser, print_error
 
 MAX_VALUE_CHARACTERS = 100
 NUM_CONTEXT_CHARACTERS = 20
@@ -263,7 +268,7 @@ def each_line(path: Path) -> Iterator[bytes]:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("verify", __doc__)
     parser.add_argument("first", type=Path, help="output rows, JSON Lines")
     parser.add_argument("second", type=Path, help="output rows of another run of the same input")
     parser.add_argument("--tokens-only", action="store_true", help="leave out the log-probabilities")
@@ -280,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             difference = compare_files(options.first, options.second, tokens_only=options.tokens_only, totals=totals)
     except VerifyError as error:
-        print(f"verify.py: {error}", file=sys.stderr)
+        print_error("verify", error)
         return 2
     if difference is not None:
         print(difference)

@@ -109,6 +109,8 @@ THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "yaml", "safetensors", "t
 OPTIONAL = {
     "zstandard": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),
     "pyarrow": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),
+    "prometheus_client": ("spmd_worker.metrics.prometheus",),
+    "matplotlib": ("spmd_worker.metrics.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
 }
 """Packages of extras: the modules that may import them, where they are needed and not before."""

@@ -15,9 +15,17 @@ import pytest
 import ranks
 
 from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RowLimits, RunConfig, SamplingConfig
+from spmd_worker.config.schema import (
+    CacheConfig,
+    ConfigError,
+    JobConfig,
+    ModelOptions,
+    RowLimits,
+    RunConfig,
+    SamplingConfig,
+)
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.metrics.prometheus import PrometheusFile, format_metrics
+from spmd_worker.metrics.prometheus import PrometheusFile
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 LAUNCH = ranks.REPOSITORY / "launch.py"
@@ -143,13 +151,30 @@ def test_the_prometheus_file_is_rewritten_every_few_seconds_and_its_absence_is_o
     assert read_prometheus(tmp_path / "job.prom") | {"rows_done": 3, "update_time_seconds": 106, "running": 1} == (
         read_prometheus(tmp_path / "job.prom")
     )
-    assert format_metrics({"rows": 12345678901}).splitlines()[-1] == "spmd_worker_job_rows 12345678901"
+    file.end({"rows": 12345678901}, is_complete=True)
+    assert read_prometheus(tmp_path / "job.prom")["rows"] == 12345678901
+    assert [path.name for path in tmp_path.iterdir()] == ["job.prom"]
     absent = PrometheusFile(tmp_path / "no" / "job.prom", lambda: now[0])
     for _ in range(3):
         absent.end({}, is_complete=True)
     assert [record.message for record in caplog.records] == [
         f"job.prometheus_file={tmp_path}/no/job.prom cannot be written (No such file or directory)"
     ]
+
+
+def test_a_prometheus_file_without_its_package_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_rows(tmp_path)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    path = tmp_path / "job.prom"
+    with pytest.raises(ConfigError) as caught:
+        run(config_of(tmp_path, prometheus_file=str(path)))
+    what = f"job.prometheus_file={path} needs prometheus-client, which is not installed"
+    assert str(caught.value) == f"{what}: pip install 'spmd-worker[metrics]'"
+    assert [each.name for each in tmp_path.iterdir()] == ["rows.jsonl"]
+    # The control: a job that asks for no such file needs no such package.
+    assert len(run(config_of(tmp_path))) == 6
 
 
 LIMITED = {

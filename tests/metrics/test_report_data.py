@@ -5,11 +5,9 @@ from random import Random
 import pytest
 from step_runs import QUIET, pressed_steps, quiet_steps
 
-from spmd_worker.metrics.report import svg as report_svg
 from spmd_worker.metrics.report import text as report_text
+from spmd_worker.metrics.report.charts import usual_top
 from spmd_worker.metrics.report.data import make_columns, make_totals, slowest_steps
-from spmd_worker.metrics.report.stack import usual_top
-from spmd_worker.metrics.report.svg import TimeAxis
 from spmd_worker.metrics.step_stats import StepStats
 
 
@@ -24,7 +22,7 @@ def uneven_steps(num_steps: int) -> list[StepStats]:
 
 
 def test_a_short_run_has_a_column_for_each_step():
-    columns = make_columns(quiet_steps(3))
+    columns = make_columns(quiet_steps(3), 400)
     assert [(c.first_step, c.last_step, c.start_us, c.end_us) for c in columns] == [
         (1, 1, 0, 1_000),
         (2, 2, 1_000, 2_000),
@@ -66,38 +64,6 @@ def test_totals_are_those_of_the_steps():
 
 def test_the_slowest_come_first_and_of_equals_the_earlier():
     assert [stats.step for stats in slowest_steps(pressed_steps(), 3)] == [4, 1, 2]
-
-
-def test_a_moment_finds_its_step_also_within_a_column_of_several():
-    axis = TimeAxis(0, 4_000, starts_us=(0, 1_000, 2_000), first_steps=(1, 2, 12), last_step=13)
-    moments = (0, 999, 1_000, 1_500, 1_999, 2_000, 3_000, 4_000)
-    assert [axis.step_at(moment) for moment in moments] == [1, 1, 2, 7, 11, 12, 13, 13]
-
-
-@pytest.mark.parametrize(
-    ("least", "rounded"), [(0.013, 0.02), (0.2, 0.2), (1, 1), (3, 5), (7, 10), (12, 20), (200, 200), (201, 500)]
-)
-def test_ticks_are_round(least: float, rounded: float):
-    assert report_svg.round_value(least) == pytest.approx(rounded)
-
-
-@pytest.mark.parametrize(
-    ("span_s", "labels"),
-    [
-        (0.0004, ["0", "50 µs", "100 µs"]),
-        (0.04, ["0", "5 ms", "10 ms"]),
-        (3, ["0", "0.5 s", "1 s"]),
-        (70, ["0", "10 s", "20 s"]),
-        (400, ["0", "1 min", "2 min"]),
-        (11_000, ["0", "30 min", "1 h"]),
-        (900_000, ["0", "48 h", "96 h"]),
-    ],
-)
-def test_times_are_ticked_in_the_unit_people_count_in(span_s: float, labels: list[str]):
-    span_us = int(span_s * 1e6)
-    ticks_us = TimeAxis(0, span_us, (0,), (1,), 1).ticks_us()
-    assert [report_svg.time_label(tick, ticks_us[1]) for tick in ticks_us[:3]] == labels
-    assert 4 <= len(ticks_us) <= 12
 
 
 def test_a_few_outliers_do_not_flatten_a_chart_and_many_are_no_outliers():

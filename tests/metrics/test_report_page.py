@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from step_runs import QUIET, pressed_steps, quiet_steps
 
-from spmd_worker.metrics.report.page import report_page
-from spmd_worker.metrics.report.svg import LEFT, PLOT_WIDTH, WIDTH
+from spmd_worker.metrics.report.charts import Chart, Frame, make_charts
+from spmd_worker.metrics.report.data import make_totals, slowest_steps
+from spmd_worker.metrics.report.page import NO_CHARTS, report_page
+from spmd_worker.metrics.report.text import compact
 from spmd_worker.metrics.step_stats import StepStats
+from spmd_worker.metrics.timeline import MARKS
 
 METRICS: dict[str, Any] = {
     "rows": 12,
@@ -23,32 +26,25 @@ METRICS: dict[str, Any] = {
     "load_s": 1.5,
     "generate_s": 3.0,
 }
-SVG_NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
+NAMESPACE = re.compile(r'xmlns(:xlink)?="http://www.w3.org/(2000/svg|1999/xlink)"')
 MAX_PAGE_BYTES = 1_000_000
 
 
 class Page(HTMLParser):
-    """What is on a page: tags (which must close), texts, tables' rows, marks and their titles."""
+    """What is on a page: tags (which must close), texts, tables' rows."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.titles: list[str] = []
-        self.paths_of_marks: list[str] = []
         self.rows: list[list[str]] = []
         self.words: list[str] = []
-        self._is_in_marks = False
         self.feed(page)
         self.close()
         assert self.open == [], f"not closed: {self.open}"
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attributes)))
-        if tag == "g":
-            self._is_in_marks = ("class", "marks") in attributes
-        if tag == "path" and self._is_in_marks:
-            self.paths_of_marks.append(dict(attributes)["d"] or "")
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
@@ -61,15 +57,11 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag, f"</{tag}> closes something else"
-        if tag == "g":
-            self._is_in_marks = False
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] == "style":
             return
-        if self.open[-2:] == ["path", "title"] and self._is_in_marks:
-            self.titles.append(data)
-        elif self.open and self.open[-1] in ("td", "th"):
+        if self.open and self.open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
         self.words.append(data)
 
@@ -78,9 +70,20 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+def page_of(steps: list[StepStats], metrics: dict[str, Any] | None = METRICS, name: str = "x") -> str:
+    """Without pictures, which take long to draw and are tested in test_report_drawing.py."""
+    return report_page(name, steps, metrics, has_charts=False)
+
+
+def charts_of(steps: list[StepStats], max_columns: int = 400) -> tuple[Frame, list[Chart]]:
+    frame = Frame.of(steps, make_totals(steps), max_columns)
+    return frame, make_charts(frame, slowest_steps(steps, 10))
+
+
 def outside_references(page: str) -> list[str]:
     """Whatever a browser would fetch, or run."""
-    return re.findall(r"https?:|\bsrc\s*=|\bhref\s*=|@import|url\(|<script|<link", page.replace(SVG_NAMESPACE, ""))
+    outside = r"https?:|\bsrc\s*=|\bhref\s*=(?!\"#)|@import|url\((?!#)|<script|<link"
+    return re.findall(outside, NAMESPACE.sub("", page))
 
 
 def many_steps(num_steps: int) -> list[StepStats]:
@@ -123,8 +126,8 @@ STRANGE_RUNS = {
 
 @pytest.mark.parametrize("name", STRANGE_RUNS)
 @pytest.mark.parametrize("metrics", [None, METRICS], ids=["killed", "ended"])
-def test_every_run_makes_a_whole_page_that_needs_nothing_from_outside(name: str, metrics: dict[str, Any] | None):
-    page = report_page(name, STRANGE_RUNS[name], metrics)
+def test_every_run_makes_a_complete_page_that_needs_nothing_from_outside(name: str, metrics: dict[str, Any] | None):
+    page = page_of(STRANGE_RUNS[name], metrics)
     assert Page(page).tags[0][0] == "html"
     assert outside_references(page) == []
     assert "nan" not in page.lower()
@@ -135,84 +138,56 @@ def test_every_run_makes_a_whole_page_that_needs_nothing_from_outside(name: str,
     ['<script src="x.js"></script>', '<img src="x.png">', "<style>@import 'x.css'</style>", '<a href="x">', "http://x"],
 )
 def test_something_from_outside_would_be_found(planted: str):
-    assert outside_references(report_page("x", pressed_steps(), METRICS) + planted) != []
+    assert outside_references(page_of(pressed_steps(), METRICS) + planted) != []
 
 
 def test_a_tag_that_is_not_closed_would_be_found():
     with pytest.raises(AssertionError, match="closes something else"):
-        Page(report_page("x", pressed_steps(), METRICS).replace("</section>", "", 1))
+        Page(page_of(pressed_steps(), METRICS).replace("</section>", "", 1))
 
 
-def test_each_preemption_return_and_cache_hit_is_marked_with_step_time_and_count():
-    page = Page(report_page("x", pressed_steps(), METRICS))
-    assert page.titles == [
-        "step 3 (20.0 ms): 2 sequences",
-        "step 4 (30.0 ms): 1 sequence",
-        "step 5 (40.0 ms): 2 sequences",
-        "step 2 (10.0 ms): 256 tokens",
+def test_each_preemption_return_and_cache_hit_is_in_the_table_with_step_time_and_count():
+    page = Page(page_of(pressed_steps()))
+    heads = ["step", "began at", *(f"{label}, number" for _, label in MARKS)]
+    first = page.rows.index(heads) + 1
+    assert page.rows[first : first + 4] == [
+        ["2", "10.0 ms", "0", "0", "0", "256"],
+        ["3", "20.0 ms", "2", "0", "0", "0"],
+        ["4", "30.0 ms", "0", "1", "0", "0"],
+        ["5", "40.0 ms", "0", "0", "2", "0"],
     ]
-    for label in ("preempted by swap", "preempted by recompute", "back from the host", "cache hit"):
-        assert label in page.words, label
-    assert "2 sequences in 1 step" in page.words
 
 
-def test_a_long_run_condenses_marks_and_loses_none():
+@pytest.mark.parametrize("max_columns", [400, 150, 24])
+def test_a_long_run_condenses_events_and_loses_none(max_columns: int):
     steps = many_steps(3_000)
-    titles = Page(report_page("x", steps, METRICS)).titles
-    assert len(titles) < 3_000 / 2
-    for unit, fields in (("sequence", ("num_swapped_out", "num_recomputed")), ("token", ("num_cached_tokens",))):
-        counts = [re.fullmatch(rf".*: ([\d,]+) {unit}s?", title) for title in titles]
-        total = sum(int(match[1].replace(",", "")) for match in counts if match)
-        assert total == sum(getattr(stats, field) for stats in steps for field in fields), unit
+    (lanes,) = (chart for chart in charts_of(steps, max_columns)[1] if chart.kind == "lanes")
+    for (field, label), series in zip(MARKS[:2] + MARKS[3:], lanes.series):
+        assert series.label == label
+        assert len(series.values) <= max_columns
+        assert sum(series.values) == sum(getattr(stats, field) for stats in steps) > 0, label
+        assert series.note.startswith(f"{compact(int(sum(series.values)))} ")
 
 
 def test_what_never_happened_has_no_lane_and_what_happened_to_none_no_chart():
-    quiet = Page(report_page("x", quiet_steps(3), METRICS)).text
+    quiet = Page(page_of(quiet_steps(3))).text
     assert "Preemptions, returns and cache hits" not in quiet
     assert "KV cache in host memory" not in quiet
     hits = [stats._replace(num_cached_tokens=16) for stats in quiet_steps(3)]
-    told = Page(report_page("x", hits, METRICS)).text
+    told = Page(page_of(hits)).text
     assert "Never in this run: preempted by swap, preempted by recompute, back from the host." in told
-
-
-def test_marks_lie_inside_the_plot_also_the_last_and_narrowest():
-    steps = [*quiet_steps(2, every_us=1_000_000), QUIET._replace(step=3, start_us=2_000_000, num_recomputed=1)]
-    (path,) = Page(report_page("x", steps, METRICS)).paths_of_marks
-    x, width = map(float, re.fullmatch(r"M([\d.]+) [\d.]+h([\d.]+)v.*", path).groups())
-    assert width >= 2
-    assert x >= LEFT
-    assert x + width <= LEFT + PLOT_WIDTH
-
-
-@pytest.mark.parametrize("name", STRANGE_RUNS)
-def test_no_text_of_a_chart_is_cut_off(name: str):
-    page = report_page(name, STRANGE_RUNS[name], None)
-    texts = re.findall(
-        r'<text x="([\d.]+)" .*?font-size="([\d.]+)".*?anchor="(\w+)"( font-weight.*?)?>(.*?)</text>', page
-    )
-    assert bool(texts) == bool(STRANGE_RUNS[name])
-    for x, size, anchor, bold, words in texts:
-        # DejaVu Sans, wider than what most systems have.
-        width = float(size) * len(words) * (0.68 if bold else 0.6)
-        left = float(x) - {"start": 0, "middle": width / 2, "end": width}[anchor]
-        assert left >= 0, words
-        assert left + width <= WIDTH, words
-
-
-def test_a_run_of_many_steps_stays_a_small_page():
-    assert len(report_page("x", many_steps(20_000), METRICS).encode()) < MAX_PAGE_BYTES
 
 
 def test_the_page_of_a_killed_run_says_so_and_that_of_another_does_not():
     said = "There is no metrics.json: the run was killed, or is still running."
-    assert said in Page(report_page("x", pressed_steps(), None)).text
-    assert said in Page(report_page("x", [], None)).text
-    assert said not in Page(report_page("x", pressed_steps(), METRICS)).text
-    assert said not in Page(report_page("x", pressed_steps(), {})).text
+    assert said in Page(page_of(pressed_steps(), None)).text
+    assert said in Page(page_of([], None)).text
+    assert said not in Page(page_of(pressed_steps(), METRICS)).text
+    assert said not in Page(page_of(pressed_steps(), {})).text
 
 
 def test_figures_come_from_the_metrics():
-    text = Page(report_page("x", pressed_steps(), METRICS)).text
+    text = Page(page_of(pressed_steps(), METRICS)).text
     for words in (
         "12 rows 2 error rows",
         "300 output tokens 100 tokens per second",
@@ -227,7 +202,7 @@ def test_figures_come_from_the_metrics():
 
 
 def test_figures_of_a_killed_run_come_from_its_steps():
-    text = Page(report_page("x", pressed_steps(), None)).text
+    text = Page(page_of(pressed_steps(), None)).text
     for words in (
         "1 request ended as far as the steps tell",
         "12 output tokens 236 tokens per second",
@@ -241,8 +216,8 @@ def test_figures_of_a_killed_run_come_from_its_steps():
 @pytest.mark.parametrize("value", [None, "many", [], {}, True, float("nan"), float("inf"), -1, 0, 10**30])
 def test_metrics_of_any_kind_or_missing_do_not_stop_the_page(value: Any):
     for key in METRICS:
-        Page(report_page("x", pressed_steps(), METRICS | {key: value}))
-        Page(report_page("x", pressed_steps(), {other: METRICS[other] for other in METRICS if other != key}))
+        Page(page_of(pressed_steps(), METRICS | {key: value}))
+        Page(page_of(pressed_steps(), {other: METRICS[other] for other in METRICS if other != key}))
 
 
 @pytest.mark.parametrize(
@@ -251,21 +226,21 @@ def test_metrics_of_any_kind_or_missing_do_not_stop_the_page(value: Any):
         (
             pressed_steps(),
             "The cache of 10 blocks was too small for all sequences at once: 59 % of the time at least 90 % of it was "
-            "in use, and sequences had to give way 3 times. Twice their blocks were copied to host memory; once what "
+            "in use, and sequences were preempted 3 times. Twice their blocks were copied to host memory; once what "
             "they had computed was dropped and had to be computed again (55 tokens, 5.0 % of all that was computed).",
         ),
         (
             [QUIET._replace(num_swapped_out=1)],
-            "sequences had to give way once. Once their blocks were copied to host memory, so that nothing was "
+            "sequences were preempted once. Once their blocks were copied to host memory, so that nothing was "
             "computed twice.",
         ),
         (
             [QUIET._replace(num_recomputed=1)],
-            "had to give way once. Once what they had computed was dropped and had to be computed again (55 tokens",
+            "were preempted once. Once what they had computed was dropped and had to be computed again (55 tokens",
         ),
         (
             quiet_steps(2),
-            "The cache of 10 blocks was large enough: at most 40 % of it was in use, and no sequence had to give way.",
+            "The cache of 10 blocks was large enough: at most 40 % of it was in use, and no sequence was preempted.",
         ),
         (
             [QUIET._replace(num_blocks_used=7)],
@@ -273,18 +248,18 @@ def test_metrics_of_any_kind_or_missing_do_not_stop_the_page(value: Any):
         ),
         (
             [QUIET._replace(num_blocks_used=10, num_blocks_cached=0, num_blocks_free=0)],
-            "was just large enough: 100 % of the time at least 90 % of it was in use, but no sequence had to give way.",
+            "was just large enough: 100 % of the time at least 90 % of it was in use, but no sequence was preempted.",
         ),
     ],
 )
-def test_the_verdict_says_what_the_cache_did_to_the_run(steps: list[StepStats], words: str):
-    text = Page(report_page("x", steps, METRICS)).text
+def test_the_diagnosis_says_what_the_cache_did_to_the_run(steps: list[StepStats], words: str):
+    text = Page(page_of(steps, METRICS)).text
     assert words in text, text[:700]
     assert "25 % of the prompt tokens were found in the prefix cache" in text
 
 
 def test_the_slowest_steps_are_listed_with_reason_and_events():
-    rows = Page(report_page("x", pressed_steps(), METRICS)).rows
+    rows = Page(page_of(pressed_steps(), METRICS)).rows[-7:]
     assert rows[0][1:5] == ["step", "began at", "took", "× median"]
     assert rows[1] == [
         *("1", "4", "30.0 ms", "9.8 ms", "10.3", "2", "agreeing with other ranks, or waiting for them (92 %)"),
@@ -294,24 +269,12 @@ def test_the_slowest_steps_are_listed_with_reason_and_events():
     assert [row[1] for row in rows[1:]] == ["4", "1", "2", "3", "5", "6"]
 
 
-def test_the_chart_of_durations_numbers_the_slowest_steps_as_the_table_does():
-    page = report_page("x", pressed_steps(), METRICS)
-    numbers = re.findall(r"<g><title>(step [^<]*)</title><circle.*?>(\d+)</text></g>", page)
-    assert sorted(numbers, key=lambda number: int(number[1]))[:2] == [("step 4: 9.8 ms", "1"), ("step 1: 950 µs", "2")]
-
-
-def test_a_step_far_slower_than_all_others_is_said_to_go_on_above_the_chart():
-    steps = quiet_steps(100, every_us=1_000_000)
-    assert "goes on" not in report_page("x", steps, METRICS)
-    steps[70] = steps[70]._replace(execute_us=876_543)
-    assert "goes on, up to 877 ms" in report_page("x", steps, METRICS)
-
-
 def test_a_runs_name_is_text_not_markup():
-    page = report_page('<img src="x">&', pressed_steps(), METRICS)
+    page = page_of(pressed_steps(), name='<img src="x">&')
     assert "<h1>Run &lt;img src=&quot;x&quot;&gt;&amp;</h1>" in page
     assert ("img", {"src": "x"}) not in Page(page).tags
 
 
-def test_two_pages_of_one_run_are_equal():
-    assert report_page("x", many_steps(700), METRICS) == report_page("x", many_steps(700), METRICS)
+def test_a_page_without_charts_says_how_to_have_them():
+    assert NO_CHARTS in Page(page_of(pressed_steps())).text
+    assert "pip install 'spmd-worker[report]'" in NO_CHARTS

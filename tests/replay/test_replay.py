@@ -1,4 +1,4 @@
-"""A step log replays on one process with equal digests, and whatever differs is named; tools/replay.py says it."""
+"""A step log replays on one process with equal digests, and whatever differs is named; tools.replay says it."""
 
 import re
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def rewrite(source: Path, target: Path, change: Callable[[StepMessage], StepMess
 
 @pytest.fixture
 def run_script(capsys: pytest.CaptureFixture[str]):
-    """tools/replay.py with these arguments: (exit code, standard output, standard error)."""
+    """spmd_worker.tools.replay with these arguments: (exit code, standard output, standard error)."""
     main = import_module("spmd_worker.tools.replay").main
 
     def run(*arguments: object) -> tuple[int, str, str]:
@@ -578,7 +578,7 @@ def test_files_that_cannot_be_read_end_with_2_and_one_line(tmp_path: Path, run_s
     for path, words in ((tmp_path / "absent", "No such file"), (tmp_path / "other", "no step log")):
         code, output, errors = run_script(path)
         assert (code, output) == (2, "")
-        assert errors.startswith("replay.py: ")
+        assert errors.startswith("python -m spmd_worker.tools.replay: ")
         assert words in errors
         assert len(errors.splitlines()) == 1
 

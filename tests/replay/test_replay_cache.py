@@ -1,4 +1,4 @@
-"""What tools/replay.py tells of a full cache: what was found, what went to the host and came back, who waited."""
+"""What tools.replay tells of a full cache: what was found, what went to the host and came back, who waited."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Script = Callable[..., str]
 
 @pytest.fixture
 def run_script(capsys: pytest.CaptureFixture[str]) -> Script:
-    """What tools/replay.py prints with these arguments; it must end well."""
+    """What spmd_worker.tools.replay prints with these arguments; it must end well."""
     main = import_module("spmd_worker.tools.replay").main
 
     def run(*arguments: object) -> str:

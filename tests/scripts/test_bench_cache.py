@@ -1,4 +1,4 @@
-"""scripts/bench_cache.py on small caches: it runs, its states are what they say, and it fails where a bound is missed.
+"""`bench_runtime.py cache` on small caches: its states are what they say, and it fails where a bound is missed.
 
 No test here looks at how long anything takes.
 """
@@ -15,12 +15,12 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    return import_module("bench_cache")
+    return import_module("bench_runtime")
 
 
 @pytest.mark.matrix
 def test_it_prints_a_row_for_each_state_and_operation_and_ends_in_one_json_line(bench, capsys):
-    code = bench.main(["--blocks", "1000,2000", "--rounds", "20"])
+    code = bench.main(["cache", "--blocks", "1000,2000", "--rounds", "20"])
     *rows, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     # Which of the two it is, is a matter of time.
@@ -60,7 +60,7 @@ def test_a_world_stays_in_its_state(bench, state):
 )
 def test_a_ratio_or_a_lookup_that_misses_its_bound_is_said(bench, last_ns, lookup_ms, is_within_target):
     rows = {"plain": {"allocate": [100.0, last_ns]}, "worst": {"allocate": [100.0, 900.0]}}
-    result = bench.summary(rows, lookup_ms, 1.0)
+    result = bench.cache_summary(rows, lookup_ms)
     assert result["ratios"] == {"plain allocate": last_ns / 100}
     assert result["other_ratios"] == {"worst allocate": 9.0}
     assert result["is_within_target"] is is_within_target

@@ -60,7 +60,7 @@ def test_throughput_says_what_the_job_says_when_it_fails(rows: Path):
 
 @pytest.mark.matrix
 def test_journal_compares_pairs_of_runs_with_equal_outputs(rows: Path):
-    done = run("bench_journal.py", MODEL, rows, *SETTINGS, "--pairs", "1")
+    done = run("bench_runtime.py", "journal", MODEL, rows, *SETTINGS, "--pairs", "1")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["overhead"] == pytest.approx(result["with"][0] / result["without"][0] - 1, abs=1e-3)
@@ -73,3 +73,27 @@ def test_the_figure_is_that_of_the_figures(tmp_path: Path, monkeypatch: pytest.M
     assert draw.draw(figures) == (ROOT / "docs" / "benchmarks.svg").read_text()
     figures[0]["bars"][0]["values"][0] += 1
     assert draw.draw(figures) != (ROOT / "docs" / "benchmarks.svg").read_text(), "the control"
+
+
+@pytest.mark.matrix
+def test_admission_shows_that_a_watermark_saves_computing_again(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    assert import_module("bench_runtime").main(["admission", "--rows", "64"]) == 0
+    *rows, last = capsys.readouterr().out.splitlines()
+    outcomes = json.loads(last)["outcomes"]
+    assert len(outcomes) == len(rows) - 3 == 4 * 2 * 4
+    recomputed = {(each["workload"], each["mode"], each["watermark"]): each["recomputed"] for each in outcomes}
+    name = "prompts and answers, four samples"
+    assert recomputed[name, "recompute", 0] > recomputed[name, "recompute", 4]
+    assert all(share == 0 for (_, mode, _), share in recomputed.items() if mode == "swap")
+
+
+@pytest.mark.matrix
+def test_lockstep_has_a_row_for_each_number_of_ranks_and_sequences():
+    done = run("bench_runtime.py", "lockstep", "--ranks", "2", "--sequences", "4,16", "--steps", "5")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert [(each["ranks"], each["sequences"]) for each in results] == [(2, 4), (2, 16)]
+    for each in results:
+        assert each["bytes_a_step_max"] >= each["bytes_a_step"] > 0
+        assert all(value > 0 for key, value in each.items() if key.endswith("_us"))

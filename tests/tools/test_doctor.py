@@ -1,4 +1,4 @@
-"""tools/doctor.py says of a run directory how the run ended, who is to blame and what to do."""
+"""tools.doctor says of a run directory how the run ended, who is to blame and what to do."""
 
 import json
 import os
@@ -146,7 +146,7 @@ def test_ranks_that_diverged_left_their_last_steps(doctor, run_dir: Path):
     code, out, _ = doctor(run_dir)
     assert code == 1
     assert "its ranks diverged" in out
-    assert "tools/replay.py: " in out
+    assert "python -m spmd_worker.tools.replay --diff A B: " in out
 
 
 def test_what_cannot_be_told_exits_with_2(doctor, tmp_path: Path, run_dir: Path):

@@ -1,14 +1,17 @@
-"""tools/report.py writes page and timeline of a run directory, and says what it lacks of one that has no steps."""
+"""tools.report writes page and timeline of a run directory, and says what it lacks of one that has no steps."""
 
 import json
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from spmd_worker.metrics.report.page import NO_CHARTS
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
 
 STEPS = [StepStats(step, step * 1_000, 10, 20, 600, 30, *[0] * 15) for step in range(1, 4)]
+PROGRAM = "python -m spmd_worker.tools.report"
 
 
 @pytest.fixture
@@ -47,6 +50,23 @@ def test_page_and_timeline_are_written_into_the_run_directory(report, run_dir: P
         f"{run_dir / 'timeline.json'}: every step, for ui.perfetto.dev",
     ]
     assert "7 rows (no error rows)" in out
+
+
+def test_without_matplotlib_there_are_tables_and_how_to_have_charts(
+    report, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    report(run_dir)
+    assert "<svg " in (run_dir / "report.html").read_text(encoding="utf-8")
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, out, err = report(run_dir)
+    assert code == 0
+    assert err == f"{NO_CHARTS}\n"
+    assert json.loads(out.splitlines()[-1])["num_steps"] == 3
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "<svg " not in page
+    assert "<h2>KV cache on the device: how full it is</h2>" in page
+    assert "pip install &#x27;spmd-worker[report]&#x27;" in page
 
 
 def test_the_last_line_is_a_json_object(report, run_dir: Path):
@@ -95,7 +115,7 @@ def test_a_folder_that_is_not_there_is_named(report, tmp_path: Path):
     code, out, err = report(tmp_path / "nothing")
     assert (code, out) == (2, "")
     assert err == (
-        f"report.py: {tmp_path / 'nothing'}: no such folder (a run's directory is job.run_dir, else <job.output>.run)\n"
+        f"{PROGRAM}: {tmp_path / 'nothing'}: no such folder (a run's directory is job.run_dir, else <job.output>.run)\n"
     )
 
 
@@ -131,4 +151,4 @@ def test_damaged_files_are_named_with_the_line_and_the_way_out(report, run_dir: 
 def test_a_page_that_cannot_be_written_is_told_with_the_reason(report, run_dir: Path):
     code, _, err = report(run_dir, "--output", run_dir / "no folder" / "page.html")
     assert code == 2
-    assert err == f"report.py: cannot write {run_dir / 'no folder' / 'page.html'}: No such file or directory\n"
+    assert err == f"{PROGRAM}: cannot write {run_dir / 'no folder' / 'page.html'}: No such file or directory\n"

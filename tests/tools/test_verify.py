@@ -1,4 +1,4 @@
-"""tools/verify.py says "same" of files that are, and names row, sample, token and both values where they are not."""
+"""tools.verify says "same" of files that are, and names row, sample, token and both values where they are not."""
 
 import copy
 import json
@@ -274,5 +274,6 @@ def test_files_that_cannot_be_compared_end_with_2_and_say_why(verify, tmp_path: 
     assert main([str(bad), str(good)]) == 2
     assert f"{bad}, line 2: " in capsys.readouterr().err
     assert main([str(good), str(tmp_path / "absent")]) == 2
-    assert capsys.readouterr().err == f"verify.py: cannot read {tmp_path / 'absent'}: No such file or directory\n"
+    why = f"cannot read {tmp_path / 'absent'}: No such file or directory"
+    assert capsys.readouterr().err == f"python -m spmd_worker.tools.verify: {why}\n"
     assert main([str(good), str(tmp_path / "absent"), "--bytes"]) == 2

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from spmd_worker.batch.extras import refuse_without
+from spmd_worker.config.extras import refuse_without
 from spmd_worker.config.schema import ConfigError
 
 STANDARD_INPUT: Final = "-"

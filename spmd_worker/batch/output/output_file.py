@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Protocol
 
-from spmd_worker.batch.extras import refuse_without
+from spmd_worker.config.extras import refuse_without
 
 _GZIP_LEVEL: Final = 6
 _ZSTD_LEVEL: Final = 3

@@ -1,50 +1,109 @@
-"""The charts of the report: what is drawn of the steps, in which colours, with which words.
+"""The charts of the report as data: what is shown of the steps, in which colours, with which words.
 
-A colour has one meaning on the whole page; colour-blind readers can tell them apart (most are Okabe and Ito's). Knows
-columns and totals. Knows nothing about HTML.
+drawing.py makes pictures of them and page.py tables. A colour has one meaning on the whole page; colour-blind readers
+can tell them apart (most are Okabe and Ito's).
 """
 
-from collections.abc import Iterator
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
-from spmd_worker.metrics.report import svg as pen
-from spmd_worker.metrics.report.data import Column, Totals
-from spmd_worker.metrics.report.stack import TOP, Chart, Frame, Layer, draw_stack, usual_top, value_axis
-from spmd_worker.metrics.report.svg import LegendEntry, ValueAxis
+from spmd_worker.metrics.report.data import Column, Totals, make_columns
 from spmd_worker.metrics.report.text import compact, count, duration, share
 from spmd_worker.metrics.step_stats import StepStats
 from spmd_worker.metrics.timeline import MARKS
 
 WORKING: Final = "#0072b2"
 CACHE: Final = "#009e73"
-FREE: Final = "#efeee9"
-FULLEST: Final = "#00273d"
+FREE: Final = "#e9e7df"
+PEAK: Final = "#00273d"
 SWAPPED: Final = "#d55e00"
 RECOMPUTED: Final = "#aa3377"
 RETURNED: Final = "#56b4e9"
 PROMPT: Final = "#e69f00"
 WAITING: Final = "#c9c8c1"
 SLOWEST: Final = "#d9dde6"
+MARK_COLORS: Final = (SWAPPED, RECOMPUTED, RETURNED, CACHE)
 PHASE_LOOKS: Final = {
     "execute": ("#8093ad", "computing"),
     "lockstep": ("#26324d", "agreeing, waiting for ranks"),
     "schedule": ("#c4bd4a", "deciding what to compute"),
-    "apply": ("#8c6d31", "taking in the tokens"),
+    "apply": ("#8c6d31", "applying the tokens"),
 }
 """A phase's colour and what it is in plain words, in the order of the stack."""
 
-MARK_COLORS: Final = (SWAPPED, RECOMPUTED, RETURNED, CACHE)
-_LANE_HEIGHT: Final = 46
 _WORTH_A_LINE: Final = 0.02
-_ROOM_FOR_NUMBERS: Final = 20
+_SHARE_ABOVE: Final = 0.02
+"""Of the columns, so many may reach above a chart in which all others would be flat beside them."""
+_FAR_ABOVE: Final = 3.0
+_FEW_COLUMNS: Final = 40
+_FAR_ABOVE_FEW: Final = 10.0
+"""Few columns are wide: they can be told apart when they are lower."""
 
 
-def draw_charts(steps: list[StepStats], totals: Totals, slowest: list[StepStats]) -> list[Chart]:
-    """All charts, in the page's order, of at least one step; the slowest are numbered in the chart of durations.
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One number for each column of the frame; for the whole run in a chart of shares."""
+
+    label: str
+    color: str
+    values: list[float]
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} ({self.note})" if self.note else self.label
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """`series` are stacked, the first at the bottom, or have a lane each, or share one bar.
+
+    Values are in `unit`, in microseconds where it is "time". `peak` is the most of any step of a column. Values end at
+    `limit`, where there is one, and what is higher is marked. `numbered` are steps to number, from 1.
+    """
+
+    kind: Literal["stack", "lanes", "shares"]
+    title: str
+    explanation: str
+    unit: str
+    series: list[Series]
+    peak: Series | None = None
+    limit: float | None = None
+    numbered: tuple[StepStats, ...] = ()
+
+    def in_words(self, value: float) -> str:
+        return duration(value) if self.unit == "time" else count(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What all charts share: the steps, condensed to columns, and the totals."""
+
+    steps: list[StepStats]
+    columns: list[Column]
+    totals: Totals
+
+    @classmethod
+    def of(cls, steps: list[StepStats], totals: Totals, max_columns: int) -> "Frame":
+        """Of at least one step."""
+        return cls(steps, make_columns(steps, max_columns), totals)
+
+    @property
+    def is_condensed(self) -> bool:
+        """Whether a column may be of several steps."""
+        return len(self.columns) < len(self.steps)
+
+    def means(self, field: str) -> list[float]:
+        """A field per step, for each column."""
+        return [getattr(column.sums, field) / column.num_steps for column in self.columns]
+
+
+def make_charts(frame: Frame, slowest: list[StepStats]) -> list[Chart]:
+    """All charts, in the page's order; the slowest are numbered in the chart of durations.
 
     What never happened has no chart.
     """
-    frame = Frame.of(steps, totals)
+    totals = frame.totals
     return [
         _blocks_chart(frame),
         *([_host_chart(frame)] if totals.max_host_blocks else []),
@@ -56,6 +115,14 @@ def draw_charts(steps: list[StepStats], totals: Totals, slowest: list[StepStats]
     ]
 
 
+def usual_top(heights: list[float]) -> float:
+    """What nearly all columns stay below, with room; the tallest where it is not far above them."""
+    by_height = sorted(heights)
+    usual = by_height[int((len(by_height) - 1) * (1 - _SHARE_ABOVE))]
+    far = _FAR_ABOVE if len(heights) >= _FEW_COLUMNS else _FAR_ABOVE_FEW
+    return 1.5 * usual if 0 < far * usual < by_height[-1] else by_height[-1]
+
+
 def _blocks_chart(frame: Frame) -> Chart:
     totals = frame.totals
     most_cached = max(stats.num_blocks_cached for stats in frame.steps)
@@ -64,75 +131,78 @@ def _blocks_chart(frame: Frame) -> Chart:
         ("num_blocks_cached", CACHE, "free, with a cached prefix", f"at most {most_cached:,}"),
         ("num_blocks_free", FREE, "free and empty", f"of {count(totals.num_blocks, 'block')} in all"),
     )
-    fullest = _fullest_line(frame)
-    return draw_stack(
-        frame,
+    fullest = _fullest(frame)
+    return Chart(
+        "stack",
         "KV cache on the device: how full it is",
-        "Where blue reaches the top there is no room left and sequences must give way (they are preempted). Green "
-        "blocks can be taken at any time; until then they answer prompts that begin alike."
+        "Where blue reaches the top there is no room left and sequences are preempted. Green blocks can be taken at "
+        "any time; until then they answer prompts that begin alike."
         + _if_condensed(frame, ", the dark line the fullest" if fullest else ""),
-        [Layer(LegendEntry(color, label, note), frame.means(field)) for field, color, label, note in looks],
-        _blocks_in_words,
-        ValueAxis(TOP, 190, max(1, totals.num_blocks)),
         "blocks",
-        has_steps=True,
-        line=fullest,
+        [Series(label, color, frame.means(field), note) for field, color, label, note in looks],
+        peak=fullest,
+        limit=max(1, totals.num_blocks),
     )
 
 
-def _fullest_line(frame: Frame) -> Layer | None:
+def _fullest(frame: Frame) -> Series | None:
     """Where columns' means hide how full it was at times."""
     fullest = [float(column.max_blocks_used) for column in frame.columns]
     hidden = sum(fullest) - sum(frame.means("num_blocks_used"))
     if hidden < _WORTH_A_LINE * frame.totals.num_blocks * len(fullest):
         return None
-    return Layer(LegendEntry(FULLEST, "in use, at the fullest"), fullest)
-
-
-def _blocks_in_words(column: Column) -> str:
-    used, cached, free = (
-        count(_mean(column, field)) for field in ("num_blocks_used", "num_blocks_cached", "num_blocks_free")
-    )
-    most = "" if column.num_steps == 1 else f" (at most {column.max_blocks_used:,})"
-    return f"{used} in use{most}, {cached} cached, {free} empty"
+    return Series("in use, at the fullest", PEAK, fullest)
 
 
 def _host_chart(frame: Frame) -> Chart:
-    entry = LegendEntry(SWAPPED, "swapped out", f"at most {frame.totals.max_host_blocks:,}")
-    layers = [Layer(entry, [float(column.max_host_blocks) for column in frame.columns])]
-    return draw_stack(
-        frame,
+    most = [float(column.max_host_blocks) for column in frame.columns]
+    return Chart(
+        "stack",
         "KV cache in host memory: what was swapped out",
-        "Blocks of sequences that gave way and were copied to the host. They are copied back when there is room."
+        "Blocks of sequences that were preempted and copied to the host. They are copied back when there is room."
         + (" A column is several steps: it shows the most of any." if frame.is_condensed else ""),
-        layers,
-        lambda column: f"{count(column.max_host_blocks, 'block')} in host memory",
-        value_axis(76, layers),
         "blocks",
+        [Series("swapped out", SWAPPED, most, f"at most {frame.totals.max_host_blocks:,}")],
+    )
+
+
+def _marks_chart(frame: Frame) -> Chart:
+    """A lane for each kind of event that happened."""
+    kinds = [(field, label, color) for (field, label), color in zip(MARKS, MARK_COLORS)]
+    happened = [kind for kind in kinds if getattr(frame.totals.sums, kind[0])]
+    never = [label for field, label, _ in kinds if not getattr(frame.totals.sums, field)]
+    lanes = []
+    for field, label, color in happened:
+        counts = [float(getattr(column.sums, field)) for column in frame.columns]
+        num_steps = sum(1 for stats in frame.steps if getattr(stats, field))
+        unit = "token" if field == "num_cached_tokens" else "sequence"
+        note = f"{_compact(int(sum(counts)), unit)} in {_compact(num_steps, 'step')}"
+        lanes.append(Series(label, color, counts, note))
+    return Chart(
+        "lanes",
+        "Preemptions, returns and cache hits: when, and how many",
+        "A bar stands where it happened; the taller, the more at once. Preempted by swap: copied to host memory, so "
+        "that nothing is lost. Preempted by recompute: dropped, and computed again later."
+        + (f" Never in this run: {', '.join(never)}." if never else ""),
+        "number",
+        lanes,
     )
 
 
 def _sequences_chart(frame: Frame) -> Chart:
     swapped, waiting = frame.means("num_swapped"), frame.means("num_waiting")
-    layers = [
-        Layer(LegendEntry(WORKING, "computed", f"at most {frame.totals.max_rows:,}"), frame.means("num_rows")),
-        Layer(LegendEntry(SWAPPED, "waiting in host memory"), swapped),
-        Layer(LegendEntry(WAITING, "waiting"), [max(0.0, each - part) for each, part in zip(waiting, swapped)]),
-    ]
-    return draw_stack(
-        frame,
+    others = [max(0.0, each - part) for each, part in zip(waiting, swapped)]
+    return Chart(
+        "stack",
         "Batch: how many sequences are computed, how many wait",
-        "Those that wait have not begun yet, or gave way to others." + _if_condensed(frame),
-        layers,
-        _sequences_in_words,
-        value_axis(140, layers),
+        "Those that wait have not begun yet, or were preempted." + _if_condensed(frame),
         "sequences",
+        [
+            Series("computed", WORKING, frame.means("num_rows"), f"at most {frame.totals.max_rows:,}"),
+            Series("waiting in host memory", SWAPPED, swapped),
+            Series("waiting", WAITING, others),
+        ],
     )
-
-
-def _sequences_in_words(column: Column) -> str:
-    computed, waiting, swapped = (count(_mean(column, f"num_{what}")) for what in ("rows", "waiting", "swapped"))
-    return f"{computed} computed, {waiting} waiting, of them {swapped} in host memory"
 
 
 def _tokens_chart(frame: Frame) -> Chart:
@@ -141,114 +211,19 @@ def _tokens_chart(frame: Frame) -> Chart:
         ("num_prompt_tokens", PROMPT, "prompt, or computed again"),
         ("num_cached_tokens", CACHE, "found in the prefix cache"),
     )
-    layers = [
-        Layer(LegendEntry(color, label, f"{compact(getattr(frame.totals.sums, field))} in all"), frame.means(field))
+    series = [
+        Series(label, color, frame.means(field), f"{compact(getattr(frame.totals.sums, field))} in all")
         for field, color, label in looks
     ]
     most_computed = max(frame.means("num_tokens"))
-    return draw_stack(
-        frame,
+    return Chart(
+        "stack",
         "Tokens of each step",
         "Blue and orange were computed. Green was not: the prefix cache had it." + _if_condensed(frame),
-        layers,
-        _tokens_in_words,
-        # Hits of many prompts in one step would flatten what was computed.
-        value_axis(140, layers, 2.5 * most_computed if most_computed else None),
         "tokens",
-    )
-
-
-def _tokens_in_words(column: Column) -> str:
-    decode, prompt, cached = (count(_mean(column, f"num_{what}_tokens")) for what in ("decode", "prompt", "cached"))
-    return f"{decode} decode, {prompt} prompt, {cached} from the cache"
-
-
-def _durations_chart(frame: Frame, slowest: list[StepStats]) -> Chart:
-    tallest_us = [float(column.slowest.duration_us) for column in frame.columns]
-    limit_us = max(1.0, usual_top(tallest_us) * 1.12)
-    unit_us, unit = (1e6, "s") if limit_us >= 2e6 else (1e3, "ms") if limit_us >= 2e3 else (1.0, "µs")
-    values = ValueAxis(TOP + _ROOM_FOR_NUMBERS, 150, limit_us / unit_us)
-    behind = Layer(LegendEntry(SLOWEST, "the slowest of a column"), [each / unit_us for each in tallest_us])
-    return draw_stack(
-        frame,
-        "How long a step takes, and what for",
-        "The numbers are the slowest steps; the table below tells more of them." + _if_condensed(frame),
-        [
-            Layer(LegendEntry(color, words), [each / unit_us for each in frame.means(f"{phase}_us")])
-            for phase, (color, words) in PHASE_LOOKS.items()
-        ],
-        _duration_in_words,
-        values,
-        unit,
-        has_steps=True,
-        behind=behind if frame.is_condensed else None,
-        above=_numbers(frame, values, slowest, unit_us),
-        height_in_words=lambda height: duration(height * unit_us),
-    )
-
-
-def _duration_in_words(column: Column) -> str:
-    if column.num_steps == 1:
-        return duration(column.sums.duration_us)
-    return f"{duration(_mean(column, 'duration_us'))} a step, the slowest {duration(column.slowest.duration_us)}"
-
-
-def _numbers(frame: Frame, values: ValueAxis, slowest: list[StepStats], unit_us: float) -> Iterator[str]:
-    """The slowest steps' places in the table; where two would cover each other, that of the slower."""
-    taken: list[float] = []
-    for place, stats in enumerate(slowest, 1):
-        x = max(frame.axis.x(stats.start_us + stats.duration_us / 2), pen.LEFT + 10)
-        if all(abs(x - other) >= 17 for other in taken):
-            taken.append(x)
-            height = stats.duration_us / unit_us
-            y = values.y(height) - 11 if height <= values.limit else values.top - _ROOM_FOR_NUMBERS
-            yield pen.numbered_circle(x, y, str(place), f"step {stats.step:,}: {duration(stats.duration_us)}")
-
-
-def _marks_chart(frame: Frame) -> Chart:
-    """A lane for each kind of event that happened."""
-    title = "Preemptions, returns and cache hits: when, and how many"
-    kinds = [(field, label, color) for (field, label), color in zip(MARKS, MARK_COLORS)]
-    happened = [kind for kind in kinds if getattr(frame.totals.sums, kind[0])]
-    never = [label for field, label, _ in kinds if not getattr(frame.totals.sums, field)]
-    top = 4
-    bottom = top + len(happened) * _LANE_HEIGHT
-    elements = list(pen.time_grid(frame.axis, top, bottom, has_steps=False))
-    for index, (field, label, color) in enumerate(happened):
-        elements += _lane(frame, field, label, color, top + index * _LANE_HEIGHT)
-    return Chart(
-        title,
-        "A bar stands where it happened; the taller, the more at once. Preempted by swap: copied to host memory, so "
-        "that nothing is lost. Preempted by recompute: dropped, and computed again later."
-        + (f" Never in this run: {', '.join(never)}." if never else ""),
-        pen.svg(bottom + 24, title, elements),
-    )
-
-
-def _lane(frame: Frame, field: str, label: str, color: str, top: float) -> Iterator[str]:
-    unit = "token" if field == "num_cached_tokens" else "sequence"
-    counts = [getattr(column.sums, field) for column in frame.columns]
-    most, num_steps = max(counts), sum(1 for stats in frame.steps if getattr(stats, field))
-    values = ValueAxis(top + 10, _LANE_HEIGHT - 10, most)
-    note = f"{_compact(sum(counts), unit)} in {_compact(num_steps, 'step')}"
-    yield from pen.legend([LegendEntry(color, label, note)], values.top + 2)
-    yield pen.line(pen.LEFT, values.bottom, pen.LEFT + pen.PLOT_WIDTH, values.bottom, pen.FAINT_INK, 0.5)
-    yield pen.text(pen.LEFT - 8, values.top + 8, pen.value_label(most), size=11, color=pen.FAINT_INK, anchor="end")
-    # Never so low that one beside a hundred is not seen.
-    yield from pen.marks(
-        color,
-        (
-            pen.mark(
-                frame.axis,
-                values,
-                column.start_us,
-                column.end_us,
-                max(number, most * 0.2),
-                f"{frame.name(column)}: {count(number, unit)}",
-            )
-            for column, number in zip(frame.columns, counts)
-            if number
-        ),
+        series,
+        # Hits of many prompts in one step would flatten what was computed.
+        limit=min(max(_tops(series)), 2.5 * most_computed) * 1.06 if most_computed else None,
     )
 
 
@@ -256,34 +231,39 @@ def _phases_chart(totals: Totals) -> Chart:
     """One bar from the first step to the last."""
     parts = [(color, words, getattr(totals.sums, f"{phase}_us")) for phase, (color, words) in PHASE_LOOKS.items()]
     parts.append((FREE, "between the steps", totals.between_us))
-    in_all_us = max(1, sum(part_us for _, _, part_us in parts))
-    title = "Where the time of the run went"
+    in_all_us = max(1, sum(part_us for *_, part_us in parts))
     return Chart(
-        title,
+        "shares",
+        "Where the time of the run went",
         f"{duration(totals.wall_us)} from the first step to the last, on the first rank.",
-        pen.svg(86, title, _share_bar(parts, in_all_us)),
+        "time",
+        [
+            Series(words, color, [part_us], f"{share(part_us, in_all_us)}, {duration(part_us)}")
+            for color, words, part_us in parts
+        ],
     )
 
 
-def _share_bar(parts: list[tuple[str, str, int]], in_all_us: int) -> Iterator[str]:
-    x, bar_width, place_width = float(pen.LEFT), pen.WIDTH - 2 * pen.LEFT, (pen.WIDTH - pen.LEFT) / len(parts)
-    for index, (color, words, part_us) in enumerate(parts):
-        width = bar_width * part_us / in_all_us
-        if width > 0:
-            yield pen.box(x, 4, width, 26, color)
-        x += width
-        place = pen.LEFT + index * place_width
-        yield pen.box(place, 44, 13, 13, color)
-        yield pen.text(place + 19, 55, f"{share(part_us, in_all_us)}, {duration(part_us)}", bold=True)
-        yield pen.text(place + 19, 72, words, size=11, color=pen.FAINT_INK)
+def _durations_chart(frame: Frame, slowest: list[StepStats]) -> Chart:
+    tallest_us = [float(column.slowest.duration_us) for column in frame.columns]
+    return Chart(
+        "stack",
+        "How long a step takes, and what for",
+        "The numbers are the slowest steps; the table below has more on them." + _if_condensed(frame),
+        "time",
+        [Series(words, color, frame.means(f"{phase}_us")) for phase, (color, words) in PHASE_LOOKS.items()],
+        peak=Series("the slowest of a column", SLOWEST, tallest_us) if frame.is_condensed else None,
+        limit=max(1.0, usual_top(tallest_us) * 1.12),
+        numbered=tuple(slowest),
+    )
+
+
+def _tops(series: list[Series]) -> list[float]:
+    return [sum(values) for values in zip(*(each.values for each in series))]
 
 
 def _compact(number: int, noun: str) -> str:
     return f"{compact(number)} {noun if number == 1 else noun + 's'}"
-
-
-def _mean(column: Column, field: str) -> float:
-    return float(getattr(column.sums, field)) / column.num_steps
 
 
 def _if_condensed(frame: Frame, also: str = "") -> str:

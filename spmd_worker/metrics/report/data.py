@@ -1,6 +1,6 @@
 """Steps condensed to what a page can show: columns of the charts, totals of the run, the slowest steps.
 
-A run of any length becomes at most MAX_COLUMNS columns, each of consecutive steps; counts are summed, so no preemption
+A run of any length becomes at most so many columns, each of consecutive steps; counts are summed, so no preemption
 and no cache hit is lost. Knows step statistics. Knows nothing about how they are drawn or worded.
 """
 
@@ -12,7 +12,6 @@ from typing import Final
 
 from spmd_worker.metrics.step_stats import StepStats
 
-MAX_COLUMNS: Final = 600
 NEARLY_FULL: Final = 0.9
 """From this share of the device blocks in use on, the cache is called nearly full."""
 
@@ -56,7 +55,7 @@ class Totals:
         return self.sums.num_swapped_out + self.sums.num_recomputed
 
 
-def make_columns(steps: list[StepStats], max_columns: int = MAX_COLUMNS) -> list[Column]:
+def make_columns(steps: list[StepStats], max_columns: int) -> list[Column]:
     """Condense steps that began in the same small span of time; with few steps each is a column of its own."""
     if not steps:
         return []

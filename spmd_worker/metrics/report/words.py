@@ -51,14 +51,14 @@ def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
     )
     if totals.num_preemptions:
         pressure = (
-            f"{cache} was too small for all sequences at once: {often}, and sequences had to give way "
+            f"{cache} was too small for all sequences at once: {often}, and sequences were preempted "
             f"{_times(totals.num_preemptions)}. {_what_it_cost(totals, metrics)}"
         )
     elif totals.nearly_full_us:
-        pressure = f"{cache} was just large enough: {often}, but no sequence had to give way."
+        pressure = f"{cache} was just large enough: {often}, but no sequence was preempted."
     else:
         at_most = share(totals.max_blocks_used, totals.num_blocks)
-        pressure = f"{cache} was large enough: at most {at_most} of it was in use, and no sequence had to give way."
+        pressure = f"{cache} was large enough: at most {at_most} of it was in use, and no sequence was preempted."
     return f"{pressure} {_what_was_found(totals, metrics)}"
 
 
@@ -69,7 +69,7 @@ def why_slow(stats: StepStats) -> str:
         "schedule": "deciding what to compute",
         "lockstep": "agreeing with other ranks, or waiting for them",
         "execute": f"computing {_what_was_computed(stats)}",
-        "apply": f"taking in {count(stats.num_sampled_tokens, 'token')}",
+        "apply": f"applying {count(stats.num_sampled_tokens, 'token')}",
     }
     return f"{doing[phase]} ({share(getattr(stats, f'{phase}_us'), stats.duration_us)})"
 

@@ -1,0 +1,23 @@
+"""The name and the help of a tool's program, which is run as an installed command or as a module."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def program_name(tool: str) -> str:
+    """In the form that the user typed: `spmd-worker-report` or `python -m spmd_worker.tools.report`."""
+    is_command = Path(sys.argv[0]).name.startswith("spmd-worker-")
+    return f"spmd-worker-{tool}" if is_command else f"python -m spmd_worker.tools.{tool}"
+
+
+def make_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
+    """`description` is the module's docstring, whose examples are shown with the program's name."""
+    program = program_name(tool)
+    text = (description or "").replace(f"python -m spmd_worker.tools.{tool}", program)
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=program, description=text, formatter_class=layout)
+
+
+def print_error(tool: str, error: object) -> None:
+    print(f"{program_name(tool)}: {error}", file=sys.stderr)
