@@ -12,6 +12,7 @@ workers change after a step (`worker_events.py`). Knows how the parts fit togeth
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -114,10 +115,10 @@ class LLMEngine:
         self._worker_events = WorkerEvents(executor)
         # What the steps of a worker event ended: the next `step` hands it out.
         self._ended: list[SequenceGroup] = []
-        parallel = config.parallel
-        self._in_flight = StepPipeline(
-            executor, channel, parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-        )
+        self._in_flight = StepPipeline(executor, channel, config.parallel.tensor_parallel_size)
+        # The executor must not hold the engine: whoever forgets an engine gets its memory back at once.
+        self._executor_has_failed = threading.Event()
+        executor.register_failure_callback(self._executor_has_failed.set)
         self._on_step: Callable[[StepPlan, StepResult], None] | None = None
         self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
 
@@ -298,7 +299,11 @@ class LLMEngine:
         return self.lockstep.explain(known)
 
     def _check_whole(self) -> None:
-        """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good."""
+        """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good, and a worker
+        that ended between two steps is missed in the next: its executor says which and how.
+        """
+        if self._executor_has_failed.is_set() and not self._is_mid_step:
+            self.executor.check_health()
         if self._is_mid_step:
             raise RuntimeError("an earlier step failed halfway: close this LLM and make a new one")
 

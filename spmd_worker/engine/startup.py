@@ -153,6 +153,7 @@ def _load(
     if config.executor.digest_every:
         _agree_on_start(engine_channel, watchdog, config, model_config, tokenizer)
     together("loading the model", executor.load_model)
+    together("checking the workers", partial(_check_workers, config, executor))
     counts = together("sizing the cache", executor.determine_num_available_blocks)
     num_tier = int(config.cache.host_tier_gib * 2**30) // max(executor.collective_rpc("get_cache_block_size_bytes"))
     sizes = CacheSizes(*channel.minimum((*counts, num_tier)))
@@ -161,7 +162,23 @@ def _load(
     if sizes.num_tier_blocks:
         allocate_tier = partial(executor.collective_rpc, "initialize_host_tier", args=(sizes.num_tier_blocks,))
         together("allocating the host tier", allocate_tier)
+    together("warming up", partial(executor.collective_rpc, "compile_or_warm_up_model"))
     return tokenizer, sizes
+
+
+def _check_workers(config: RunConfig, executor: Executor) -> None:
+    """Raise RuntimeError for a device that does not compute, ConfigError for a worker class that cannot do this."""
+    executor.check_health()
+    key = f"executor.worker_cls={config.executor.worker_cls}"
+    if "generate" not in executor.supported_tasks:
+        known = ", ".join(executor.supported_tasks) or "nothing"
+        raise ConfigError(f"{key} supports {known} on every rank, and not generate: name a class that generates")
+    for rank, spec in enumerate(executor.get_kv_cache_specs()):
+        if spec.block_size != config.cache.block_size:
+            raise ConfigError(
+                f"{key} has blocks of {spec.block_size} tokens on worker {rank}, and cache.block_size is "
+                f"{config.cache.block_size}: they must be equal"
+            )
 
 
 def _open_channel(

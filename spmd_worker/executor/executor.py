@@ -144,7 +144,7 @@ class Executor(ABC):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that may be in flight at once."""
+        """Steps that may be in flight at once: one for each stage of the pipeline."""
         return self.config.parallel.pipeline_parallel_size
 
     @property

@@ -33,6 +33,8 @@ from spmd_worker.metrics.log import LOGGER_NAME
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.sequence.step import StepPlan, StepResult
 
+logger = logging.getLogger(__name__)
+
 _STEP_SHARE: Final = 0.9
 """How much of `executor.timeout_s` a step may take: this executor can name the rank that does not answer, and so it
 speaks before the workers' own groups, and this process's watchdog, give up.
@@ -196,6 +198,9 @@ class MultiprocExecutor(Executor):
         elif surplus < 0:
             level = logging.getLogger(LOGGER_NAME).getEffectiveLevel()
             self._pool.add_workers(-surplus, process_environment(self.num_workers), level)
+        # Ranks are places in the pool, whatever a process was called when it started.
+        self._call(FrameKind.SETUP, "adjust_rank", ({each.rank: i for i, each in enumerate(self._pool.workers)},))
+        logger.debug("worker processes: %s", self.worker_pids)
         # One store a world: what an earlier world left in its own cannot be taken for this one's.
         self._store = open_store(self.config.executor.timeout_s)
         size, port = self.num_workers, self._store.port
