@@ -1,4 +1,4 @@
-"""Whether every rank of an engine was given the same prompts, or worker event, before any of them is answered.
+"""Whether every rank of an engine was given the same prompts, and makes the same calls, before anything is done.
 
 Knows prompts as token ids and parameters. Knows nothing about who answers them.
 """
@@ -30,14 +30,14 @@ def agree_on_prompts(engine: LLMEngine, prompts: list[tuple[tuple[int, ...], Sam
     check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in lists])
 
 
-def agree_on_worker_event(engine: LLMEngine, name: str, payload: Any) -> None:
-    """Raise RanksDisagreeError unless every rank asks for the same event.
+def agree_on_call(engine: LLMEngine, method: str, *args: Any) -> None:
+    """Raise RanksDisagreeError unless every rank of the engine makes the same call. `args` can cross processes.
 
     Compares nothing with `executor.digest_every` 0.
     """
     channel = engine.engine_channel
     if engine.config.executor.digest_every and channel.size > 1:
-        check_equal("worker events", channel.gather(encode_value({"name": name, "payload": payload})))
+        check_equal("calls", channel.gather(encode_value([method, *args])))
 
 
 def _as_json(prompt: tuple[tuple[int, ...], SamplingParams]) -> dict[str, Any]:

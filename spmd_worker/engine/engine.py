@@ -109,7 +109,7 @@ class LLMEngine:
         self.max_model_len = resolve_max_model_len(config, model_config)
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
-        self._num_requests = 0
+        self.num_requests = 0
         self._sampled_token_ids: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
         self._worker_events = WorkerEvents(executor)
@@ -168,10 +168,10 @@ class LLMEngine:
         Raises ValueError as `check_request` does.
         """
         self.check_request(prompt_token_ids, sampling)
-        request_id = RequestId(self._num_requests)
-        row = self._num_requests if index is None else index
+        request_id = RequestId(self.num_requests)
+        row = self.num_requests if index is None else index
         stream = random_stream(self.config.seed, sampling.seed, custom_id, row)
-        self._num_requests += 1
+        self.num_requests += 1
         self._prompts[request_id] = prompt
         self._events.append(Admit(Request(request_id, prompt_token_ids, sampling, stream)))
         return request_id
@@ -269,6 +269,12 @@ class LLMEngine:
         self.is_closed = True
         self.release()
 
+    def retire(self) -> None:
+        """Close, and leave executor and watchdog to the engine that goes on with them."""
+        self.is_closed = True
+        for channel in (self.lockstep, self.channel, self.engine_channel):
+            channel.close()
+
     def tell(self, error: BaseException) -> None:
         """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""
         if not self._is_mid_step:
@@ -355,7 +361,7 @@ class LLMEngine:
             self._is_round_over = True
         elif isinstance(event, Admit):
             # Requests that this rank did not add itself have taken their numbers too.
-            self._num_requests = max(self._num_requests, event.request.request_id + 1)
+            self.num_requests = max(self.num_requests, event.request.request_id + 1)
         elif isinstance(event, WorkerEvent | EndWorkerEvent):
             self.times.heartbeat.enter("worker event")
             self._worker_events.apply(event)
