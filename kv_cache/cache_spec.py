@@ -32,8 +32,3 @@ class CacheSpec:
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, keys and values."""
         return self.num_layers * self.layer_block_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all layers, keys and values."""
-        return self.block_bytes // self.block_size

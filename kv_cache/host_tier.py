@@ -27,11 +27,6 @@ class HostTier:
         """Blocks it can keep."""
         return self._pool.num_blocks
 
-    @property
-    def num_stored(self) -> int:
-        """Blocks that can be found."""
-        return self._pool.num_named_blocks
-
     def lookup(self, hashes: Sequence[BlockHash]) -> int:
         """See `Connector.lookup`."""
         return len(self._pool.find_chain(hashes))

@@ -24,11 +24,11 @@ from spmd_worker.config.schema import (
     SchedulerConfig,
     checked_value,
 )
-from spmd_worker.data_parallel.agreement import agree_on_prompts, agree_on_worker_event
+from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.engine.startup import start_engine
+from spmd_worker.engine.startup import restart_engine, start_engine
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -109,6 +109,9 @@ class LLM:
             seed=seed,
         )
         self.llm_engine: LLMEngine = start_engine(config)
+        self._open()
+
+    def _open(self) -> None:
         # When the engine is forgotten or the interpreter ends. Process groups have threads, and torch may abort the
         # process when it takes them down with the interpreter.
         self._release = weakref.finalize(self.llm_engine, self.llm_engine.release)
@@ -195,7 +198,7 @@ class LLM:
         returned, in rank order. Raises WorkerEventError, on every rank, naming the lowest rank that refused and why;
         the LLM is as it was before.
         """
-        agree_on_worker_event(self.llm_engine, name, payload)
+        agree_on_call(self.llm_engine, "worker_event", name, payload)
         return self.llm_engine.worker_event(name, payload)
 
     def start_profile(self, folder: str | Path) -> None:
@@ -224,6 +227,35 @@ class LLM:
         last that fits 64 bits will do; a trainer gives its step. Raises TypeError or ValueError for anything else.
         """
         self.llm_engine.set_weight_version(version)
+
+    def reinitialize_distributed(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        pipeline_layers: list[int] | None = None,
+    ) -> None:
+        """Go on with ranks divided in another way, in the processes that are there: model, cache and groups are made
+        anew, and what was cached, or done to workers, is gone. `llm_engine` is another object afterwards.
+
+        Under torchrun every rank calls this and the number of ranks stays; the multiproc backend starts and ends
+        worker processes. Raises RuntimeError while requests are unanswered, saying how many, and ConfigError for sizes
+        that cannot run here; the LLM is as it was before. What fails later closes it.
+        """
+        parallel = ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers)
+        self.llm_engine.check_idle()
+        agree_on_call(self.llm_engine, "reinitialize_distributed", parallel)
+        try:
+            restarted = restart_engine(self.llm_engine, parallel)
+        except BaseException:
+            if self.llm_engine.is_closed:
+                self.close()
+            raise
+        # First, or the old engine would give back what the new one has.
+        self._release.detach()
+        self.llm_engine = restarted
+        self._open()
 
     def close(self) -> None:
         """Give back memory, and the process groups this object made. Idempotent; every rank calls it."""

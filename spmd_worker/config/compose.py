@@ -7,7 +7,6 @@ OmegaConf, which nothing else does. Knows nothing about ranks, or about who type
 
 import dataclasses
 import difflib
-import json
 import re
 import typing
 from collections.abc import Sequence
@@ -82,11 +81,6 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         config = OmegaConf.to_object(composed)
     assert isinstance(config, RunConfig), type(config)
     return config
-
-
-def canonical_json(config: RunConfig) -> str:
-    """The resolved configuration as JSON with sorted keys: equal text means equal configuration."""
-    return json.dumps(as_plain(config), sort_keys=True, separators=(",", ":"))
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Before a call runs: whether every rank of an engine has its prompts, or its worker event, ready and all the same.
+"""Before a call runs: whether every rank of an engine makes the same call and has its prompts ready and all the same.
 
 Knows prompts as token ids and parameters. Knows nothing about who answers them.
 """
@@ -71,14 +71,14 @@ def _check_digests(
     check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in digests])
 
 
-def agree_on_worker_event(engine: LLMEngine, name: str, payload: Any) -> None:
-    """Raise RanksDisagreeError unless every rank asks for the same event.
+def agree_on_call(engine: LLMEngine, method: str, *args: Any) -> None:
+    """Raise RanksDisagreeError unless every rank of the engine makes the same call. `args` can cross processes.
 
     Compares nothing with `executor.digest_every` 0.
     """
     channel = engine.engine_channel
     if engine.config.executor.digest_every and channel.size > 1:
-        check_equal("worker events", channel.gather(encode_value({"name": name, "payload": payload})))
+        check_equal("calls", channel.gather(encode_value([method, *args])))
 
 
 def _digests(prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]) -> list[str]:

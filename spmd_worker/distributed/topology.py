@@ -38,10 +38,6 @@ class RankLayout:
         """Stage of the pipeline."""
         return rank // self.tensor_parallel_size % self.pipeline_parallel_size
 
-    def data_rank(self, rank: int) -> int:
-        """Which replica."""
-        return rank // (self.tensor_parallel_size * self.pipeline_parallel_size)
-
     def tensor_groups(self) -> list[list[int]]:
         """Ranks that share each layer's weights, one list a group, in order."""
         size = self.tensor_parallel_size

@@ -12,6 +12,7 @@ workers change after a step (`worker_events.py`). Knows how the parts fit togeth
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -108,16 +109,16 @@ class LLMEngine:
         self.max_model_len = resolve_max_model_len(config, model_config)
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
-        self._num_requests = 0
+        self.num_requests = 0
         self._sampled_token_ids: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
         self._worker_events = WorkerEvents(executor)
         # What the steps of a worker event ended: the next `step` hands it out.
         self._ended: list[SequenceGroup] = []
-        parallel = config.parallel
-        self._in_flight = StepPipeline(
-            executor, channel, parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-        )
+        self._in_flight = StepPipeline(executor, channel, config.parallel.tensor_parallel_size)
+        # The executor must not hold the engine: whoever forgets an engine gets its memory back at once.
+        self._executor_has_failed = threading.Event()
+        executor.register_failure_callback(self._executor_has_failed.set)
         self._on_step: Callable[[StepPlan, StepResult], None] | None = None
         self._checks_integrity = os.environ.get(CHECK_VARIABLE) == "1"
 
@@ -172,11 +173,11 @@ class LLMEngine:
         for name, text in (("prompt", prompt), ("custom_id", custom_id)):
             if not isinstance(text, str | None):
                 raise TypeError(f"{name} is a {type(text).__name__}: give text")
-        request_id = RequestId(self._num_requests)
-        row = self._num_requests if index is None else whole_number("index", index)
+        request_id = RequestId(self.num_requests)
+        row = self.num_requests if index is None else whole_number("index", index)
         stream = random_stream(self.config.seed, sampling.seed, custom_id, row)
         request = Request(request_id, tuple(prompt_token_ids), sampling, stream)
-        self._num_requests += 1
+        self.num_requests += 1
         self._prompts[request_id] = prompt
         self._events.append(Admit(request))
         return request_id
@@ -286,6 +287,12 @@ class LLMEngine:
         self.is_closed = True
         self.release()
 
+    def retire(self) -> None:
+        """Close, and leave executor and watchdog to the engine that goes on with them."""
+        self.is_closed = True
+        for channel in (self.lockstep, self.channel, self.engine_channel):
+            channel.close()
+
     def tell(self, error: BaseException) -> None:
         """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""
         if not self._is_mid_step:
@@ -316,7 +323,11 @@ class LLMEngine:
         return self.lockstep.explain(known)
 
     def _check_whole(self) -> None:
-        """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good."""
+        """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good, and a worker
+        that ended between two steps is missed in the next: its executor says which and how.
+        """
+        if self._executor_has_failed.is_set() and not self._is_mid_step:
+            self.executor.check_health()
         if self._is_mid_step:
             raise RuntimeError("an earlier step failed halfway: close this LLM and make a new one")
 
@@ -368,7 +379,7 @@ class LLMEngine:
             self._is_round_over = True
         elif isinstance(event, Admit):
             # Requests that this rank did not add itself have taken their numbers too.
-            self._num_requests = max(self._num_requests, event.request.request_id + 1)
+            self.num_requests = max(self.num_requests, event.request.request_id + 1)
         elif isinstance(event, WorkerEvent | EndWorkerEvent):
             self.times.heartbeat.enter("worker event")
             self._worker_events.apply(event)

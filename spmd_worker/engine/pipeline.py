@@ -27,8 +27,9 @@ class _StepUnderWay:
 class StepPipeline:
     """Call `add` for each step, and `take_oldest` while `is_full`, or to leave nothing in flight."""
 
-    def __init__(self, executor: Executor, channel: ControlChannel, num_stages: int, num_shards: int) -> None:
-        self._executor, self._channel, self._num_stages = executor, channel, num_stages
+    def __init__(self, executor: Executor, channel: ControlChannel, num_shards: int) -> None:
+        self._executor, self._channel = executor, channel
+        self._num_stages = num_stages = executor.max_concurrent_batches
         self._steps: deque[_StepUnderWay] = deque()
         # An executor of all stages hands every step on at once.
         has_own_stage = num_stages > 1 and channel.size > 1

@@ -7,7 +7,7 @@ steps.
 
 import platform
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -19,7 +19,7 @@ import torch
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import ConfigError, ParallelConfig, RunConfig
 from spmd_worker.distributed.communicator import single_group
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
 from spmd_worker.distributed.groups import world_environment
@@ -78,8 +78,31 @@ def start_engine(
         is_on_gpu = device_type(config.device) == "cuda"
         watchdog = watch_guest(environment, num_ranks, config.executor.timeout_s, spins=is_on_gpu)
         watchdog.start()
+    return _start_together(config, executor, watchdog, executor.start)
+
+
+def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
+    """The engine that goes on in its place, over ranks divided in another way, with nothing in its caches.
+
+    Under a launcher the ranks stay as many as they are; `multiproc` starts and ends processes. Everything that a start
+    agrees on is agreed on anew, numbers of blocks too. Requests go on being numbered; counters begin anew. Every rank
+    of the world calls this. Raises RuntimeError while requests are unanswered and ConfigError for a layout that cannot
+    run here, with everything as it was; any later failure is for good.
+    """
+    engine.check_idle()
+    config, executor, watchdog = replace(engine.config, parallel=parallel), engine.executor, engine.watchdog
+    assert watchdog is not None, "an engine that was started has one"
+    read_run(config)
+    executor.check_layout(layout_of(parallel))
+    engine.retire()
+    restarted = _start_together(config, executor, watchdog, partial(executor.reinitialize_distributed, parallel))
+    restarted.num_requests = engine.num_requests
+    return restarted
+
+
+def _start_together(config: RunConfig, executor: Executor, watchdog: Watchdog, set_up: Callable[[], None]) -> LLMEngine:
     try:
-        return _start(config, model_config, environment, executor, watchdog)
+        return _start(config, executor.model_config, executor.environment, executor, watchdog, set_up)
     except BaseException as error:  # told to the other ranks, which may be waiting for this one, then raised again
         watchdog.fail(error)
         cause = watchdog.find_cause(error)
@@ -91,10 +114,15 @@ def start_engine(
 
 
 def _start(
-    config: RunConfig, model_config: ModelConfig, environment: RankEnvironment, executor: Executor, watchdog: Watchdog
+    config: RunConfig,
+    model_config: ModelConfig,
+    environment: RankEnvironment,
+    executor: Executor,
+    watchdog: Watchdog,
+    set_up: Callable[[], None],
 ) -> LLMEngine:
     watchdog.heartbeat.enter("joining the other ranks")
-    executor.start()
+    set_up()
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
     engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
     try:
@@ -153,6 +181,7 @@ def _load(
     if config.executor.digest_every:
         _agree_on_start(engine_channel, watchdog, config, model_config, tokenizer)
     together("loading the model", executor.load_model)
+    together("checking the workers", partial(_check_workers, config, executor))
     counts = together("sizing the cache", executor.determine_num_available_blocks)
     num_tier = int(config.cache.host_tier_gib * 2**30) // max(executor.collective_rpc("get_cache_block_size_bytes"))
     sizes = CacheSizes(*channel.minimum((*counts, num_tier)))
@@ -161,7 +190,23 @@ def _load(
     if sizes.num_tier_blocks:
         allocate_tier = partial(executor.collective_rpc, "initialize_host_tier", args=(sizes.num_tier_blocks,))
         together("allocating the host tier", allocate_tier)
+    together("warming up", partial(executor.collective_rpc, "compile_or_warm_up_model"))
     return tokenizer, sizes
+
+
+def _check_workers(config: RunConfig, executor: Executor) -> None:
+    """Raise RuntimeError for a device that does not compute, ConfigError for a worker class that cannot do this."""
+    executor.check_health()
+    key = f"executor.worker_cls={config.executor.worker_cls}"
+    if "generate" not in executor.supported_tasks:
+        known = ", ".join(executor.supported_tasks) or "nothing"
+        raise ConfigError(f"{key} supports {known} on every rank, and not generate: name a class that generates")
+    for rank, spec in enumerate(executor.get_kv_cache_specs()):
+        if spec.block_size != config.cache.block_size:
+            raise ConfigError(
+                f"{key} has blocks of {spec.block_size} tokens on worker {rank}, and cache.block_size is "
+                f"{config.cache.block_size}: they must be equal"
+            )
 
 
 def _open_channel(

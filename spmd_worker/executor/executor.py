@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import ConfigError, ParallelConfig, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
 from spmd_worker.lockstep.transfers import TransferBook
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -144,7 +144,7 @@ class Executor(ABC):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that may be in flight at once."""
+        """Steps that may be in flight at once: one for each stage of the pipeline."""
         return self.config.parallel.pipeline_parallel_size
 
     @property
@@ -164,23 +164,47 @@ class Executor(ABC):
         """
         self._transfers = TransferBook(self.num_workers)
 
-    def reinitialize_distributed(self, layout: RankLayout) -> None:
-        """A new world size. Raises ConfigError here: these processes are not this executor's to start or to end."""
-        raise ConfigError(
-            f"{type(self).__name__} cannot change its ranks to {layout.world_size}: close this LLM and make another "
-            f"with the sizes that you want, in the same processes"
-        )
+    def reinitialize_distributed(self, parallel: ParallelConfig) -> None:
+        """Leave the groups, drop model and cache, and join the world of another layout; then as after `start`.
+
+        The engine calls it (`restart_engine`), which forgets what it knows of the cache. Raises ConfigError, with
+        everything as it was, for a layout that cannot run here; any later failure is for good.
+        """
+        layout = layout_of(parallel)
+        self.check_layout(layout)
+        check_divides(layout, self.model_config)
+        try:
+            self.collective_rpc("shutdown")
+            self.config, self.layout = replace(self.config, parallel=parallel), layout
+            self._set_up()
+        except BaseException as error:
+            self._fail_with(error)
+            raise
+
+    def check_layout(self, layout: RankLayout) -> None:
+        """Raise ConfigError for a layout of more or fewer ranks: these are not this executor's to start or to end."""
+        if layout.world_size != self.layout.world_size:
+            raise ConfigError(
+                f"parallel.tensor_parallel_size={layout.tensor_parallel_size} x parallel.pipeline_parallel_size="
+                f"{layout.pipeline_parallel_size} x parallel.data_parallel_size={layout.data_parallel_size} is "
+                f"{layout.world_size} ranks, and this engine has {self.layout.world_size}, which it has not started: "
+                f"give sizes of {self.layout.world_size} ranks, or use executor.backend=multiproc"
+            )
 
     def shutdown(self) -> None:
         """End the workers. Idempotent."""
         self.collective_rpc("shutdown")
 
+    @abstractmethod
+    def _set_up(self) -> None:
+        """Make the workers of `layout` and have them join each other."""
+
     def _call_between_steps(self, method: str, *args: Any) -> list[Any]:
         """As `collective_rpc`; what it raises fails the executor, as in a step, because workers may now differ."""
         try:
             return self.collective_rpc(method, args=args)
-        except BaseException:
-            self._fail()
+        except BaseException as error:
+            self._fail_with(error)
             raise
 
     def _run_step(self, plan: StepPlan) -> StepResult:
@@ -188,8 +212,8 @@ class Executor(ABC):
             result = self.collective_rpc("execute_model", args=(plan,))[0]
             if result is None:
                 result = self.collective_rpc("sample_tokens")[0]
-        except BaseException:
-            self._fail()
+        except BaseException as error:
+            self._fail_with(error)
             raise
         return self._aggregate([result], 0)
 
@@ -198,6 +222,10 @@ class Executor(ABC):
         for rank, result in enumerate(results):
             self._transfers.add(rank, result.finished_transfers)
         return replace(results[output_rank], finished_transfers=self._transfers.take_complete())
+
+    def _fail_with(self, error: BaseException) -> None:
+        """No step can run any more, because of `error`, which the caller raises."""
+        self._fail()
 
     def _fail(self) -> None:
         """Run the callbacks; a second call finds none."""

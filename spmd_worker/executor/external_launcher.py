@@ -16,11 +16,9 @@ from spmd_worker.lockstep.transport.channel import ControlChannel
 class ExternalLauncherExecutor(UniProcExecutor):
     """This rank's part of a world that exists already."""
 
-    def start(self) -> None:
-        """Raises ConfigError for a number of ranks that makes no engines of this layout, and for a worker class whose
-        `init_device` joins no groups although there are other ranks.
-        """
-        super().start()
+    def _set_up(self) -> None:
+        """Raises ConfigError for a worker class whose `init_device` joins no groups although there are other ranks."""
+        super()._set_up()
         if self.layout.world_size > 1 and self._groups is None:
             raise ConfigError(
                 f"executor.worker_cls={self.config.executor.worker_cls} has no process groups after init_device, and "

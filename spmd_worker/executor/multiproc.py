@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import replace
 from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
@@ -18,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch do
 from spmd_worker.config.schema import ConfigError, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.network_interface import LOOPBACK
-from spmd_worker.distributed.topology import RankLayout, check_divides
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.errors import WorkerError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.rpc_coding import encode_call
@@ -32,6 +31,8 @@ from spmd_worker.memory import host
 from spmd_worker.metrics.log import LOGGER_NAME
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.sequence.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 _STEP_SHARE: Final = 0.9
 """How much of `executor.timeout_s` a step may take: this executor can name the rank that does not answer, and so it
@@ -54,8 +55,6 @@ class MultiprocExecutor(Executor):
         self._encoder = Encoder()
         self._step_lock = threading.Lock()
         self._sampled: dict[int, tuple[int, ...]] = {}
-        self._is_loaded = False
-        self._num_blocks: tuple[int, int] | None = None
 
     @property
     def num_workers(self) -> int:
@@ -74,7 +73,7 @@ class MultiprocExecutor(Executor):
 
     def start(self) -> None:
         """Raises ConfigError for a layout or a launch that this executor is not for, RankFailedError with the rank."""
-        self._check_world(self.layout)
+        self.check_layout(self.layout)
         atexit.register(self.shutdown)
         self._pool.start()
         try:
@@ -83,16 +82,10 @@ class MultiprocExecutor(Executor):
             self.shutdown()
             raise
 
-    def load_model(self) -> None:
-        """See `Executor.load_model`."""
-        super().load_model()
-        self._is_loaded = True
-
     def initialize_from_config(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """See `Executor.initialize_from_config`."""
         entries = [(num_device_blocks, num_host_blocks)] * self.num_workers
         self._call(FrameKind.SETUP, "initialize_from_config", (entries,))
-        self._num_blocks = (num_device_blocks, num_host_blocks)
 
     def collective_rpc(
         self,
@@ -146,41 +139,19 @@ class MultiprocExecutor(Executor):
         self._pool.check_usable()
         super().check_health()
 
-    def reinitialize_distributed(self, layout: RankLayout) -> None:
-        """Go on with `layout.world_size` workers: processes that stay keep their pid, surplus ones end, missing ones
-        start.
-
-        Every worker leaves its groups and drops model and cache; then all join a new world, load their new shards and
-        allocate as many blocks as before. Call it while nothing is computed and no request is in flight, and reset the
-        prefix cache afterwards: the cache is empty. Whatever was done to the workers through `collective_rpc` is gone.
-        Raises ConfigError, with everything as it was, for a layout that cannot run here; any later failure is for good.
-        """
-        self._check_world(layout)
-        check_divides(layout, self.model_config)
-        if self.config.cache.host_tier_gib:
+    def check_layout(self, layout: RankLayout) -> None:
+        """See `Executor.check_layout`: any number of ranks of one replica, in a process that nobody launched."""
+        if self.environment.is_launched:
             raise ConfigError(
-                f"cache.host_tier_gib={self.config.cache.host_tier_gib:g}: the world size cannot change while prefixes "
-                f"are kept on the host; set it to 0, or make another LLM"
+                f"executor.backend=multiproc starts its own workers, and this process is rank {self.environment.rank} "
+                f"of {self.environment.world_size} that a launcher started: start one process without torchrun, or set "
+                f"executor.backend=external_launcher"
             )
-        parallel = replace(
-            self.config.parallel,
-            tensor_parallel_size=layout.tensor_parallel_size,
-            pipeline_parallel_size=layout.pipeline_parallel_size,
-            pipeline_layers=list(layout.pipeline_layers) or None,
-        )
-        config = replace(self.config, parallel=parallel)
-        try:
-            self.collective_rpc("shutdown")
-            self.config, self.layout = config, layout
-            self._set_up()
-            if self._is_loaded:
-                self.load_model()
-            if self._num_blocks is not None:
-                self.initialize_from_config(*self._num_blocks)
-        except Exception as error:
-            self._pool.fail(error)
-            self._pool.wait_until_ended()
-            raise
+        if layout.data_parallel_size != 1:
+            raise ConfigError(
+                f"parallel.data_parallel_size={layout.data_parallel_size} cannot run with executor.backend=multiproc, "
+                f"which runs one replica: start the ranks with torchrun and executor.backend=external_launcher"
+            )
 
     def shutdown(self) -> None:
         """End the workers: no process, thread or socket is left. Idempotent; whoever waits gets an error."""
@@ -196,6 +167,9 @@ class MultiprocExecutor(Executor):
         elif surplus < 0:
             level = logging.getLogger(LOGGER_NAME).getEffectiveLevel()
             self._pool.add_workers(-surplus, process_environment(self.num_workers), level)
+        # Ranks are places in the pool, whatever a process was called when it started.
+        self._call(FrameKind.SETUP, "adjust_rank", ({each.rank: i for i, each in enumerate(self._pool.workers)},))
+        logger.debug("worker processes: %s", self.worker_pids)
         # One store a world: what an earlier world left in its own cannot be taken for this one's.
         self._store = open_store(self.config.executor.timeout_s)
         size, port = self.num_workers, self._store.port
@@ -207,19 +181,6 @@ class MultiprocExecutor(Executor):
         self._sampled.clear()
         self.init_kv_output_aggregator()
         self.collective_rpc("init_device")
-
-    def _check_world(self, layout: RankLayout) -> None:
-        if self.environment.is_launched:
-            raise ConfigError(
-                f"executor.backend=multiproc starts its own workers, and this process is rank {self.environment.rank} "
-                f"of {self.environment.world_size} that a launcher started: start one process without torchrun, or set "
-                f"executor.backend=external_launcher"
-            )
-        if layout.data_parallel_size != 1:
-            raise ConfigError(
-                f"parallel.data_parallel_size={layout.data_parallel_size} cannot run with executor.backend=multiproc, "
-                f"which runs one replica: start the ranks with torchrun and executor.backend=external_launcher"
-            )
 
     def _call(
         self,

@@ -22,6 +22,9 @@ class UniProcExecutor(Executor):
     def start(self) -> None:
         """Raises ConfigError when the layout has more ranks than this process."""
         self._check_world()
+        self._set_up()
+
+    def _set_up(self) -> None:
         self.driver_worker = WorkerWrapper(rpc_rank=0, global_rank=self.environment.rank)
         self.driver_worker.init_worker([self._worker_kwargs(self.environment)])
         self.collective_rpc("init_device")

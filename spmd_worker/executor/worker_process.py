@@ -61,7 +61,7 @@ class WorkerTasks:
     """What this process does with its tasks."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
-        self._connection, self._rank = connection, rank
+        self._connection = connection
         self._wrapper = WorkerWrapper(rpc_rank=rank)
         self._decoder = Decoder()
         self._output_rank = 0
@@ -87,13 +87,13 @@ class WorkerTasks:
             call = self._set_up if task.kind is FrameKind.SETUP else self._wrapper.execute_method
             return FrameKind.RESULT, encode_value(call(method, *args, **kwargs))
         except Exception as error:  # handed to the driver, which raises it where the call was made
-            logger.debug("rank %d: %s failed", self._rank, method, exc_info=True)
+            logger.debug("rank %d: %s failed", self._wrapper.rpc_rank, method, exc_info=True)
             return FrameKind.FAILURE, encode_value((type(error).__name__, str(error), traceback.format_exc()))
 
     def _set_up(self, method: str, *args: Any) -> None:
         assert method in _SETUP_METHODS, method
         if method == "init_worker":
-            layout = args[0][self._rank]["layout"]
+            layout = args[0][self._wrapper.rpc_rank]["layout"]
             self._output_rank = output_rank(layout)
             self._decoder = Decoder(layout.pipeline_parallel_size)
         getattr(self._wrapper, method)(*args)
@@ -105,7 +105,7 @@ class WorkerTasks:
         if result is None:
             result = self._wrapper.execute_method("sample_tokens")
         assert isinstance(result, StepResult), type(result)
-        if self._rank == self._output_rank:
+        if self._wrapper.rpc_rank == self._output_rank:
             return result
         return StepResult(result.step, finished_transfers=result.finished_transfers)
 

@@ -39,11 +39,6 @@ class StepTimes:
         """All phases together."""
         return self.schedule_s + self.lockstep_s + self.execute_s + self.apply_s
 
-    @property
-    def lockstep_share(self) -> float:
-        """Lockstep's part of all phases, 0 to 1."""
-        return self.lockstep_s / self.total_s if self.total_s else 0.0
-
     def phases(self) -> tuple[float, float, float, float]:
         """The four sums, in the order in which the phases follow one another."""
         return self.schedule_s, self.lockstep_s, self.execute_s, self.apply_s

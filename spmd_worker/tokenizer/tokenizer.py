@@ -108,18 +108,14 @@ class Tokenizer:
         return None if self._chat_template is None else self._chat_template.source
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises ValueError for text that is not Unicode (half a surrogate pair)."""
+        """Token ids of a text. Raises ValueError for text that is not Unicode (half a surrogate pair).
+
+        There is no call for many: the library's own starts a thread per core, which takes the cores from the ranks and
+        makes it print a warning after every later fork.
+        """
         if not _is_unicode(text):
             raise ValueError("the text holds half of a surrogate pair, which is no character")
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text.
-
-        One after the other: the library's own batch call starts a thread per core, which takes the cores from the ranks
-        and makes it print a warning after every later fork.
-        """
-        return [self.encode(text, add_special_tokens) for text in texts]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids without a token (a model's padding) give no text, invalid UTF-8 gives U+FFFD."""

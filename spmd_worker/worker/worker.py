@@ -144,15 +144,11 @@ class Worker(WorkerBase):
         host_reserve.offer(None)
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
         self._runner = self._new_runner(self._cache_engine, self._clock)
-        self.compile_or_warm_up_model()
 
     def initialize_host_tier(self, num_places: int) -> None:
         """See `WorkerBase.initialize_host_tier`."""
         assert self._cache_engine is not None, "initialize_cache comes first"
         self._tier_engine = HostTierEngine(self._cache_engine, num_places)
-
-    def compile_or_warm_up_model(self) -> None:
-        """Nothing is compiled on this path; a step's first run costs what every run costs."""
 
     def expect_step(self, num_tokens: int) -> None:
         """See `WorkerBase.expect_step`."""

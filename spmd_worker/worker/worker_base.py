@@ -1,6 +1,7 @@
 """The contract of a worker: what one rank does for an executor, whatever its device.
 
-Order of calls: `init_device`, `load_model`, `determine_num_available_blocks`, `initialize_cache`, then for each step
+Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, `initialize_cache`,
+`initialize_host_tier` if at all, `compile_or_warm_up_model`, then for each step
 `execute_model` and, when that returned nothing, `sample_tokens`; between two steps `prepare_event` and, after the next
 step, `end_event`; `shutdown` last. Names follow vLLM's. Imports no torch when it runs, so that a process can learn its
 environment before torch reads it.
@@ -68,9 +69,8 @@ class WorkerBase(ABC):
     def initialize_host_tier(self, num_places: int) -> None:
         """Host memory for `num_places` prefix blocks that lose their place; after `initialize_cache`, if at all."""
 
-    @abstractmethod
-    def compile_or_warm_up_model(self) -> None:
-        """Run what will be run, so that the first step is like the others."""
+    def compile_or_warm_up_model(self) -> None:  # noqa: B027  # where a first run costs what every run costs
+        """Run what will be run, so that the first step is like the others; once, after the cache is there."""
 
     def expect_step(self, num_tokens: int) -> None:  # noqa: B027  # to do nothing is right, only slower
         """On a stage behind another: the next step that was not expected yet has `num_tokens` (at least one), which

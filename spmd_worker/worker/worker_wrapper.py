@@ -37,8 +37,11 @@ class WorkerWrapper:
         self.worker: WorkerBase | None = None
 
     def adjust_rank(self, rank_mapping: Mapping[int, int]) -> None:
-        """Renumber `rpc_rank`, once all workers exist."""
-        self.rpc_rank = rank_mapping.get(self.rpc_rank, self.rpc_rank)
+        """Renumber this worker, once all exist: `rpc_rank` by the mapping, and `global_rank` where both are one."""
+        rank = rank_mapping.get(self.rpc_rank, self.rpc_rank)
+        if self.global_rank == self.rpc_rank:
+            self.global_rank = rank
+        self.rpc_rank = rank
 
     def update_environment_variables(self, variables: Sequence[Mapping[str, str]]) -> None:
         """Apply the entry of this `rpc_rank`; to be called before anything reads the environment."""

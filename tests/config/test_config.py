@@ -8,7 +8,7 @@ import pytest
 import yaml
 from ranks import REPOSITORY
 
-from spmd_worker.config.compose import as_yaml, canonical_json, compose_run, named_sets
+from spmd_worker.config.compose import as_yaml, compose_run, named_sets
 from spmd_worker.config.schema import (
     CacheConfig,
     ConfigError,
@@ -115,11 +115,9 @@ def test_values_that_hydra_gives_a_meaning_can_be_quoted():
     assert composed("job.input=-").job.input == "-"
 
 
-def test_a_configuration_is_yaml_that_can_be_read_again_and_json_that_can_be_compared():
+def test_a_configuration_is_yaml_that_can_be_read_again():
     config = composed("experiment=demo")
     assert yaml.safe_load(as_yaml(config)) == dataclasses.asdict(config)
-    assert canonical_json(config) == canonical_json(composed("experiment=demo"))
-    assert canonical_json(config) != canonical_json(composed("experiment=demo", "seed=1"))
 
 
 MISSPELLED = [

@@ -16,7 +16,6 @@ import ranks
 from waiting import wait_until
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
-from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.errors import WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME
@@ -93,8 +92,7 @@ def test_the_world_shrinks_and_grows_and_the_tokens_stay(alone: list[list[Reques
         check_same(answers(llm), alone)
         first, _ = executor.worker_pids
         for size in (1, 2):
-            executor.reinitialize_distributed(RankLayout(size))
-            llm.reset_prefix_cache()
+            llm.reinitialize_distributed(tensor_parallel_size=size)
             check_same(answers(llm), alone)
             assert len(executor.worker_pids) == size
             assert executor.worker_pids[0] == first

@@ -10,7 +10,6 @@ def test_bytes_of_a_block_count_keys_and_values_of_every_layer():
     spec = CacheSpec(num_layers=24, num_kv_heads=2, head_size=64, dtype_bytes=2, block_size=16)
     assert spec.layer_block_bytes == 2 * 2 * 64 * 2 * 16 == 8192
     assert spec.block_bytes == 24 * 8192
-    assert spec.token_bytes == 24 * 8192 // 16
 
 
 def test_a_size_of_zero_is_refused():

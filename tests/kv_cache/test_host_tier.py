@@ -25,9 +25,9 @@ def store(tier, name):
 def test_a_block_can_be_found_once_every_rank_has_stored_it():
     tier = HostTier(3)
     assert tier.store(A) == 0
-    assert (tier.lookup([A]), tier.num_stored, tier.num_places) == (0, 0, 3)
+    assert (tier.lookup([A]), tier._pool.num_named_blocks, tier.num_places) == (0, 0, 3)
     tier.finish([(A, 0)], [])
-    assert (tier.lookup([A]), tier.num_stored) == (1, 1)
+    assert (tier.lookup([A]), tier._pool.num_named_blocks) == (1, 1)
     assert tier.load([A]) == [0]
 
 
@@ -112,7 +112,7 @@ def test_nothing_that_was_stored_is_found_after_it_was_forgotten():
     tier.forget()
     assert tier.lookup([A]) == 0
     tier.finish([(B, 1)], [])
-    assert (tier.lookup([B]), tier.num_stored) == (0, 0)
+    assert (tier.lookup([B]), tier._pool.num_named_blocks) == (0, 0)
     tier.check_integrity()
 
 

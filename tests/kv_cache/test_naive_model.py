@@ -206,7 +206,7 @@ class Pair:
         if self.naive.has_connector:
             tier = self.manager._transfers._connector
             agree("free places", tier._pool.free_block_ids, self.naive.tier.free)
-            agree("num_stored", tier.num_stored, len(self.naive.tier.names))
+            agree("num_stored", tier._pool.num_named_blocks, len(self.naive.tier.names))
 
     def names(self, sequence, num_tokens):
         """A block's name is all that it depends on, spelt out: no two of them are equal by chance."""

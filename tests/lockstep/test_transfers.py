@@ -209,10 +209,14 @@ class MadeUpExecutor:
     delays: tuple[int, ...]
     said: dict[int, int] = field(default_factory=dict)
     num_loaded_blocks: int = 0
+    max_concurrent_batches: int = 1
 
     def __post_init__(self) -> None:
         self._mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
         self._in_flight: deque[tuple[int, int]] = deque()
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """Nothing fails."""
 
     def execute_model(self, plan: StepPlan, non_block: bool) -> StepResult:
         rows = self._mirror.apply(plan)

@@ -25,7 +25,10 @@ def test_the_rank_in_the_executor_and_the_rank_in_the_world_are_two_things():
     assert WorkerWrapper(rpc_rank=3).global_rank == 3
 
 
-def test_adjust_rank_renumbers_the_executors_rank_only():
+def test_adjust_rank_renumbers_the_executors_rank_and_the_worlds_where_they_are_one():
+    wrapper = WorkerWrapper(rpc_rank=3)
+    wrapper.adjust_rank({3: 2})
+    assert (wrapper.rpc_rank, wrapper.global_rank) == (2, 2)
     wrapper = WorkerWrapper(rpc_rank=2, global_rank=6)
     wrapper.adjust_rank({0: 1, 2: 0})
     assert (wrapper.rpc_rank, wrapper.global_rank) == (0, 6)

@@ -1,0 +1,110 @@
+"""Ranks divided anew: nothing that was cached is found, answers stay, what cannot be is refused and changes nothing."""
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import ranks
+
+from kv_cache.cache_manager import CacheManager
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.config.schema import ConfigError
+from spmd_worker.engine import startup
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "timeout_s": 30}
+PROMPT = "sort 21 87 57 15 42 99 33 64 ="
+LONG = SamplingParams(temperature=0, max_tokens=16)
+TP = {"tensor_parallel_size": 2}
+
+ON_RANKS = """
+    import os, sys
+    from spmd_worker import LLM, SamplingParams
+    from spmd_worker.config.schema import ConfigError
+
+    def text():
+        (output,) = llm.generate([sys.argv[2]], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+        return output.outputs[0].text, output.num_cached_tokens
+
+    with LLM(sys.argv[1], device="cpu", dtype="float32", num_blocks=64, timeout_s=30, tensor_parallel_size=2) as llm:
+        said = [text(), text()]
+        for sizes in ({"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
+            llm.reinitialize_distributed(**sizes)
+            said += [text()]
+        try:
+            llm.reinitialize_distributed(tensor_parallel_size=4)
+        except ConfigError as error:
+            said += [str(error), text()[0]]
+    os.write(1, "".join(f"{os.environ['RANK']} {line}\\n" for line in said).encode())
+    """
+
+
+def answer(llm: LLM) -> tuple[str, int | None]:
+    (output,) = llm.generate([PROMPT], LONG, use_tqdm=False)
+    return output.outputs[0].text, output.num_cached_tokens
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    with LLM(MODEL, **OPTIONS) as llm:
+        return answer(llm)[0]
+
+
+def test_ranks_of_a_launcher_are_divided_anew_and_answer_the_same_from_an_empty_cache(expected: str):
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=90, arguments=[MODEL, PROMPT])
+    assert done.returncode == 0, done.output
+    for rank in ("0", "1"):
+        first, second, *anew, refused, after = [x[2:] for x in done.stdout.splitlines() if x.startswith(rank)]
+        assert first == str((expected, 0))
+        assert second.startswith(f"({expected!r}, ")
+        assert second != first
+        assert anew == [first] * 3
+        assert refused == (
+            "parallel.tensor_parallel_size=4 x parallel.pipeline_parallel_size=1 x parallel.data_parallel_size=1 is 4 "
+            "ranks, and this engine has 2, which it has not started: give sizes of 2 ranks, or use "
+            "executor.backend=multiproc"
+        )
+        assert after == expected
+
+
+def test_worker_processes_come_and_go_and_the_cache_is_empty(expected: str):
+    """Without `reset_prefix_cache` it answered from blocks that nobody had computed."""
+    with LLM(MODEL, **OPTIONS, distributed_executor_backend="multiproc") as llm:
+        assert answer(llm) == (expected, 0)
+        llm.reinitialize_distributed(**TP)
+        assert answer(llm) == (expected, 0)
+        with pytest.raises(ConfigError, match=re.escape("parallel.tensor_parallel_size=3 does not divide this model")):
+            llm.reinitialize_distributed(tensor_parallel_size=3)
+        text, num_cached = answer(llm)
+        assert text == expected
+        assert num_cached
+
+
+def test_unanswered_requests_are_counted_and_refused_and_then_answered():
+    with LLM(MODEL, **OPTIONS) as llm:
+        for _ in range(2):
+            llm.llm_engine.add_request((7, 8, 9), SamplingParams(max_tokens=3))
+        llm.llm_engine.step()
+        with pytest.raises(RuntimeError, match=r"^2 requests of llm_engine\.add_request are not answered yet"):
+            llm.reinitialize_distributed()
+        outputs = []
+        while llm.llm_engine.has_unfinished_requests():
+            outputs += llm.llm_engine.step()
+        assert len(outputs) == 2
+        engine = llm.llm_engine
+        llm.reinitialize_distributed()
+        assert llm.llm_engine is not engine
+        # Requests go on being numbered, because their numbers name their randomness.
+        assert llm.llm_engine.add_request((7, 8, 9), SamplingParams(max_tokens=1)) == 2
+        with pytest.raises(RuntimeError, match="this LLM was closed"):
+            engine.check_idle()
+
+
+def test_an_engine_that_kept_its_index_of_blocks_would_be_seen(expected: str, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: the new workers with the old names of blocks."""
+    monkeypatch.setattr(startup, "CacheManager", functools.cache(CacheManager))
+    with LLM(MODEL, **OPTIONS) as llm:
+        assert answer(llm) == (expected, 0)
+        llm.reinitialize_distributed()
+        assert answer(llm) != (expected, 0)

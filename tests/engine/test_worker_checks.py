@@ -1,0 +1,78 @@
+"""What an engine asks of its workers before the first step, and what it hears when they fail between two steps."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import ranks
+from waiting import wait_until
+
+from kv_cache.cache_spec import CacheSpec
+from spmd_worker import LLM
+from spmd_worker.config.schema import ConfigError
+from spmd_worker.executor.errors import WorkerDiedError
+from spmd_worker.executor.multiproc import MultiprocExecutor
+from spmd_worker.worker.worker import Worker
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+HERE = Path(__file__).stem
+
+
+class EmbeddingWorker(Worker):
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("embed",)
+
+
+class OtherBlocksWorker(Worker):
+    def get_kv_cache_spec(self) -> CacheSpec:
+        return CacheSpec(num_layers=1, num_kv_heads=1, head_size=2, dtype_bytes=4, block_size=32)
+
+
+class SickWorker(Worker):
+    def check_health(self) -> None:
+        raise RuntimeError("the device adds 1 and 1 to 3")
+
+
+class WarmWorker(Worker):
+    num_warmed_blocks = 0
+
+    def compile_or_warm_up_model(self) -> None:
+        self.num_warmed_blocks = self._cache_engine.num_device_blocks
+
+
+def new_llm(worker: str, **options: object) -> LLM:
+    return LLM(MODEL, device="cpu", num_blocks=32, timeout_s=30, worker_cls=worker, **options)
+
+
+@pytest.mark.parametrize(
+    ("worker", "kind", "message"),
+    [
+        ("EmbeddingWorker", ConfigError, "executor.worker_cls={} supports embed on every rank, and not generate: name"),
+        ("OtherBlocksWorker", ConfigError, "executor.worker_cls={} has blocks of 32 tokens on worker 0, and"),
+        ("SickWorker", RuntimeError, "the device adds 1 and 1 to 3"),
+    ],
+)
+def test_workers_that_cannot_do_it_are_refused_before_the_first_step(worker: str, kind: type, message: str):
+    with pytest.raises(kind) as refused:
+        new_llm(f"{HERE}.{worker}")
+    assert str(refused.value).startswith(message.format(f"{HERE}.{worker}"))
+
+
+def test_a_worker_warms_up_once_its_cache_is_there():
+    with new_llm(f"{HERE}.WarmWorker") as llm:
+        assert llm.collective_rpc(lambda worker: worker.num_warmed_blocks) == [32]
+
+
+def test_a_worker_that_died_while_nothing_ran_is_named_before_anything_is_asked_of_it(monkeypatch: pytest.MonkeyPatch):
+    """The engine is told by the executor's failure callback; nothing is queued and no step begins."""
+    monkeypatch.syspath_prepend(ranks.REPOSITORY / "tests" / "executor")
+    with new_llm("plain_worker.PlainWorker", distributed_executor_backend="multiproc") as llm:
+        executor = llm.llm_engine.executor
+        assert isinstance(executor, MultiprocExecutor)
+        (pid,) = executor.worker_pids
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: executor.is_failed)
+        with pytest.raises(WorkerDiedError, match=rf"^worker rank 0 \(pid {pid}\) was killed by SIGKILL"):
+            llm.generate([[1, 2, 3]], use_tqdm=False)
+        assert not llm.llm_engine.has_unfinished_requests()
