@@ -24,7 +24,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import RunConfig
+from spmd_worker.errors import ConfigError
 
 SCHEMA_NAME: Final = "run_schema"
 EXPERIMENT: Final = "experiment"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 from spmd_worker.liveness.heartbeat import parent_of
 
 THREADS_VARIABLE: Final = "SPMD_WORKER_THREADS"

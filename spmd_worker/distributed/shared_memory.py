@@ -25,6 +25,9 @@ from spmd_worker.native.library import NativeLibrary, native_library
 
 logger = logging.getLogger(__name__)
 
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
+
 SLOT_BYTES: Final = 32 << 20
 """Of a rank's part in one round: larger tensors take several rounds. What was never written takes no memory."""
 

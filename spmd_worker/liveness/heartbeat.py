@@ -24,15 +24,11 @@ whoever calls an engine.
 CLOSING: Final = "closing"
 
 _NUM_FRAMES: Final = 12
-_WAITING_PLACES: Final = (
-    "/torch/distributed/",
-    "/lockstep/step_channel.py",
-    "/lockstep/channel.py",
-    "/replicas/round.py",
-    "/batch/shared_job.py",
-    "/kernels/cpu/shared_memory.py",
-)
-_OWN_PLACES: Final = ("/spmd_worker/", "/kv_cache/")
+WAITING_MARK: Final = "WAITS_FOR_RANKS"
+"""The name of a module-level constant: a main thread that is in a function of such a module waits for other ranks."""
+
+_WAITING_PACKAGE_OF_TORCH: Final = "torch.distributed"
+_OWN_PACKAGES: Final = (__name__.partition(".")[0], "kv_cache")
 
 _HOLDS_LOCK_WHILE_COLLECTING: Final = sys.version_info < (3, 12)
 _looks = threading.Lock()
@@ -210,8 +206,8 @@ def stand_of(thread_id: int) -> tuple[str, bool]:
         frame = frame.f_back
     if not frames:
         return "", False
-    is_waiting = any(_is_within(frame, _WAITING_PLACES) for frame in frames)
-    shown = next((frame for frame in frames if _is_within(frame, _OWN_PLACES)), frames[0])
+    is_waiting = any(_waits_for_ranks(frame) for frame in frames)
+    shown = next((frame for frame in frames if _module_of(frame).partition(".")[0] in _OWN_PACKAGES), frames[0])
     return f"{os.path.basename(shown.f_code.co_filename)}:{shown.f_lineno} {shown.f_code.co_name}", is_waiting
 
 
@@ -235,5 +231,9 @@ def current_frames() -> dict[int, FrameType]:
                 gc.enable()
 
 
-def _is_within(frame: FrameType, places: tuple[str, ...]) -> bool:
-    return any(place in frame.f_code.co_filename for place in places)
+def _waits_for_ranks(frame: FrameType) -> bool:
+    return WAITING_MARK in frame.f_globals or f"{_module_of(frame)}.".startswith(f"{_WAITING_PACKAGE_OF_TORCH}.")
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.errors import ModelConfigError
+
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -23,10 +25,6 @@ _MOST: Final = 2**31 - 1
 _MOST_LAYERS: Final = 10_000
 _MOST_AMOUNT: Final = 1e12
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
-
-
-class ModelConfigError(ValueError):
-    """A model folder that this runtime cannot run: the message names the file, the key and the way out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,13 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple
 from zlib import crc32
 
+from spmd_worker.errors import StepLogError
+
 FORMAT_VERSION: Final = 2
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
 _LENGTH: Final = struct.Struct("<I")
-
-
-class StepLogError(ValueError):
-    """A file that is no step log, or one that is damaged in the middle. The message names file and offset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

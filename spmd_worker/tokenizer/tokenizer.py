@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import tokenizers
 
-from spmd_worker.tokenizer.chat_template import ChatTemplate, ChatTemplateError
+from spmd_worker.errors import ChatTemplateError, TokenizerError
+from spmd_worker.tokenizer.chat_template import ChatTemplate
 
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -32,10 +33,6 @@ _MAX_HELD_TOKENS: Final = 16
 """After as many tokens that end in no whole character the bytes are invalid: the window moves on regardless."""
 
 _MAX_BYTE_RUN: Final = 64
-
-
-class TokenizerError(ValueError):
-    """A tokenizer file is missing or does not hold what it should."""
 
 
 class Tokenizer:

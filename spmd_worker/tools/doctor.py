@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.batch.run_dir.job_files import METRICS_NAME
+from spmd_worker.errors import StepStatsError
 from spmd_worker.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
 from spmd_worker.liveness.failure_diagnosis import status_lines
-from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
+from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
 LAST_RECORDS_GLOB = "records.rank*.log"

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.batch.run_dir.job_files import METRICS_NAME
+from spmd_worker.errors import StepStatsError
 from spmd_worker.metrics.report.data import make_totals
 from spmd_worker.metrics.report.page import report_page
 from spmd_worker.metrics.report.words import NO_METRICS, diagnosis, summary_figures
 from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, StageSpan, read_stage_times
-from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
+from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.metrics.timeline import TIMELINE_NAME, write_timeline
 
 REPORT_NAME = "report.html"

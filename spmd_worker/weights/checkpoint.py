@@ -16,11 +16,11 @@ from types import TracebackType
 
 import torch
 
+from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import Rectangle, is_inside
 from spmd_worker.weights.region import plan_read
 from spmd_worker.weights.safetensors_header import (
     MAX_HEADER_BYTES,
-    CheckpointError,
     SafetensorsHeader,
     TensorEntry,
     parse_json_object,

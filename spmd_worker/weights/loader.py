@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
 from spmd_worker.weights.checkpoint import WEIGHT_DTYPES, Checkpoint
 from spmd_worker.weights.coverage import check_coverage, check_parameters, listed, raise_problems
 from spmd_worker.weights.region import move_block, split_region
-from spmd_worker.weights.safetensors_header import CheckpointError
 
 # Well under the promised 64 MB: glibc keeps blocks below 32 MB for reuse instead of faulting in fresh pages each time.
 _BLOCK_BYTES = 16 * 2**20

@@ -13,6 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from spmd_worker.errors import CheckpointError
+
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit. Bounds what a hostile length can make us read and parse."""
 
@@ -44,10 +46,6 @@ DTYPE_BITS: Mapping[str, int] = {
 _LENGTH_BYTES = 8
 _MAX_ELEMENTS = 2**63 - 1
 _ENTRY_KEYS = ("data_offsets", "dtype", "shape")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used. The message names the file, the tensor and the rule it breaks."""
 
 
 @dataclass(frozen=True, slots=True)

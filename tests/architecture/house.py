@@ -43,6 +43,7 @@ ROOMS = (
     Room(("kv_cache.cache_engine",), may_import_torch=True),
     Room(("kv_cache.host_tier_engine",), may_import_torch=True),
     Room(("spmd_worker.version",)),
+    Room(("spmd_worker.errors",)),
     Room(("spmd_worker.config",)),
     Room(("spmd_worker.liveness",)),
     Room(("spmd_worker.metrics",)),

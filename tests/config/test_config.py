@@ -8,7 +8,8 @@ import yaml
 from ranks import REPOSITORY
 
 from spmd_worker.config.compose import as_yaml, canonical_json, compose_run, named_sets
-from spmd_worker.config.schema import CacheConfig, ConfigError, ExecutorConfig, RunConfig, SchedulerConfig
+from spmd_worker.config.schema import CacheConfig, ExecutorConfig, RunConfig, SchedulerConfig
+from spmd_worker.errors import ConfigError
 
 CONF = REPOSITORY / "conf"
 CHOICES = [f"{group}={name}" for group, names in named_sets([CONF]).items() for name in names]

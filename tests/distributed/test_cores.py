@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import ranks
 
-from spmd_worker.config.schema import ConfigError
 from spmd_worker.distributed import cores
 from spmd_worker.distributed.cores import (
     CoreShare,
@@ -19,6 +18,7 @@ from spmd_worker.distributed.cores import (
     share_cores,
     take_share,
 )
+from spmd_worker.errors import ConfigError
 
 EIGHT = Node(cores=tuple(range(8)), launcher_cores=tuple(range(8)), launcher_variables={})
 TORCHRUNS = {"OMP_NUM_THREADS": "1"}

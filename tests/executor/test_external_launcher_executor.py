@@ -6,7 +6,8 @@ MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 
 SCRIPT = """
     import os, sys
-    from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, ParallelConfig, RunConfig
+    from spmd_worker.errors import ConfigError
+    from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
     from spmd_worker.executor.executor import Executor
     from spmd_worker.lockstep.transport.channel import ControlChannel
     from spmd_worker.model_config.model_config import read_model_config

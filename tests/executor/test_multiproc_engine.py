@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.executor.errors import WorkerError
+from spmd_worker.errors import WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME
 

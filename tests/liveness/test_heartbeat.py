@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from waiting import LIMIT_S, wait_until
 from spmd_worker.liveness import heartbeat
 from spmd_worker.liveness.heartbeat import (
     BETWEEN_STEPS,
+    WAITING_MARK,
     Failure,
     FailureKind,
     Heartbeat,
@@ -29,6 +31,14 @@ from spmd_worker.liveness.heartbeat import (
     stand_of,
 )
 from spmd_worker.metrics.step_times import StepTimes
+
+MODULES_THAT_WAIT = [
+    "spmd_worker.lockstep.transport.step_channel",
+    "spmd_worker.lockstep.transport.channel",
+    "spmd_worker.data_parallel.round",
+    "spmd_worker.batch.shared_job",
+    "spmd_worker.distributed.shared_memory",
+]
 
 
 def test_the_phases_of_a_step_follow_one_another():
@@ -118,14 +128,28 @@ def test_the_line_of_a_thread_is_named_and_so_is_waiting_for_other_ranks(monkeyp
     where, is_waiting = stand_of(thread.ident)
     assert not is_waiting
     assert where.startswith("threading.py:")
-    monkeypatch.setattr(heartbeat, "_OWN_PLACES", (os.path.basename(__file__),))
-    monkeypatch.setattr(heartbeat, "_WAITING_PLACES", (os.path.basename(__file__),))
+    monkeypatch.setattr(heartbeat, "_OWN_PACKAGES", (__name__,))
+    monkeypatch.setitem(globals(), WAITING_MARK, True)
     where, is_waiting = stand_of(thread.ident)
     assert is_waiting
     assert where.endswith(" stand_still")
     may_go.set()
     thread.join()
     assert stand_of(thread.ident) == ("", False)
+
+
+@pytest.mark.parametrize("name", MODULES_THAT_WAIT)
+def test_a_thread_in_a_module_that_waits_for_ranks_is_seen_to_wait(name: str):
+    """A copy of the module's namespace, with a function that waits in it."""
+    namespace = {**vars(importlib.import_module(name)), "is_there": threading.Event(), "may_go": threading.Event()}
+    exec("def stand_still():\n    is_there.set()\n    may_go.wait()", namespace)
+    thread = threading.Thread(target=namespace["stand_still"])
+    thread.start()
+    namespace["is_there"].wait()
+    found = stand_of(thread.ident)
+    namespace["may_go"].set()
+    thread.join()
+    assert found == ("<string>:3 stand_still", True)
 
 
 def test_what_a_thread_computed_is_known_and_nothing_of_one_that_is_not_there():

@@ -19,7 +19,7 @@ from made_up_store import MadeUpStore
 from our_logger import logger_as_it_was
 from waiting import at_least, wait_until
 
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError, RankFailedError, ReplicaDivergedError
 from spmd_worker.liveness import coordinated_shutdown as ending
 from spmd_worker.liveness import failure_diagnosis as status_lines
 from spmd_worker.liveness import heartbeat_store as exchange
@@ -28,7 +28,6 @@ from spmd_worker.liveness.error_file import read_records, write_elastic_file
 from spmd_worker.liveness.heartbeat import RankHeartbeat, born_at, node_name
 from spmd_worker.liveness.heartbeat_store import HeartbeatStore
 from spmd_worker.liveness.watchdog import Watchdog, Watched
-from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
 
 LONG_S = 1000.0
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config.model_config import (
     FAMILIES,
     ModelConfig,
-    ModelConfigError,
     RopeParameters,
     model_config_of,
     read_model_config,

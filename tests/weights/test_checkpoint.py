@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from weight_files import entry, save_indexed, save_single, write_index, write_raw
 
+from spmd_worker.errors import CheckpointError
 from spmd_worker.weights.checkpoint import Checkpoint
-from spmd_worker.weights.safetensors_header import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -10,13 +10,8 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 from weight_files import entry, write_raw
 
-from spmd_worker.weights.safetensors_header import (
-    MAX_HEADER_BYTES,
-    CheckpointError,
-    TensorEntry,
-    parse_header,
-    read_header,
-)
+from spmd_worker.errors import CheckpointError
+from spmd_worker.weights.safetensors_header import MAX_HEADER_BYTES, TensorEntry, parse_header, read_header
 
 GOOD = {"a": entry("F32", [2, 3], 0, 24), "b": entry("BF16", [4], 24, 32)}
 

@@ -31,8 +31,8 @@ from spmd_worker.batch.row import (
 )
 from spmd_worker.batch.strict_json import StrictJsonError, decode_object
 from spmd_worker.config.schema import RowLimits
+from spmd_worker.errors import ChatTemplateError
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
-from spmd_worker.tokenizer.chat_template import ChatTemplateError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")

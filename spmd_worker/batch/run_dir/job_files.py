@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from spmd_worker.batch.input.input_files import STANDARD_INPUT, find_inputs
 from spmd_worker.batch.output.output_file import OutputFile, sync_folder
-from spmd_worker.config.schema import ConfigError, JobConfig
+from spmd_worker.config.schema import JobConfig
+from spmd_worker.errors import ConfigError
 
 MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME, write_json
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import RunConfig
+from spmd_worker.errors import ConfigError
 from spmd_worker.version import code_fingerprint, version
 from spmd_worker.weights.safetensors_header import read_header
 
