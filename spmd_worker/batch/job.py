@@ -35,7 +35,6 @@ from spmd_worker.batch.run_dir.job_files import (
     check_job,
     prepare_files,
     run_dir_of,
-    write_json,
 )
 from spmd_worker.batch.run_dir.journal import RowJournal, remove_journal
 from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest
@@ -50,6 +49,7 @@ from spmd_worker.distributed.topology import check_world_size
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import package_versions, read_run, start_engine
 from spmd_worker.errors import ConfigError, JobError, JournalError, ReplicaDivergedError
+from spmd_worker.files import write_json
 from spmd_worker.liveness.error_file import clear_records
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.metrics.prometheus import PrometheusFile

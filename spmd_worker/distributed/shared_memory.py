@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
-from spmd_worker.liveness.heartbeat import node_name
 from spmd_worker.native.library import NativeLibrary, native_library
+from spmd_worker.process import node_name
 
 logger = logging.getLogger(__name__)
 

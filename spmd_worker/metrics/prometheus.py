@@ -4,11 +4,12 @@ Knows counts and the format of the file. Knows nothing about rows or engines.
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
+
+from spmd_worker.files import write_file
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,9 @@ class PrometheusFile:
     def _write(self, values: Mapping[str, float | None]) -> None:
         now_s = self._written_s = self._clock()
         own = {"start_time_seconds": self._started_s, "update_time_seconds": now_s}
-        partial = self._path.with_name(f"{self._path.name}.partial")
         try:
-            partial.write_text(format_metrics({**values, **own}), encoding="ascii")
-            os.replace(partial, self._path)
+            # What a crash of the machine takes with it nobody scrapes any more.
+            write_file(self._path, format_metrics({**values, **own}).encode("ascii"), is_durable=False)
         except OSError as error:
             if not self._has_failed:
                 logger.warning("job.prometheus_file=%s cannot be written (%s)", self._path, error.strerror)

@@ -44,6 +44,8 @@ ROOMS = (
     Room(("kv_cache.host_tier_engine",), may_import_torch=True),
     Room(("spmd_worker.version",)),
     Room(("spmd_worker.errors",)),
+    Room(("spmd_worker.files",)),
+    Room(("spmd_worker.process",)),
     Room(("spmd_worker.config",)),
     Room(("spmd_worker.liveness",)),
     Room(("spmd_worker.metrics",)),

@@ -250,7 +250,7 @@ def test_folders_and_files_that_are_not_models_are_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in error_result(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000)
-    assert "is not JSON" in error_result(tmp_path)
+    assert "is nested too deeply" in error_result(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert "JSON object" in error_result(tmp_path)
 

@@ -228,7 +228,5 @@ def test_unknown_keys_other_versions_and_other_json_are_refused():
         header_from_json({**value, "shoe_size": 43})
     with pytest.raises(StepLogError, match="format version 1; this code reads version 2"):
         header_from_json({**value, "format_version": 1})
-    with pytest.raises(StepLogError, match="no JSON object"):
-        header_from_json([])
     with pytest.raises(StepLogError, match="num_blocks"):
         header_from_json({**value, "num_blocks": True})
