@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from spmd_worker.config.compose import as_plain, as_yaml, compose_run, named_sets
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.cores import look_at_node, share_cores, take_share
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
+from spmd_worker.errors import DIVERGED_EXIT_CODE, ConfigError, SpmdError
 from spmd_worker.liveness.failure_diagnosis import is_secondary
 from spmd_worker.liveness.flight_recorder import flight_recorder_variables
 from spmd_worker.liveness.signals import EndingSignals
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.memory.host import keep_freed_memory
-from spmd_worker.model_config.model_config import ModelConfigError, read_model_config
+from spmd_worker.model_config.model_config import read_model_config
 from spmd_worker.version import version
 
 logger = logging.getLogger("spmd_worker.launch")
@@ -63,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         environment = read_rank_environment()
         return _act(_parse(sys.argv[1:] if arguments is None else arguments), environment)
-    except (ConfigError, ModelConfigError) as error:
-        return _fail(str(error), environment)
+    except SpmdError as error:
+        return _fail(str(error), environment, error.exit_code)
     except KeyboardInterrupt:
         # Every rank gets the signal, so none has to wait for rank 0.
         text = "interrupted: what is finished is kept, and the same command goes on from there"
@@ -181,26 +182,18 @@ def commit_cache_ahead(config: RunConfig, environment: RankEnvironment) -> None:
         spec = cache_spec(shape, layout, environment.rank, dtype, config.cache.block_size)
         max_model_len = resolve_max_model_len(config, shape)
         prefault(config, spec, find_inputs(config.job.input or ""), max_model_len, environment.local_world_size)
-    except (ConfigError, ModelConfigError, OSError, AssertionError, KeyError):
+    except (SpmdError, OSError, AssertionError, KeyError):
         return
 
 
 def _run(config: RunConfig, environment: RankEnvironment) -> int:
     commit_cache_ahead(config, environment)
     # Imported here because it brings torch, which planning and help do without.
-    from spmd_worker.batch.job import JobError, run_job
+    from spmd_worker.batch.job import run_job
     from spmd_worker.batch.run_dir.job_files import run_dir_of
     from spmd_worker.distributed.rank_watchdog import watch_program
-    from spmd_worker.lockstep.errors import (
-        DIVERGED_EXIT_CODE,
-        RankFailedError,
-        RanksDisagreeError,
-        ReplicaDivergedError,
-    )
     from spmd_worker.metrics.log import configure_logging
-    from spmd_worker.tokenizer.tokenizer import TokenizerError
-    from spmd_worker.weights.safetensors_header import CheckpointError
-    from spmd_worker.worker.device import DeviceError, device_type
+    from spmd_worker.worker.device import device_type
 
     keep_freed_memory()
     if config.job.private:
@@ -219,13 +212,13 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     watchdog.start()
     try:
         run_job(config, environment, watchdog)
-    except (ConfigError, ModelConfigError, JobError) as error:
+    except SpmdError as error:
+        if not error.is_known_to_all:
+            return _end(error, environment, watchdog)
         watchdog.fail(error)
-        return _fail(str(error), environment, is_ending=signals.is_ending)
-    except (ReplicaDivergedError, RanksDisagreeError) as error:
-        watchdog.fail(error)
-        _leave_together(_fail(str(error), environment, DIVERGED_EXIT_CODE, signals.is_ending))
-    except (RankFailedError, OSError, DeviceError, TokenizerError, CheckpointError) as error:
+        code = _fail(str(error), environment, error.exit_code, signals.is_ending)
+        return _leave_together(code) if code == DIVERGED_EXIT_CODE else code
+    except OSError as error:
         return _end(error, environment, watchdog)
     except Exception as error:  # a fault of ours: its traceback is wanted, and the other ranks must not wait
         if environment.world_size == 1:

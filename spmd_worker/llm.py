@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from spmd_worker.config.schema import (
     CacheConfig,
-    ConfigError,
     ExecutorConfig,
     ModelOptions,
     ParallelConfig,
@@ -29,10 +28,10 @@ from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import restart_engine, start_engine
+from spmd_worker.errors import ChatTemplateError, ConfigError
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.chat_template import ChatTemplateError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]

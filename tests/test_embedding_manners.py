@@ -36,9 +36,7 @@ from torch.distributed import distributed_c10d
 from waiting import NotInTime, wait_until
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.config.schema import ConfigError
-from spmd_worker.lockstep.errors import RankFailedError, RanksDisagreeError
-from spmd_worker.model_config.model_config import ModelConfigError
+from spmd_worker.errors import ConfigError, ModelConfigError, RankFailedError, RanksDisagreeError
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 PROMPTS = ["copy a b c =", "reverse d e f g =", "sort 21 87 57 ="]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 from spmd_worker.worker import worker
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"

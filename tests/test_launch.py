@@ -172,7 +172,7 @@ def test_ranks_that_diverged_exit_with_70_and_other_failures_with_1(tmp_path: Pa
         import sys
         import launch
         import spmd_worker.batch.job as job
-        from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
+        from spmd_worker.errors import RankFailedError, ReplicaDivergedError
         kinds = {"diverged": ReplicaDivergedError, "failed": RankFailedError}
         def fail(config, environment, watchdog):
             raise kinds[sys.argv[1]]("these are the words")

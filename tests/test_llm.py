@@ -16,9 +16,8 @@ from reference_models import (
 )
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
-from spmd_worker.config.schema import ConfigError
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.model_config.model_config import ModelConfigError
+from spmd_worker.errors import ConfigError, ModelConfigError
 from spmd_worker.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

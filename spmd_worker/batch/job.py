@@ -35,23 +35,23 @@ from spmd_worker.batch.run_dir.job_files import (
     check_job,
     prepare_files,
     run_dir_of,
-    write_json,
 )
-from spmd_worker.batch.run_dir.journal import JournalError, RowJournal, remove_journal
+from spmd_worker.batch.run_dir.journal import RowJournal, remove_journal
 from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest
 from spmd_worker.batch.run_dir.provenance import OutputDigest, write_provenance
 from spmd_worker.batch.run_dir.run_lock import RunLock
 from spmd_worker.batch.run_dir.run_records import open_step_log, write_last_records
 from spmd_worker.batch.shared_job import help_shared_job, lead_shared_job
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import RunConfig
 from spmd_worker.data_parallel.replicas import Replicas, open_replicas
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import check_world_size
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import package_versions, read_run, start_engine
+from spmd_worker.errors import ConfigError, JobError, JournalError, ReplicaDivergedError
+from spmd_worker.files import write_json
 from spmd_worker.liveness.error_file import clear_records
 from spmd_worker.liveness.watchdog import Watchdog
-from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.metrics.prometheus import PrometheusFile, require_prometheus
 from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, write_stage_times
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
@@ -70,10 +70,6 @@ class OpenRun:
     journal: RowJournal
     manifest: dict[str, Any]
     reader: RowReader
-
-
-class JobError(RuntimeError):
-    """The job ran to its end and is a failure all the same."""
 
 
 def run_job(config: RunConfig, environment: RankEnvironment, watchdog: Watchdog | None = None) -> None:

@@ -14,7 +14,8 @@ from spmd_worker.batch.output.row_answer import RowAnswer
 from spmd_worker.batch.progress import Progress
 from spmd_worker.batch.row import Row, RowError
 from spmd_worker.batch.run_dir.journal import JournalRecord, RowJournal, row_key
-from spmd_worker.config.schema import ConfigError, JobConfig, RowLimits
+from spmd_worker.config.schema import JobConfig, RowLimits
+from spmd_worker.errors import ConfigError
 from spmd_worker.metrics.prometheus import PrometheusFile
 from spmd_worker.sequence.sampling_params import SamplingParams
 

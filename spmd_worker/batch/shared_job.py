@@ -21,6 +21,9 @@ from spmd_worker.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import LLMEngine
 
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
+
 _MAX_CHUNK_ROWS: Final = 64
 _CHUNKS_A_ROOM: Final = 8
 """So many chunks fill a replica."""

@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from spmd_worker.config.schema import ConfigError, RunConfig, type_words
+from spmd_worker.config.schema import RunConfig, type_words
+from spmd_worker.errors import ConfigError
 
 SCHEMA_NAME: Final = "run_schema"
 EXPERIMENT: Final = "experiment"

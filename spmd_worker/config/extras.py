@@ -5,7 +5,7 @@ Knows names of packages and extras. Knows nothing about what they are used for.
 
 from typing import NoReturn
 
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 
 
 def refuse_without(package: str, extra: str, what: str, error: ImportError) -> NoReturn:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Final
 
+from spmd_worker.errors import ConfigError
+
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS: Final = ("auto", "dummy")
 EXECUTOR_BACKENDS: Final = ("auto", "external_launcher", "uniproc", "multiproc")
@@ -23,10 +25,6 @@ RESUME_MODES: Final = ("auto", "never", "force")
 DEVICES: Final = ("auto", "cpu", "cuda")
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs")
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run: the message names the key, the value, the rule and the way out."""
 
 
 def checked_value(key: str, value: Any, hint: Any) -> Any:

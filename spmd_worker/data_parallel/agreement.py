@@ -10,9 +10,9 @@ from hashlib import blake2b
 from typing import Any, Final, Protocol, TypeVar
 
 from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.errors import RankFailedError
 from spmd_worker.executor.rpc_coding import encode_value
 from spmd_worker.lockstep.agreement import canonical, check_equal
-from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _MAX_ERROR_CHARACTERS: Final = 2000

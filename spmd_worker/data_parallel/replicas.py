@@ -11,7 +11,7 @@ from spmd_worker.data_parallel.round import ReplicaRound
 from spmd_worker.data_parallel.store import Store
 from spmd_worker.distributed.groups import shared_store
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.lockstep.errors import RankFailedError
+from spmd_worker.errors import RankFailedError
 
 _WAITING_SHARE: Final = 16
 """A replica takes more while at most this part of what can run at once waits."""

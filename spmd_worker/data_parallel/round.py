@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from spmd_worker.data_parallel.store import Store
-from spmd_worker.lockstep.errors import RankFailedError
+from spmd_worker.errors import RankFailedError
+
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
 
 _MAX_HEARTBEAT_S: Final = 0.5
 _HEARTBEATS_PER_TIMEOUT: Final = 8

@@ -6,13 +6,13 @@ a wrapper (numactl, srun). Knows the kernel's and the launcher's ways. Knows not
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.config.schema import ConfigError
-from spmd_worker.liveness.heartbeat import parent_of
+from spmd_worker.errors import ConfigError
+from spmd_worker.process import parent_of, variables_of
 
 THREADS_VARIABLE: Final = "SPMD_WORKER_THREADS"
 _OMP_VARIABLE: Final = "OMP_NUM_THREADS"
@@ -124,7 +124,7 @@ def _find_launcher() -> tuple[int, dict[str, str] | None]:
     """
     pid = os.getppid()
     while True:
-        variables = _variables(pid)
+        variables = variables_of(pid)
         parent = _parent_of(pid) if variables is not None and _RANK_VARIABLE in variables else None
         if not parent:
             return pid, variables
@@ -174,17 +174,3 @@ def _read_v1(path: Path) -> float | None:
 
 
 _QUOTA_FILES: Final = {"/sys/fs/cgroup/cpu.max": _read_v2, "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": _read_v1}
-
-
-def _variables(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with: what it changed since does not show."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return named_values([os.fsdecode(entry) for entry in entries])
-
-
-def named_values(entries: Sequence[str]) -> dict[str, str]:
-    """`NAME=value` each."""
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

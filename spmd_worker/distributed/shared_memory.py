@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
-from spmd_worker.liveness.heartbeat import node_name
 from spmd_worker.native.library import NativeLibrary, native_library
+from spmd_worker.process import node_name
 
 logger = logging.getLogger(__name__)
+
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
 
 SLOT_BYTES: Final = 32 << 20
 """Of a rank's part in one round: larger tensors take several rounds. What was never written takes no memory."""

@@ -6,7 +6,8 @@ Pure arithmetic, and the one place where the factorisation is checked. Knows not
 from dataclasses import dataclass
 from typing import Final
 
-from spmd_worker.config.schema import ConfigError, ParallelConfig
+from spmd_worker.config.schema import ParallelConfig
+from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.model_config import ModelConfig
 
 VOCABULARY_ALIGNMENT: Final = 64

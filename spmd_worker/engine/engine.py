@@ -24,13 +24,12 @@ from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.step_recorder import StepRecorder
 from spmd_worker.engine.validation import as_request_ids, check_request
 from spmd_worker.engine.worker_events import WorkerEvents
+from spmd_worker.errors import AbortedError, RankFailedError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
 from spmd_worker.liveness.watchdog import Watchdog
-from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
 from spmd_worker.lockstep.transport.channel import ControlChannel
-from spmd_worker.lockstep.transport.step_channel import AbortedError
 from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.metrics.step_stats import StepStats
 from spmd_worker.metrics.step_times import StepTimes

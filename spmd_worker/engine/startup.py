@@ -19,18 +19,18 @@ import torch
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
-from spmd_worker.config.schema import ConfigError, ParallelConfig, RunConfig
+from spmd_worker.config.schema import ParallelConfig, RunConfig
 from spmd_worker.distributed.communicator import single_group
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
 from spmd_worker.distributed.groups import world_environment
 from spmd_worker.distributed.rank_watchdog import watch_guest
 from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
 from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.errors import ConfigError, RankFailedError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.lockstep.agreement import canonical, check_equal
-from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.lockstep.transport.connect import open_step_channel

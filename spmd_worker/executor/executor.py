@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config.schema import ConfigError, ParallelConfig, RunConfig
+from spmd_worker.config.schema import ParallelConfig, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
+from spmd_worker.errors import ConfigError
 from spmd_worker.lockstep.transfers import TransferBook
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.sequence.step import StepPlan, StepResult

@@ -5,10 +5,10 @@ Each rank has an executor of one: `rpc_rank` 0, its own global rank. What has to
 the control group. Knows nothing about who started the ranks.
 """
 
-from spmd_worker.config.schema import ConfigError
 from spmd_worker.distributed.communicator import single_group
 from spmd_worker.distributed.groups import ParallelGroups
 from spmd_worker.distributed.topology import check_whole_engines
+from spmd_worker.errors import ConfigError
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.lockstep.transport.channel import ControlChannel
 

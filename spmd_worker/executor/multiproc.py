@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.network_interface import LOOPBACK
 from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.executor.errors import WorkerError
+from spmd_worker.errors import ConfigError, WorkerError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.rpc_coding import encode_call
 from spmd_worker.executor.worker_channel import FrameKind

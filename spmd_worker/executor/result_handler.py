@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
 
-from spmd_worker.executor.errors import WorkerError
+from spmd_worker.errors import WorkerError
 from spmd_worker.executor.rpc_coding import decode_value
 from spmd_worker.executor.worker_channel import Frame, FrameKind, FrameParser
 from spmd_worker.executor.worker_handle import WorkerHandle

@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 

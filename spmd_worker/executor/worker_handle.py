@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Final
 
 from spmd_worker.executor.worker_channel import FrameKind, limit_sending, receive_piece, send_frame
 from spmd_worker.executor.worker_log import forward_lines, line_prefix
+from spmd_worker.process import state_of
 
 _WORKER_MODULE: Final = "spmd_worker.executor.worker_process"
 _LAST_LINES_S: Final = 2.0
@@ -89,11 +89,9 @@ class WorkerHandle:
     def state(self) -> str:
         """What the kernel says of a process that does not answer, such as "stopped"; empty for one that runs."""
         try:
-            status = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+            return _STATES.get(state_of(self.pid) or "", "")
         except OSError:
             return ""
-        # The name in parentheses may hold anything, parentheses too.
-        return _STATES.get(status.rpartition(")")[2].split()[0], "")
 
     def close(self) -> None:
         """Join the threads and close the queue of a process that has ended."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-from spmd_worker.executor.errors import WorkerDiedError
+from spmd_worker.errors import WorkerDiedError
 from spmd_worker.executor.result_handler import PendingResults, ResultHandler
 from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_handle import WorkerHandle

@@ -21,7 +21,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 from spmd_worker.llm import LLM
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.sampling_params import SamplingParams

@@ -16,9 +16,10 @@ from typing import Final, NoReturn
 
 from spmd_worker.liveness.bounded import within
 from spmd_worker.liveness.failure_diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose, status_lines
-from spmd_worker.liveness.heartbeat import RankHeartbeat, born_at, parent_of, processes_of_rank
+from spmd_worker.liveness.heartbeat import RankHeartbeat
 from spmd_worker.liveness.heartbeat_store import HeartbeatExchange
 from spmd_worker.liveness.stall_clock import WatchClock
+from spmd_worker.process import children_of, parent_of, start_time_of, variables_of
 
 logger = logging.getLogger(__name__)
 
@@ -146,13 +147,20 @@ def _siblings(status: RankStatus, own: RankHeartbeat) -> list[int]:
     if launcher is None:
         return []
     if last_heartbeat is None:
-        return processes_of_rank(launcher, status.rank)
+        return [pid for pid in children_of(launcher) if _is_rank_of_this_job(pid, status.rank)]
+    pid = last_heartbeat.pid
     is_near = bool(own.node) and last_heartbeat.node == own.node
-    return (
-        [last_heartbeat.pid]
-        if is_near and born_at(last_heartbeat.pid) == last_heartbeat.born and parent_of(last_heartbeat.pid) == launcher
-        else []
-    )
+    is_the_same = is_near and start_time_of(pid) == last_heartbeat.start_time and parent_of(pid) == launcher
+    return [pid] if is_the_same else []
+
+
+def _is_rank_of_this_job(pid: int, rank: int) -> bool:
+    """By the variables that a process was started with, whatever became of it since: a shell may have started ranks of
+    several jobs.
+    """
+    variables = variables_of(pid) or {}
+    is_of_this_job = all(variables.get(name) == os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return is_of_this_job and variables.get("RANK") == str(rank)
 
 
 def exit_now(code: int) -> NoReturn:

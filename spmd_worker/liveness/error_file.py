@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.files import parse_json_object, write_file, write_json
 from spmd_worker.liveness.failure_diagnosis import Diagnosis, RankStatus
 from spmd_worker.liveness.heartbeat import RankHeartbeat
 
@@ -91,13 +92,9 @@ def write_record(run_dir: Path | None, record: ErrorRecord) -> None:
     if run_dir is None or not run_dir.is_dir():
         return
     path = run_dir / RECORD_NAME.format(record.rank)
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(json.dumps(record.as_plain(), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_json(path, record.as_plain())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         logger.warning("the error record could not be written: %s", error)
 
 
@@ -106,7 +103,7 @@ def read_records(run_dir: Path) -> list[ErrorRecord]:
     records = []
     for path in run_dir.glob(RECORD_NAME.format("*")):
         try:
-            records.append(ErrorRecord.from_plain(json.loads(path.read_bytes())))
+            records.append(ErrorRecord.from_plain(parse_json_object(path.read_bytes())))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     return sorted(records, key=lambda record: record.rank)
@@ -144,6 +141,6 @@ def write_elastic_file(text: str, traceback: str, wall_s: float, variables: Mapp
         return
     value = {"message": {"message": text, "extraInfo": {"py_callstack": traceback, "timestamp": str(int(wall_s))}}}
     try:
-        Path(path).write_text(json.dumps(value), encoding="utf-8")
+        write_file(Path(path), json.dumps(value).encode("ascii"), is_durable=False)
     except OSError as error:
         logger.warning("torchrun's error file could not be written: %s", error)

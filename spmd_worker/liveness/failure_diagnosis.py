@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from spmd_worker.errors import SpmdError
 from spmd_worker.liveness.heartbeat import Failure, FailureKind, RankHeartbeat
 
 SILENT_AFTER_S: Final = 2.5
@@ -24,16 +25,12 @@ STALL_S: Final = 1.0
 SETTLE_S: Final = 3.0
 """How long until a cause must show, where only effects are seen: longer than it takes to be silent."""
 
-# By name: these classes live in rooms that know of this one.
-_SECONDARY: Final = ("AbortedError", "DistBackendError", "DistNetworkError", "DistStoreError", "RankFailedError")
+# Torch's own classes, by name because this floor is torch-free, and the texts of gloo and NCCL.
+_SECONDARY_CLASSES_OF_TORCH: Final = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _SECONDARY_TEXTS: Final = (
     *("gloo", "NCCL", "shared memory: "),
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
 )
-_EXPLAINED: Final = {
-    **dict.fromkeys(("ReplicaDivergedError", "LostMessageError", "RanksDisagreeError"), 70),
-    **dict.fromkeys(("ConfigError", "ModelConfigError", "JobError"), 1),
-}
 _MAX_TEXT: Final = 2000
 
 # What gloo puts around its errors, which is of no use to anybody here.
@@ -206,15 +203,19 @@ def _remark(status: RankStatus, last_heartbeat: RankHeartbeat) -> str:
 
 
 def explained_exit_code(error: BaseException) -> int | None:
-    """The exit code of an error that is said in another way, and that explains itself: replicas that diverged, a wrong
+    """The exit code of an error that every rank knows, and that explains itself: replicas that diverged, a wrong
     setting, a job that failed as a whole, Ctrl-C. None for any other.
     """
-    return 1 if isinstance(error, KeyboardInterrupt) else _EXPLAINED.get(type(error).__name__)
+    if isinstance(error, SpmdError):
+        return error.exit_code if error.is_known_to_all else None
+    return 1 if isinstance(error, KeyboardInterrupt) else None
 
 
 def is_secondary(error: BaseException) -> bool:
     """Whether an exception tells of another rank's end rather than of a fault of this one."""
-    if type(error).__name__ in _SECONDARY or isinstance(error, ConnectionError):
+    if isinstance(error, SpmdError):
+        return error.is_secondary
+    if type(error).__name__ in _SECONDARY_CLASSES_OF_TORCH or isinstance(error, ConnectionError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _SECONDARY_TEXTS)
 
@@ -222,7 +223,7 @@ def is_secondary(error: BaseException) -> bool:
 def describe(error: BaseException, rank: int, step: int, phase: str) -> str:
     """A sentence that names rank, exception and step; an error that names its rank already is left as it is."""
     text = _SOURCE_LINE.sub("", str(error)[:_MAX_TEXT]).partition(_COMMON_ADVICE)[0]
-    if type(error).__name__ in ("RankFailedError", "AbortedError"):
+    if isinstance(error, SpmdError) and error.names_rank:
         return text
     where = f"at step {step}" if step else f"while {phase}"
     return f"rank {rank} raised {type(error).__name__} {where}: {text}"

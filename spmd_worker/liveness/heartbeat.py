@@ -12,7 +12,6 @@ import sys
 import threading
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -24,15 +23,11 @@ whoever calls an engine.
 CLOSING: Final = "closing"
 
 _NUM_FRAMES: Final = 12
-_WAITING_PLACES: Final = (
-    "/torch/distributed/",
-    "/lockstep/step_channel.py",
-    "/lockstep/channel.py",
-    "/replicas/round.py",
-    "/batch/shared_job.py",
-    "/kernels/cpu/shared_memory.py",
-)
-_OWN_PLACES: Final = ("/spmd_worker/", "/kv_cache/")
+WAITING_MARK: Final = "WAITS_FOR_RANKS"
+"""The name of a module-level constant: a main thread that is in a function of such a module waits for other ranks."""
+
+_WAITING_PACKAGE_OF_TORCH: Final = "torch.distributed"
+_OWN_PACKAGES: Final = (__name__.partition(".")[0], "kv_cache")
 
 _HOLDS_LOCK_WHILE_COLLECTING: Final = sys.version_info < (3, 12)
 _looks = threading.Lock()
@@ -91,13 +86,13 @@ class Failure:
 class RankHeartbeat:
     """A rank, as it published itself. `phase_age_s` is how long it had been in its phase; `where` is the line of code.
 
-    `node`, `pid` and `born` find its process again, and no other, on the same node.
+    `node`, `pid` and `start_time` find its process again, and no other, on the same node.
     """
 
     rank: int
     node: str
     pid: int
-    born: int
+    start_time: int
     count: int
     step: int
     phase: str
@@ -132,71 +127,6 @@ class RankHeartbeat:
             raise ValueError(f"this is no heartbeat: {error}") from None
 
 
-def node_name() -> str:
-    """The same for processes that see each other's process ids, and for no others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def born_at(pid: int) -> int | None:
-    """When the process began, in the kernel's ticks; None for one that has ended, as a zombie too.
-
-    Raises OSError where it cannot be told, as when this process has too many files open.
-    """
-    fields = _stat_of(str(pid))
-    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
-
-
-def parent_of(pid: int) -> int | None:
-    """The process id of the parent; None for a process that is not there. Raises OSError as `born_at` does."""
-    fields = _stat_of(str(pid))
-    return None if fields is None else int(fields[1])
-
-
-def cpu_seconds_of(native_id: int) -> float | None:
-    """What a thread of this process has computed so far; None where the system does not say."""
-    try:
-        fields = _stat_of(f"self/task/{native_id}")
-    except OSError:
-        return None
-    return None if fields is None else (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
-
-
-_TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
-
-
-def _stat_of(place: str) -> list[str] | None:
-    """The fields of `/proc/PLACE/stat` from the state on; None for a process or thread that is not there."""
-    try:
-        text = Path(f"/proc/{place}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name, in parentheses, may hold anything.
-    return text.rpartition(")")[2].split()
-
-
-def processes_of_rank(launcher: int, rank: int) -> list[int]:
-    """Processes that `launcher`, a process id, started on this node as that rank of this job, whatever became of them
-    since. Raises OSError as `born_at` does.
-    """
-    # A shell may have started ranks of several jobs.
-    shared = [f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    wanted = {f"RANK={rank}".encode(), *map(os.fsencode, shared)}
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
-        if parent_of(pid) == launcher:
-            try:
-                variables = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            found += [pid] if wanted.issubset(variables) else []
-    return found
-
-
 def stand_of(thread_id: int) -> tuple[str, bool]:
     """The line a thread is in, as `file:line function`, and whether it waits there for other ranks.
 
@@ -210,8 +140,8 @@ def stand_of(thread_id: int) -> tuple[str, bool]:
         frame = frame.f_back
     if not frames:
         return "", False
-    is_waiting = any(_is_within(frame, _WAITING_PLACES) for frame in frames)
-    shown = next((frame for frame in frames if _is_within(frame, _OWN_PLACES)), frames[0])
+    is_waiting = any(_waits_for_ranks(frame) for frame in frames)
+    shown = next((frame for frame in frames if _module_of(frame).partition(".")[0] in _OWN_PACKAGES), frames[0])
     return f"{os.path.basename(shown.f_code.co_filename)}:{shown.f_lineno} {shown.f_code.co_name}", is_waiting
 
 
@@ -235,5 +165,9 @@ def current_frames() -> dict[int, FrameType]:
                 gc.enable()
 
 
-def _is_within(frame: FrameType, places: tuple[str, ...]) -> bool:
-    return any(place in frame.f_code.co_filename for place in places)
+def _waits_for_ranks(frame: FrameType) -> bool:
+    return WAITING_MARK in frame.f_globals or f"{_module_of(frame)}.".startswith(f"{_WAITING_PACKAGE_OF_TORCH}.")
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from spmd_worker.liveness.failure_diagnosis import SILENT_AFTER_S, RankStatus
-from spmd_worker.liveness.heartbeat import RankHeartbeat, born_at
+from spmd_worker.liveness.heartbeat import RankHeartbeat
 from spmd_worker.liveness.stall_clock import WatchClock
+from spmd_worker.process import start_time_of
 
 PERIOD_S: Final = 1.0
 ALARMED_PERIOD_S: Final = 0.1
@@ -244,7 +245,7 @@ class HeartbeatExchange:
     def _has_no_process(self, last_heartbeat: RankHeartbeat) -> bool:
         """For a rank on this node: whether its process is known to be there no more."""
         try:
-            return born_at(last_heartbeat.pid) != last_heartbeat.born
+            return start_time_of(last_heartbeat.pid) != last_heartbeat.start_time
         except OSError:
             return False
 

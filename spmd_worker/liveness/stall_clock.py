@@ -7,7 +7,8 @@ clocks and one heartbeat. Knows nothing about limits, or what follows when one i
 import time
 from typing import Final
 
-from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, Heartbeat, Moment, cpu_seconds_of
+from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, Heartbeat, Moment
+from spmd_worker.process import cpu_seconds_of
 
 _LOOK_S: Final = 1.0
 """Computing is measured over so long: the kernel counts it in hundredths of a second."""

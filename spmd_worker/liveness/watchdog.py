@@ -34,12 +34,11 @@ from spmd_worker.liveness.heartbeat import (
     Heartbeat,
     Moment,
     RankHeartbeat,
-    born_at,
-    node_name,
     stand_of,
 )
 from spmd_worker.liveness.heartbeat_store import HeartbeatExchange, HeartbeatStore
 from spmd_worker.liveness.stall_clock import StallClock, WatchClock
+from spmd_worker.process import node_name, start_time_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class Watchdog:
         self.heartbeat = Heartbeat()
         self._main_thread, self._main_id = threading.get_ident(), threading.get_native_id()
         self._launcher = os.getppid()
-        self._process = (node_name(), os.getpid(), born_at(os.getpid()) or 0)
+        self._process = (node_name(), os.getpid(), start_time_of(os.getpid()) or 0)
         self._clock = WatchClock()
         self._stall = StallClock(self.heartbeat, spins=watched.spins)
         self._exchange = HeartbeatExchange(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from spmd_worker.lockstep.errors import RanksDisagreeError
+from spmd_worker.errors import RanksDisagreeError
 
 _MAX_VALUE_CHARACTERS: Final = 80
 _MISSING: Final = object()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NoReturn, cast
 
+from spmd_worker.errors import AbortedError, LostMessageError, RankFailedError, ReplicaDivergedError
 from spmd_worker.lockstep.difference import Record, first_difference, record_of
 from spmd_worker.lockstep.digest import ChainedDigest
-from spmd_worker.lockstep.errors import LostMessageError, RankFailedError, ReplicaDivergedError
 from spmd_worker.lockstep.transfers import (
     TransferBook,
     pack_answer,
@@ -22,7 +22,7 @@ from spmd_worker.lockstep.transfers import (
     unpack_answer,
     unpack_event_answer,
 )
-from spmd_worker.lockstep.transport.step_channel import Abort, AbortedError, FollowerChannel, LeaderChannel
+from spmd_worker.lockstep.transport.step_channel import Abort, FollowerChannel, LeaderChannel
 from spmd_worker.lockstep.wire.codec import Decoder, Encoder, decode_message, encode_message
 from spmd_worker.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.sequence.events import Event, WorkerEvent
@@ -109,10 +109,11 @@ class Lockstep:
             return error
         step = self.records[-1].step if self.records else 0
         if isinstance(error, AbortedError):
+            abort = Abort(str(error), error.is_divergence)
             if self._leader is not None:
                 # Followers hear of one another through rank 0 only.
-                self._leader.abort(error.abort)
-            return _as_raised(error.abort)
+                self._leader.abort(abort)
+            return _as_raised(abort)
         if not isinstance(error, _REPORTED):
             # In a collective, a peer that leaves looks like a network error here: ask what it said first.
             words = self._channel.received_abort() if isinstance(error, RuntimeError) else None

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Final
 
 from kv_cache.cache_sizing import CacheNeed, CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence, size_cache
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.errors import ConfigError
 from spmd_worker.memory.estimate import cache_spec
 from spmd_worker.model_config.model_config import ModelConfig
 

@@ -7,11 +7,14 @@ Knows clocks and a file's format. Knows nothing about what is computed.
 """
 
 import csv
+import io
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from spmd_worker.files import write_file
 
 STAGE_TIMES_NAME: Final = "stages.csv"
 NUM_KEPT_SPANS: Final = 20_000
@@ -85,13 +88,14 @@ def busy_shares(replicas: Sequence[Sequence[dict[str, Any]]]) -> list[BusyShare]
 
 def write_stage_times(path: Path, replicas: Sequence[Sequence[dict[str, Any]]], origin_us: int) -> None:
     """One line a piece of work; `origin_us` is when the run's first step began. Raises OSError."""
-    with open(path, "w", newline="", encoding="ascii") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(StageSpan._fields)
-        for replica, reports in enumerate(replicas):
-            for report in reports:
-                for step, start_us, end_us in report["spans"]:
-                    writer.writerow((replica, report["stage"], step, start_us - origin_us, end_us - origin_us))
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(StageSpan._fields)
+    for replica, reports in enumerate(replicas):
+        for report in reports:
+            for step, start_us, end_us in report["spans"]:
+                writer.writerow((replica, report["stage"], step, start_us - origin_us, end_us - origin_us))
+    write_file(path, text.getvalue().encode("ascii"), is_durable=False)
 
 
 def read_stage_times(path: Path) -> list[StageSpan]:

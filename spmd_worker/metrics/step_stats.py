@@ -8,11 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, NamedTuple
 
+from spmd_worker.errors import StepStatsError
+
 STEP_STATS_NAME: Final = "steps.csv"
-
-
-class StepStatsError(ValueError):
-    """A file that is no step statistics, or is damaged before its last line. The message names file and line."""
 
 
 class StepStats(NamedTuple):

@@ -5,11 +5,13 @@ old and new. Knows nothing about torch, tensors, ranks or weights, so that a pla
 folder is data: code it carries (`auto_map`) is never run, and quantised checkpoints are refused rather than misread.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from spmd_worker import files
+from spmd_worker.errors import ModelConfigError
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,10 +25,6 @@ _MOST: Final = 2**31 - 1
 _MOST_LAYERS: Final = 10_000
 _MOST_AMOUNT: Final = 1e12
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
-
-
-class ModelConfigError(ValueError):
-    """A model folder that this runtime cannot run: the message names the file, the key and the way out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ def read_model_config(model_folder: Path) -> ModelConfig:
     if not model_folder.is_dir():
         raise ModelConfigError(f"model.path={model_folder} is not a folder: give a Hugging Face model folder")
     path = model_folder / "config.json"
-    config = read_json_object(path)
+    config = _read_json_object(path)
     _refuse_what_is_not_run(config, path)
     generation = read_generation_config(model_folder)
     if "eos_token_id" in generation:
@@ -167,20 +165,17 @@ def read_model_config(model_folder: Path) -> ModelConfig:
 def read_generation_config(model_folder: Path) -> dict[str, Any]:
     """`generation_config.json` as a mapping, empty where the folder has none."""
     path = model_folder / "generation_config.json"
-    return read_json_object(path) if path.exists() else {}
+    return _read_json_object(path) if path.exists() else {}
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     """A JSON file that must hold an object. Raises ModelConfigError naming the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return files.read_json_object(path, allows_nan=True)
     except FileNotFoundError:
         raise ModelConfigError(f"{path} does not exist: a model folder needs it") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelConfigError(f"{path} must hold a JSON object")
-    return content
+    except files.JsonError as error:
+        raise ModelConfigError(str(error)) from None
 
 
 def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:

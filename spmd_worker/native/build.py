@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmd_worker.files import rename_durably, sync_stream
+
 LIBRARY_NAME = "libspmd_kernels.so"
 _SOURCE_FOLDER = Path(__file__).parent
 _LOCK_TIMEOUT_S = 120.0
@@ -180,20 +182,13 @@ def _compile(
         if reason is not None:
             return reason
         unfinished.chmod(0o700)
-        _sync(unfinished)
-        os.replace(unfinished, library)
+        with open(unfinished, "rb") as stream:
+            # So that a crash of the machine leaves no empty library behind.
+            sync_stream(stream)
+        rename_durably(unfinished, library)
         return Built(library, is_private)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """To disk before it gets its name, so that a crash of the machine leaves no empty library behind."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _run_compiler(compiler: Sequence[str], sources: Sequence[Path], architecture: str, output: Path) -> str | None:

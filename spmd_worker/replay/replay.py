@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
+from spmd_worker.errors import ReplayDivergedError, ReplayError
 from spmd_worker.lockstep.difference import Record, first_difference
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.wire.codec import Decoder
@@ -32,14 +33,6 @@ from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 HEADER_KEYS_THAT_MAY_DIFFER = (*("code", "model_path", "tensor_parallel_size", "data_parallel_size"),)
 """Two runs that differ in these alone should have equal steps: that is what comparing them shows."""
-
-
-class ReplayError(ValueError):
-    """A log that cannot be replayed, or compared, any further; the message says why."""
-
-
-class ReplayDivergedError(ReplayError):
-    """The replay decided something else than the run. The message names step, field and both values."""
 
 
 class SampledPosition(NamedTuple):

@@ -24,15 +24,14 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple
 from zlib import crc32
 
+from spmd_worker.errors import StepLogError
+from spmd_worker.files import JsonError, parse_json_object
+
 FORMAT_VERSION: Final = 3
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
 _LENGTH: Final = struct.Struct("<I")
-
-
-class StepLogError(ValueError):
-    """A file that is no step log, or one that is damaged in the middle. The message names file and offset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +151,8 @@ def header_to_json(header: StepLogHeader) -> dict[str, Any]:
     return {**asdict(header), "eos_token_ids": list(header.eos_token_ids)}
 
 
-def header_from_json(value: Any) -> StepLogHeader:
+def header_from_json(value: dict[str, Any]) -> StepLogHeader:
     """The inverse of `header_to_json`. Raises StepLogError for missing and unknown keys and values of another type."""
-    if not isinstance(value, dict):
-        raise StepLogError("the header is no JSON object")
     if value.get("format_version") != FORMAT_VERSION:
         raise StepLogError(
             f"format version {value.get('format_version')!r}; this code reads version {FORMAT_VERSION}: replay the log "
@@ -213,7 +210,9 @@ def _check(path: Path, data: mmap.mmap) -> StepLog:
     if frame is None:
         raise StepLogError(f"{path}: the header at byte {len(_MAGIC)} is damaged or cut short")
     try:
-        header = header_from_json(json.loads(data[frame.start : frame.end]))
+        header = header_from_json(parse_json_object(data[frame.start : frame.end]))
+    except JsonError as error:
+        raise StepLogError(f"{path}: the header {error}") from None
     except ValueError as error:
         raise StepLogError(f"{path}: {error}") from None
     num_messages, end = 0, frame.end

@@ -7,7 +7,8 @@ Knows the keys of `generation_config.json`. Knows nothing about rows or files.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from spmd_worker.config.schema import ConfigError, SamplingConfig
+from spmd_worker.config.schema import SamplingConfig
+from spmd_worker.errors import ConfigError
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _ADVISED_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -21,6 +21,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from spmd_worker.errors import ChatTemplateError
+
 MAX_OUTPUT_CHARACTERS: Final = 4 * 1024 * 1024
 _MAX_WORK_CHARACTERS: Final = 4 * MAX_OUTPUT_CHARACTERS
 _MAX_STEPS: Final = 1_000_000
@@ -40,10 +42,6 @@ _EXPECTED_FAILURES: Final = (
     MemoryError,
 )
 """What a template's own code can raise while it is compiled or runs."""
-
-
-class ChatTemplateError(ValueError):
-    """The template cannot be compiled, refused the conversation, or went beyond its bounds."""
 
 
 class ChatTemplate:

@@ -5,7 +5,6 @@ about requests, models or ranks. Ids equal those of transformers' fast tokenizer
 itself is never imported, and nothing in the folder is executed but the chat template, in its sandbox.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any, Final
 
 import tokenizers
 
-from spmd_worker.tokenizer.chat_template import ChatTemplate, ChatTemplateError
+from spmd_worker import files
+from spmd_worker.errors import ChatTemplateError, TokenizerError
+from spmd_worker.tokenizer.chat_template import ChatTemplate
 
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -32,10 +33,6 @@ _MAX_HELD_TOKENS: Final = 16
 """After as many tokens that end in no whole character the bytes are invalid: the window moves on regardless."""
 
 _MAX_BYTE_RUN: Final = 64
-
-
-class TokenizerError(ValueError):
-    """A tokenizer file is missing or does not hold what it should."""
 
 
 class Tokenizer:
@@ -279,12 +276,11 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} must hold a JSON object")
-    return value
+        return files.read_json_object(path, allows_nan=True)
+    except files.JsonError as error:
+        raise TokenizerError(str(error)) from None
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

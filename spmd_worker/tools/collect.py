@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
-from spmd_worker.batch.run_dir.journal import JournalError, read_journal
+from spmd_worker.batch.run_dir.journal import read_journal
+from spmd_worker.errors import JournalError
 from spmd_worker.tools.program import make_parser, print_error
 
 EXIT_DONE, EXIT_CANNOT_TELL = 0, 2

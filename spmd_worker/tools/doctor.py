@@ -9,7 +9,6 @@ killed as a whole, or is still running. Exits with 0 for a run that ended well, 
 cannot tell.
 """
 
-import json
 import os
 import sys
 import time
@@ -17,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.batch.run_dir.job_files import METRICS_NAME
+from spmd_worker.errors import StepStatsError
+from spmd_worker.files import read_json_object
 from spmd_worker.liveness.error_file import STACKS_NAME, ErrorRecord, read_records
 from spmd_worker.liveness.failure_diagnosis import status_lines
-from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
+from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.tools.program import make_parser, print_error, program_name
 
 EXIT_WELL, EXIT_FAILED, EXIT_CANNOT_TELL = 0, 1, 2
@@ -115,12 +116,9 @@ def read_steps(run_dir: Path) -> list[StepStats] | None:
 
 def read_metrics(run_dir: Path) -> dict[str, Any] | None:
     try:
-        metrics = json.loads((run_dir / METRICS_NAME).read_bytes())
+        return read_json_object(run_dir / METRICS_NAME)
     except FileNotFoundError:
         return None
-    if not isinstance(metrics, dict):
-        raise ValueError(f"{run_dir / METRICS_NAME} holds no JSON object")
-    return metrics
 
 
 def is_newer(path: Path, other: Path) -> bool:

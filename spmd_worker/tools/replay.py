@@ -22,19 +22,18 @@ from itertools import islice
 from pathlib import Path
 
 from kv_cache.block_ops import BlockOps
+from spmd_worker.errors import ReplayDivergedError, ReplayError, StepLogError
 from spmd_worker.replay.history import RowHistory, shorten
 from spmd_worker.replay.replay import (
     HEADER_KEYS_THAT_MAY_DIFFER,
     Replay,
-    ReplayDivergedError,
     ReplayedStep,
-    ReplayError,
     find_request,
     first_log_difference,
     header_differences,
     read_messages,
 )
-from spmd_worker.replay.step_log import StepLog, StepLogError, StepLogHeader, read_step_log
+from spmd_worker.replay.step_log import StepLog, StepLogHeader, read_step_log
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.events import (
     Abort,

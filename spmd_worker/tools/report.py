@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.batch.run_dir.job_files import METRICS_NAME
+from spmd_worker.errors import StepStatsError
+from spmd_worker.files import JsonError, read_json_object
 from spmd_worker.metrics.report.data import make_totals
 from spmd_worker.metrics.report.drawing import can_draw
 from spmd_worker.metrics.report.page import NO_CHARTS, report_page
 from spmd_worker.metrics.report.words import NO_METRICS, diagnosis, summary_figures
 from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, StageSpan, read_stage_times
-from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsError, read_step_stats
+from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, read_step_stats
 from spmd_worker.metrics.timeline import TIMELINE_NAME, write_timeline
 from spmd_worker.tools.program import make_parser, print_error
 
@@ -104,16 +106,13 @@ def read_metrics(run_dir: Path) -> dict[str, Any] | None:
     """None where there are none: they are written when a run ends."""
     path = run_dir / METRICS_NAME
     try:
-        metrics = json.loads(path.read_bytes())
+        return read_json_object(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ReportError(f"{path} is not JSON ({error}): remove it to see the steps without it") from None
-    if not isinstance(metrics, dict):
-        raise ReportError(f"{path} holds no JSON object: remove it to see the steps without it")
-    return metrics
+    except JsonError as error:
+        raise ReportError(f"{error}: remove it to see the steps without it") from None
 
 
 def print_result(steps: list[StepStats], metrics: dict[str, Any] | None, page_path: Path, timeline_path: Path) -> None:

@@ -16,14 +16,14 @@ from types import TracebackType
 
 import torch
 
+from spmd_worker.errors import CheckpointError
+from spmd_worker.files import JsonError, parse_json_object
 from spmd_worker.layers.weight_slice import Rectangle, is_inside
 from spmd_worker.weights.region import plan_read
 from spmd_worker.weights.safetensors_header import (
     MAX_HEADER_BYTES,
-    CheckpointError,
     SafetensorsHeader,
     TensorEntry,
-    parse_json_object,
     read_header,
 )
 
@@ -173,7 +173,10 @@ def _read_weight_map(path: Path) -> dict[str, str]:
         text = file.read(MAX_HEADER_BYTES + 1)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path.name}: exceeds the limit of {MAX_HEADER_BYTES} bytes")
-    weight_map = parse_json_object(text, path.name, "the index").get("weight_map")
+    try:
+        weight_map = parse_json_object(text).get("weight_map")
+    except JsonError as error:
+        raise CheckpointError(f"{path.name}: the index {error}") from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path.name}: weight_map must be an object that maps tensor names to file names")
     for name, file_name in weight_map.items():

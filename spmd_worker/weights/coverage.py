@@ -5,8 +5,8 @@ Works on names, shapes and rectangles. Knows nothing of files or tensors.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, is_inside, volume
-from spmd_worker.weights.safetensors_header import CheckpointError
 
 _MAX_LISTED = 20
 

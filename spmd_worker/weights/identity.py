@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from spmd_worker.layers.weight_slice import full_rectangle
+from spmd_worker.process import boot_id
 from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.region import split_region
 
 _BLOCK_ELEMENTS = 1 << 22
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def file_identities(folder: Path) -> list[list[str | int]]:
@@ -43,4 +43,4 @@ def _digest(checkpoint: Checkpoint, name: str) -> str:
 
 def _machine() -> str:
     """Inodes of two machines may be equal by chance; the id of this boot is not."""
-    return _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else platform.node()
+    return boot_id() or platform.node()

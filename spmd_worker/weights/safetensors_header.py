@@ -4,7 +4,6 @@ Format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape,
 which the tensors must cover without overlap or hole. Knows nothing of torch, of folders or of models.
 """
 
-import json
 import os
 import stat
 from collections.abc import Mapping
@@ -12,6 +11,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+from spmd_worker.errors import CheckpointError
+from spmd_worker.files import JsonError, parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit. Bounds what a hostile length can make us read and parse."""
@@ -44,10 +46,6 @@ DTYPE_BITS: Mapping[str, int] = {
 _LENGTH_BYTES = 8
 _MAX_ELEMENTS = 2**63 - 1
 _ENTRY_KEYS = ("data_offsets", "dtype", "shape")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used. The message names the file, the tensor and the rule it breaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,34 +95,6 @@ def parse_header(text: bytes, file_bytes: int, file_name: str) -> SafetensorsHea
     return SafetensorsHeader(tensors, metadata, data_start, file_bytes, blake2b(text, digest_size=32).hexdigest())
 
 
-def parse_json_object(text: bytes, file_name: str, what: str) -> dict[str, Any]:
-    """Parse a JSON object from an untrusted file: UTF-8, no duplicate keys, no NaN. Raises CheckpointError."""
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in result:
-                raise CheckpointError(f"{file_name}: {what} has the key {name!r} twice")
-            result[name] = value
-        return result
-
-    def refuse_constant(constant: str) -> None:
-        raise CheckpointError(f"{file_name}: {what} holds {constant}, which is not JSON")
-
-    try:
-        document = json.loads(
-            text.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=refuse_constant
-        )
-    except CheckpointError:
-        raise
-    # Beside syntax errors: text that is not UTF-8, numbers of thousands of digits (ValueError), bottomless nesting.
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file_name}: {what} is not valid JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{file_name}: {what} must be a JSON object, not {type(document).__name__}")
-    return document
-
-
 def _header_length(prefix: bytes, file_bytes: int, file_name: str) -> int:
     if len(prefix) < _LENGTH_BYTES:
         raise CheckpointError(f"{file_name}: truncated: {file_bytes} bytes cannot hold the 8-byte header length")
@@ -139,7 +109,10 @@ def _header_length(prefix: bytes, file_bytes: int, file_name: str) -> int:
 def _parse_object(text: bytes, file_name: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise CheckpointError(f"{file_name}: the header must begin with '{{': this is not a safetensors file")
-    return parse_json_object(text, file_name, "the header")
+    try:
+        return parse_json_object(text)
+    except JsonError as error:
+        raise CheckpointError(f"{file_name}: the header {error}") from None
 
 
 def _check_metadata(metadata: object, file_name: str) -> Mapping[str, str]:

@@ -5,11 +5,7 @@ Knows what torch finds on this machine. Does not change the process's current de
 
 import torch
 
-from spmd_worker.config.schema import ConfigError
-
-
-class DeviceError(RuntimeError):
-    """This rank's device is missing, though other ranks may have theirs."""
+from spmd_worker.errors import ConfigError, DeviceError
 
 
 def device_type(wanted: str) -> str:

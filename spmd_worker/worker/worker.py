@@ -20,11 +20,12 @@ from kv_cache.cache_spec import CacheSpec
 from kv_cache.connector import TransferEngine
 from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.groups import ParallelGroups, join_groups
 from spmd_worker.distributed.shared_memory import share_memory
 from spmd_worker.distributed.topology import RankLayout, stage_of
+from spmd_worker.errors import ConfigError
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host

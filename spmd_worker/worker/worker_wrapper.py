@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError, PluginError
 from spmd_worker.liveness.failure_diagnosis import is_secondary
 from spmd_worker.worker.worker_base import WorkerBase
 
@@ -87,10 +87,6 @@ class WorkerWrapper:
             level = logging.WARNING if is_news else logging.DEBUG
             logger.log(level, "rank %d raised %s in %s", self.global_rank, type(error).__name__, method)
             raise
-
-
-class PluginError(ConfigError):
-    """A plug-in that is installed here could not be imported, or raised; the message names it."""
 
 
 @cache

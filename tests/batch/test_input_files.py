@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from spmd_worker.batch.input.row_reader import RowReader
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 
 ROWS = [{"prompt": f"row {number} é"} for number in range(5)]
 CONTENT = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)

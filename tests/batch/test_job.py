@@ -13,17 +13,10 @@ from ranks import REPOSITORY
 
 from spmd_worker.batch import job as job_module
 from spmd_worker.batch import row_runner
-from spmd_worker.batch.job import JobError, run_job
-from spmd_worker.config.schema import (
-    CacheConfig,
-    ConfigError,
-    JobConfig,
-    ModelOptions,
-    RunConfig,
-    SamplingConfig,
-    SchedulerConfig,
-)
+from spmd_worker.batch.job import run_job
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.errors import ConfigError, JobError
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 METRIC_KEYS = (

@@ -15,16 +15,9 @@ import pytest
 import ranks
 
 from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import (
-    CacheConfig,
-    ConfigError,
-    JobConfig,
-    ModelOptions,
-    RowLimits,
-    RunConfig,
-    SamplingConfig,
-)
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RowLimits, RunConfig, SamplingConfig
 from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.errors import ConfigError
 from spmd_worker.metrics.prometheus import PrometheusFile
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"

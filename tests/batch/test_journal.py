@@ -11,14 +11,8 @@ import pytest
 
 from spmd_worker.batch.output.row_answer import RowAnswer
 from spmd_worker.batch.run_dir import journal as journal_module
-from spmd_worker.batch.run_dir.journal import (
-    JOURNAL_NAME,
-    LINES_NAME,
-    JournalError,
-    JournalRecord,
-    RowJournal,
-    read_journal,
-)
+from spmd_worker.batch.run_dir.journal import JOURNAL_NAME, LINES_NAME, JournalRecord, RowJournal, read_journal
+from spmd_worker.errors import JournalError
 
 RECORD_BYTES = journal_module._RECORD_BYTES
 HEADER_BYTES = len(journal_module._HEADER)

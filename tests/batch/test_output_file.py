@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from spmd_worker.batch.output.output_file import OutputFile
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 
 PLAIN = {
     "custom_id": "a",

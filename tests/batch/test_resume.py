@@ -11,14 +11,15 @@ import pytest
 from ranks import REPOSITORY, run_command
 from ranks import sys as system
 
-from spmd_worker.batch.job import JobError, run_job
+from spmd_worker.batch.job import run_job
 from spmd_worker.batch.run_dir import journal as journal_module
 from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.batch.run_dir.journal import JOURNAL_NAME, RowJournal
 from spmd_worker.batch.run_dir.run_lock import RunLock
-from spmd_worker.config.schema import CacheConfig, ConfigError, JobConfig, ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.errors import ConfigError, JobError
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 40

@@ -11,7 +11,6 @@ from ranks import REPOSITORY
 from spmd_worker.config.compose import as_yaml, compose_run, named_sets
 from spmd_worker.config.schema import (
     CacheConfig,
-    ConfigError,
     ExecutorConfig,
     ModelOptions,
     ParallelConfig,
@@ -19,6 +18,7 @@ from spmd_worker.config.schema import (
     SamplingConfig,
     SchedulerConfig,
 )
+from spmd_worker.errors import ConfigError
 
 CONF = REPOSITORY / "conf"
 CHOICES = [f"{group}={name}" for group, names in named_sets([CONF]).items() for name in names]
@@ -321,6 +321,6 @@ def test_numbers_are_kept_as_pythons_own():
     assert values == (8, 0.5, 2.0)
     assert [type(value) for value in values] == [int, float, float]
     assert ParallelConfig(pipeline_layers=(np.int32(4), 6)).pipeline_layers == [4, 6]
-    assert canonical_json(RunConfig(cache=cache)) == canonical_json(
+    assert as_yaml(RunConfig(cache=cache)) == as_yaml(
         composed("cache.num_blocks=8", "cache.gpu_memory_utilization=0.5", "cache.swap_space_gib=2")
     )

@@ -12,7 +12,7 @@ from waiting import at_least
 from spmd_worker.data_parallel import round as round_module
 from spmd_worker.data_parallel.round import ReplicaRound, share_of
 from spmd_worker.data_parallel.store import put_bytes, take_bytes
-from spmd_worker.lockstep.errors import RankFailedError
+from spmd_worker.errors import RankFailedError
 
 
 @dataclass

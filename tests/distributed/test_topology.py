@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_worker.config.schema import ConfigError, ParallelConfig
+from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
 from spmd_worker.distributed.topology import (
     RankLayout,
@@ -15,6 +15,7 @@ from spmd_worker.distributed.topology import (
     stage_of,
     whole_model,
 )
+from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.model_config import model_config_of
 
 

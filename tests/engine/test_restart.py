@@ -9,8 +9,8 @@ import ranks
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.config.schema import ConfigError
 from spmd_worker.engine import startup
+from spmd_worker.errors import ConfigError
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "timeout_s": 30}
@@ -21,7 +21,7 @@ TP = {"tensor_parallel_size": 2}
 ON_RANKS = """
     import os, sys
     from spmd_worker import LLM, SamplingParams
-    from spmd_worker.config.schema import ConfigError
+    from spmd_worker.errors import ConfigError
 
     def text():
         (output,) = llm.generate([sys.argv[2]], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)

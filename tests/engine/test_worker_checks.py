@@ -10,8 +10,7 @@ from waiting import wait_until
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker import LLM
-from spmd_worker.config.schema import ConfigError
-from spmd_worker.executor.errors import WorkerDiedError
+from spmd_worker.errors import ConfigError, WorkerDiedError
 from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.worker.worker import Worker
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from ranks import REPOSITORY
 
-from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.errors import ConfigError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.external_launcher import ExternalLauncherExecutor
 from spmd_worker.executor.uniproc import UniProcExecutor

@@ -8,7 +8,8 @@ MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 
 SCRIPT = """
     import os, sys
-    from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, ParallelConfig, RunConfig
+    from spmd_worker.errors import ConfigError
+    from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
     from spmd_worker.executor.executor import Executor
     from spmd_worker.lockstep.transport.channel import ControlChannel
     from spmd_worker.model_config.model_config import read_model_config
@@ -70,7 +71,7 @@ CUSTOM_WORKERS = """
     import os, sys
     sys.path.insert(0, sys.argv[2])
     from spmd_worker import LLM, SamplingParams
-    from spmd_worker.config.schema import ConfigError
+    from spmd_worker.errors import ConfigError
 
     said = []
     options = dict(tensor_parallel_size=2, num_blocks=32, device="cpu", timeout_s=30.0)

@@ -9,9 +9,9 @@ import pytest
 from plain_executors import new_plain, plain
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config.schema import ConfigError, ParallelConfig
+from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.executor.errors import WorkerError
+from spmd_worker.errors import ConfigError, WorkerError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.sequence.outputs import Logprob

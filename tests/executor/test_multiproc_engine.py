@@ -16,7 +16,7 @@ import ranks
 from waiting import wait_until
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
-from spmd_worker.executor.errors import WorkerError
+from spmd_worker.errors import WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME
 

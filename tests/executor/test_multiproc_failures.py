@@ -19,9 +19,8 @@ from plain_executors import is_running, new_plain, open_descriptors, plain
 from ranks import REPOSITORY, TOKEN_VARIABLE, processes_of
 from waiting import LIMIT_S, wait_until
 
-from spmd_worker.executor.errors import WorkerDiedError, WorkerError
+from spmd_worker.errors import RankFailedError, WorkerDiedError, WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
-from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.sequence.step import StepPlan
 
 DRIVER = """

@@ -10,7 +10,7 @@ import pytest
 from reference_models import checkpoint_folder, mixed_prompts
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 DRAWN = SamplingParams(temperature=1.0, n=2, max_tokens=24, ignore_eos=True)

@@ -10,7 +10,7 @@ from plain_executors import is_running, new_plain, plain
 from ranks import REPOSITORY
 
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
-from spmd_worker.executor.errors import WorkerError
+from spmd_worker.errors import WorkerError
 from spmd_worker.executor.worker_environment import process_environment, rank_environment
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")

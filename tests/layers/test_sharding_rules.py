@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.config.schema import ConfigError
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.distributed.topology import VOCABULARY_ALIGNMENT, RankLayout, check_divides
+from spmd_worker.errors import CheckpointError, ConfigError
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import VocabularyShard
@@ -21,7 +21,6 @@ from spmd_worker.model_config.model_config import FAMILIES, ModelConfig, model_c
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 from spmd_worker.weights.coverage import check_coverage
-from spmd_worker.weights.safetensors_header import CheckpointError
 
 
 def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelConfig:

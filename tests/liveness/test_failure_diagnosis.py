@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError, RankFailedError, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.liveness.failure_diagnosis import (
     GATHER_S,
     SETTLE_S,
@@ -17,7 +17,6 @@ from spmd_worker.liveness.failure_diagnosis import (
     status_lines,
 )
 from spmd_worker.liveness.heartbeat import Failure, FailureKind, RankHeartbeat
-from spmd_worker.lockstep.errors import RankFailedError, RanksDisagreeError, ReplicaDivergedError
 
 LATE_S = SETTLE_S + 1
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -17,18 +18,23 @@ from waiting import LIMIT_S, wait_until
 from spmd_worker.liveness import heartbeat
 from spmd_worker.liveness.heartbeat import (
     BETWEEN_STEPS,
+    WAITING_MARK,
     Failure,
     FailureKind,
     Heartbeat,
     RankHeartbeat,
-    born_at,
-    cpu_seconds_of,
     current_frames,
-    node_name,
-    parent_of,
     stand_of,
 )
 from spmd_worker.metrics.step_times import StepTimes
+
+MODULES_THAT_WAIT = [
+    "spmd_worker.lockstep.transport.step_channel",
+    "spmd_worker.lockstep.transport.channel",
+    "spmd_worker.data_parallel.round",
+    "spmd_worker.batch.shared_job",
+    "spmd_worker.distributed.shared_memory",
+]
 
 
 def test_the_phases_of_a_step_follow_one_another():
@@ -92,19 +98,6 @@ def test_what_is_no_heartbeat_is_refused(payload: bytes):
         RankHeartbeat.unpack(payload)
 
 
-def test_a_process_is_known_by_its_birth_and_a_zombie_is_gone():
-    own = born_at(os.getpid())
-    assert own is not None
-    assert own > 0
-    assert node_name() == node_name() != ""
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    assert parent_of(child.pid) == os.getpid()
-    # Nobody has asked for its exit code yet.
-    wait_until(lambda: born_at(child.pid) is None)
-    child.wait()
-    assert parent_of(child.pid) is None
-
-
 def test_the_line_of_a_thread_is_named_and_so_is_waiting_for_other_ranks(monkeypatch: pytest.MonkeyPatch):
     is_there, may_go = threading.Event(), threading.Event()
 
@@ -118,8 +111,8 @@ def test_the_line_of_a_thread_is_named_and_so_is_waiting_for_other_ranks(monkeyp
     where, is_waiting = stand_of(thread.ident)
     assert not is_waiting
     assert where.startswith("threading.py:")
-    monkeypatch.setattr(heartbeat, "_OWN_PLACES", (os.path.basename(__file__),))
-    monkeypatch.setattr(heartbeat, "_WAITING_PLACES", (os.path.basename(__file__),))
+    monkeypatch.setattr(heartbeat, "_OWN_PACKAGES", (__name__,))
+    monkeypatch.setitem(globals(), WAITING_MARK, True)
     where, is_waiting = stand_of(thread.ident)
     assert is_waiting
     assert where.endswith(" stand_still")
@@ -128,32 +121,18 @@ def test_the_line_of_a_thread_is_named_and_so_is_waiting_for_other_ranks(monkeyp
     assert stand_of(thread.ident) == ("", False)
 
 
-def test_what_a_thread_computed_is_known_and_nothing_of_one_that_is_not_there():
-    is_there, may_go = threading.Event(), threading.Event()
-    idle = threading.Thread(target=lambda: (is_there.set(), may_go.wait()))
-    idle.start()
-    is_there.wait()
-    before_s = cpu_seconds_of(threading.get_native_id())
-    deadline_s = time.thread_time() + 0.1
-    while time.thread_time() < deadline_s:
-        continue
-    assert 0.05 < cpu_seconds_of(threading.get_native_id()) - before_s < 1.0
-    assert cpu_seconds_of(idle.native_id) < 0.05
-    may_go.set()
-    idle.join()
-    assert cpu_seconds_of(2**22 + 1) is None
-
-
-def test_a_process_about_which_nothing_can_be_told_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch):
-    """With too many files open /proc cannot be read, and every other rank would look dead."""
-
-    def fail(*arguments: object, **options: object) -> str:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(heartbeat.Path, "read_text", fail)
-    with pytest.raises(OSError, match="Too many open files"):
-        born_at(os.getpid())
-    assert cpu_seconds_of(os.getpid()) is None
+@pytest.mark.parametrize("name", MODULES_THAT_WAIT)
+def test_a_thread_in_a_module_that_waits_for_ranks_is_seen_to_wait(name: str):
+    """A copy of the module's namespace, with a function that waits in it."""
+    namespace = {**vars(importlib.import_module(name)), "is_there": threading.Event(), "may_go": threading.Event()}
+    exec("def stand_still():\n    is_there.set()\n    may_go.wait()", namespace)
+    thread = threading.Thread(target=namespace["stand_still"])
+    thread.start()
+    namespace["is_there"].wait()
+    found = stand_of(thread.ident)
+    namespace["may_go"].set()
+    thread.join()
+    assert found == ("<string>:3 stand_still", True)
 
 
 LOOKING = """

@@ -19,16 +19,16 @@ from made_up_store import MadeUpStore
 from our_logger import logger_as_it_was
 from waiting import at_least, wait_until
 
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError, RankFailedError, ReplicaDivergedError
 from spmd_worker.liveness import coordinated_shutdown as ending
 from spmd_worker.liveness import failure_diagnosis as status_lines
 from spmd_worker.liveness import heartbeat_store as exchange
 from spmd_worker.liveness import watchdog
 from spmd_worker.liveness.error_file import read_records, write_elastic_file
-from spmd_worker.liveness.heartbeat import RankHeartbeat, born_at, node_name
+from spmd_worker.liveness.heartbeat import RankHeartbeat
 from spmd_worker.liveness.heartbeat_store import HeartbeatStore
 from spmd_worker.liveness.watchdog import Watchdog, Watched
-from spmd_worker.lockstep.errors import RankFailedError, ReplicaDivergedError
+from spmd_worker.process import node_name, start_time_of
 
 LONG_S = 1000.0
 
@@ -138,7 +138,7 @@ def test_a_rank_that_fails_because_of_another_is_not_the_one(make, capsys):
 def test_the_lowest_living_rank_speaks_where_rank_0_is_dead(make, capsys):
     ranks = make(3)
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    publish(ranks.store, RankHeartbeat(0, node_name(), dead.pid, born_at(dead.pid), 1, 5, "execute"))
+    publish(ranks.store, RankHeartbeat(0, node_name(), dead.pid, start_time_of(dead.pid), 1, 5, "execute"))
     ranks.start((1, 2))
     wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
     dead.kill()
@@ -155,7 +155,7 @@ def test_a_silent_rank_is_named_after_the_timeout_and_ended_where_it_is_ours(mak
     ranks = make(2, timeout_s=1.0)
     silent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     monkeypatch.setattr(ending, "parent_of", lambda pid: 1)
-    publish(ranks.store, RankHeartbeat(1, node_name(), silent.pid, born_at(silent.pid), 1, 5, "execute"))
+    publish(ranks.store, RankHeartbeat(1, node_name(), silent.pid, start_time_of(silent.pid), 1, 5, "execute"))
     with at_least(1.0):
         ranks.start((0,))
         ranks.all[0].heartbeat.enter("between steps")
@@ -171,17 +171,17 @@ def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
     monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
     own = os.getpid()
     for last_heartbeat in (
-        RankHeartbeat(1, node_name(), 1, born_at(1), 1, 5, "execute"),
-        RankHeartbeat(1, node_name(), own, born_at(own) + 1, 1, 5, "execute"),
-        RankHeartbeat(1, "another node", own, born_at(own), 1, 5, "execute"),
+        RankHeartbeat(1, node_name(), 1, start_time_of(1), 1, 5, "execute"),
+        RankHeartbeat(1, node_name(), own, start_time_of(own) + 1, 1, 5, "execute"),
+        RankHeartbeat(1, "another node", own, start_time_of(own), 1, 5, "execute"),
     ):
         statuses = [
-            ending.RankStatus(0, RankHeartbeat(0, node_name(), own, born_at(own), 1, 5, "execute")),
+            ending.RankStatus(0, RankHeartbeat(0, node_name(), own, start_time_of(own), 1, 5, "execute")),
             ending.RankStatus(1, last_heartbeat, 60.0),
         ]
         ending.end_silent(statuses, ending.Diagnosis((1,), "rank 1 is silent"), 0)
     assert killed == []
-    sibling = RankHeartbeat(1, node_name(), own, born_at(own), 1, 5, "execute")
+    sibling = RankHeartbeat(1, node_name(), own, start_time_of(own), 1, 5, "execute")
     ending.end_silent([statuses[0], ending.RankStatus(1, sibling)], ending.Diagnosis((1,), "x"), 0)
     assert killed == [own]
 
@@ -201,7 +201,7 @@ def test_a_rank_that_stopped_before_it_ever_spoke_is_ended_by_what_it_was_starte
     }
     try:
         own = ranks[0, "29500"].pid
-        last_heartbeat = RankHeartbeat(0, node_name(), own, born_at(own), 1, 5, "execute")
+        last_heartbeat = RankHeartbeat(0, node_name(), own, start_time_of(own), 1, 5, "execute")
         statuses = [ending.RankStatus(0, last_heartbeat), ending.RankStatus(1, None), ending.RankStatus(11, None)]
         diagnosis = ending.Diagnosis((1,), "rank 1 is silent: never heard of since the start")
         ending.end_silent(statuses, diagnosis, 0)
@@ -371,7 +371,7 @@ def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_th
     """A store in rank 0's process, as without torchrun. Nobody spoke once, because rank 0 had just been heard of."""
     ranks = make(3)
     host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    publish(ranks.store, RankHeartbeat(0, node_name(), host.pid, born_at(host.pid), 1, 5, "execute"))
+    publish(ranks.store, RankHeartbeat(0, node_name(), host.pid, start_time_of(host.pid), 1, 5, "execute"))
     ranks.start((1, 2))
     wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
     host.kill()

@@ -26,8 +26,8 @@ from kv_cache.swap_space import SwapSpace
 from spmd_worker import llm
 from spmd_worker.config.schema import ExecutorConfig
 from spmd_worker.engine import startup as engine_start
+from spmd_worker.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.liveness.signals import EndingSignals
-from spmd_worker.lockstep.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.lockstep.transport import connect, step_channel
 from spmd_worker.lockstep.wire import codec
 from spmd_worker.runner.model_runner import ModelRunner

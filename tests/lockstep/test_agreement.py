@@ -2,8 +2,8 @@
 
 import pytest
 
+from spmd_worker.errors import RanksDisagreeError
 from spmd_worker.lockstep.agreement import canonical, check_equal, first_difference
-from spmd_worker.lockstep.errors import RanksDisagreeError
 
 
 def test_equal_values_have_equal_bytes_whatever_the_order_of_their_keys():

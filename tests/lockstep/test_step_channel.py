@@ -14,7 +14,7 @@ from thread_control import thread_controls
 from waiting import at_least
 
 from kv_cache.cache_manager import CacheManager
-from spmd_worker.lockstep.errors import LostMessageError, RankFailedError, ReplicaDivergedError
+from spmd_worker.errors import AbortedError, LostMessageError, RankFailedError, ReplicaDivergedError
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.transport import step_channel
 from spmd_worker.lockstep.transport.frames import (
@@ -25,7 +25,7 @@ from spmd_worker.lockstep.transport.frames import (
     receive_frame,
     send_frame,
 )
-from spmd_worker.lockstep.transport.step_channel import Abort, AbortedError, GlooStepChannel, TcpFollower, TcpLeader
+from spmd_worker.lockstep.transport.step_channel import Abort, GlooStepChannel, TcpFollower, TcpLeader
 from spmd_worker.scheduler.scheduler import Scheduler, SchedulerLimits
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Close
@@ -92,7 +92,7 @@ def test_records_are_exchanged_when_rank_0_asks_and_the_verdict_reaches_everybod
         for future in received:
             with pytest.raises(AbortedError) as caught:
                 future.result(LONG_S)
-            assert caught.value.abort == Abort("block_ids differ", is_divergence=True)
+            assert (str(caught.value), caught.value.is_divergence) == ("block_ids differ", True)
 
 
 # Silent and gone.
@@ -219,7 +219,7 @@ def test_a_ranks_last_words_are_heard_after_it_left():
         followers[1].close()
         with pytest.raises(AbortedError) as caught:
             leader.collect(3)
-    assert caught.value.abort == Abort("rank 2 raised MemoryError at step 3", is_divergence=False)
+    assert (str(caught.value), caught.value.is_divergence) == ("rank 2 raised MemoryError at step 3", False)
 
 
 def test_last_words_are_found_behind_what_was_not_read_yet():

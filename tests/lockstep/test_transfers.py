@@ -20,9 +20,9 @@ from kv_cache.cache_manager import CacheManager
 from kv_cache.host_tier import HostTier
 from spmd_worker.config.schema import ExecutorConfig, ModelOptions, RunConfig
 from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.errors import ReplicaDivergedError
 from spmd_worker.lockstep import lockstep as lockstep_module
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES
-from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.transfers import TransferBook, pack_answer, unpack_answer
 from spmd_worker.lockstep.transport.step_channel import FollowerChannel, GlooStepChannel, LeaderChannel

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from test_step_channel import LONG_S, star
 from thread_control import thread_controls
 
+from spmd_worker.errors import ReplicaDivergedError
 from spmd_worker.lockstep import lockstep as lockstep_module
 from spmd_worker.lockstep.digest import NUM_DIGEST_BYTES
-from spmd_worker.lockstep.errors import ReplicaDivergedError
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.transfers import pack_answer, pack_event_answer, unpack_answer, unpack_event_answer
 from spmd_worker.lockstep.transport.step_channel import FollowerChannel, GlooStepChannel, LeaderChannel

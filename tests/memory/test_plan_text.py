@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.plan_text import describe_plan, make_plan

@@ -8,9 +8,10 @@ import pytest
 
 from kv_cache.cache_sizing import MemoryMeasurement
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.config.schema import CacheConfig, ConfigError, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.distributed.environment import read_rank_environment
 from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.errors import ConfigError
 from spmd_worker.memory import device, host
 from spmd_worker.memory.estimate import activation_bytes
 from spmd_worker.model_config.model_config import read_model_config

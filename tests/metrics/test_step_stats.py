@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from step_runs import QUIET, pressed_steps, quiet_steps
 
-from spmd_worker.metrics.step_stats import StepStats, StepStatsError, StepStatsWriter, read_step_stats
+from spmd_worker.errors import StepStatsError
+from spmd_worker.metrics.step_stats import StepStats, StepStatsWriter, read_step_stats
 
 HEADER = (
     "step,start_us,schedule_us,lockstep_us,execute_us,apply_us,num_rows,num_waiting,num_swapped,num_tokens,"

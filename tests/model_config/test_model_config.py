@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config.model_config import (
     FAMILIES,
     ModelConfig,
-    ModelConfigError,
     RopeParameters,
     model_config_of,
     read_model_config,
@@ -250,7 +250,7 @@ def test_folders_and_files_that_are_not_models_are_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in error_result(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000)
-    assert "is not JSON" in error_result(tmp_path)
+    assert "is nested too deeply" in error_result(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert "JSON object" in error_result(tmp_path)
 

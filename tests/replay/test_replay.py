@@ -23,13 +23,12 @@ from logged_run import (
 )
 
 from kv_cache.block import BlockId
+from spmd_worker.errors import ReplayDivergedError, ReplayError
 from spmd_worker.lockstep.wire.codec import Decoder, Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.replay import replay as replay_module
 from spmd_worker.replay.replay import (
     Replay,
-    ReplayDivergedError,
-    ReplayError,
     find_request,
     first_log_difference,
     header_differences,

@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_worker.replay.step_log import (
-    StepLogError,
-    StepLogHeader,
-    StepLogWriter,
-    header_from_json,
-    header_to_json,
-    read_step_log,
-)
+from spmd_worker.errors import StepLogError
+from spmd_worker.replay.step_log import StepLogHeader, StepLogWriter, header_from_json, header_to_json, read_step_log
 
 HEADER = StepLogHeader(
     code="c0de",

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizer_folders import CHATML, write_byte_level, write_llama_style, write_metaspace
 from transformers import PreTrainedTokenizerFast
 
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer, TokenizerError
+from spmd_worker.errors import TokenizerError
+from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 TEXTS = [
     "hello world",

@@ -140,10 +140,10 @@ def test_damaged_files_are_named_with_the_line_and_the_way_out(report, run_dir: 
     (run_dir / "metrics.json").write_text('{"rows": ')
     code, _, err = report(run_dir)
     assert code == 2
-    assert f"{run_dir / 'metrics.json'} is not JSON (" in err
+    assert f"{run_dir / 'metrics.json'} is not JSON: " in err
     assert "remove it to see the steps without it" in err
     (run_dir / "metrics.json").write_text("[]")
-    assert "holds no JSON object" in report(run_dir)[2]
+    assert "must be a JSON object, not a list" in report(run_dir)[2]
     (run_dir / STEP_STATS_NAME).write_text("rows\n")
     assert f"{run_dir / STEP_STATS_NAME}: line 1 does not name the columns" in report(run_dir)[2]
 

@@ -1,8 +1,8 @@
 import pytest
 
+from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice, nothing_of, shard, whole
 from spmd_worker.weights.coverage import check_coverage
-from spmd_worker.weights.safetensors_header import CheckpointError
 
 
 def merged(name, rows, first):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice, shard, whole
 from spmd_worker.weights import dummy
 from spmd_worker.weights.dummy import NormalStream, fill_dummy
-from spmd_worker.weights.safetensors_header import CheckpointError
 
 SHAPES = {
     "embed_tokens.weight": (1003, 96),

@@ -3,11 +3,11 @@ import torch
 from torch import nn
 from weight_files import save_indexed, save_single
 
+from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice, nothing_of, shard, whole
 from spmd_worker.weights import loader
 from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.loader import load_weights
-from spmd_worker.weights.safetensors_header import CheckpointError
 
 VOCABULARY, WIDTH, PADDED = 10, 8, 12
 

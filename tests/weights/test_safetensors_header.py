@@ -10,13 +10,8 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 from weight_files import entry, write_raw
 
-from spmd_worker.weights.safetensors_header import (
-    MAX_HEADER_BYTES,
-    CheckpointError,
-    TensorEntry,
-    parse_header,
-    read_header,
-)
+from spmd_worker.errors import CheckpointError
+from spmd_worker.weights.safetensors_header import MAX_HEADER_BYTES, TensorEntry, parse_header, read_header
 
 GOOD = {"a": entry("F32", [2, 3], 0, 24), "b": entry("BF16", [4], 24, 32)}
 
@@ -49,13 +44,18 @@ def test_a_correct_header_written_by_hand_is_accepted():
 
 BROKEN = [
     # rule, header, data bytes, words of the message
-    ("duplicate name", b'{"a": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}, "a": {}}', 0, "'a' twice"),
-    ("duplicate key", b'{"a": {"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}}', 0, "'dtype' twice"),
-    ("not JSON", b'{"a": ', 0, "not valid JSON"),
-    ("not UTF-8", b'{"\xff": 1}', 0, "not valid JSON"),
+    ("duplicate name", b'{"a": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}, "a": {}}', 0, "'a' appears twice"),
+    (
+        "duplicate key",
+        b'{"a": {"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        0,
+        "'dtype' appears twice",
+    ),
+    ("not JSON", b'{"a": ', 0, "the header is not JSON"),
+    ("not UTF-8", b'{"\xff": 1}', 0, "is not UTF-8"),
     ("NaN", b'{"a": NaN}', 0, "NaN"),
-    ("huge number", b'{"a": ' + b"9" * 5000 + b"}", 0, "not valid JSON"),
-    ("bottomless nesting", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "not valid JSON"),
+    ("huge number", b'{"a": ' + b"9" * 5000 + b"}", 0, "is not JSON"),
+    ("bottomless nesting", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "nested too deeply"),
     ("not an object", b"[1]", 0, "must begin with '{'"),
     ("leading space", b" {}", 0, "must begin with '{'"),
     ("entry is no object", {"a": 3}, 0, "exactly the keys"),

@@ -9,8 +9,8 @@ import pytest
 from fake_worker import FakeWorker
 from ranks import REPOSITORY
 
-from spmd_worker.config.schema import ConfigError
-from spmd_worker.worker.worker_wrapper import PluginError, WorkerWrapper, extend_class, load_plugins
+from spmd_worker.errors import ConfigError, PluginError
+from spmd_worker.worker.worker_wrapper import WorkerWrapper, extend_class, load_plugins
 
 FAKE = "fake_worker.FakeWorker"
 HERE = "test_worker_extension"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from spmd_worker.config.extras import refuse_without
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 
 STANDARD_INPUT: Final = "-"
 PARQUET_SUFFIX: Final = ".parquet"

@@ -29,10 +29,10 @@ from spmd_worker.batch.row import (
     TokensPrompt,
     shape_of,
 )
-from spmd_worker.batch.strict_json import StrictJsonError, decode_object
 from spmd_worker.config.schema import RowLimits
+from spmd_worker.errors import ChatTemplateError
+from spmd_worker.files import JsonError, parse_json_object
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
-from spmd_worker.tokenizer.chat_template import ChatTemplateError
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
@@ -52,9 +52,9 @@ def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimi
         message = f"the line is longer than limits.max_line_bytes={limits.max_line_bytes}"
         return RowError(index, None, "plain", "line_too_long", message)
     try:
-        fields = decode_object(line, limits.max_nesting)
-    except StrictJsonError as error:
-        return RowError(index, None, "plain", error.code, str(error))
+        fields = parse_json_object(line, max_nesting=limits.max_nesting)
+    except JsonError as error:
+        return RowError(index, None, "plain", error.code, f"the line {error}")
     return _parse_fields(index, fields, defaults, limits)
 
 

@@ -10,13 +10,13 @@ Knows lines and formats of files. Knows nothing about engines or the journal of 
 import contextlib
 import gzip
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Protocol
 
 from spmd_worker.config.extras import refuse_without
+from spmd_worker.files import partial_path, rename_durably, sync_stream
 
 _GZIP_LEVEL: Final = 6
 _ZSTD_LEVEL: Final = 3
@@ -50,12 +50,12 @@ class OutputFile:
         path = Path(path)
         if path.exists() and not path.is_file():
             raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
-        stream = open(_partial(path), "wb")  # noqa: SIM115  # closed with this object
+        stream = open(partial_path(path), "wb")  # noqa: SIM115  # closed with this object
         try:
             return OutputFile(path, stream, _SINKS.get(path.suffix, _PlainSink)(stream))
         except BaseException:
             stream.close()
-            _partial(path).unlink()
+            partial_path(path).unlink()
             raise
 
     def write(self, line: bytes) -> None:
@@ -66,11 +66,9 @@ class OutputFile:
     def close(self) -> None:
         """Make the file durable and give it its name. Raises OSError."""
         self._sink.close()
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        sync_stream(self._stream)
         self._stream.close()
-        os.replace(_partial(self.path), self.path)
-        sync_folder(self.path.parent)
+        rename_durably(partial_path(self.path), self.path)
 
     def discard(self) -> None:
         """Remove what was written; a file that had the output's name before stays as it was."""
@@ -78,7 +76,7 @@ class OutputFile:
             # What a sink still holds it would write when it is forgotten, to a file that is closed.
             self._sink.close()
         self._stream.close()
-        _partial(self.path).unlink(missing_ok=True)
+        partial_path(self.path).unlink(missing_ok=True)
 
     def __enter__(self) -> "OutputFile":
         return self
@@ -90,19 +88,6 @@ class OutputFile:
             self.close()
         else:
             self.discard()
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename is durable once the folder is. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
 
 
 class _PlainSink:

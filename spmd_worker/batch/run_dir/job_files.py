@@ -3,14 +3,13 @@
 Knows the `job` keys and files. Knows nothing about rows or engines.
 """
 
-import json
-import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from spmd_worker.batch.input.input_files import STANDARD_INPUT, find_inputs
-from spmd_worker.batch.output.output_file import OutputFile, sync_folder
-from spmd_worker.config.schema import ConfigError, JobConfig
+from spmd_worker.batch.output.output_file import OutputFile
+from spmd_worker.config.schema import JobConfig
+from spmd_worker.errors import ConfigError
 
 MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"
@@ -50,18 +49,6 @@ def prepare_files(job: JobConfig) -> Path:
     _try_output(output)
     _make_folder("job.run_dir", run_dir)
     return run_dir
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all, and durable. Raises OSError."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=2)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
-    sync_folder(path.parent)
 
 
 def _try_output(path: Path) -> None:

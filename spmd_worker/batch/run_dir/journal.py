@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 from zlib import crc32
 
 from spmd_worker.batch.output.row_answer import RowAnswer
+from spmd_worker.errors import JournalError
 
 LINES_NAME: Final = "rows.part"
 JOURNAL_NAME: Final = "journal"
@@ -28,10 +29,6 @@ _RECORD: Final = struct.Struct("<QQQIIIII40s")
 _CHECKSUM: Final = struct.Struct("<I")
 _RECORD_BYTES: Final = _RECORD.size + _CHECKSUM.size
 _READ_BYTES: Final = 1 << 20
-
-
-class JournalError(ValueError):
-    """A journal that is none, or contradicts its lines before its end. The message names the file and the record."""
 
 
 class JournalRecord(NamedTuple):

@@ -12,8 +12,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME, write_json
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
+from spmd_worker.config.schema import RunConfig
+from spmd_worker.errors import ConfigError
+from spmd_worker.files import JsonError, read_json_object, write_json
 from spmd_worker.version import code_fingerprint, version
 from spmd_worker.weights.safetensors_header import read_header
 
@@ -99,12 +101,12 @@ def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """None where there is none. Raises ConfigError for what is no manifest."""
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json_object(path)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}): give another job.run_dir, or remove this one") from None
-    if not isinstance(value, dict) or value.get("format_version") != FORMAT_VERSION:
+    except JsonError as error:
+        raise ConfigError(f"{error}: give another job.run_dir, or remove this one") from None
+    if value.get("format_version") != FORMAT_VERSION:
         raise ConfigError(f"{path} is no manifest of version {FORMAT_VERSION}: give another job.run_dir")
     return value
 

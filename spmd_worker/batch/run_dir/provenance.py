@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.batch.run_dir.job_files import PROVENANCE_NAME, write_json
+from spmd_worker.batch.run_dir.job_files import PROVENANCE_NAME
+from spmd_worker.files import write_json
 
 FORMAT_VERSION: Final = 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from spmd_worker.config.schema import ConfigError
+from spmd_worker.errors import ConfigError
 
 LOCK_NAME: Final = "lock"
 

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
 
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
+
 _FIRST_BYTES: Final = 4096
 """A message up to this length travels in one broadcast, of fixed size; the rest of a longer one in a second."""
 

@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
-from spmd_worker.lockstep.errors import LostMessageError, RankFailedError
+from spmd_worker.errors import AbortedError, LostMessageError, RankFailedError
 from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.lockstep.transport.frames import Frame, FrameError, FrameKind, PeerGoneError, receive_frame, send_frame
 
 logger = logging.getLogger(__name__)
+
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
 
 _HEARTBEAT_S: Final = 0.5
 _ABORT_WAIT_S: Final = 3.0
@@ -41,14 +44,6 @@ class Abort(NamedTuple):
     def unpack(payload: bytes) -> "Abort":
         """From the wire."""
         return Abort(payload[1:].decode("utf-8", "replace"), bool(payload[:1] != b"\0"))
-
-
-class AbortedError(RuntimeError):
-    """Another rank said why it leaves."""
-
-    def __init__(self, abort: Abort) -> None:
-        super().__init__(abort.text)
-        self.abort = abort
 
 
 class StepChannel(Protocol):
@@ -193,7 +188,7 @@ class TcpLeader:
         except FrameError as error:
             raise LostMessageError(f"rank 0 cannot read what rank {rank} sent: {error}") from None
         if frame.kind is FrameKind.ABORT:
-            raise AbortedError(Abort.unpack(frame.payload))
+            raise AbortedError(*Abort.unpack(frame.payload))
         return frame
 
     def _send_all(self, kind: FrameKind, number: int, payload: bytes) -> None:
@@ -203,7 +198,7 @@ class TcpLeader:
             except (PeerGoneError, TimeoutError) as error:
                 abort = _look_for_abort(connection, index + 1)
                 if abort is not None:
-                    raise AbortedError(abort) from None
+                    raise AbortedError(*abort) from None
                 raise RankFailedError(f"rank {index + 1} is gone: {error}") from None
 
     def _send_heartbeats(self) -> None:
@@ -249,9 +244,9 @@ class TcpFollower:
                 assert self._record is not None, "rank 0 asks for a record before any step"
                 self._send(FrameKind.RECORD, 0, self._record())
             elif frame.kind is FrameKind.DIAGNOSIS:
-                raise AbortedError(Abort(frame.payload.decode("utf-8", "replace"), is_divergence=True))
+                raise AbortedError(frame.payload.decode("utf-8", "replace"), is_divergence=True)
             elif frame.kind is FrameKind.ABORT:
-                raise AbortedError(Abort.unpack(frame.payload))
+                raise AbortedError(*Abort.unpack(frame.payload))
             else:
                 raise LostMessageError(f"rank {self.rank} received {frame.kind.name} where a message comes next")
 
@@ -299,7 +294,7 @@ class TcpFollower:
         except (PeerGoneError, TimeoutError) as error:
             abort = _look_for_abort(self._connection, 0)
             if abort is not None:
-                raise AbortedError(abort) from None
+                raise AbortedError(*abort) from None
             raise RankFailedError(f"rank 0 is gone ({error})") from None
 
 
@@ -331,7 +326,7 @@ class GlooStepChannel:
             self._control.gather(self._record())
             return self.receive()
         if kind is FrameKind.DIAGNOSIS:
-            raise AbortedError(Abort(payload.decode(), is_divergence=True))
+            raise AbortedError(payload.decode(), is_divergence=True)
         return payload
 
     def offer_record(self, record: Callable[[], bytes]) -> None:

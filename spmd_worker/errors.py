@@ -1,0 +1,159 @@
+"""Every exception that a user of the package, or launch.py, can meet, and what follows from each.
+
+All are `SpmdError`s; each is also the built-in error that callers catch (ValueError, RuntimeError). What is done about
+one follows from its class attributes: the exit code, and what the failure diagnosis needs to know of it. Errors that
+are a fault of this package itself are no `SpmdError`s: their traceback is wanted.
+"""
+
+from typing import ClassVar, Final
+
+DIVERGED_EXIT_CODE: Final = 70
+"""Exit code of every rank of a replica whose ranks diverged."""
+
+
+class SpmdError(Exception):
+    """The base of all of them. An attribute is set by a class, and inherited."""
+
+    exit_code: ClassVar[int] = 1
+    """Of a program that ends with this error."""
+    is_secondary: ClassVar[bool] = False
+    """Whether it is only the effect of another rank's failure."""
+    is_known_to_all: ClassVar[bool] = False
+    """Whether every rank ends with it, or with rank 0's message of it: no rank has to be diagnosed, and rank 0 prints
+    it once.
+    """
+    names_rank: ClassVar[bool] = False
+    """Whether the message names the rank that failed."""
+
+
+# Before anything runs: settings and files.
+
+
+class ConfigError(SpmdError, ValueError):
+    """A configuration that cannot run: the message names the key, the value, the rule and the way out."""
+
+    is_known_to_all = True
+
+
+class PluginError(ConfigError):
+    """A plug-in that is installed here could not be imported, or raised; the message names it."""
+
+    # What is installed may differ between nodes.
+    is_known_to_all = False
+
+
+class ModelConfigError(SpmdError, ValueError):
+    """A model folder that this runtime cannot run: the message names the file, the key and the way out."""
+
+    is_known_to_all = True
+
+
+class TokenizerError(SpmdError, ValueError):
+    """A tokenizer file is missing or does not hold what it should."""
+
+
+class ChatTemplateError(SpmdError, ValueError):
+    """The template cannot be compiled, refused the conversation, or went beyond its bounds."""
+
+
+class CheckpointError(SpmdError, ValueError):
+    """A checkpoint that cannot be used. The message names the file, the tensor and the rule it breaks."""
+
+
+class DeviceError(SpmdError, RuntimeError):
+    """This rank's device is missing, though other ranks may have theirs."""
+
+
+# Among ranks.
+
+
+class RanksDisagreeError(SpmdError, RuntimeError):
+    """Ranks were started with different configurations, models, code or prompts; found before the first step."""
+
+    exit_code = DIVERGED_EXIT_CODE
+    is_known_to_all = True
+
+
+class ReplicaDivergedError(SpmdError, RuntimeError):
+    """Ranks planned different steps, or sampled different ids. The step did not run on any of them."""
+
+    exit_code = DIVERGED_EXIT_CODE
+    is_known_to_all = True
+
+
+class LostMessageError(ReplicaDivergedError):
+    """A step message was lost, repeated or came out of turn."""
+
+
+class RankFailedError(SpmdError, RuntimeError):
+    """A rank of this replica could not start, or left; the message says which and why.
+
+    `names_cause`: the ranks told each other the reason, so every rank raises the same, and no better can be found.
+    """
+
+    is_secondary = True
+    names_rank = True
+    names_cause = False
+
+
+class AbortedError(SpmdError, RuntimeError):
+    """Another rank sent why it leaves. `is_divergence`: because the replicas differ, not because it broke."""
+
+    is_secondary = True
+    names_rank = True
+
+    def __init__(self, text: str, is_divergence: bool) -> None:
+        super().__init__(text)
+        self.is_divergence = is_divergence
+
+
+class WorkerError(RankFailedError):
+    """A worker in another process raised. `order` counts failures as they arrived, so that the first is known."""
+
+    is_secondary = False
+
+    def __init__(self, rank: int, method: str, type_name: str, message: str, trace: str = "", order: int = 0) -> None:
+        super().__init__(f"rank {rank} raised {type_name} in {method}: {message}")
+        self.rank, self.method, self.type_name, self.message, self.order = rank, method, type_name, message, order
+        if trace:
+            self.add_note(f"rank {rank}'s own traceback:\n{trace.rstrip()}")
+
+    @property
+    def cause(self) -> tuple[str, str]:
+        """Type and message without the rank's own number: equal where ranks failed for one reason."""
+        return self.type_name, self.message.replace(f"rank {self.rank}", "rank")
+
+
+class WorkerDiedError(RankFailedError):
+    """A worker process ended without being asked to; the message has its rank, pid and exit code or signal."""
+
+    is_secondary = False
+
+
+# Jobs and their files.
+
+
+class JobError(SpmdError, RuntimeError):
+    """The job ran to its end and is a failure all the same."""
+
+    is_known_to_all = True
+
+
+class JournalError(SpmdError, ValueError):
+    """A journal that is none, or contradicts its lines before its end. The message names the file and the record."""
+
+
+class StepStatsError(SpmdError, ValueError):
+    """A file that is no step statistics, or is damaged before its last line. The message names file and line."""
+
+
+class StepLogError(SpmdError, ValueError):
+    """A file that is no step log, or one that is damaged in the middle. The message names file and offset."""
+
+
+class ReplayError(SpmdError, ValueError):
+    """A log that cannot be replayed, or compared, any further; the message says why."""
+
+
+class ReplayDivergedError(ReplayError):
+    """The replay decided something else than the run. The message names step, field and both values."""

@@ -1,0 +1,69 @@
+"""Every error, and what follows from it."""
+
+import pytest
+
+from spmd_worker import errors
+from spmd_worker.errors import AbortedError, SpmdError, WorkerError
+from spmd_worker.liveness.failure_diagnosis import describe, explained_exit_code, is_secondary
+
+# name -> what callers catch, exit code, is_secondary, is_known_to_all, names_rank
+EXPECTED = {
+    "SpmdError": (Exception, 1, False, False, False),
+    "ConfigError": (ValueError, 1, False, True, False),
+    "PluginError": (ValueError, 1, False, False, False),
+    "ModelConfigError": (ValueError, 1, False, True, False),
+    "TokenizerError": (ValueError, 1, False, False, False),
+    "ChatTemplateError": (ValueError, 1, False, False, False),
+    "CheckpointError": (ValueError, 1, False, False, False),
+    "DeviceError": (RuntimeError, 1, False, False, False),
+    "RanksDisagreeError": (RuntimeError, 70, False, True, False),
+    "ReplicaDivergedError": (RuntimeError, 70, False, True, False),
+    "LostMessageError": (RuntimeError, 70, False, True, False),
+    "RankFailedError": (RuntimeError, 1, True, False, True),
+    "AbortedError": (RuntimeError, 1, True, False, True),
+    "WorkerError": (RuntimeError, 1, False, False, True),
+    "WorkerDiedError": (RuntimeError, 1, False, False, True),
+    "JobError": (RuntimeError, 1, False, True, False),
+    "JournalError": (ValueError, 1, False, False, False),
+    "StepStatsError": (ValueError, 1, False, False, False),
+    "StepLogError": (ValueError, 1, False, False, False),
+    "ReplayError": (ValueError, 1, False, False, False),
+    "ReplayDivergedError": (ValueError, 1, False, False, False),
+}
+ERRORS = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+
+
+def test_every_error_is_listed_here():
+    assert list(ERRORS) == list(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_follows_from_an_error(name: str):
+    error, (builtin, *expected) = ERRORS[name], EXPECTED[name]
+    assert issubclass(error, SpmdError)
+    assert issubclass(error, builtin)
+    assert [error.exit_code, error.is_secondary, error.is_known_to_all, error.names_rank] == expected
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_diagnosis_follows_from_the_attributes(name: str):
+    _, exit_code, secondary, known_to_all, names_rank = EXPECTED[name]
+    error = {
+        "AbortedError": lambda: AbortedError("the text", is_divergence=False),
+        "WorkerError": lambda: WorkerError(1, "step", "ValueError", "the text"),
+    }.get(name, lambda: ERRORS[name]("the text"))()
+    assert is_secondary(error) is secondary
+    assert explained_exit_code(error) == (exit_code if known_to_all else None)
+    assert describe(error, 2, 7, "execute") == (
+        str(error) if names_rank else f"rank 2 raised {name} at step 7: the text"
+    )
+
+
+def test_an_error_that_another_floor_defines_is_diagnosed_by_its_attributes_too():
+    """The diagnosis knows no class by its name."""
+
+    class OurError(SpmdError):
+        exit_code, is_known_to_all = 3, True
+
+    assert explained_exit_code(OurError("x")) == 3
+    assert not is_secondary(OurError("gloo"))

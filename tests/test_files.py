@@ -1,0 +1,100 @@
+"""Files that are complete or not there, and strict JSON."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from spmd_worker import files
+from spmd_worker.files import JsonError, parse_json_object, read_json_object, write_file, write_json
+
+
+def test_a_file_is_replaced_with_all_of_its_bytes(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    write_file(path, b"first")
+    write_file(path, b"second", is_durable=False)
+    assert path.read_bytes() == b"second"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, is_durable: bool):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"old")
+    # A disk that is full.
+    (tmp_path / "a.txt.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_file(path, b"x" * 100_000, is_durable=is_durable)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_durable_write_syncs_the_bytes_then_renames_then_syncs_the_folder(tmp_path: Path, monkeypatch):
+    """In this order: a machine that crashes in between has the old file or the new one."""
+    done: list[object] = []
+    sync, replace = os.fsync, os.replace
+
+    def record_sync(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def record_replace(partial: Path, path: Path) -> None:
+        done.append("rename")
+        replace(partial, path)
+
+    monkeypatch.setattr(files.os, "fsync", record_sync)
+    monkeypatch.setattr(files.os, "replace", record_replace)
+    write_json(tmp_path / "a.json", {"a": 1})
+    assert done == [str(tmp_path / "a.json.partial"), "rename", str(tmp_path)]
+    done.clear()
+    write_file(tmp_path / "a.json", b"x", is_durable=False)
+    assert done == ["rename"]
+
+
+def test_what_is_written_is_read(tmp_path: Path):
+    value = {"text": "\u00fc \ud800 \u2028", "numbers": [1, 2.5, None, True], "inner": {"a": {}}}
+    write_json(tmp_path / "a.json", value)
+    assert read_json_object(tmp_path / "a.json") == value
+
+
+BAD = {
+    "invalid UTF-8": (b'{"a": "\xff"}', "invalid_utf8", "is not UTF-8: invalid start byte at byte 7"),
+    "a byte order mark": (b"\xef\xbb\xbf{}", "invalid_json", "is not JSON: Unexpected UTF-8 BOM"),
+    "cut short": (b'{"a": ', "invalid_json", "is not JSON: Expecting value at character 6"),
+    "several lines": (b'{\n"a": }\n', "invalid_json", "is not JSON: Expecting value at line 2, column 6"),
+    "two objects": (b"{} {}", "invalid_json", "is not JSON: Extra data at character 3"),
+    "a key twice": (b'{"x": {"a": 1, "a": 2}}', "invalid_json", "the key 'a' appears twice in one object"),
+    "NaN": (b'{"a": NaN}', "invalid_json", "is not JSON: it holds NaN"),
+    "Infinity": (b'{"a": [-Infinity]}', "invalid_json", "is not JSON: it holds -Infinity"),
+    "a huge number": (b'{"a": ' + b"9" * 5000 + b"}", "invalid_json", "a whole number of thousands of digits"),
+    "bottomless": (b'{"a": ' + b"[" * 200_000, "nested_too_deeply", "is nested too deeply"),
+    "a list": (b"[]", "not_an_object", "must be a JSON object, not a list"),
+    "null": (b"null", "not_an_object", "must be a JSON object, not null"),
+    "empty": (b"", "invalid_json", "is not JSON: Expecting value at character 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_two_readers_could_understand_differently_is_an_error(name: str, tmp_path: Path):
+    data, code, message = BAD[name]
+    with pytest.raises(JsonError) as caught:
+        parse_json_object(data)
+    assert caught.value.code == code
+    assert message in str(caught.value)
+    (tmp_path / "a.json").write_bytes(data)
+    with pytest.raises(JsonError) as of_file:
+        read_json_object(tmp_path / "a.json")
+    assert str(of_file.value) == f"{tmp_path / 'a.json'} {caught.value}"
+
+
+def test_nesting_is_limited_where_a_limit_is_given():
+    data = b'{"a": [[1]]}'
+    assert parse_json_object(data, max_nesting=3) == {"a": [[1]]}
+    with pytest.raises(JsonError, match="is nested more than 2 levels deep") as caught:
+        parse_json_object(data, max_nesting=2)
+    assert caught.value.code == "nested_too_deeply"
+
+
+def test_infinity_is_taken_where_others_wrote_it():
+    """In a model's config.json, as Python's own json writes it, under keys that nobody here reads."""
+    assert parse_json_object(b'{"time_step_limit": [0.0, Infinity]}', allows_nan=True)["time_step_limit"][1] > 1e300

@@ -1,0 +1,89 @@
+"""Processes of this machine, as they are seen."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from waiting import wait_until
+
+from spmd_worker import process
+from spmd_worker.process import (
+    children_of,
+    cpu_seconds_of,
+    node_name,
+    parent_of,
+    start_time_of,
+    state_of,
+    variables_of,
+)
+
+
+def test_a_process_is_known_by_its_birth_and_a_zombie_is_gone():
+    own = start_time_of(os.getpid())
+    assert own is not None
+    assert own > 0
+    assert node_name() == node_name() != ""
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    assert parent_of(child.pid) == os.getpid()
+    # Nobody has asked for its exit code yet.
+    wait_until(lambda: start_time_of(child.pid) is None)
+    child.wait()
+    assert parent_of(child.pid) is None
+
+
+def test_what_a_thread_computed_is_known_and_nothing_of_one_that_is_not_there():
+    is_there, may_go = threading.Event(), threading.Event()
+    idle = threading.Thread(target=lambda: (is_there.set(), may_go.wait()))
+    idle.start()
+    is_there.wait()
+    before_s = cpu_seconds_of(threading.get_native_id())
+    deadline_s = time.thread_time() + 0.1
+    while time.thread_time() < deadline_s:
+        continue
+    assert 0.05 < cpu_seconds_of(threading.get_native_id()) - before_s < 1.0
+    assert cpu_seconds_of(idle.native_id) < 0.05
+    may_go.set()
+    idle.join()
+    assert cpu_seconds_of(2**22 + 1) is None
+
+
+def test_a_process_about_which_nothing_can_be_told_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch):
+    """With too many files open /proc cannot be read, and every other rank would look dead."""
+
+    def fail(*arguments: object, **options: object) -> str:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(process.Path, "read_text", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        start_time_of(os.getpid())
+    assert cpu_seconds_of(os.getpid()) is None
+
+
+def test_a_process_is_found_by_its_parent_and_known_by_its_variables_and_its_state():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"OURS": "a=b", "X": ""})
+    try:
+        # Until it is another program than this one.
+        wait_until(lambda: variables_of(child.pid) == {"OURS": "a=b", "X": ""})
+        assert child.pid in children_of(os.getpid())
+        assert children_of(child.pid) == []
+        wait_until(lambda: state_of(child.pid) == "S")
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: state_of(child.pid) == "T")
+        child.send_signal(signal.SIGCONT)
+    finally:
+        child.communicate(b"\n")
+    assert (state_of(child.pid), variables_of(child.pid)) == (None, None)
+
+
+def test_a_system_that_does_not_say_which_node_this_is_gives_no_name(monkeypatch: pytest.MonkeyPatch):
+    """Two nodes without a name are not taken for one."""
+
+    def fail(*arguments: object) -> str:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(process.os, "readlink", fail)
+    assert node_name() == ""
