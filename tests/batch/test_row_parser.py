@@ -3,7 +3,7 @@ import json
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.tokenizer_folders import CHATML, write_byte_level
+from tokenizer_folders import CHATML, write_byte_level
 
 from spmd_worker.batch.input.row_parser import CustomIds, parse_row, resolve
 from spmd_worker.batch.output.row_writer import format_error

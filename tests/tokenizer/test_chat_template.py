@@ -1,5 +1,5 @@
 import pytest
-from tests.tokenizer_folders import CHATML, write_byte_level
+from tokenizer_folders import CHATML, write_byte_level
 from transformers import PreTrainedTokenizerFast
 
 from spmd_worker.tokenizer.chat_template import MAX_OUTPUT_CHARACTERS, ChatTemplate, ChatTemplateError

@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tokenizer_folders import CHATML, write_byte_level, write_llama_style, write_metaspace
+from tokenizer_folders import CHATML, write_byte_level, write_llama_style, write_metaspace
 from transformers import PreTrainedTokenizerFast
 
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer, TokenizerError
