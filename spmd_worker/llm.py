@@ -26,7 +26,7 @@ from spmd_worker.data_parallel.agreement import agree_on_prompts
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.engine.startup import start_engine
+from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.chat_template import ChatTemplateError
@@ -99,7 +99,7 @@ class LLM:
             device=device,
             seed=seed,
         )
-        self.llm_engine: LLMEngine = start_engine(config)
+        self.llm_engine: LLMEngine = start_engine(read_run(config))
         # When the engine is forgotten or the interpreter ends. Process groups have threads, and torch may abort the
         # process when it takes them down with the interpreter.
         self._release = weakref.finalize(self.llm_engine, self.llm_engine.release)

@@ -14,10 +14,8 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.config.schema import RunConfig
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.step_recorder import StepRecorder
@@ -29,13 +27,11 @@ from spmd_worker.lockstep.errors import RankFailedError
 from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
 from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.lockstep.transport.step_channel import AbortedError
-from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.metrics.step_stats import StepStats
 from spmd_worker.metrics.step_times import StepTimes
-from spmd_worker.model_config.model_config import ModelConfig, read_generation_config
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.sequence.defaults import default_sampling
 from spmd_worker.sequence.events import (
     Abort,
     Admit,
@@ -79,8 +75,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        config: RunConfig,
-        model_config: ModelConfig,
+        resolved: ResolvedRun,
         tokenizer: Tokenizer | None,
         executor: Executor,
         channel: ControlChannel,
@@ -89,7 +84,9 @@ class LLMEngine:
         engine_channel: ControlChannel | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        self.config, self.model_config, self.tokenizer, self.executor = config, model_config, tokenizer, executor
+        self.resolved, self.tokenizer, self.executor = resolved, tokenizer, executor
+        self.config, self.model_config = resolved.config, resolved.model_config
+        self.default_sampling, self.max_model_len = resolved.default_sampling, resolved.max_model_len
         self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
         self.engine_channel = engine_channel or channel
         self.is_closed = self._is_round_over = False
@@ -100,14 +97,12 @@ class LLMEngine:
         self.release = partial(
             _release, self.times.heartbeat, (lockstep, channel, self.engine_channel), executor, watchdog
         )
-        self.default_sampling = default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
-        self.max_model_len = resolve_max_model_len(config, model_config)
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
         self._num_requests = 0
         self._sampled_token_ids: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
-        parallel = config.parallel
+        parallel = self.config.parallel
         self._in_flight = StepPipeline(
             executor, channel, parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         )

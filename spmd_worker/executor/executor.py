@@ -16,7 +16,7 @@ from spmd_worker.config.schema import ConfigError, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.lockstep.transfers import TransferBook
-from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import resolve_class
 
@@ -32,14 +32,22 @@ BACKENDS = {
 class Executor(ABC):
     """Call `start`, then `determine_num_available_blocks` and `initialize_from_config`, then steps, then `shutdown`."""
 
-    def __init__(
-        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
-    ) -> None:
-        self.config, self.model_config, self.layout, self.environment = config, model_config, layout, environment
+    def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
+        self.resolved, self.environment = resolved, environment
         self._has_failed = False
         self._failure_callbacks: list[Callable[[], None]] = []
         self._callback_lock = threading.Lock()
         self._transfers = TransferBook(self.num_workers)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration."""
+        return self.resolved.config
+
+    @property
+    def layout(self) -> RankLayout:
+        """How ranks divide the work."""
+        return self.resolved.layout
 
     @property
     def num_workers(self) -> int:
@@ -196,8 +204,6 @@ class Executor(ABC):
         return {
             "worker_cls": self.config.executor.worker_cls,
             "worker_extension_cls": self.config.executor.worker_extension_cls,
-            "config": self.config,
-            "model_config": self.model_config,
-            "layout": self.layout,
+            "resolved": self.resolved,
             "environment": environment,
         }

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-from spmd_worker.config.schema import ConfigError, RunConfig
+from spmd_worker.config.schema import ConfigError
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.network_interface import LOOPBACK
 from spmd_worker.distributed.topology import RankLayout, check_divides
@@ -30,7 +30,7 @@ from spmd_worker.lockstep.wire.codec import Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.memory import host
 from spmd_worker.metrics.log import LOGGER_NAME
-from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 _STEP_SHARE: Final = 0.9
@@ -45,11 +45,9 @@ _SETTLE_S: Final = 1.0
 class MultiprocExecutor(Executor):
     """Tensor x pipeline workers. Calls may come from any thread; workers take them in one order."""
 
-    def __init__(
-        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
-    ) -> None:
-        super().__init__(config, model_config, layout, environment)
-        self._pool = WorkerPool(config.executor.timeout_s, self._fail)
+    def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
+        super().__init__(resolved, environment)
+        self._pool = WorkerPool(resolved.config.executor.timeout_s, self._fail)
         self._store: TCPStore | None = None
         self._encoder = Encoder()
         self._step_lock = threading.Lock()
@@ -156,7 +154,7 @@ class MultiprocExecutor(Executor):
         Raises ConfigError, with everything as it was, for a layout that cannot run here; any later failure is for good.
         """
         self._check_world(layout)
-        check_divides(layout, self.model_config)
+        check_divides(layout, self.resolved.model_config)
         if self.config.cache.host_tier_gib:
             raise ConfigError(
                 f"cache.host_tier_gib={self.config.cache.host_tier_gib:g}: the world size cannot change while prefixes "
@@ -168,10 +166,10 @@ class MultiprocExecutor(Executor):
             pipeline_parallel_size=layout.pipeline_parallel_size,
             pipeline_layers=list(layout.pipeline_layers) or None,
         )
-        config = replace(self.config, parallel=parallel)
+        resolved = replace(self.resolved, config=replace(self.config, parallel=parallel), layout=layout)
         try:
             self.collective_rpc("shutdown")
-            self.config, self.layout = config, layout
+            self.resolved = resolved
             self._set_up()
             if self._is_loaded:
                 self.load_model()

@@ -93,7 +93,7 @@ class WorkerTasks:
     def _set_up(self, method: str, *args: Any) -> None:
         assert method in _SETUP_METHODS, method
         if method == "init_worker":
-            layout = args[0][self._rank]["layout"]
+            layout = args[0][self._rank]["resolved"].layout
             self._output_rank = output_rank(layout)
             self._decoder = Decoder(layout.pipeline_parallel_size)
         getattr(self._wrapper, method)(*args)

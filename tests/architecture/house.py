@@ -53,6 +53,7 @@ ROOMS = (
     Room(("spmd_worker.mirror",)),
     Room(("spmd_worker.native",), may_import_torch=True),
     Room(("spmd_worker.distributed",), may_import_torch=True),
+    Room(("spmd_worker.resolved",)),
     Room(("spmd_worker.lockstep",)),
     Room(("spmd_worker.kernels",), may_import_torch=True),
     Room(("spmd_worker.attention",), may_import_torch=True),
