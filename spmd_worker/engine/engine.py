@@ -19,7 +19,7 @@ from typing import Any, Final
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.step_recorder import StepRecorder
-from spmd_worker.engine.validation import check_request
+from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.executor.executor import Executor
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
 from spmd_worker.liveness.watchdog import Watchdog
@@ -87,6 +87,12 @@ class LLMEngine:
         self.resolved, self.tokenizer, self.executor = resolved, tokenizer, executor
         self.config, self.model_config = resolved.config, resolved.model_config
         self.default_sampling, self.max_model_len = resolved.default_sampling, resolved.max_model_len
+        self.limits = RequestLimits(
+            resolved.model_config.vocab_size,
+            resolved.max_model_len,
+            resolved.config.scheduler.max_num_seqs,
+            has_tokenizer=tokenizer is not None,
+        )
         self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
         self.engine_channel = engine_channel or channel
         self.is_closed = self._is_round_over = False
@@ -131,14 +137,7 @@ class LLMEngine:
 
     def check_request(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
         """Raise ValueError for a request that could never be answered. Needs no other rank."""
-        check_request(
-            prompt_token_ids,
-            sampling,
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            has_tokenizer=self.tokenizer is not None,
-        )
+        self.limits.check(prompt_token_ids, sampling)
 
     def add_request(
         self,
@@ -149,12 +148,22 @@ class LLMEngine:
         custom_id: str | None = None,
         index: int | None = None,
     ) -> RequestId:
-        """Queue a request for the next step. `custom_id`, else `index`, else the order of requests names its
-        randomness.
-
-        Raises ValueError as `check_request` does.
-        """
+        """Check a request, raising ValueError as `check_request` does, and queue it (`admit_request`)."""
         self.check_request(prompt_token_ids, sampling)
+        return self.admit_request(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index)
+
+    def admit_request(
+        self,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        prompt: str | None = None,
+        custom_id: str | None = None,
+        index: int | None = None,
+    ) -> RequestId:
+        """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index`, else the order of
+        requests names its randomness.
+        """
         request_id = RequestId(self._num_requests)
         row = self._num_requests if index is None else index
         stream = random_stream(self.config.seed, sampling.seed, custom_id, row)

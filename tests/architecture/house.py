@@ -100,6 +100,7 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.memory.plan",
     "spmd_worker.memory.plan_text",
     "spmd_worker.memory.swap_cost",
+    "spmd_worker.engine.validation",
     "spmd_worker.data_parallel.output_coding",
     "spmd_worker.data_parallel.round",
     "spmd_worker.data_parallel.store",
