@@ -26,11 +26,11 @@ CLOSING: Final = "closing"
 _NUM_FRAMES: Final = 12
 _WAITING_PLACES: Final = (
     "/torch/distributed/",
-    "/lockstep/step_channel.py",
-    "/lockstep/channel.py",
-    "/replicas/round.py",
-    "/batch/shared_job.py",
-    "/kernels/cpu/shared_memory.py",
+    "/spmd_worker/lockstep/transport/step_channel.py",
+    "/spmd_worker/lockstep/transport/channel.py",
+    "/spmd_worker/data_parallel/round.py",
+    "/spmd_worker/batch/shared_job.py",
+    "/spmd_worker/distributed/shared_memory.py",
 )
 _OWN_PLACES: Final = ("/spmd_worker/", "/kv_cache/")
 

@@ -105,6 +105,13 @@ def test_a_process_is_known_by_its_birth_and_a_zombie_is_gone():
     assert parent_of(child.pid) is None
 
 
+def test_the_files_in_which_a_rank_waits_for_others_are_there():
+    """They were moved once, and ranks that waited were taken for ranks that hung."""
+    own = [place for place in heartbeat._WAITING_PLACES if place.startswith("/spmd_worker/")]
+    assert len(own) == len(heartbeat._WAITING_PLACES) - 1
+    assert [place for place in own if not (ranks.REPOSITORY / place[1:]).is_file()] == []
+
+
 def test_the_line_of_a_thread_is_named_and_so_is_waiting_for_other_ranks(monkeypatch: pytest.MonkeyPatch):
     is_there, may_go = threading.Event(), threading.Event()
 
