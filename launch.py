@@ -30,7 +30,7 @@ from spmd_worker.liveness.flight_recorder import flight_recorder_variables
 from spmd_worker.liveness.signals import EndingSignals
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.memory.host import keep_freed_memory
-from spmd_worker.model_config.model_config import read_model_config
+from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.version import version
 
 logger = logging.getLogger("spmd_worker.launch")
@@ -152,42 +152,42 @@ def _plan(config: RunConfig, environment: RankEnvironment) -> int:
     if not environment.is_leader:
         return 0
     # Imported here so that composing and --help stay quick.
-    from spmd_worker.distributed.topology import check_divides, layout_of
     from spmd_worker.memory.plan_text import describe_plan, make_plan
 
-    if not config.model.path:
-        raise ConfigError("model.path is not set: give a Hugging Face model folder (config.json is enough for a plan)")
-    shape = read_model_config(Path(config.model.path))
-    layout = layout_of(config.parallel)
-    check_divides(layout, shape)
-    return _write_report(lambda: describe_plan(make_plan(config, shape, layout)), environment)
+    resolved = resolve_run(config, "cpu" if config.device == "auto" else config.device)
+    return _write_report(lambda: describe_plan(make_plan(resolved)), environment)
 
 
-def commit_cache_ahead(config: RunConfig, environment: RankEnvironment) -> None:
-    """On the CPU: begin to commit the cache's memory now. What is wrong with the settings is found, and said, later."""
+def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedRun | None:
+    """On the CPU: read the run, and begin to commit the cache's memory, while torch is not there yet. Returns what was
+    read; None on a GPU, and where something is wrong, which is found again, and reported, later.
+    """
     from spmd_worker.batch.input.input_files import STANDARD_INPUT, find_inputs
     from spmd_worker.batch.prefault import prefault
-    from spmd_worker.distributed.topology import layout_of
-    from spmd_worker.memory.estimate import cache_spec
-    from spmd_worker.memory.plan import resolve_dtype, resolve_max_model_len
+    from spmd_worker.memory.plan import cache_spec_of, check_cache_setting
 
     is_on_gpu = config.device == "cuda" or (config.device == "auto" and Path("/proc/driver/nvidia").exists())
-    if is_on_gpu or config.executor.backend not in ("auto", "external_launcher", "uniproc"):
-        return
+    if is_on_gpu:
+        return None
     try:
-        shape, layout = read_model_config(Path(config.model.path or "")), layout_of(config.parallel)
-        if config.job.input in (None, STANDARD_INPUT) or environment.world_size != layout.world_size:
-            return
-        dtype = resolve_dtype(config, shape, "cpu")
-        spec = cache_spec(shape, layout, environment.rank, dtype, config.cache.block_size)
-        max_model_len = resolve_max_model_len(config, shape)
-        prefault(config, spec, find_inputs(config.job.input or ""), max_model_len, environment.local_world_size)
-    except (SpmdError, OSError, AssertionError, KeyError):
-        return
+        resolved = resolve_run(config, "cpu")
+        check_cache_setting(resolved)
+    except (SpmdError, OSError):
+        return None
+    computes_here = config.executor.backend in ("auto", "external_launcher", "uniproc")
+    if not computes_here or environment.world_size != resolved.layout.world_size:
+        return resolved
+    if config.job.input is not None and config.job.input != STANDARD_INPUT:
+        try:
+            inputs, spec = find_inputs(config.job.input), cache_spec_of(resolved, environment.rank)
+            prefault(config, spec, inputs, resolved.max_model_len, environment.local_world_size)
+        except (SpmdError, OSError):
+            return resolved
+    return resolved
 
 
 def _run(config: RunConfig, environment: RankEnvironment) -> int:
-    commit_cache_ahead(config, environment)
+    resolved = prefault_cache(config, environment)
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.batch.job import run_job
     from spmd_worker.batch.run_dir.job_files import run_dir_of
@@ -211,7 +211,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     signals.install()
     watchdog.start()
     try:
-        run_job(config, environment, watchdog)
+        run_job(config, environment, watchdog, resolved)
     except SpmdError as error:
         if not error.is_known_to_all:
             return _end(error, environment, watchdog)

@@ -34,23 +34,23 @@ PARTS = ("schedule", "lockstep", "prepare", "linear", "attention", "other kernel
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     sys.path.insert(0, str(ROOT))
-    from launch import commit_cache_ahead
+    from launch import prefault_cache
     from spmd_worker.config.compose import compose_run
     from spmd_worker.distributed.environment import read_rank_environment
 
     environment = read_rank_environment()
     config = compose_run(ROOT / "conf", [f"model.path={options.model}", f"job.input={options.workload}", *options.keys])
-    commit_cache_ahead(config, environment)
+    resolved = prefault_cache(config, environment)
     import torch
 
-    from spmd_worker.engine.startup import start_engine
+    from spmd_worker.engine.startup import read_run, start_engine
     from spmd_worker.memory.host import keep_freed_memory
 
     # As launch.py does.
     keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
-    engine = start_engine(config)
+    engine = start_engine(resolved or read_run(config))
     start_s = time.time() - process_start_s()
     is_first = engine.is_first_rank
     whole = run_rows(engine) if is_first else engine.follow_round()

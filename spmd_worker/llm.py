@@ -27,7 +27,7 @@ from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.engine.startup import restart_engine, start_engine
+from spmd_worker.engine.startup import read_run, restart_engine, start_engine
 from spmd_worker.errors import ChatTemplateError, ConfigError
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import as_token_ids
@@ -107,7 +107,7 @@ class LLM:
             device=device,
             seed=seed,
         )
-        self.llm_engine: LLMEngine = start_engine(config)
+        self.llm_engine: LLMEngine = start_engine(read_run(config))
         self._open()
 
     def _open(self) -> None:

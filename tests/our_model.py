@@ -3,7 +3,7 @@
 Knows how a worker loads and how a batch is built. Knows nothing of transformers.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 from kv_cache.block import BlockId, num_blocks_for
 from spmd_worker.config.schema import ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
-from spmd_worker.model_config.model_config import ModelConfig, read_model_config
+from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.resolved import resolve_run
 from spmd_worker.runner.batch import build_batch
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -27,7 +27,8 @@ BLOCK_SIZE = 16
 def load_model(folder: Path, model_config: ModelConfig | None = None) -> DecoderForCausalLM:
     """The model of a folder on one rank, float32; another `shape` than the folder's own reads its weights wrongly."""
     config = RunConfig(model=ModelOptions(path=str(folder), dtype="float32"), device="cpu")
-    worker = Worker(config, model_config or read_model_config(folder), RankLayout(1), RankEnvironment())
+    resolved = resolve_run(config, "cpu")
+    worker = Worker(replace(resolved, model_config=model_config or resolved.model_config), RankEnvironment())
     worker.init_device()
     worker.load_model()
     model = worker.get_model()

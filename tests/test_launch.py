@@ -124,7 +124,11 @@ def test_an_error_prints_once_under_two_ranks_and_leaves_no_file(tmp_path: Path,
 
 
 ALONE = [
-    (["plan=true"], "model.path is not set: give a Hugging Face model folder (config.json is enough for a plan)"),
+    (
+        ["plan=true"],
+        "model.path is not set: give a Hugging Face model folder, such as scripts/demo/model (for plan=true its "
+        "config.json is enough)",
+    ),
     (["plan=true", "model.path=nosuch"], "model.path=nosuch is not a folder: give a Hugging Face model folder"),
     (["model=demo"], "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
     (["model=demo", "job.input=x"], "job.output is not set: give the file to write"),
@@ -174,7 +178,7 @@ def test_ranks_that_diverged_exit_with_70_and_other_failures_with_1(tmp_path: Pa
         import spmd_worker.batch.job as job
         from spmd_worker.errors import RankFailedError, ReplicaDivergedError
         kinds = {"diverged": ReplicaDivergedError, "failed": RankFailedError}
-        def fail(config, environment, watchdog):
+        def fail(config, environment, watchdog, resolved):
             raise kinds[sys.argv[1]]("these are the words")
         job.run_job = fail
         sys.exit(launch.main([]))

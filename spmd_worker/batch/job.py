@@ -55,8 +55,7 @@ from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.metrics.prometheus import PrometheusFile, require_prometheus
 from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, write_stage_times
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
-from spmd_worker.model_config.model_config import read_generation_config
-from spmd_worker.sequence.defaults import default_sampling
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.device import device_type
 
@@ -70,38 +69,46 @@ class OpenRun:
     journal: RowJournal
     manifest: dict[str, Any]
     reader: RowReader
+    tokenizer: Tokenizer | None
 
 
-def run_job(config: RunConfig, environment: RankEnvironment, watchdog: Watchdog | None = None) -> None:
+def run_job(
+    config: RunConfig,
+    environment: RankEnvironment,
+    watchdog: Watchdog | None = None,
+    resolved: ResolvedRun | None = None,
+) -> None:
     """Run the job on this rank; returns when every input row has its output row.
+
+    `resolved` is this run where it was read before torch could name the device: if it named another, it is read anew.
 
     Raises ConfigError before anything is started for what cannot run, OSError where files cannot be read or written,
     and JobError for more error rows than `job.max_error_rows` (the output is complete then).
     """
     started_s = time.perf_counter()
     check_job(config.job)
-    _, layout = read_run(config)
+    if resolved is None or resolved.device_type != device_type(config.device):
+        resolved = read_run(config)
     if environment.is_launched:
         # Several engines would all read the same rows and write the same file.
-        check_world_size(layout, environment.world_size)
-    default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
+        check_world_size(resolved.layout, environment.world_size)
     with ExitStack() as held:
-        run = _open_run(config, held) if environment.is_leader else None
-        _run(config, environment, watchdog, run, started_s)
+        run = _open_run(resolved, held) if environment.is_leader else None
+        _run(resolved, environment, watchdog, run, started_s)
 
 
-def _open_run(config: RunConfig, held: ExitStack) -> OpenRun:
+def _open_run(resolved: ResolvedRun, held: ExitStack) -> OpenRun:
     """The run directory is this job's until `held` ends; the journal has what is done, by an earlier start too."""
+    config = resolved.config
     if config.job.prometheus_file:
         require_prometheus(config.job.prometheus_file)
     run_dir = prepare_files(config.job)
     held.enter_context(RunLock(run_dir))
-    tokenizer = Tokenizer.open_if_present(Path(config.model.path or ""))
+    tokenizer = Tokenizer.open_if_present(resolved.model_folder)
     fingerprint = None if tokenizer is None else tokenizer.fingerprint()
     reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes)
     manifest = make_manifest(
-        config,
-        device_type(config.device),
+        resolved,
         package_versions(),
         fingerprint,
         inputs=reader.paths,
@@ -119,17 +126,18 @@ def _open_run(config: RunConfig, held: ExitStack) -> OpenRun:
     held.callback(journal.close)
     if journal.num_rows:
         logger.info("%d rows were answered before this start; the job goes on with the others", journal.num_rows)
-    return OpenRun(journal, manifest, reader)
+    return OpenRun(journal, manifest, reader, tokenizer)
 
 
 def _run(
-    config: RunConfig,
+    resolved: ResolvedRun,
     environment: RankEnvironment,
     watchdog: Watchdog | None,
     run: OpenRun | None,
     started_s: float,
 ) -> None:
-    engine = start_engine(config, environment, watchdog)
+    config = resolved.config
+    engine = start_engine(resolved, environment, watchdog, run.tokenizer if run is not None else None)
     loaded_s = time.perf_counter()
     try:
         replicas = open_replicas(engine)
@@ -179,7 +187,7 @@ def _lead(
         StepStatsWriter(run_dir / STEP_STATS_NAME) as stats,
     ):
         engine.watch_steps(stats.write)
-        answered = _answer_rows(engine, replicas, rows, output, Path(config.model.path or "").name)
+        answered = _answer_rows(engine, replicas, rows, output, engine.resolved.model_folder.name)
         run.journal.commit()
         generated_s = time.perf_counter()
         if not engine.is_closed:

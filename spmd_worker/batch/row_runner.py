@@ -6,7 +6,7 @@ Knows rows and an engine. Knows nothing about where rows come from, the order of
 from spmd_worker.batch.input.row_parser import resolve
 from spmd_worker.batch.output.row_answer import RowAnswer, error_result
 from spmd_worker.batch.output.row_writer import format_result
-from spmd_worker.batch.row import EncodedRow, Row, RowError, shape_of
+from spmd_worker.batch.row import EncodedRow, Row, RowError
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import RequestId
@@ -38,22 +38,18 @@ class RowRunner:
         encoded = resolve(
             row,
             engine.tokenizer,
-            vocab_size=engine.model_config.vocab_size,
-            max_model_len=engine.max_model_len,
-            limits=engine.config.limits,
+            engine.limits,
+            engine.config.limits,
         )
         if isinstance(encoded, RowError):
             return error_result(encoded)
-        try:
-            request_id = engine.add_request(
-                encoded.prompt_token_ids,
-                encoded.sampling,
-                prompt=encoded.prompt,
-                custom_id=encoded.custom_id,
-                index=row.index,
-            )
-        except ValueError as error:
-            return error_result(RowError(row.index, row.custom_id, shape_of(row.kind), "request_refused", str(error)))
+        request_id = engine.admit_request(
+            encoded.prompt_token_ids,
+            encoded.sampling,
+            prompt=encoded.prompt,
+            custom_id=encoded.custom_id,
+            index=row.index,
+        )
         self._rows[request_id] = encoded
         return None
 

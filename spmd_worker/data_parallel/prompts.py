@@ -130,7 +130,7 @@ class _Run:
 
     def add(self, prompt: RoundPrompt) -> None:
         """Queue a prompt for the next step."""
-        number = self._engine.add_request(prompt.token_ids, prompt.sampling, prompt=prompt.text, index=prompt.index)
+        number = self._engine.admit_request(prompt.token_ids, prompt.sampling, prompt=prompt.text, index=prompt.index)
         self._prompts[number] = prompt
 
     def step(self) -> int:

@@ -15,14 +15,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.config.schema import RunConfig
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.step_recorder import StepRecorder
-from spmd_worker.engine.validation import as_request_ids, check_request
+from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.engine.worker_events import WorkerEvents
 from spmd_worker.errors import AbortedError, RankFailedError
 from spmd_worker.executor.executor import Executor
@@ -30,13 +28,11 @@ from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
 from spmd_worker.lockstep.transport.channel import ControlChannel
-from spmd_worker.memory.plan import resolve_max_model_len
 from spmd_worker.metrics.step_stats import StepStats
 from spmd_worker.metrics.step_times import StepTimes
-from spmd_worker.model_config.model_config import ModelConfig, read_generation_config
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.sequence.defaults import default_sampling
 from spmd_worker.sequence.events import (
     Abort,
     Admit,
@@ -83,8 +79,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        config: RunConfig,
-        model_config: ModelConfig,
+        resolved: ResolvedRun,
         tokenizer: Tokenizer | None,
         executor: Executor,
         channel: ControlChannel,
@@ -93,7 +88,15 @@ class LLMEngine:
         engine_channel: ControlChannel | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        self.config, self.model_config, self.tokenizer, self.executor = config, model_config, tokenizer, executor
+        self.resolved, self.tokenizer, self.executor = resolved, tokenizer, executor
+        self.config, self.model_config = resolved.config, resolved.model_config
+        self.default_sampling, self.max_model_len = resolved.default_sampling, resolved.max_model_len
+        self.limits = RequestLimits(
+            resolved.model_config.vocab_size,
+            resolved.max_model_len,
+            resolved.config.scheduler.max_num_seqs,
+            has_tokenizer=tokenizer is not None,
+        )
         self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
         self.engine_channel = engine_channel or channel
         self.is_closed = self._is_round_over = False
@@ -104,8 +107,6 @@ class LLMEngine:
         self.release = partial(
             _release, self.times.heartbeat, (lockstep, channel, self.engine_channel), executor, watchdog
         )
-        self.default_sampling = default_sampling(config.sampling, read_generation_config(Path(config.model.path or "")))
-        self.max_model_len = resolve_max_model_len(config, model_config)
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
         self.num_requests = 0
@@ -114,7 +115,7 @@ class LLMEngine:
         self._worker_events = WorkerEvents(executor)
         # What the steps of a worker event ended: the next `step` hands it out.
         self._ended: list[SequenceGroup] = []
-        self._in_flight = StepPipeline(executor, channel, config.parallel.tensor_parallel_size)
+        self._in_flight = StepPipeline(executor, channel, resolved.config.parallel.tensor_parallel_size)
         # The executor must not hold the engine: whoever forgets an engine gets its memory back at once.
         self._executor_has_failed = threading.Event()
         executor.register_failure_callback(self._executor_has_failed.set)
@@ -145,14 +146,7 @@ class LLMEngine:
         """Raise ValueError for a request that could never be answered, TypeError for what is none. Needs no other
         rank.
         """
-        check_request(
-            prompt_token_ids,
-            sampling,
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            has_tokenizer=self.tokenizer is not None,
-        )
+        self.limits.check(prompt_token_ids, sampling)
 
     def add_request(
         self,
@@ -163,15 +157,25 @@ class LLMEngine:
         custom_id: str | None = None,
         index: int | None = None,
     ) -> RequestId:
-        """Queue a request for the next step. `custom_id`, else `index`, else the order of requests names its
-        randomness.
-
-        Raises ValueError or TypeError as `check_request` does, and nothing is queued then.
-        """
+        """Check a request, raising ValueError or TypeError as `check_request` does, and queue it (`admit_request`)."""
         self.check_request(prompt_token_ids, sampling)
         for name, text in (("prompt", prompt), ("custom_id", custom_id)):
             if not isinstance(text, str | None):
                 raise TypeError(f"{name} is a {type(text).__name__}: give text")
+        return self.admit_request(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index)
+
+    def admit_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        prompt: str | None = None,
+        custom_id: str | None = None,
+        index: int | None = None,
+    ) -> RequestId:
+        """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index`, else the order of
+        requests names its randomness.
+        """
         request_id = RequestId(self.num_requests)
         row = self.num_requests if index is None else whole_number("index", index)
         stream = random_stream(self.config.seed, sampling.seed, custom_id, row)

@@ -7,7 +7,7 @@ steps.
 
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -24,7 +24,6 @@ from spmd_worker.distributed.communicator import single_group
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
 from spmd_worker.distributed.groups import world_environment
 from spmd_worker.distributed.rank_watchdog import watch_guest
-from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import ConfigError, RankFailedError
 from spmd_worker.executor.executor import Executor
@@ -35,9 +34,9 @@ from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.lockstep.transport.connect import open_step_channel
 from spmd_worker.lockstep.transport.step_channel import FollowerChannel, LeaderChannel
-from spmd_worker.memory.plan import check_cache_setting, resolve_dtype, resolve_max_model_len
+from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.swap_cost import block_copy_tokens
-from spmd_worker.model_config.model_config import ModelConfig, read_model_config
+from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
 from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
@@ -60,25 +59,38 @@ class CacheSizes(NamedTuple):
     num_tier_blocks: int = 0
 
 
+def read_run(config: RunConfig) -> ResolvedRun:
+    """What this process computes with, its files read once; nothing is started. Raises ConfigError or ModelConfigError
+    for what cannot run.
+    """
+    resolved = resolve_run(config, device_type(config.device))
+    check_cache_setting(resolved)
+    return resolved
+
+
 def start_engine(
-    config: RunConfig, environment: RankEnvironment | None = None, watchdog: Watchdog | None = None
+    resolved: ResolvedRun,
+    environment: RankEnvironment | None = None,
+    watchdog: Watchdog | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> LLMEngine:
     """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
 
-    `watchdog` is the program's own, and started; without one the engine has one for as long as it lives.
+    `resolved` is from `read_run`. `watchdog` is the program's own, and started; without one the engine has one for as
+    long as it lives. `tokenizer` is the model folder's, where this process has opened it already.
 
-    Raises ConfigError or ModelConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the
-    same on every rank, once the groups exist.
+    Raises ConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the same on every rank,
+    once the groups exist.
     """
     environment = world_environment(environment or read_rank_environment())
-    model_config, layout = read_run(config)
-    executor = Executor.get_class(config.executor.backend, environment)(config, model_config, layout, environment)
+    executor_config = resolved.config.executor
+    executor = Executor.get_class(executor_config.backend, environment)(resolved, environment)
     if watchdog is None:
-        num_ranks = layout.world_size if environment.is_launched else 1
-        is_on_gpu = device_type(config.device) == "cuda"
-        watchdog = watch_guest(environment, num_ranks, config.executor.timeout_s, spins=is_on_gpu)
+        num_ranks = resolved.layout.world_size if environment.is_launched else 1
+        is_on_gpu = resolved.device_type == "cuda"
+        watchdog = watch_guest(environment, num_ranks, executor_config.timeout_s, spins=is_on_gpu)
         watchdog.start()
-    return _start_together(config, executor, watchdog, executor.start)
+    return _start_together(resolved, executor, watchdog, tokenizer, executor.start)
 
 
 def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
@@ -90,19 +102,27 @@ def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
     run here, with everything as it was; any later failure is for good.
     """
     engine.check_idle()
-    config, executor, watchdog = replace(engine.config, parallel=parallel), engine.executor, engine.watchdog
+    executor, watchdog = engine.executor, engine.watchdog
     assert watchdog is not None, "an engine that was started has one"
-    read_run(config)
-    executor.check_layout(layout_of(parallel))
+    resolved = resolve_again(engine.resolved, parallel)
+    check_cache_setting(resolved)
+    executor.check_layout(resolved.layout)
     engine.retire()
-    restarted = _start_together(config, executor, watchdog, partial(executor.reinitialize_distributed, parallel))
+    set_up = partial(executor.reinitialize_distributed, resolved)
+    restarted = _start_together(resolved, executor, watchdog, engine.tokenizer, set_up)
     restarted.num_requests = engine.num_requests
     return restarted
 
 
-def _start_together(config: RunConfig, executor: Executor, watchdog: Watchdog, set_up: Callable[[], None]) -> LLMEngine:
+def _start_together(
+    resolved: ResolvedRun,
+    executor: Executor,
+    watchdog: Watchdog,
+    tokenizer: Tokenizer | None,
+    set_up: Callable[[], None],
+) -> LLMEngine:
     try:
-        return _start(config, executor.model_config, executor.environment, executor, watchdog, set_up)
+        return _start(resolved, executor, watchdog, tokenizer, set_up)
     except BaseException as error:  # told to the other ranks, which may be waiting for this one, then raised again
         watchdog.fail(error)
         cause = watchdog.find_cause(error)
@@ -114,27 +134,26 @@ def _start_together(config: RunConfig, executor: Executor, watchdog: Watchdog, s
 
 
 def _start(
-    config: RunConfig,
-    model_config: ModelConfig,
-    environment: RankEnvironment,
+    resolved: ResolvedRun,
     executor: Executor,
     watchdog: Watchdog,
+    tokenizer: Tokenizer | None,
     set_up: Callable[[], None],
 ) -> LLMEngine:
+    config = resolved.config
     watchdog.heartbeat.enter("joining the other ranks")
     set_up()
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
     engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
     try:
-        tokenizer, sizes = _load(config, model_config, executor, channel, engine_channel, watchdog)
+        tokenizer, sizes = _load(resolved, tokenizer, executor, channel, engine_channel, watchdog)
         watchdog.heartbeat.enter("agreeing on the start")
-        device = str(executor.collective_rpc("get_device_type")[0])
-        scheduler = new_scheduler(config, model_config, tokenizer, sizes, device)
+        scheduler = new_scheduler(resolved, tokenizer, sizes)
         if config.executor.digest_every:
             _agree_on_computing(channel, engine_channel, executor, scheduler)
         # The channel last: it starts a thread.
         lockstep = Lockstep(
-            _open_channel(config, channel, environment),
+            _open_channel(config, channel, executor.environment),
             config.executor.digest_every,
             config.parallel.pipeline_parallel_size,
         )
@@ -144,7 +163,7 @@ def _start(
         executor.shutdown()
         raise
     watchdog.heartbeat.enter(BETWEEN_STEPS)
-    return LLMEngine(config, model_config, tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
+    return LLMEngine(resolved, tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
 
 
 def _agree_on_computing(
@@ -165,8 +184,8 @@ def _agree_on_computing(
 
 
 def _load(
-    config: RunConfig,
-    model_config: ModelConfig,
+    resolved: ResolvedRun,
+    tokenizer: Tokenizer | None,
     executor: Executor,
     channel: ControlChannel,
     engine_channel: ControlChannel,
@@ -175,11 +194,11 @@ def _load(
     """Everything that reads files or takes memory, agreed on step by step by all replicas; returns the blocks that
     every rank of this one has.
     """
-    folder = Path(config.model.path or "")
+    config, folder = resolved.config, resolved.model_folder
     together = partial(_together, engine_channel, watchdog)
-    tokenizer = together("reading the tokenizer", partial(Tokenizer.open_if_present, folder))
+    tokenizer = together("reading the tokenizer", lambda: tokenizer or Tokenizer.open_if_present(folder))
     if config.executor.digest_every:
-        _agree_on_start(engine_channel, watchdog, config, model_config, tokenizer)
+        _agree_on_start(engine_channel, watchdog, resolved, tokenizer)
     together("loading the model", executor.load_model)
     together("checking the workers", partial(_check_workers, config, executor))
     counts = together("sizing the cache", executor.determine_num_available_blocks)
@@ -218,25 +237,10 @@ def _open_channel(
     return open_step_channel(channel, None if is_one_node else environment.master_address, config.executor.timeout_s)
 
 
-def read_run(config: RunConfig) -> tuple[ModelConfig, RankLayout]:
-    """The model's shape and the layout of ranks, checked against each other. Raises ConfigError or ModelConfigError."""
-    if config.model.path is None:
-        raise ConfigError("model.path is not set: give a Hugging Face model folder, such as scripts/demo/model")
-    model_config = read_model_config(Path(config.model.path))
-    layout = layout_of(config.parallel)
-    check_divides(layout, model_config)
-    resolve_max_model_len(config, model_config)
-    check_cache_setting(config, model_config)
-    return model_config, layout
-
-
-def new_scheduler(
-    config: RunConfig, model_config: ModelConfig, tokenizer: Tokenizer | None, sizes: CacheSizes, device: str
-) -> Scheduler:
-    """This rank's replica of the scheduler, empty. `device` is "cpu" or "cuda"."""
-    copy_tokens = block_copy_tokens(
-        model_config, resolve_dtype(config, model_config, device), config.cache.block_size, device
-    )
+def new_scheduler(resolved: ResolvedRun, tokenizer: Tokenizer | None, sizes: CacheSizes) -> Scheduler:
+    """This rank's replica of the scheduler, empty."""
+    config, model_config = resolved.config, resolved.model_config
+    copy_tokens = block_copy_tokens(model_config, resolved.dtype, config.cache.block_size, resolved.device_type)
     limits = SchedulerLimits(
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
@@ -253,9 +257,7 @@ def new_scheduler(
         connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
     )
     new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
-    return Scheduler(
-        limits, cache, StopChecker(model_config.eos_token_ids, resolve_max_model_len(config, model_config), new_decoder)
-    )
+    return Scheduler(limits, cache, StopChecker(model_config.eos_token_ids, resolved.max_model_len, new_decoder))
 
 
 def _new_decoder(tokenizer: Tokenizer, sequence: Sequence) -> IncrementalDecoder:
@@ -272,12 +274,11 @@ def package_versions() -> dict[str, str]:
 def _agree_on_start(
     channel: ControlChannel,
     watchdog: Watchdog,
-    config: RunConfig,
-    model_config: ModelConfig,
+    resolved: ResolvedRun,
     tokenizer: Tokenizer | None,
 ) -> None:
     """Configuration, code and model must be the same on every rank; where output goes is rank 0's business."""
-    settings = asdict(config)
+    settings = asdict(resolved.config)
     del settings["job"]
     # The memory budget may differ: the number of blocks is agreed on by its minimum.
     del settings["cache"]["gpu_memory_utilization"]
@@ -286,12 +287,13 @@ def _agree_on_start(
         "config": settings,
         "code": code_fingerprint(),
         "packages": package_versions(),
-        "model": asdict(model_config),
+        "model": asdict(resolved.model_config),
+        "default sampling": asdict(resolved.default_sampling),
         "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
     }
     check_equal("settings", channel.gather(canonical(value)))
-    if config.model.load_format != "dummy":
-        _agree_on_weights(channel, watchdog, Path(config.model.path or ""))
+    if resolved.config.model.load_format != "dummy":
+        _agree_on_weights(channel, watchdog, resolved.model_folder)
 
 
 def _agree_on_weights(channel: ControlChannel, watchdog: Watchdog, folder: Path) -> None:

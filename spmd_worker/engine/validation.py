@@ -1,9 +1,12 @@
-"""Which requests an engine can answer at all: checked before anything is queued, so that one costs the others nothing.
+"""Which requests an engine can answer at all: checked once, before anything is queued, so that one costs the others
+nothing.
 
-Knows prompts, sampling parameters and limits. Knows nothing about ranks or steps.
+Knows prompts, sampling parameters and limits. Knows nothing about ranks or steps. Imports no torch, for the reader of
+rows.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Final
 
@@ -35,36 +38,64 @@ def _as_request_id(value: Any) -> RequestId:
     return RequestId(index(value))
 
 
-def check_request(
-    prompt_token_ids: Sequence[int],
-    sampling: SamplingParams,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    has_tokenizer: bool,
-) -> None:
-    """Raise ValueError, naming what to change, for a request that could never be answered, TypeError for what is
-    none.
-    """
-    prompt_token_ids = as_token_ids(prompt_token_ids)
-    check_sampling(sampling)
-    if not prompt_token_ids:
-        raise ValueError("the prompt has no tokens: give at least one")
-    outside = next((token for token in prompt_token_ids if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise ValueError(f"token id {outside} is outside the vocabulary of {vocab_size} tokens")
-    if len(prompt_token_ids) + 1 > max_model_len:
-        raise ValueError(
-            f"the prompt has {len(prompt_token_ids)} tokens but model.max_model_len is {max_model_len}, which "
-            f"must hold the prompt and at least one output token: shorten the prompt or raise model.max_model_len"
-        )
-    if sampling.num_sequences > max_num_seqs:
-        key = "n" if sampling.best_of is None else "best_of"
-        raise ValueError(
-            f"{key}={sampling.num_sequences} is more than scheduler.max_num_seqs="
-            f"{max_num_seqs}: lower {key} or raise scheduler.max_num_seqs"
-        )
-    if sampling.stop and not has_tokenizer:
-        raise ValueError("stop strings need a tokenizer.json in the model folder: use stop_token_ids")
-    sampling.check_vocabulary(vocab_size)
+class RequestError(ValueError):
+    """A request that could never be answered: the message names what to change, `code` is an error row's."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What one engine can answer; `max_model_len` counts prompt and output tokens."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    has_tokenizer: bool
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise RequestError for what is wrong first, TypeError for what is no request."""
+        check_sampling(sampling)
+        try:
+            token_ids = as_token_ids(prompt_token_ids)
+        except ValueError:
+            raise RequestError(
+                "token_out_of_vocabulary",
+                f"token id of more than 64 bits is outside the vocabulary of {self.vocab_size} tokens",
+            ) from None
+        self._check_prompt(token_ids)
+        self._check_sampling(sampling)
+
+    def _check_prompt(self, prompt_token_ids: tuple[int, ...]) -> None:
+        if not prompt_token_ids:
+            raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
+        least, most = min(prompt_token_ids), max(prompt_token_ids)
+        if least < 0 or most >= self.vocab_size:
+            outside = least if least < 0 else most
+            raise RequestError(
+                "token_out_of_vocabulary", f"token id {outside} is outside the vocabulary of {self.vocab_size} tokens"
+            )
+        if len(prompt_token_ids) + 1 > self.max_model_len:
+            raise RequestError(
+                "prompt_too_long",
+                f"the prompt has {len(prompt_token_ids)} tokens but model.max_model_len is {self.max_model_len}, which "
+                f"must hold the prompt and at least one output token: shorten the prompt or raise model.max_model_len",
+            )
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        if sampling.num_sequences > self.max_num_seqs:
+            key = "n" if sampling.best_of is None else "best_of"
+            raise RequestError(
+                "request_refused",
+                f"{key}={sampling.num_sequences} is more than scheduler.max_num_seqs="
+                f"{self.max_num_seqs}: lower {key} or raise scheduler.max_num_seqs",
+            )
+        if sampling.stop and not self.has_tokenizer:
+            message = "stop strings need a tokenizer.json in the model folder: use stop_token_ids"
+            raise RequestError("tokenizer_missing", message)
+        try:
+            sampling.check_vocabulary(self.vocab_size)
+        except ValueError as error:
+            raise RequestError("token_out_of_vocabulary", str(error)) from None

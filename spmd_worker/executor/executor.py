@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config.schema import ParallelConfig, RunConfig
+from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.errors import ConfigError
 from spmd_worker.lockstep.transfers import TransferBook
-from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import resolve_class
 
@@ -33,14 +33,22 @@ BACKENDS = {
 class Executor(ABC):
     """Call `start`, then `determine_num_available_blocks` and `initialize_from_config`, then steps, then `shutdown`."""
 
-    def __init__(
-        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
-    ) -> None:
-        self.config, self.model_config, self.layout, self.environment = config, model_config, layout, environment
+    def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
+        self.resolved, self.environment = resolved, environment
         self._has_failed = False
         self._failure_callbacks: list[Callable[[], None]] = []
         self._callback_lock = threading.Lock()
         self._transfers = TransferBook(self.num_workers)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration."""
+        return self.resolved.config
+
+    @property
+    def layout(self) -> RankLayout:
+        """How ranks divide the work."""
+        return self.resolved.layout
 
     @property
     def num_workers(self) -> int:
@@ -165,18 +173,16 @@ class Executor(ABC):
         """
         self._transfers = TransferBook(self.num_workers)
 
-    def reinitialize_distributed(self, parallel: ParallelConfig) -> None:
+    def reinitialize_distributed(self, resolved: ResolvedRun) -> None:
         """Leave the groups, drop model and cache, and join the world of another layout; then as after `start`.
 
         The engine calls it (`restart_engine`), which forgets what it knows of the cache. Raises ConfigError, with
         everything as it was, for a layout that cannot run here; any later failure is for good.
         """
-        layout = layout_of(parallel)
-        self.check_layout(layout)
-        check_divides(layout, self.model_config)
+        self.check_layout(resolved.layout)
         try:
             self.collective_rpc("shutdown")
-            self.config, self.layout = replace(self.config, parallel=parallel), layout
+            self.resolved = resolved
             self._set_up()
         except BaseException as error:
             self._fail_with(error)
@@ -244,8 +250,6 @@ class Executor(ABC):
         return {
             "worker_cls": self.config.executor.worker_cls,
             "worker_extension_cls": self.config.executor.worker_extension_cls,
-            "config": self.config,
-            "model_config": self.model_config,
-            "layout": self.layout,
+            "resolved": self.resolved,
             "environment": environment,
         }

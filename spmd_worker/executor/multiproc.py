@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.network_interface import LOOPBACK
 from spmd_worker.distributed.topology import RankLayout
@@ -29,7 +28,7 @@ from spmd_worker.lockstep.wire.codec import Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.memory import host
 from spmd_worker.metrics.log import LOGGER_NAME
-from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -46,11 +45,9 @@ _SETTLE_S: Final = 1.0
 class MultiprocExecutor(Executor):
     """Tensor x pipeline workers. Calls may come from any thread; workers take them in one order."""
 
-    def __init__(
-        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
-    ) -> None:
-        super().__init__(config, model_config, layout, environment)
-        self._pool = WorkerPool(config.executor.timeout_s, self._fail)
+    def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
+        super().__init__(resolved, environment)
+        self._pool = WorkerPool(resolved.config.executor.timeout_s, self._fail)
         self._store: TCPStore | None = None
         self._encoder = Encoder()
         self._step_lock = threading.Lock()

@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple
 
 from spmd_worker.errors import WorkerError
 from spmd_worker.executor.rpc_coding import decode_value
-from spmd_worker.executor.worker_channel import Frame, FrameKind, FrameParser
+from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_handle import WorkerHandle
-from spmd_worker.lockstep.transport.frames import FrameError
+from spmd_worker.lockstep.transport.frames import Frame, FrameError, FrameParser
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class ResultHandler:
                 worker = self._new.get_nowait()
             except Empty:
                 return
-            self._parsers[worker] = FrameParser()
+            self._parsers[worker] = FrameParser(FrameKind)
             self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
     def _look_for_ended(self) -> None:

@@ -16,7 +16,9 @@ from spmd_worker.config import schema as config
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.outputs import Logprob
+from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.step import StepResult
 
 _PLAIN: Final = (type(None), bool, int, float, str)
@@ -41,7 +43,9 @@ _RECORDS: Final[dict[str, type]] = {
         ModelConfig,
         RankEnvironment,
         RankLayout,
+        ResolvedRun,
         RopeParameters,
+        SamplingParams,
         StepResult,
     )
 }

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from spmd_worker.executor.worker_channel import FrameKind, limit_sending, receive_piece, send_frame
+from spmd_worker.executor.worker_channel import FrameKind, limit_sending, receive_piece
 from spmd_worker.executor.worker_log import forward_lines, line_prefix
+from spmd_worker.lockstep.transport.frames import send_frame
 from spmd_worker.process import state_of
 
 _WORKER_MODULE: Final = "spmd_worker.executor.worker_process"

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.rpc_coding import decode_call, encode_value
-from spmd_worker.executor.worker_channel import Frame, FrameKind, FrameParser, receive_piece, send_frame
-from spmd_worker.lockstep.transport.frames import PeerGoneError
+from spmd_worker.executor.worker_channel import FrameKind, receive_piece
+from spmd_worker.lockstep.transport.frames import Frame, FrameParser, PeerGoneError, send_frame
 from spmd_worker.lockstep.wire.codec import Decoder
 from spmd_worker.memory.host import keep_freed_memory
 from spmd_worker.metrics.log import LOGGER_NAME, configure_logging
@@ -93,7 +93,7 @@ class WorkerTasks:
     def _set_up(self, method: str, *args: Any) -> None:
         assert method in _SETUP_METHODS, method
         if method == "init_worker":
-            layout = args[0][self._wrapper.rpc_rank]["layout"]
+            layout = args[0][self._wrapper.rpc_rank]["resolved"].layout
             self._output_rank = output_rank(layout)
             self._decoder = Decoder(layout.pipeline_parallel_size)
         getattr(self._wrapper, method)(*args)
@@ -135,7 +135,7 @@ def _receive(connection: socket.socket, tasks: "SimpleQueue[Frame]") -> None:
     """Read tasks in a thread of its own: the driver never waits for a worker that computes, and a worker that computes
     learns that the driver is gone.
     """
-    parser = FrameParser()
+    parser = FrameParser(FrameKind)
     while piece := receive_piece(connection, wait=True):
         for frame in parser.feed(piece):
             tasks.put(frame)

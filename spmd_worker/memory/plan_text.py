@@ -16,18 +16,11 @@ from kv_cache.cache_sizing import (
     format_bytes,
     num_swap_blocks,
 )
-from spmd_worker.config.schema import RunConfig
-from spmd_worker.distributed.topology import RankLayout, stage_of
+from spmd_worker.distributed.topology import stage_of
 from spmd_worker.memory import host
-from spmd_worker.memory.estimate import RankSizes, activation_bytes, cache_spec, rank_sizes, weights_bytes
-from spmd_worker.memory.plan import (
-    resolve_cache_need,
-    resolve_dtype,
-    resolve_max_model_len,
-    resolve_swap_space_bytes,
-    size_rank,
-)
-from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.memory.estimate import RankSizes, activation_bytes, rank_sizes, weights_bytes
+from spmd_worker.memory.plan import cache_spec_of, resolve_cache_need, resolve_swap_space_bytes, size_rank
+from spmd_worker.resolved import ResolvedRun
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
 """About what a process holds beside its tensors: torch itself, and on a GPU CUDA's context and libraries."""
@@ -51,23 +44,14 @@ class RankShare:
 class MemoryPlan:
     """`shares` has one entry a rank; `sizings` too, but is empty when only the run itself can measure the memory."""
 
-    config: RunConfig
-    model_config: ModelConfig
-    layout: RankLayout
-    device: str
-    dtype: str
+    resolved: ResolvedRun
     shares: tuple[RankShare, ...]
     sizings: tuple[CacheSizing, ...]
 
     @property
-    def max_model_len(self) -> int:
-        """Longest sequence, tokens."""
-        return resolve_max_model_len(self.config, self.model_config)
-
-    @property
     def num_blocks_of_longest(self) -> int:
         """Blocks of a sequence of `max_model_len` tokens."""
-        return num_blocks_for(self.max_model_len, self.config.cache.block_size)
+        return num_blocks_for(self.resolved.max_model_len, self.resolved.config.cache.block_size)
 
     @property
     def num_blocks(self) -> int | None:
@@ -77,56 +61,43 @@ class MemoryPlan:
     @property
     def num_swap_blocks(self) -> int:
         """Blocks of swap space that every rank will have."""
-        num_bytes, need = (
-            resolve_swap_space_bytes(self.config, self.device),
-            resolve_cache_need(self.config, self.model_config),
-        )
-        return min(
-            num_swap_blocks(
-                cache_spec(self.model_config, self.layout, rank, self.dtype, self.config.cache.block_size),
-                num_bytes,
-                need,
-            )
-            for rank in range(self.layout.world_size)
-        )
+        num_bytes, need = resolve_swap_space_bytes(self.resolved), resolve_cache_need(self.resolved)
+        ranks = range(self.resolved.layout.world_size)
+        return min(num_swap_blocks(cache_spec_of(self.resolved, rank), num_bytes, need) for rank in ranks)
 
     @property
     def error_result(self) -> str | None:
         """Why a run here would be refused: the cache cannot hold one sequence. None when it can, or nobody knows."""
         if self.num_blocks is None:
             return None
-        is_profiled = self.config.cache.num_blocks is None
+        cache = self.resolved.config.cache
         try:
             check_cache_holds_one_sequence(
                 self.num_blocks,
-                self.config.cache.block_size,
-                self.max_model_len,
-                is_profiled=is_profiled,
-                has_swap_space_on_device=self.device == "cpu" and self.num_swap_blocks > 0,
+                cache.block_size,
+                self.resolved.max_model_len,
+                is_profiled=cache.num_blocks is None,
+                has_swap_space_on_device=self.resolved.device_type == "cpu" and self.num_swap_blocks > 0,
             )
         except ValueError as error:
             return str(error)
         return None
 
 
-def make_plan(config: RunConfig, model_config: ModelConfig, layout: RankLayout) -> MemoryPlan:
-    """Raises ConfigError for a dtype or length that cannot run. Its CPU ranks share this machine's memory equally."""
-    device = "cpu" if config.device == "auto" else config.device
-    dtype = resolve_dtype(config, model_config, device)
-    shares = tuple(_share(config, model_config, layout, rank, dtype) for rank in range(layout.world_size))
+def make_plan(resolved: ResolvedRun) -> MemoryPlan:
+    """A plan for the resolved device; CPU ranks share this machine's memory equally."""
+    num_ranks = resolved.layout.world_size
+    shares = tuple(_share(resolved, rank) for rank in range(num_ranks))
     sizings: tuple[CacheSizing, ...] = ()
-    if device == "cpu" or config.cache.num_blocks is not None:
-        total = host.available_bytes() // layout.world_size
-        sizings = tuple(
-            _sizing(config, model_config, layout, rank, dtype, share, total, device)
-            for rank, share in enumerate(shares)
-        )
-    return MemoryPlan(config, model_config, layout, device, dtype, shares, sizings)
+    if resolved.device_type == "cpu" or resolved.config.cache.num_blocks is not None:
+        total = host.available_bytes() // num_ranks
+        sizings = tuple(_sizing(resolved, rank, share, total) for rank, share in enumerate(shares))
+    return MemoryPlan(resolved, shares, sizings)
 
 
 def describe_plan(plan: MemoryPlan) -> str:
     """Lines for people: the model, the ranks as a table, the cache and what fits in it."""
-    model_config, layout = plan.model_config, plan.layout
+    model_config, layout = plan.resolved.model_config, plan.resolved.layout
     model = (
         f"{model_config.architecture}, {model_config.num_parameters:,} parameters, {model_config.num_layers} layers, "
         f"hidden size {model_config.hidden_size:,}, "
@@ -143,43 +114,35 @@ def describe_plan(plan: MemoryPlan) -> str:
     return "\n".join([*lines, *([f"refused    {error_result}"] if error_result else [])])
 
 
-def _share(config: RunConfig, model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str) -> RankShare:
-    scheduler = config.scheduler
+def _share(resolved: ResolvedRun, rank: int) -> RankShare:
+    model_config, layout, scheduler = resolved.model_config, resolved.layout, resolved.config.scheduler
+    num_tokens, num_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     return RankShare(
         rank_sizes(model_config, layout, rank),
-        weights_bytes(model_config, layout, rank, dtype),
-        activation_bytes(model_config, layout, rank, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
-        cache_spec(model_config, layout, rank, dtype, config.cache.block_size).block_bytes,
+        weights_bytes(model_config, layout, rank, resolved.dtype),
+        activation_bytes(model_config, layout, rank, resolved.dtype, num_tokens, num_rows),
+        cache_spec_of(resolved, rank).block_bytes,
     )
 
 
-def _sizing(
-    config: RunConfig,
-    model_config: ModelConfig,
-    layout: RankLayout,
-    rank: int,
-    dtype: str,
-    share: RankShare,
-    total_bytes: int,
-    device: str,
-) -> CacheSizing:
-    measurement = MemoryMeasurement(
-        total_bytes, share.weights_bytes, share.activation_bytes, _OUTSIDE_BYTES[device], "estimated"
-    )
-    return size_rank(config, model_config, layout, rank, dtype, device, measurement)
+def _sizing(resolved: ResolvedRun, rank: int, share: RankShare, total_bytes: int) -> CacheSizing:
+    outside = _OUTSIDE_BYTES[resolved.device_type]
+    measurement = MemoryMeasurement(total_bytes, share.weights_bytes, share.activation_bytes, outside, "estimated")
+    return size_rank(resolved, rank, measurement)
 
 
 def _where(plan: MemoryPlan) -> str:
-    if plan.config.device == "auto":
-        return f"in {plan.dtype} on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)"
-    return f"in {plan.dtype} on {'the CPU' if plan.device == 'cpu' else 'one GPU a rank'}"
+    dtype = plan.resolved.dtype
+    if plan.resolved.config.device == "auto":
+        return f"in {dtype} on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)"
+    return f"in {dtype} on {'the CPU' if plan.resolved.device_type == 'cpu' else 'one GPU a rank'}"
 
 
 def _replicas(plan: MemoryPlan) -> list[str]:
-    num_replicas = plan.layout.data_parallel_size
+    num_replicas = plan.resolved.layout.data_parallel_size
     if num_replicas == 1:
         return []
-    size = plan.layout.world_size // num_replicas
+    size = plan.resolved.layout.world_size // num_replicas
     ranks = "one rank" if size == 1 else f"{size} ranks"
     what = "each with a whole model and a cache of its own; they draw rows from one queue"
     return [f"replicas   {num_replicas} of {ranks}, {what}"]
@@ -202,7 +165,7 @@ def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...
     sizes = share.sizes
     cache = "measured" if plan.num_blocks is None else format_bytes(plan.num_blocks * share.block_bytes)
     counts = (
-        stage_of(plan.layout, plan.model_config, ranks[0]).num_layers,
+        stage_of(plan.resolved.layout, plan.resolved.model_config, ranks[0]).num_layers,
         sizes.num_heads,
         sizes.num_kv_heads,
         sizes.num_columns,
@@ -225,7 +188,10 @@ def _spans(ranks: list[int]) -> str:
 
 def _describe_cache(plan: MemoryPlan) -> list[str]:
     assert plan.num_blocks is not None, "the caller has sizings"
-    block_size, fewest = plan.config.cache.block_size, min(plan.sizings, key=lambda each: each.num_device_blocks)
+    block_size, fewest = (
+        plan.resolved.config.cache.block_size,
+        min(plan.sizings, key=lambda each: each.num_device_blocks),
+    )
     # The shares of the device's memory are the indented lines under the first; swap space has a line of its own here.
     reasons = list(takewhile(lambda line: line.startswith(" "), fewest.reason.splitlines()[1:]))
     return [
@@ -238,10 +204,10 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
 
 
 def _sequences(plan: MemoryPlan, num_blocks: int) -> str:
-    where = " in each replica" if plan.layout.data_parallel_size > 1 else ""
+    where = " in each replica" if plan.resolved.layout.data_parallel_size > 1 else ""
     return (
-        f"{num_blocks // plan.num_blocks_of_longest:,} of {plan.max_model_len:,} tokens (model.max_model_len) fit at "
-        f"once{where}; scheduler.max_num_seqs is {plan.config.scheduler.max_num_seqs:,}"
+        f"{num_blocks // plan.num_blocks_of_longest:,} of {plan.resolved.max_model_len:,} tokens (model.max_model_len) "
+        f"fit at once{where}; scheduler.max_num_seqs is {plan.resolved.config.scheduler.max_num_seqs:,}"
     )
 
 
@@ -259,17 +225,17 @@ def _block_bytes(plan: MemoryPlan) -> str:
 
 def _describe_gpus(plan: MemoryPlan) -> list[str]:
     """What GPUs of common sizes would hold, because the run measures its own."""
-    config, model_config, layout = plan.config, plan.model_config, plan.layout
+    utilization = plan.resolved.config.cache.gpu_memory_utilization
     lines = [
         f"blocks     measured when the run starts, or set by cache.num_blocks: {_block_bytes(plan)} each, "
-        f"{plan.num_blocks_of_longest:,} for a sequence of {plan.max_model_len:,} tokens (model.max_model_len)",
+        f"{plan.num_blocks_of_longest:,} for a sequence of {plan.resolved.max_model_len:,} tokens "
+        f"(model.max_model_len)",
         f"swap       {_swap_space(plan)}",
-        f"about      with cache.gpu_memory_utilization={config.cache.gpu_memory_utilization:g} a rank has, on a GPU of",
+        f"about      with cache.gpu_memory_utilization={utilization:g} a rank has, on a GPU of",
     ]
     for gib in _GPU_GIB:
         num_blocks = min(
-            _sizing(config, model_config, layout, rank, plan.dtype, share, gib * 2**30, "cuda").num_device_blocks
-            for rank, share in enumerate(plan.shares)
+            _sizing(plan.resolved, rank, share, gib * 2**30).num_device_blocks for rank, share in enumerate(plan.shares)
         )
         lines.append(
             f"{'':<11}{gib:>3} GiB  {num_blocks:>9,} blocks: {num_blocks // plan.num_blocks_of_longest:,} sequences"

@@ -7,6 +7,7 @@ folder is data: code it carries (`auto_map`) is never run, and quantised checkpo
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -149,33 +150,49 @@ class ModelConfig:
         return weights + biases + 2 * self.hidden_size + 2 * self.head_size * self.has_qk_norm
 
 
-def read_model_config(model_folder: Path) -> ModelConfig:
-    """Read `config.json` (and the end-of-sequence ids of `generation_config.json`). Raises ModelConfigError."""
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model folder's `config.json` and `generation_config.json` say ({} without the second), and a digest of
+    their bytes.
+    """
+
+    model_config: ModelConfig
+    generation_config: Mapping[str, Any]
+    digest: str
+
+
+def read_model_files(model_folder: Path) -> ModelFiles:
+    """Read each file once. The end-of-sequence ids of `generation_config.json` come before those of `config.json`.
+
+    Raises ModelConfigError.
+    """
     if not model_folder.is_dir():
         raise ModelConfigError(f"model.path={model_folder} is not a folder: give a Hugging Face model folder")
-    path = model_folder / "config.json"
-    config = _read_json_object(path)
+    path, generation_path = model_folder / "config.json", model_folder / "generation_config.json"
+    if not path.exists():
+        raise ModelConfigError(f"{path} does not exist: a model folder needs it")
+    text = path.read_bytes()
+    generation_text = generation_path.read_bytes() if generation_path.exists() else b""
+    config = _json_object(text, path)
     _refuse_what_is_not_run(config, path)
-    generation = read_generation_config(model_folder)
+    generation = _json_object(generation_text, generation_path) if generation_text else {}
     if "eos_token_id" in generation:
         config["eos_token_id"] = generation["eos_token_id"]
-    return model_config_of(config, path)
+    digest = blake2b(b"%d\0%s%s" % (len(text), text, generation_text), digest_size=16).hexdigest()
+    return ModelFiles(model_config_of(config, path), generation, digest)
 
 
-def read_generation_config(model_folder: Path) -> dict[str, Any]:
-    """`generation_config.json` as a mapping, empty where the folder has none."""
-    path = model_folder / "generation_config.json"
-    return _read_json_object(path) if path.exists() else {}
+def read_model_config(model_folder: Path) -> ModelConfig:
+    """`read_model_files` for those who need no more."""
+    return read_model_files(model_folder).model_config
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object. Raises ModelConfigError naming the file."""
+def _json_object(text: bytes, path: Path) -> dict[str, Any]:
+    """The object that `path` must hold. Raises ModelConfigError naming the file."""
     try:
-        return files.read_json_object(path, allows_nan=True)
-    except FileNotFoundError:
-        raise ModelConfigError(f"{path} does not exist: a model folder needs it") from None
+        return files.parse_json_object(text, allows_nan=True)
     except files.JsonError as error:
-        raise ModelConfigError(str(error)) from None
+        raise ModelConfigError(f"{path} {error}") from None
 
 
 def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:

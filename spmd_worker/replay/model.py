@@ -11,11 +11,10 @@ from pathlib import Path
 
 from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.uniproc import UniProcExecutor
-from spmd_worker.model_config.model_config import read_model_config
 from spmd_worker.replay.replay import ReplayedStep, SampledPosition
 from spmd_worker.replay.step_log import StepLogHeader
+from spmd_worker.resolved import resolve_run
 from spmd_worker.sequence.step import StepResult
 
 
@@ -55,8 +54,7 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
 
 
 def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
-    config = _config(header, model_path)
-    executor = UniProcExecutor(config, read_model_config(model_path), RankLayout(1, 1, 1), RankEnvironment())
+    executor = UniProcExecutor(resolve_run(_config(header, model_path), header.device), RankEnvironment())
     executor.start()
     try:
         executor.load_model()

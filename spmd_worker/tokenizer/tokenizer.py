@@ -5,6 +5,7 @@ about requests, models or ranks. Ids equal those of transformers' fast tokenizer
 itself is never imported, and nothing in the folder is executed but the chat template, in its sandbox.
 """
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -61,18 +62,23 @@ class Tokenizer:
     def open(model_folder: Path) -> "Tokenizer":
         """Read the tokenizer of a model folder. Raises TokenizerError naming the file and what is wrong with it."""
         folder = Path(model_folder)
-        if not (folder / _TOKENIZER_FILE).is_file():
+        contents = {name: _read(folder / name) for name in _FILES}
+        tokenizer = contents[_TOKENIZER_FILE]
+        if tokenizer is None:
             raise TokenizerError(
                 f"{folder} has no {_TOKENIZER_FILE}: text prompts need one (convert other formats with transformers' "
                 f"save_pretrained); rows with prompt_token_ids work without"
             )
-        config = _read_json_object(folder / _SPECIAL_TOKENS_FILE) | _read_json_object(folder / _CONFIG_FILE)
-        backend = _read_backend(folder / _TOKENIZER_FILE)
+        special_tokens_map, config = (
+            _json_object(folder / name, contents[name]) for name in (_SPECIAL_TOKENS_FILE, _CONFIG_FILE)
+        )
+        config = special_tokens_map | config
+        backend = _backend(folder / _TOKENIZER_FILE, tokenizer)
         special_tokens = _named_tokens(config)
         _register_tokens(backend, config, special_tokens)
-        source = _chat_template_source(folder, config)
+        source = _chat_template_source(folder, contents, config)
         template = None if source is None else ChatTemplate(source, special_tokens)
-        return Tokenizer(backend, special_tokens, template, _fingerprint(folder))
+        return Tokenizer(backend, special_tokens, template, _fingerprint(contents))
 
     @staticmethod
     def open_if_present(model_folder: Path) -> "Tokenizer | None":
@@ -259,10 +265,18 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
+def _read(path: Path) -> bytes | None:
+    """None where there is no file."""
     try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        return path.read_bytes() if path.is_file() else None
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+
+def _backend(path: Path, content: bytes) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
     except Exception as error:  # the library raises Exception itself for a file it cannot use
         raise TokenizerError(f"{path} is not a tokenizer of the tokenizers library: {error}") from None
@@ -271,16 +285,14 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path, content: bytes | None) -> dict[str, Any]:
     """The object in a file, {} when there is no file."""
-    if not path.is_file():
+    if content is None:
         return {}
     try:
-        return files.read_json_object(path, allows_nan=True)
+        return files.parse_json_object(content, allows_nan=True)
     except files.JsonError as error:
-        raise TokenizerError(str(error)) from None
-    except OSError as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from None
+        raise TokenizerError(f"{path} {error}") from None
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -323,15 +335,17 @@ def _listed_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]
             yield tokenizers.AddedToken(content, normalized=normalized, **flags)
 
 
-def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template_source(folder: Path, contents: Mapping[str, bytes | None], config: Mapping[str, Any]) -> str | None:
     """The template's text: a file of its own goes before the configuration."""
-    path = folder / _TEMPLATE_FILE
-    if path.is_file():
+    template = contents[_TEMPLATE_FILE]
+    if template is not None:
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"{path} cannot be read: {error}") from None
-    for where, value in ((_OLD_TEMPLATE_FILE, _read_json_object(folder / _OLD_TEMPLATE_FILE)), (_CONFIG_FILE, config)):
+            # With the line ends that reading as text gives.
+            return io.TextIOWrapper(io.BytesIO(template), encoding="utf-8").read()
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{folder / _TEMPLATE_FILE} cannot be read: {error}") from None
+    old = _json_object(folder / _OLD_TEMPLATE_FILE, contents[_OLD_TEMPLATE_FILE])
+    for where, value in ((_OLD_TEMPLATE_FILE, old), (_CONFIG_FILE, config)):
         if value.get("chat_template") is not None:
             return _template_text(folder / where, value["chat_template"])
     return None
@@ -353,11 +367,9 @@ def _has_byte_fallback(backend: tokenizers.Tokenizer) -> bool:
     return backend.decoder is not None and b'"ByteFallback"' in backend.decoder.__getstate__()
 
 
-def _fingerprint(folder: Path) -> str:
+def _fingerprint(contents: Mapping[str, bytes | None]) -> str:
     digest = blake2b(digest_size=16)
-    for name in _FILES:
-        path = folder / name
-        content = path.read_bytes() if path.is_file() else b""
-        digest.update(f"{name}:{path.is_file()}:{len(content)}\n".encode())
-        digest.update(content)
+    for name, content in contents.items():
+        digest.update(f"{name}:{content is not None}:{len(content or b'')}\n".encode())
+        digest.update(content or b"")
     return digest.hexdigest()

@@ -20,22 +20,21 @@ from kv_cache.cache_spec import CacheSpec
 from kv_cache.connector import TransferEngine
 from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.groups import ParallelGroups, join_groups
 from spmd_worker.distributed.shared_memory import share_memory
-from spmd_worker.distributed.topology import RankLayout, stage_of
+from spmd_worker.distributed.topology import stage_of
 from spmd_worker.errors import ConfigError
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
-from spmd_worker.memory.estimate import activation_bytes, cache_spec
-from spmd_worker.memory.plan import is_estimate_enough, resolve_dtype, resolve_max_model_len, size_rank
+from spmd_worker.memory.estimate import activation_bytes
+from spmd_worker.memory.plan import cache_spec_of, is_estimate_enough, size_rank
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import Mirror
-from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.runner.largest_step import largest_step, prepared_step
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.sampling.sampler import Sampler
@@ -55,14 +54,12 @@ logger = logging.getLogger(__name__)
 class Worker(WorkerBase):
     """See `WorkerBase` for what each call does and in which order they come."""
 
-    def __init__(
-        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
-    ) -> None:
-        self.config, self.model_config, self.layout, self.environment = config, model_config, layout, environment
+    def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
+        self.resolved, self.environment = resolved, environment
+        self.config, self.model_config, self.layout = resolved.config, resolved.model_config, resolved.layout
         self.device = torch.device("cpu")
         self.groups: ParallelGroups | None = None
         self.sizing: CacheSizing | None = None
-        self._dtype_name = ""
         self._free_at_start = 0
         self._kernels: Kernels | None = None
         self._attention: AttentionBackend | None = None
@@ -71,13 +68,12 @@ class Worker(WorkerBase):
         self._tier_engine: TransferEngine | None = None
         self._mirror: Mirror | None = None
         self._runner: ModelRunner | None = None
-        self._clock = StageClock(layout.pipeline_rank(environment.rank))
+        self._clock = StageClock(self.layout.pipeline_rank(environment.rank))
         self._profiler = TraceProfiler(environment.rank)
 
     def init_device(self) -> None:
         """Raises ConfigError for a device or dtype that this machine does not have."""
         self.device = choose_device(self.config.device, self.environment.local_rank)
-        self._dtype_name = resolve_dtype(self.config, self.model_config, self.device.type)
         if self.device.type == "cuda":
             self._check_cuda_dtype()
             self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
@@ -91,13 +87,13 @@ class Worker(WorkerBase):
         """Raises CheckpointError before anything is filled when names, shapes or coverage are wrong."""
         assert self.groups is not None, "init_device comes first"
         self._kernels, self._attention = choose_backends(
-            self.device, getattr(torch, self._dtype_name), self.model_config.head_size, self.config.cache.block_size
+            self.device, getattr(torch, self.resolved.dtype), self.model_config.head_size, self.config.cache.block_size
         )
         context = LayerContext(
             tensor_group=self.groups.tensor,
             kernels=self._kernels,
             attention=self._attention,
-            dtype=getattr(torch, self._dtype_name),
+            dtype=getattr(torch, self.resolved.dtype),
             device=self.device,
         )
         model = build_model(context, self.model_config, stage_of(self.layout, self.model_config, self.environment.rank))
@@ -105,7 +101,7 @@ class Worker(WorkerBase):
         if self.config.model.load_format == "dummy":
             fill_dummy(model, slices, paddings)
         else:
-            with Checkpoint.open(Path(self.config.model.path or "")) as checkpoint:
+            with Checkpoint.open(self.resolved.model_folder) as checkpoint:
                 report = load_weights(model, slices, paddings, checkpoint, ignorable=model.is_ignorable)
             logger.info(
                 "loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds
@@ -115,13 +111,12 @@ class Worker(WorkerBase):
 
     def get_kv_cache_spec(self) -> CacheSpec:
         """See `WorkerBase.get_kv_cache_spec`."""
-        block_size = self.config.cache.block_size
-        return cache_spec(self.model_config, self.layout, self.environment.rank, self._dtype_name, block_size)
+        return cache_spec_of(self.resolved, self.environment.rank)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """Measures unless `cache.num_blocks` says; the reason in words is in `sizing`."""
         measurement = self._measure() if self.config.cache.num_blocks is None else MemoryMeasurement(0, 0, 0, 0)
-        self.sizing = size_rank(self.config, *self._sizes, self.device.type, measurement)
+        self.sizing = size_rank(self.resolved, self.environment.rank, measurement)
         logger.info("%s", self.sizing.reason)
         return self.sizing.num_device_blocks, self.sizing.num_host_blocks
 
@@ -240,7 +235,7 @@ class Worker(WorkerBase):
     @property
     def max_model_len(self) -> int:
         """See `WorkerBase.max_model_len`."""
-        return resolve_max_model_len(self.config, self.model_config)
+        return self.resolved.max_model_len
 
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups stay."""
@@ -258,13 +253,9 @@ class Worker(WorkerBase):
         return self._tier_engine.finished() if self._tier_engine is not None else ()
 
     def _check_cuda_dtype(self) -> None:
-        if self._dtype_name == "bfloat16" and not torch.cuda.is_bf16_supported():
+        if self.resolved.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
             name = torch.cuda.get_device_name(self.device)
             raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
-
-    @property
-    def _sizes(self) -> tuple[ModelConfig, RankLayout, int, str]:
-        return self.model_config, self.layout, self.environment.rank, self._dtype_name
 
     def _measure(self) -> MemoryMeasurement:
         model = self.get_model()
@@ -272,10 +263,17 @@ class Worker(WorkerBase):
         if self.device.type == "cuda":
             return measure_cuda(self.device, weights, self._free_at_start, self._largest_step())
         assert self.groups is not None, "init_device comes first"
-        scheduler = self.config.scheduler
-        estimate = activation_bytes(*self._sizes, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        scheduler, rank = self.config.scheduler, self.environment.rank
+        estimate = activation_bytes(
+            self.model_config,
+            self.layout,
+            rank,
+            self.resolved.dtype,
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+        )
         measurement = measure_host(weights, estimate, self.environment.local_world_size)
-        is_scarce = not is_estimate_enough(self.config, *self._sizes, self.device.type, measurement)
+        is_scarce = not is_estimate_enough(self.resolved, rank, measurement)
         # The step contains collectives: if one rank has to run it, all run it.
         if not is_on_any_rank(self.groups.control, is_scarce):
             return measurement
@@ -303,7 +301,7 @@ class Worker(WorkerBase):
             spec = replace(spec, num_layers=min(max_layers, spec.num_layers))
         assert self._attention is not None, "load_model comes first"
         block_shape = self._attention.block_shape(spec.num_kv_heads, spec.block_size, spec.head_size)
-        dtype = getattr(torch, self._dtype_name)
+        dtype = getattr(torch, self.resolved.dtype)
         return CacheEngine(spec, block_shape, num_device_blocks, num_host_blocks, dtype, self.device)
 
     def _new_runner(self, engine: CacheEngine, clock: StageClock | None = None) -> ModelRunner:

@@ -32,13 +32,13 @@ from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.distributed.environment import read_rank_environment
 
 conf, jobs = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
-add_request = LLMEngine.add_request
+admit_request = LLMEngine.admit_request
 
 def named_by_order(self, *given, custom_id, index, **named):
-    return add_request(self, *given, **named)
+    return admit_request(self, *given, **named)
 
 for name, overrides in jobs.items():
-    LLMEngine.add_request = named_by_order if name == "control" else add_request
+    LLMEngine.admit_request = named_by_order if name == "control" else admit_request
     run_job(compose_run(conf, overrides), read_rank_environment())
 """
 

@@ -95,13 +95,13 @@ def test_an_ended_job_goes_on_to_the_same_bytes_without_doing_a_row_again(
     config = ended_job(tmp_path, num_rows)
     assert not (tmp_path / "out.jsonl").exists()
     asked: list[str | None] = []
-    add_request = LLMEngine.add_request
+    admit_request = LLMEngine.admit_request
 
     def noting(engine: LLMEngine, *arguments: Any, **named: Any) -> Any:
         asked.append(named["custom_id"])
-        return add_request(engine, *arguments, **named)
+        return admit_request(engine, *arguments, **named)
 
-    monkeypatch.setattr(LLMEngine, "add_request", noting)
+    monkeypatch.setattr(LLMEngine, "admit_request", noting)
     metrics = run(config)
     output, expected = whole
     assert (tmp_path / "out.jsonl").read_bytes() == output

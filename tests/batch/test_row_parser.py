@@ -9,6 +9,7 @@ from spmd_worker.batch.input.row_parser import CustomIds, parse_row, resolve
 from spmd_worker.batch.output.row_writer import format_error
 from spmd_worker.batch.row import ChatPrompt, EncodedRow, Row, RowError, TextPrompt, TokensPrompt
 from spmd_worker.config.schema import RowLimits
+from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -318,7 +319,11 @@ def test_values_in_messages_are_cut():
 
 
 def resolved(fields, tokenizer, vocab_size=400, max_model_len=64):
-    return resolve(parse(fields), tokenizer, vocab_size=vocab_size, max_model_len=max_model_len)
+    return resolve(parse(fields), tokenizer, limits_of(tokenizer, vocab_size, max_model_len))
+
+
+def limits_of(tokenizer, vocab_size=400, max_model_len=64):
+    return RequestLimits(vocab_size, max_model_len, max_num_seqs=1024, has_tokenizer=tokenizer is not None)
 
 
 def test_a_text_prompt_is_encoded_and_its_limit_made_concrete(tokenizer):
@@ -450,7 +455,7 @@ def check_outcome(line, tokenizer):
     row = parse_row(0, line, DEFAULTS)
     assert isinstance(row, Row | RowError)
     if isinstance(row, Row):
-        row = resolve(row, tokenizer, vocab_size=400, max_model_len=64)
+        row = resolve(row, tokenizer, limits_of(tokenizer))
     assert isinstance(row, EncodedRow | RowError)
     if isinstance(row, RowError):
         json.loads(format_error(row))

@@ -1,10 +1,81 @@
-"""What `abort_request` takes for an id, and what `check_request` takes for a request."""
+"""What an engine cannot answer is refused with a code and a way out, once a request; what names a request."""
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from ranks import REPOSITORY
 
-from spmd_worker.engine.validation import as_request_ids, check_request
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.batch.job import run_job
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.engine.validation import RequestError, RequestLimits, as_request_ids
+
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+LIMITS = RequestLimits(vocab_size=10, max_model_len=4, max_num_seqs=2, has_tokenizer=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "code", "words"),
+    [
+        ((), {}, "empty_prompt", "has no tokens"),
+        ((1, 10), {}, "token_out_of_vocabulary", "token id 10 is outside the vocabulary of 10 tokens"),
+        ((1, -1, 10), {}, "token_out_of_vocabulary", "token id -1 is outside"),
+        ((10**5000,), {}, "token_out_of_vocabulary", "token id of more than 64 bits is outside"),
+        ((1, 2, 3, 4), {}, "prompt_too_long", "has 4 tokens but model.max_model_len is 4"),
+        ((1,), {"n": 3}, "request_refused", "n=3 is more than scheduler.max_num_seqs=2: lower n or raise"),
+        ((1,), {"best_of": 3}, "request_refused", "best_of=3 is more than"),
+        ((1,), {"stop": "x"}, "tokenizer_missing", "use stop_token_ids"),
+        ((1,), {"stop_token_ids": [10]}, "token_out_of_vocabulary", "stop_token_ids: token id 10 is outside"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_has_a_code_and_a_way_out(prompt, sampling, code, words):
+    with pytest.raises(RequestError, match=words) as refused:
+        LIMITS.check(prompt, SamplingParams(**sampling))
+    assert refused.value.code == code
+
+
+def test_the_largest_request_that_can_be_answered_passes():
+    LIMITS.check((0, 9, 9), SamplingParams(n=2, stop_token_ids=[9]))
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the prompts that were checked."""
+    lengths: list[int] = []
+    check = RequestLimits.check
+
+    def noting(limits: RequestLimits, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
+        lengths.append(len(prompt_token_ids))
+        check(limits, prompt_token_ids, sampling)
+
+    monkeypatch.setattr(RequestLimits, "check", noting)
+    return lengths
+
+
+def test_a_prompt_is_checked_once(checked: list[int]):
+    with LLM(MODEL, num_blocks=64, device="cpu", max_model_len=64) as llm:
+        params = SamplingParams(max_tokens=1)
+        outputs = llm.generate([{"prompt_token_ids": [60] * length} for length in (5, 64, 7)], params, use_tqdm=False)
+        assert [output.error is None for output in outputs] == [True, False, True]
+        assert checked == [5, 64, 7]
+        # One that comes from outside is checked where it comes in.
+        with pytest.raises(RequestError):
+            llm.llm_engine.add_request((), params)
+        assert checked == [5, 64, 7, 0]
+
+
+def test_a_row_is_checked_once(checked: list[int], tmp_path: Path):
+    rows = [{"prompt_token_ids": [60] * length, "max_tokens": 1} for length in (5, 300, 7)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    job = JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "out.jsonl"))
+    config = RunConfig(model=ModelOptions(str(MODEL)), cache=CacheConfig(num_blocks=64), job=job, device="cpu")
+    run_job(config, RankEnvironment())
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [answer["error"] and answer["error"]["code"] for answer in answers] == [None, "prompt_too_long", None]
+    assert checked == [5, 300, 7]
 
 
 @pytest.mark.parametrize(
@@ -44,15 +115,11 @@ def test_anything_else_is_named_with_what_to_give(given: object, named: str):
     )
 
 
-def checked(prompt_token_ids: object, sampling: object = SamplingParams()) -> None:
-    check_request(prompt_token_ids, sampling, vocab_size=10, max_model_len=8, max_num_seqs=4, has_tokenizer=True)
-
-
 def test_what_is_no_request_is_a_type_error_and_what_cannot_be_answered_a_value_error():
-    checked([1, 2])
+    LIMITS.check([1, 2], SamplingParams())
     for ids, sampling in (("12", SamplingParams()), ([1.5], SamplingParams()), ([1], None)):
         with pytest.raises(TypeError, match=r"give (a list of )?(a )?whole numbers?|give SamplingParams"):
-            checked(ids, sampling)
+            LIMITS.check(ids, sampling)
     for ids in ([], [10], [-1], [2**70], [1] * 8):
         with pytest.raises(ValueError, match=r"no tokens|outside the vocabulary|64 bits|max_model_len"):
-            checked(ids)
+            LIMITS.check(ids, SamplingParams())

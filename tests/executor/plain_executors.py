@@ -6,6 +6,7 @@ Knows how to make and to end them. Knows nothing about what is tested.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from ranks import REPOSITORY
 
 from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.distributed.topology import layout_of
 from spmd_worker.executor.multiproc import MultiprocExecutor
-from spmd_worker.model_config.model_config import read_model_config
+from spmd_worker.resolved import resolve_run
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 PLAIN_WORKER = "plain_worker.PlainWorker"
@@ -26,13 +27,15 @@ def new_plain(num_workers: int = 2, environment: RankEnvironment | None = None, 
     executor = ExecutorConfig(**{"backend": "multiproc", "worker_cls": PLAIN_WORKER, "timeout_s": 30.0, **keys})
     config = RunConfig(
         model=ModelOptions(path=str(MODEL)),
-        parallel=ParallelConfig(num_workers),
         executor=executor,
         cache=CacheConfig(num_blocks=32),
         device="cpu",
     )
-    layout = RankLayout(num_workers)
-    return MultiprocExecutor(config, read_model_config(MODEL), layout, environment or RankEnvironment())
+    resolved = resolve_run(config, "cpu")
+    # Workers that compute nothing may be as many as a test likes, whether the model divides or not.
+    parallel = replace(config, parallel=ParallelConfig(num_workers))
+    resolved = replace(resolved, config=parallel, layout=layout_of(parallel.parallel))
+    return MultiprocExecutor(resolved, environment or RankEnvironment())
 
 
 @contextmanager

@@ -11,10 +11,8 @@ import time
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_base import WorkerBase
@@ -23,10 +21,8 @@ from spmd_worker.worker.worker_base import WorkerBase
 class PlainWorker(WorkerBase):
     """`arrange` says what the next step does on one rank: raise, die, exit, hang or stop."""
 
-    def __init__(
-        self, config: RunConfig, model_config: ModelConfig, layout: RankLayout, environment: RankEnvironment
-    ) -> None:
-        self.config, self.model_config, self.layout, self.environment = config, model_config, layout, environment
+    def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
+        self.resolved, self.environment = resolved, environment
         self.arranged = ""
         self.transfers: tuple[int, ...] = ()
         self.num_initialized: tuple[int, int] | None = None
@@ -75,7 +71,7 @@ class PlainWorker(WorkerBase):
         return {name: os.environ.get(name) for name in names}
 
     def place(self) -> tuple[int, int, RankEnvironment]:
-        return os.getpid(), self.layout.tensor_parallel_size, self.environment
+        return os.getpid(), self.resolved.layout.tensor_parallel_size, self.environment
 
     def has_torch(self) -> bool:
         return "torch" in sys.modules

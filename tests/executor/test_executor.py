@@ -8,12 +8,11 @@ from ranks import REPOSITORY
 
 from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.errors import ConfigError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.external_launcher import ExternalLauncherExecutor
 from spmd_worker.executor.uniproc import UniProcExecutor
-from spmd_worker.model_config.model_config import read_model_config
+from spmd_worker.resolved import resolve_run
 from spmd_worker.sequence.step import StepPlan
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
@@ -27,7 +26,7 @@ def new_executor(tensor_parallel_size: int = 1) -> UniProcExecutor:
         cache=CacheConfig(num_blocks=32),
         device="cpu",
     )
-    return UniProcExecutor(config, read_model_config(MODEL), RankLayout(tensor_parallel_size), ALONE)
+    return UniProcExecutor(resolve_run(config, "cpu"), ALONE)
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ SCRIPT = """
     from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
     from spmd_worker.executor.executor import Executor
     from spmd_worker.lockstep.transport.channel import ControlChannel
-    from spmd_worker.model_config.model_config import read_model_config
+    from spmd_worker.resolved import resolve_run
     from spmd_worker.distributed.environment import read_rank_environment
-    from spmd_worker.distributed.topology import RankLayout
     from spmd_worker.sequence.step import StepPlan
     from pathlib import Path
 
@@ -26,7 +25,7 @@ SCRIPT = """
             device="cpu",
         )
         backend = Executor.get_class("auto", environment)
-        return backend(config, read_model_config(model), RankLayout(size), environment)
+        return backend(resolve_run(config, "cpu"), environment)
 
     said = []
     try:

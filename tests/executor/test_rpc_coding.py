@@ -6,16 +6,20 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import REPOSITORY
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config import schema as config
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.rpc_coding import decode_call, decode_value, encode_call, encode_value
+from spmd_worker.resolved import resolve_run
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.step import StepResult
 
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 VALUES = st.recursive(
     PLAIN,
@@ -39,6 +43,8 @@ RECORDS = [
         (7,),
     ),
     config.RunConfig(sampling=config.SamplingConfig(stop=["x"]), job=config.JobConfig(input="rows.jsonl")),
+    SamplingParams(stop=("x",), logit_bias=((3, 0.5),), seed=7, max_tokens=None),
+    resolve_run(config.RunConfig(model=config.ModelOptions(path=str(MODEL))), "cpu"),
 ]
 
 

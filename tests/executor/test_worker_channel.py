@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_worker.executor.worker_channel import (
-    Frame,
-    FrameKind,
-    FrameParser,
-    limit_sending,
-    receive_piece,
-    send_frame,
-)
-from spmd_worker.lockstep.transport.frames import FrameError, PeerGoneError
+from spmd_worker.executor.worker_channel import FrameKind, limit_sending, receive_piece
+from spmd_worker.lockstep.transport.frames import Frame, FrameError, FrameParser, PeerGoneError, send_frame
 
 FRAMES = [Frame(FrameKind.CALL, 0, b"first"), Frame(FrameKind.STEP, 1, b""), Frame(FrameKind.RESULT, 2**63, b"x" * 999)]
 
@@ -39,7 +32,7 @@ def sent(frames: list[Frame]) -> bytes:
 
 @given(st.lists(st.integers(min_value=1, max_value=400), max_size=20))
 def test_frames_come_out_whole_however_the_bytes_are_cut(lengths: list[int]):
-    data, parser, frames, start = sent(FRAMES), FrameParser(), [], 0
+    data, parser, frames, start = sent(FRAMES), FrameParser(FrameKind), [], 0
     for length in lengths:
         frames += parser.feed(data[start : start + length])
         start += length
@@ -49,7 +42,7 @@ def test_frames_come_out_whole_however_the_bytes_are_cut(lengths: list[int]):
 @pytest.mark.parametrize("head", [b"\x00" + bytes(12), b"\x63" + bytes(12), b"\x01" + bytes(8) + b"\xff" * 4])
 def test_bytes_of_somebody_else_are_refused_before_anything_is_waited_for(head: bytes):
     with pytest.raises(FrameError, match="not a frame of this protocol"):
-        FrameParser().feed(head)
+        FrameParser(FrameKind).feed(head)
 
 
 def test_the_end_of_the_stream_and_silence_are_two_things(pair: tuple[socket.socket, socket.socket]):
@@ -57,7 +50,7 @@ def test_the_end_of_the_stream_and_silence_are_two_things(pair: tuple[socket.soc
     assert receive_piece(one, wait=False) is None
     send_frame(other, FrameKind.STOP, 0)
     other.close()
-    assert FrameParser().feed(receive_piece(one, wait=True) or b"") == [Frame(FrameKind.STOP, 0, b"")]
+    assert FrameParser(FrameKind).feed(receive_piece(one, wait=True) or b"") == [Frame(FrameKind.STOP, 0, b"")]
     assert receive_piece(one, wait=False) == b""
     with pytest.raises(PeerGoneError):
         send_frame(one, FrameKind.STOP, 0)

@@ -28,6 +28,7 @@ from spmd_worker.lockstep.transfers import TransferBook, pack_answer, unpack_ans
 from spmd_worker.lockstep.transport.step_channel import FollowerChannel, GlooStepChannel, LeaderChannel
 from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.model_config.model_config import read_model_config
+from spmd_worker.resolved import resolve_run
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.stop import StopChecker
@@ -198,7 +199,8 @@ def test_an_answer_of_a_byte_too_many_ends_every_rank(monkeypatch):
 
 # The engine: transfers of a host tier on three ranks.
 
-SHAPE = read_model_config(REPOSITORY / "scripts" / "demo" / "model")
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+SHAPE = read_model_config(MODEL)
 NUM_BLOCKS, BLOCK_SIZE = 6, 4
 
 
@@ -253,9 +255,11 @@ class WatchedScheduler(Scheduler):
 def new_engine(
     control: ThreadControl, channel: LeaderChannel | FollowerChannel, delays: tuple[int, ...], digest_every: int
 ) -> LLMEngine:
-    config = RunConfig(model=ModelOptions(max_model_len=64), executor=ExecutorConfig(digest_every=digest_every))
+    config = RunConfig(
+        model=ModelOptions(str(MODEL), max_model_len=64), executor=ExecutorConfig(digest_every=digest_every)
+    )
     lockstep = Lockstep(channel, digest_every)
-    return LLMEngine(config, SHAPE, None, MadeUpExecutor(delays), control, lockstep, WatchedScheduler())
+    return LLMEngine(resolve_run(config, "cpu"), None, MadeUpExecutor(delays), control, lockstep, WatchedScheduler())
 
 
 def run_rank(engine: LLMEngine) -> LLMEngine:

@@ -2,17 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from spmd_worker.config.schema import CacheConfig, ModelOptions, RunConfig, SchedulerConfig
-from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig, SchedulerConfig
 from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
-from spmd_worker.memory.plan import check_cache_setting, resolve_dtype, resolve_max_model_len
+from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_config
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_config
+from spmd_worker.resolved import ResolvedRun, resolve
 
 
 def llama_8b(**keys: object) -> ModelConfig:
@@ -35,6 +36,13 @@ def run(
     return RunConfig(model=ModelOptions(**(model or {})), scheduler=SchedulerConfig(**(scheduler or {})), **keys)
 
 
+def resolved(config: RunConfig, model_config: ModelConfig, num_ranks: int = 1) -> ResolvedRun:
+    """For the CPU where the configuration does not say."""
+    parallel = ParallelConfig(num_ranks)
+    device_type = "cuda" if config.device == "cuda" else "cpu"
+    return resolve(replace(config, parallel=parallel), ModelFiles(model_config, {}, ""), device_type)
+
+
 @pytest.mark.parametrize(
     ("wanted", "in_checkpoint", "device", "expected"),
     [
@@ -48,38 +56,39 @@ def run(
     ],
 )
 def test_the_dtype_follows_the_checkpoint_unless_it_is_set(wanted: str, in_checkpoint: str, device: str, expected: str):
-    assert resolve_dtype(run(model={"dtype": wanted}), llama_8b(dtype=in_checkpoint), device) == expected
+    config = run(model={"dtype": wanted}, device=device)
+    assert resolved(config, llama_8b(dtype=in_checkpoint)).dtype == expected
 
 
 def test_float16_on_the_cpu_is_refused_with_what_to_use():
     with pytest.raises(ConfigError, match=r"float16 is not supported on the CPU: use bfloat16 .* or float32"):
-        resolve_dtype(run(model={"dtype": "float16"}), llama_8b(), "cpu")
+        resolved(run(model={"dtype": "float16"}), llama_8b())
 
 
 def test_the_longest_sequence_is_the_models_or_a_shorter_one():
-    assert resolve_max_model_len(run(), llama_8b()) == 8192
-    assert resolve_max_model_len(run(model={"max_model_len": 100}), llama_8b()) == 100
+    assert resolved(run(), llama_8b()).max_model_len == 8192
+    assert resolved(run(model={"max_model_len": 100}), llama_8b()).max_model_len == 100
     with pytest.raises(ConfigError, match="max_model_len=8193 is more than the model's 8192"):
-        resolve_max_model_len(run(model={"max_model_len": 8193}), llama_8b())
+        resolved(run(model={"max_model_len": 8193}), llama_8b())
 
 
 def test_without_chunks_the_longest_prompt_must_fit_a_step():
     scheduler = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1000}
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens=1000 cannot hold .*=8192.*raise it to 8192"):
-        resolve_max_model_len(run(scheduler=scheduler), llama_8b())
-    assert resolve_max_model_len(run(scheduler=scheduler, model={"max_model_len": 1000}), llama_8b()) == 1000
+        resolved(run(scheduler=scheduler), llama_8b())
+    assert resolved(run(scheduler=scheduler, model={"max_model_len": 1000}), llama_8b()).max_model_len == 1000
 
 
 def test_a_cache_that_cannot_hold_one_sequence_is_refused_with_the_number_that_can():
     with pytest.raises(ConfigError, match=r"num_blocks=511 holds 8176 tokens .* 8192: raise .* at least 512"):
-        check_cache_setting(run(cache=CacheConfig(num_blocks=511)), llama_8b())
-    check_cache_setting(run(cache=CacheConfig(num_blocks=512)), llama_8b())
-    check_cache_setting(run(), llama_8b())
+        check_cache_setting(resolved(run(cache=CacheConfig(num_blocks=511)), llama_8b()))
+    check_cache_setting(resolved(run(cache=CacheConfig(num_blocks=512)), llama_8b()))
+    check_cache_setting(resolved(run(), llama_8b()))
 
 
 def test_the_plan_of_eight_billion_parameters_on_two_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 64 * 2**30)
-    text = describe_plan(make_plan(run(device="cpu"), llama_8b(), RankLayout(2)))
+    text = describe_plan(make_plan(resolved(run(device="cpu"), llama_8b(), 2)))
     assert "LlamaForCausalLM, 8,030,261,248 parameters, 32 layers" in text
     assert "2 = 1 data x 1 pipeline x 2 tensor" in text
     row = next(line for line in text.splitlines() if line.startswith("0-1"))
@@ -94,22 +103,22 @@ def test_the_plan_of_eight_billion_parameters_on_two_ranks(monkeypatch: pytest.M
 def test_uneven_ranks_have_a_line_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 64 * 2**30)
     model_config = llama_8b(intermediate_size=1001)
-    text = describe_plan(make_plan(run(device="cpu"), model_config, RankLayout(4)))
+    text = describe_plan(make_plan(resolved(run(device="cpu"), model_config, 4)))
     rows = [line.split() for line in text.splitlines() if re.match(r"[\d,-]+ +32 ", line)]
     assert [(row[0], row[4]) for row in rows] == [("0", "251"), ("1-3", "250")]
 
 
 def test_a_plan_that_a_run_would_refuse_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 17 * 2**30)
-    assert "refused" in describe_plan(make_plan(run(device="cpu"), llama_8b(), RankLayout(1)))
+    assert "refused" in describe_plan(make_plan(resolved(run(device="cpu"), llama_8b())))
     monkeypatch.setattr(host, "available_bytes", lambda: 64 * 2**30)
-    assert "refused" not in describe_plan(make_plan(run(device="cpu"), llama_8b(), RankLayout(1)))
+    assert "refused" not in describe_plan(make_plan(resolved(run(device="cpu"), llama_8b())))
 
 
 def test_a_plan_reads_nothing_but_the_config_file(tmp_path: Path):
     config = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 50, "hidden_size": 8, "intermediate_size": 16}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    text = describe_plan(make_plan(run(device="cuda"), read_model_config(tmp_path), RankLayout(2)))
+    text = describe_plan(make_plan(resolved(run(device="cuda"), read_model_config(tmp_path), 2)))
     assert "Qwen2ForCausalLM" in text
     assert "measured when the run starts" in text

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
-from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.model_config.model_config import ModelConfig, read_model_config
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_config
+from spmd_worker.resolved import ResolvedRun, resolve
 
 GIB = 2**30
 LLAMA_8B = {
@@ -45,8 +45,12 @@ def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
 
 
 def text_of(model_config: ModelConfig, tensor_parallel_size: int, **config: object) -> list[str]:
+    return describe_plan(make_plan(resolved(model_config, tensor_parallel_size, **config))).splitlines()
+
+
+def resolved(model_config: ModelConfig, tensor_parallel_size: int = 1, **config: object) -> ResolvedRun:
     run = RunConfig(parallel=ParallelConfig(tensor_parallel_size), **config)  # type: ignore[arg-type]  # a table has no types
-    return describe_plan(make_plan(run, model_config, RankLayout(tensor_parallel_size))).splitlines()
+    return resolve(run, ModelFiles(model_config, {}, ""), "cuda" if run.device == "cuda" else "cpu")
 
 
 def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config: ModelConfig):
@@ -73,7 +77,7 @@ def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config:
 
 
 def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfig):
-    plan = make_plan(RunConfig(parallel=ParallelConfig(8)), model_config, RankLayout(8))
+    plan = make_plan(resolved(model_config, 8))
     norms = (2 * model_config.num_layers + 1) * model_config.hidden_size
     padded_rows = 8 * plan.shares[0].sizes.num_vocabulary_rows - model_config.vocab_size
     expected = model_config.num_parameters + 7 * norms + 2 * padded_rows * model_config.hidden_size
@@ -100,12 +104,12 @@ def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(model_conf
     assert lines[-1] == f"refused    {message}"
     assert "sequences  0 of 4,096 tokens" in lines[-4]
     with pytest.raises(ConfigError) as refused:
-        check_cache_setting(RunConfig(**config), model_config)  # type: ignore[arg-type]  # a table has no types
+        check_cache_setting(resolved(model_config, **config))
     assert str(refused.value) == message
     # One block more than too few: nothing is refused.
     enough = {**config, "cache": CacheConfig(num_blocks=256)}
     assert not any(line.startswith("refused") for line in text_of(model_config, 2, **enough))
-    check_cache_setting(RunConfig(**enough), model_config)  # type: ignore[arg-type]  # a table has no types
+    check_cache_setting(resolved(model_config, **enough))
 
 
 def test_memory_that_is_too_small_is_refused_with_the_way_out(

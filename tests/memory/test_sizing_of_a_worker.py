@@ -15,6 +15,7 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.memory import device, host
 from spmd_worker.memory.estimate import activation_bytes
 from spmd_worker.model_config.model_config import read_model_config
+from spmd_worker.resolved import resolve_run
 from spmd_worker.runner import largest_step
 from spmd_worker.worker import worker as worker_module
 from spmd_worker.worker.worker import Worker
@@ -33,7 +34,7 @@ def new_worker() -> Iterator[Callable[..., Worker]]:
     def make(**cache: object) -> Worker:
         model = ModelOptions(path=str(MODEL), dtype="float32", max_model_len=128)
         config = RunConfig(model=model, scheduler=SCHEDULER, cache=CacheConfig(**cache), device="cpu")
-        workers.append(Worker(config, read_model_config(MODEL), RankLayout(1), read_rank_environment()))
+        workers.append(Worker(resolve_run(config, "cpu"), read_rank_environment()))
         workers[-1].init_device()
         workers[-1].load_model()
         return workers[-1]

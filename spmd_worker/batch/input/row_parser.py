@@ -4,7 +4,7 @@ Knows the plain row shape, the sampling defaults and the limits of the model. Th
 `openai_request.py`. Knows nothing about files, engines or ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final
@@ -30,6 +30,7 @@ from spmd_worker.batch.row import (
     shape_of,
 )
 from spmd_worker.config.schema import RowLimits
+from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.errors import ChatTemplateError
 from spmd_worker.files import JsonError, parse_json_object
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
@@ -111,21 +112,25 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
 
 
 def resolve(
-    row: Row, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, limits: RowLimits = _DEFAULT_LIMITS
+    row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits = _DEFAULT_LIMITS
 ) -> EncodedRow | RowError:
-    """The row with its prompt as token ids and its limits made concrete.
+    """The row with its prompt as token ids and its limits made concrete: a request that an engine with the limits
+    `engine` can answer.
 
-    `vocab_size` is the model's, `max_model_len` counts prompt and output tokens. `max_tokens` becomes what the row asks
-    for or what is left of `max_model_len`, whichever is less; a row that names none gets `limits.max_tokens` at most.
+    `max_tokens` becomes what the row asks for or what is left of the engine's `max_model_len`, whichever is less; a row
+    that names none gets `limits.max_tokens` at most.
     """
     try:
         text, token_ids = _encode(row.prompt, tokenizer)
-        _check_prompt(token_ids, vocab_size, max_model_len, limits.max_prompt_tokens)
-        num_left = max_model_len - len(token_ids)
+        engine.check(token_ids, row.sampling)
+        if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
+            message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens="
+            raise RowProblem("prompt_too_long", f"{message}{limits.max_prompt_tokens}")
+        num_left = engine.max_model_len - len(token_ids)
         if limits.max_tokens is not None:
             num_left = min(num_left, limits.max_tokens)
-        sampling = _concrete_sampling(row.sampling, tokenizer, vocab_size, num_left)
-    except RowProblem as problem:
+        sampling = _concrete_sampling(row.sampling, tokenizer is not None, num_left)
+    except (RowProblem, RequestError) as problem:
         return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, str(problem))
     return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model)
 
@@ -154,40 +159,12 @@ def _render(prompt: ChatPrompt, tokenizer: Tokenizer) -> str:
         raise RowProblem("chat_template_error", str(error)[:500]) from None
 
 
-def _check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, most: int | None) -> None:
-    if not token_ids:
-        raise RowProblem("empty_prompt", "the prompt encodes to no tokens")
-    if most is not None and len(token_ids) > most:
-        message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens={most}"
-        raise RowProblem("prompt_too_long", message)
-    outside = max(token_ids) if max(token_ids) >= vocab_size else min(token_ids)
-    if not 0 <= outside < vocab_size:
-        message = f"token id {short(outside)} is outside the vocabulary of {vocab_size} tokens"
-        raise RowProblem("token_out_of_vocabulary", message)
-    if len(token_ids) + 1 > max_model_len:
-        message = (
-            f"the prompt has {len(token_ids)} tokens but model.max_model_len is {max_model_len}, which must hold the "
-            f"prompt and at least one output token: shorten the prompt or raise model.max_model_len"
-        )
-        raise RowProblem("prompt_too_long", message)
-
-
-def _concrete_sampling(
-    sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, num_left: int
-) -> SamplingParams:
-    try:
-        sampling.check_vocabulary(vocab_size)
-    except ValueError as error:
-        raise RowProblem("token_out_of_vocabulary", str(error)) from None
+def _concrete_sampling(sampling: SamplingParams, has_tokenizer: bool, num_left: int) -> SamplingParams:
     if sampling.min_tokens > num_left:
         message = f"min_tokens={sampling.min_tokens} but only {num_left} tokens of model.max_model_len are left"
         raise RowProblem("invalid_value", message)
-    if tokenizer is None and sampling.stop:
-        raise RowProblem(
-            "tokenizer_missing", "stop strings need a tokenizer.json in the model folder: use stop_token_ids"
-        )
     limit = num_left if sampling.max_tokens is None else min(sampling.max_tokens, num_left)
-    return replace(sampling, max_tokens=limit, detokenize=sampling.detokenize and tokenizer is not None)
+    return replace(sampling, max_tokens=limit, detokenize=sampling.detokenize and has_tokenizer)
 
 
 class CustomIds:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
-from spmd_worker.config.schema import RunConfig
 from spmd_worker.errors import ConfigError
 from spmd_worker.files import JsonError, read_json_object, write_json
+from spmd_worker.resolved import ResolvedRun
 from spmd_worker.version import code_fingerprint, version
 from spmd_worker.weights.safetensors_header import read_header
 
@@ -28,8 +28,7 @@ _ANSWER_KEYS: Final = ("model.dtype", "model.max_model_len", "model.load_format"
 
 
 def make_manifest(
-    config: RunConfig,
-    device: str,
+    resolved: ResolvedRun,
     packages: Mapping[str, str],
     tokenizer: str | None,
     inputs: Sequence[Path] | None,
@@ -40,14 +39,15 @@ def make_manifest(
     `tokenizer` is the tokenizer's fingerprint, `inputs` the files that are read and `num_rows` how many rows they have
     (None: standard input).
     """
+    config = resolved.config
     settings = asdict(config)
     answers: dict[str, Any] = {key: _at(settings, key) for key in _ANSWER_KEYS}
     answers |= {f"sampling.{key}": value for key, value in settings["sampling"].items()}
     answers |= {f"limits.{key}": value for key, value in settings["limits"].items()}
-    answers["device"] = device
+    answers["device"] = resolved.device_type
     answers["job.max_rows"] = config.job.max_rows
     answers["job.input"] = None if inputs is None else _input_digest(inputs)
-    answers["model.path"] = model_digest(Path(config.model.path or ""))
+    answers["model.path"] = model_digest(resolved)
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()
@@ -60,7 +60,7 @@ def make_manifest(
         "num_rows": num_rows,
         "version": version(),
         "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
-        "model": str(Path(config.model.path or "").resolve()),
+        "model": str(resolved.model_folder.resolve()),
         "starts": [{"layout": settings["parallel"], "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}],
     }
 
@@ -111,12 +111,14 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def model_digest(folder: Path) -> str:
-    """Of config.json, the checkpoint's index and the headers and sizes of its files; not of the weights themselves."""
-    digest = blake2b(digest_size=_HASH_BYTES)
-    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
-        path = folder / name
-        digest.update(f"{name}\0".encode() + (path.read_bytes() if path.is_file() else b""))
+def model_digest(resolved: ResolvedRun) -> str:
+    """Of config.json, generation_config.json, the checkpoint's index and the headers and sizes of its files; not of the
+    weights themselves.
+    """
+    folder = resolved.model_folder
+    index = folder / "model.safetensors.index.json"
+    digest = blake2b(resolved.files_digest.encode(), digest_size=_HASH_BYTES)
+    digest.update(index.read_bytes() if index.is_file() else b"")
     for path in sorted(folder.glob("*.safetensors")):
         header = read_header(path)
         digest.update(f"\0{path.name}\0{header.file_bytes}\0{header.digest}".encode())

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.lockstep.wire.codec import Encoder
-from spmd_worker.memory.plan import resolve_dtype
 from spmd_worker.replay.step_log import StepLogHeader, StepLogWriter
 from spmd_worker.version import code_fingerprint
 
@@ -46,18 +45,17 @@ def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
 
 def step_log_header(engine: LLMEngine) -> StepLogHeader:
     """What a replay needs besides the messages."""
-    config, cache = engine.config, engine.scheduler.cache
-    device = str(engine.executor.collective_rpc("get_device_type")[0])
+    resolved, config, cache = engine.resolved, engine.config, engine.scheduler.cache
     return StepLogHeader(
         code=code_fingerprint(),
-        model_path=str(Path(config.model.path or "").resolve()),
+        model_path=str(resolved.model_folder.resolve()),
         load_format=config.model.load_format,
-        device=device,
-        dtype=resolve_dtype(config, engine.model_config, device),
+        device=resolved.device_type,
+        dtype=resolved.dtype,
         tokenizer=engine.tokenizer.fingerprint() if engine.tokenizer is not None else None,
-        vocab_size=engine.model_config.vocab_size,
-        eos_token_ids=engine.model_config.eos_token_ids,
-        max_model_len=engine.max_model_len,
+        vocab_size=resolved.model_config.vocab_size,
+        eos_token_ids=resolved.model_config.eos_token_ids,
+        max_model_len=resolved.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,

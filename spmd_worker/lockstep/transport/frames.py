@@ -1,11 +1,13 @@
 """Frames on a stream socket: kind, number, length, payload.
 
     kind    1 byte
-    number  8 bytes, little-endian: how many messages were sent before this one; in answers, the step
+    number  8 bytes, little-endian: on the step channel how many messages were sent before this one, in answers the
+            step; on a worker's queue the call, which its result bears too
     length  4 bytes, little-endian
     payload
 
-Knows sockets. Knows nothing about what payloads mean, and never unpickles one.
+One protocol for ranks (`FrameKind`) and for worker processes (`executor/worker_channel.py` has their kinds). Knows
+sockets. Knows nothing about what payloads mean, and never unpickles one.
 """
 
 import socket
@@ -19,7 +21,9 @@ MAX_FRAME_BYTES: Final = 1 << 30
 
 
 class FrameKind(IntEnum):
-    """What a frame is for. HEARTBEAT carries no payload: its number says how many messages were sent so far."""
+    """What a frame between ranks is for. HEARTBEAT carries no payload: its number says how many messages were sent so
+    far.
+    """
 
     HELLO = 1
     MESSAGE = 2
@@ -34,7 +38,7 @@ class FrameKind(IntEnum):
 class Frame(NamedTuple):
     """One frame as it arrived."""
 
-    kind: FrameKind
+    kind: IntEnum
     number: int
     payload: bytes
 
@@ -47,24 +51,63 @@ class FrameError(ValueError):
     """Bytes that are not a frame of ours."""
 
 
-def send_frame(connection: socket.socket, kind: FrameKind, number: int, payload: bytes = b"") -> None:
-    """One send a frame. Raises PeerGoneError when nobody is there, TimeoutError when nobody reads."""
+class FrameParser:
+    """Bytes as they come in, frames as they are complete. `kinds` are those that may come."""
+
+    def __init__(self, kinds: type[IntEnum]) -> None:
+        self._kinds = kinds
+        self._data = bytearray()
+
+    def feed(self, piece: bytes) -> list[Frame]:
+        """The frames that `piece` completes. Raises FrameError for bytes that are no frame of ours."""
+        self._data += piece
+        frames = []
+        while (frame := self._next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def _next(self) -> Frame | None:
+        if len(self._data) < _HEAD.size:
+            return None
+        kind, number, length = _read_head(self._data, self._kinds, MAX_FRAME_BYTES)
+        end = _HEAD.size + length
+        if len(self._data) < end:
+            return None
+        payload = bytes(memoryview(self._data)[_HEAD.size : end])
+        del self._data[:end]
+        return Frame(kind, number, payload)
+
+
+def send_frame(connection: socket.socket, kind: IntEnum, number: int, payload: bytes = b"") -> None:
+    """One send a frame. Raises PeerGoneError when nobody is there, TimeoutError when nobody reads, FrameError for a
+    payload that is too long.
+    """
+    if len(payload) > MAX_FRAME_BYTES:
+        raise FrameError(f"a payload of {len(payload)} bytes is longer than {MAX_FRAME_BYTES}")
     try:
         connection.sendall(_HEAD.pack(kind, number, len(payload)) + payload)
     except TimeoutError:
         raise
+    except BlockingIOError:
+        # Of a socket whose sends the kernel limits (SO_SNDTIMEO), where Python has no timeout.
+        raise TimeoutError("the other process does not read") from None
     except OSError as error:
         raise PeerGoneError(str(error)) from None
 
 
 def receive_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> Frame:
-    """The next frame, whole. Raises PeerGoneError at the end of the stream, TimeoutError after the socket's timeout,
-    FrameError for a kind that does not exist or a payload above `max_bytes`, before any of it is read.
+    """The next frame between ranks, complete. Raises PeerGoneError at the end of the stream, TimeoutError after the
+    socket's timeout, FrameError for a kind that does not exist or a payload above `max_bytes`, before any is read.
     """
-    kind, number, length = _HEAD.unpack(_receive_exactly(connection, _HEAD.size))
-    if kind not in FrameKind.__members__.values() or length > max_bytes:
+    kind, number, length = _read_head(_receive_exactly(connection, _HEAD.size), FrameKind, max_bytes)
+    return Frame(kind, number, _receive_exactly(connection, length) if length else b"")
+
+
+def _read_head(data: bytes | bytearray, kinds: type[IntEnum], max_bytes: int) -> tuple[IntEnum, int, int]:
+    kind, number, length = _HEAD.unpack_from(data)
+    if kind not in kinds.__members__.values() or length > max_bytes:
         raise FrameError(f"kind {kind}, length {length}: not a frame of this protocol")
-    return Frame(FrameKind(kind), number, _receive_exactly(connection, length) if length else b"")
+    return kinds(kind), number, length
 
 
 def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
