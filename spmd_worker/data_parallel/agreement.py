@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import RankFailedError
 from spmd_worker.executor.rpc_coding import encode_value
+from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -35,8 +36,9 @@ def agree_on_prompts(
 
     One exchange, in which each rank sends digests of its prompts or the error that `prepare` raised. Where it raised
     anywhere, nothing is answered and the engine can be used again: the rank raises its own error, the others
-    RankFailedError with the words of the first. Raises RanksDisagreeError, naming prompt, field and both values, unless
-    every rank gives equal prompts; they are not compared with `executor.digest_every` 0.
+    RankFailedError with the words of the first. Where a rank does not come, RankFailedError names it, and this engine
+    has ended. Raises RanksDisagreeError, naming prompt, field and both values, unless every rank gives equal prompts;
+    they are not compared with `executor.digest_every` 0.
     """
     channel = engine.engine_channel
     if channel.size == 1:
@@ -48,7 +50,13 @@ def agree_on_prompts(
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         own_error = error
         ready = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}
-    answers = [json.loads(payload) for payload in channel.gather(canonical(ready))]
+    heartbeat = engine.times.heartbeat
+    heartbeat.enter(f"waiting for the other ranks' {call}")
+    try:
+        answers = [json.loads(payload) for payload in channel.gather(canonical(ready))]
+    except RuntimeError as error:
+        raise engine.explain(error) from (own_error or error)
+    heartbeat.enter(BETWEEN_STEPS)
     if own_error is not None:
         raise own_error
     for rank, answer in enumerate(answers):

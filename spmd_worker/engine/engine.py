@@ -296,6 +296,13 @@ class LLMEngine:
         for channel in (self.lockstep, self.channel, self.engine_channel):
             channel.close()
 
+    def explain(self, error: Exception) -> BaseException:
+        """What to raise for an exchange with other ranks that failed outside `step`: an error that names the cause,
+        where another rank is it. This engine can answer nothing afterwards.
+        """
+        self._is_mid_step = True
+        return self._explain(error)
+
     def tell(self, error: BaseException) -> None:
         """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""
         if not self._is_mid_step:

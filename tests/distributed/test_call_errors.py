@@ -144,3 +144,29 @@ def test_a_call_has_one_exchange(reports):
         for digest_every in (1, 0):
             for name in ("good", *EXPECTED):
                 assert report[f"{name}, {digest_every}"][1] == 1, name
+
+
+WITHOUT_RANK_1 = """
+import os, sys
+from spmd_worker import LLM
+
+llm = LLM(sys.argv[1], num_blocks=64, timeout_s=60.0, tensor_parallel_size=2)
+llm.generate([[5, 6]], use_tqdm=False)
+if os.environ["RANK"] == "1":
+    os._exit(0)
+for _ in range(2):
+    try:
+        llm.generate([[5, 6]], use_tqdm=False)
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {error}")
+llm.close()
+"""
+
+
+def test_a_rank_that_never_makes_the_call_is_named_and_the_engine_answers_nothing_more():
+    """It once was an error of gloo's, which named nobody."""
+    done = ranks.run_ranks(WITHOUT_RANK_1, 2, timeout_s=120, arguments=[checkpoint_folder("llama3")])
+    assert done.returncode == 0, done.output
+    first, second = done.stdout.splitlines()
+    assert first.startswith("RankFailedError: rank 1 is gone: "), done.output
+    assert second == "RuntimeError: an earlier step failed halfway: close this LLM and make a new one"

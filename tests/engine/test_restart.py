@@ -98,7 +98,7 @@ def test_unanswered_requests_are_counted_and_refused_and_then_answered():
         # Requests go on being numbered, because their numbers name their randomness.
         assert llm.llm_engine.add_request((7, 8, 9), SamplingParams(max_tokens=1)) == 2
         with pytest.raises(RuntimeError, match="this LLM was closed"):
-            engine.check_idle()
+            engine.check_open()
 
 
 def test_an_engine_that_kept_its_index_of_blocks_would_be_seen(expected: str, monkeypatch: pytest.MonkeyPatch):
