@@ -88,7 +88,7 @@ def test_admission_shows_that_a_watermark_saves_computing_again(monkeypatch: pyt
     assert all(share == 0 for (_, mode, _), share in recomputed.items() if mode == "swap")
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_lockstep_has_a_row_for_each_number_of_ranks_and_sequences():
     done = run("bench_runtime.py", "lockstep", "--ranks", "2", "--sequences", "4,16", "--steps", "5")
     assert done.returncode == 0, done.stderr
