@@ -113,7 +113,7 @@ def make_plan(config: RunConfig, model_config: ModelConfig, layout: RankLayout) 
     """Raises ConfigError for a dtype or length that cannot run. Its CPU ranks share this machine's memory equally."""
     device = "cpu" if config.device == "auto" else config.device
     dtype = resolve_dtype(config, model_config, device)
-    shares = tuple(_share(config, model_config, layout, rank, dtype) for rank in range(layout.world_size))
+    shares = tuple(_share(config, model_config, layout, rank, dtype, device) for rank in range(layout.world_size))
     sizings: tuple[CacheSizing, ...] = ()
     if device == "cpu" or config.cache.num_blocks is not None:
         total = host.available_bytes() // layout.world_size
@@ -143,11 +143,13 @@ def describe_plan(plan: MemoryPlan) -> str:
     return "\n".join([*lines, *([f"refused    {error_result}"] if error_result else [])])
 
 
-def _share(config: RunConfig, model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str) -> RankShare:
+def _share(
+    config: RunConfig, model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str
+) -> RankShare:
     scheduler = config.scheduler
     return RankShare(
         rank_sizes(model_config, layout, rank),
-        weights_bytes(model_config, layout, rank, dtype),
+        weights_bytes(model_config, layout, rank, dtype, device),
         activation_bytes(model_config, layout, rank, dtype, scheduler.max_num_batched_tokens, scheduler.max_num_seqs),
         cache_spec(model_config, layout, rank, dtype, config.cache.block_size).block_bytes,
     )
