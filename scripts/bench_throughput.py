@@ -206,9 +206,9 @@ class StepWatch:
         return run
 
     def _within_model(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(first: Any, *arguments: Any) -> Any:
+        def run(first: Any, *arguments: Any, **keywords: Any) -> Any:
             began_s = time.perf_counter()
-            result = call(first, *arguments)
+            result = call(first, *arguments, **keywords)
             self._model_s += time.perf_counter() - began_s
             # Token ids, hidden states of rows that sample, logits: as many as there are rows in a step that decodes.
             self._num_tokens, self._num_rows = max(self._num_tokens, len(first)), len(first)

@@ -3,7 +3,9 @@
 Knows how a worker loads and how a batch is built. Knows nothing of transformers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -36,12 +38,17 @@ def load_model(folder: Path, model_config: ModelConfig | None = None) -> Decoder
     return model
 
 
-def prompt_logits(model: DecoderForCausalLM, prompts: list[list[int]], chunk: int | None = None) -> list[Tensor]:
-    """Float32 [tokens, vocabulary] of each prompt. All prompts share each step, `chunk` tokens of each (None: all)."""
+def prompt_logits(
+    model: DecoderForCausalLM, prompts: list[list[int]], chunk: int | None = None, is_fused: Sequence[bool] = (True,)
+) -> list[Tensor]:
+    """Float32 [tokens, vocabulary] of each prompt. All prompts share each step, `chunk` tokens of each (None: all);
+    the steps take turns in `is_fused`.
+    """
     run = _Run(model, prompts)
     parts: list[list[Tensor]] = [[] for _ in prompts]
+    turns = cycle(is_fused)
     while run.has_more():
-        for index, logits in run.step(chunk):
+        for index, logits in run.step(chunk, next(turns)):
             parts[index].append(logits)
     return [torch.cat(each) for each in parts]
 
@@ -72,14 +79,15 @@ class _Run:
         return any(sequence.num_computed_tokens < sequence.num_tokens for sequence in self.sequences)
 
     @torch.inference_mode()
-    def step(self, chunk: int | None) -> list[tuple[int, Tensor]]:
+    def step(self, chunk: int | None, is_fused: bool) -> list[tuple[int, Tensor]]:
         scheduled = []
         for sequence in self.sequences:
             left = sequence.num_tokens - sequence.num_computed_tokens
             if left:
                 scheduled.append(ScheduledSequence(sequence, min(chunk or left, left), num_samples=0))
         batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"))
-        hidden = self.model(batch.token_ids, batch.positions, batch.prompt_lengths, self.cache, batch.attention)
+        tokens = (batch.token_ids, batch.positions, batch.prompt_lengths)
+        hidden = self.model(*tokens, self.cache, batch.attention, is_fused=is_fused)
         logits = self.model.compute_logits(hidden)[:, : self.model.model_config.vocab_size]
         for each in scheduled:
             each.sequence.num_computed_tokens += each.num_scheduled_tokens

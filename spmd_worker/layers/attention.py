@@ -47,11 +47,20 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(context, head_size, model_config.rms_norm_eps) if model_config.has_qk_norm else None
         self.k_norm = RMSNorm(context, head_size, model_config.rms_norm_eps) if model_config.has_qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        is_fused: bool = True,
+    ) -> Tensor:
         """[T, hidden] -> [T, hidden], this rank's part; writes this step's keys and values before it reads."""
         projected = self.qkv_proj(x)
         attended = None
-        if self.q_norm is None:
+        if is_fused and self.q_norm is None:
             attended = self._backend.attend_projected(
                 projected, (cos, sin), layer_cache, metadata, self.num_heads, self.scale, self.window
             )

@@ -26,7 +26,7 @@ class FeedForward(nn.Module):
             context, columns, model_config.intermediate_size, model_config.hidden_size, model_config.has_mlp_bias
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
         """[T, hidden] -> [T, hidden], this rank's part."""
-        output: Tensor = self.down_proj(self.gate_up_proj(x))
+        output: Tensor = self.down_proj(self.gate_up_proj(x, is_fused=is_fused))
         return output

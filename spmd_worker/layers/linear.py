@@ -65,9 +65,13 @@ class GatedLinear(ColumnParallelLinear):
     (https://arxiv.org/abs/2002.05202).
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, input_size] -> [T, half of the outputs of this rank]."""
-        return self._kernels.gated_linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
+        """[T, input_size] -> [T, half of the outputs of this rank]. If not `is_fused`, the GEMM is written down and the
+        gates are applied after it, with the same bits.
+        """
+        if is_fused:
+            return self._kernels.gated_linear(x, self.weight, self.bias)
+        return self._kernels.silu_and_mul(self._kernels.linear(x, self.weight, self.bias))
 
     def pack_weights(self) -> None:
         """See `PackedLayer.pack_weights`."""

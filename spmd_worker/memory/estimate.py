@@ -33,8 +33,12 @@ def rank_sizes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Rank
     )
 
 
-def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str) -> int:
-    """Bytes of the parameters of one rank."""
+def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str) -> int:
+    """Bytes of what one rank holds of the weights; `device` is `cpu` or `cuda`.
+
+    On the CPU weights are packed for its matrix products, a tied head's as a copy of the embedding, which is looked up
+    in plain rows. Where oneDNN packs (there is no AMX), it pads beyond this what fills no tile of its own.
+    """
     sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
     query, key_value = sizes.num_heads * model_config.head_size, sizes.num_kv_heads * model_config.head_size
     layer = hidden * (2 * query + 2 * key_value) + 3 * hidden * sizes.num_columns + 2 * hidden
@@ -43,10 +47,9 @@ def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
         2 * sizes.num_columns + hidden
     ) * model_config.has_mlp_bias + 2 * model_config.head_size * model_config.has_qk_norm
     stage = stage_of(layout, model_config, rank)
-    # A tied head shares the embedding's rows only where one stage has both.
-    num_tables = (
-        stage.is_first + stage.is_last - (model_config.has_tied_embeddings and stage.is_first and stage.is_last)
-    )
+    # A tied head shares the embedding's rows only where one stage has both, and nothing packs.
+    shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and device != "cpu"
+    num_tables = stage.is_first + stage.is_last - shares_rows
     tables = num_tables * sizes.num_vocabulary_rows * hidden
     return (tables + stage.num_layers * layer + hidden * stage.is_last) * DTYPE_BYTES[dtype]
 

@@ -119,7 +119,7 @@ def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     num_tokens, num_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     return RankShare(
         rank_sizes(model_config, layout, rank),
-        weights_bytes(model_config, layout, rank, resolved.dtype),
+        weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type),
         activation_bytes(model_config, layout, rank, resolved.dtype, num_tokens, num_rows),
         cache_spec_of(resolved, rank).block_bytes,
     )

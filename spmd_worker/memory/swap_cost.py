@@ -7,8 +7,8 @@ size cancels: each rank computes its share of the tokens and moves its share of 
 from typing import Final
 
 from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.memory.estimate import cache_spec, weights_bytes
-from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
+from spmd_worker.memory.estimate import cache_spec
+from spmd_worker.model_config.model_config import ModelConfig
 
 OPERATIONS_PER_BYTE: Final = {"cpu": 150.0, "cuda": 8000.0}
 """Arithmetic that a device does in prompts while one byte moves between it and the host: about 1 TFLOP/s against 7 GB/s
@@ -23,6 +23,6 @@ def block_copy_tokens(model_config: ModelConfig, dtype: str, block_size: int, de
     Two operations a weight and token; attention is left out, which makes recomputing look cheaper than it is in long
     sequences. `device` is "cpu" or "cuda".
     """
-    operations_per_token = 2 * weights_bytes(model_config, _WHOLE, 0, dtype) // DTYPE_BYTES[dtype]
+    operations_per_token = 2 * model_config.num_parameters
     moved_bytes = 2 * cache_spec(model_config, _WHOLE, 0, dtype, block_size).block_bytes
     return moved_bytes * OPERATIONS_PER_BYTE[device] / operations_per_token

@@ -54,14 +54,16 @@ class DecoderLayer(nn.Module):
         sin: Tensor,
         layer_cache: Tensor,
         metadata: AttentionMetadata,
+        *,
+        is_fused: bool = True,
     ) -> Tensor:
         """The last layer's output, as this rank's part, or None before the first layer of a stage, and the residual
         stream, to which it is added in place -> this layer's output, likewise. All [T, hidden].
         """
         x = self.input_layernorm(residual) if x is None else self.input_layernorm.add_and_norm(x, residual)
-        x = self.self_attn(x, cos, sin, layer_cache, metadata)
+        x = self.self_attn(x, cos, sin, layer_cache, metadata, is_fused=is_fused)
         x = self.post_attention_layernorm.add_and_norm(x, residual)
-        output: Tensor = self.mlp(x)
+        output: Tensor = self.mlp(x, is_fused=is_fused)
         return output
 
     def weights(self) -> LayerWeights | None:
@@ -125,22 +127,28 @@ class DecoderStack(nn.Module):
         cache: Tensor,
         metadata: AttentionMetadata,
         incoming: Tensor | None = None,
+        *,
+        is_fused: bool = True,
     ) -> Tensor:
         """int64 [T] ids, positions and lengths of the rows' prompts; `cache` [layers, blocks, ...] -> [T, hidden].
 
         `incoming` is what the stage before gave, and every stage but the last gives to the next: the residual stream
         [T, hidden]. It becomes this stage's own.
+
+        If not `is_fused`, every GEMM is written down by itself and what follows it is a call of its own, with the same
+        bits: for a step in which something is added to some of them (an adapter). It is all layers' in one call else,
+        or attention and gates with what is before them.
         """
         cos, sin = self._rotary.angles(positions, prompt_lengths, self._dtype)
         residual = self.embed_tokens(token_ids) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first is given the residual stream"
         x = None
         assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
-        if self.joined_layers is not None:
+        if is_fused and self.joined_layers is not None:
             x = self.joined_layers.run(residual, (cos, sin), cache, metadata)
         else:
             for layer, layer_cache in zip(self.layers, cache, strict=True):
-                x = layer(x, residual, cos, sin, layer_cache, metadata)
+                x = layer(x, residual, cos, sin, layer_cache, metadata, is_fused=is_fused)
         assert x is not None, "a stage has layers"
         if not self._stage.is_last:
             return add_whole(self._group, x, residual)
@@ -149,7 +157,7 @@ class DecoderStack(nn.Module):
         return hidden if self._group.fast is None else hidden.clone()
 
     def join_layers(self) -> None:
-        """Once the weights are packed: from now on they stay as they are."""
+        """Once the weights are packed: from now on they stay where they are."""
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         weights = [each for layer in layers if (each := layer.weights()) is not None]
         self.joined_layers = None
@@ -177,9 +185,11 @@ class DecoderForCausalLM(nn.Module):
         cache: Tensor,
         metadata: AttentionMetadata,
         incoming: Tensor | None = None,
+        *,
+        is_fused: bool = True,
     ) -> Tensor:
         """See `DecoderStack.forward`."""
-        hidden: Tensor = self.model(token_ids, positions, prompt_lengths, cache, metadata, incoming)
+        hidden: Tensor = self.model(token_ids, positions, prompt_lengths, cache, metadata, incoming, is_fused=is_fused)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -62,14 +62,18 @@ class ModelRunner:
         self._expected.append(self._receiving(num_tokens))
 
     @torch.inference_mode()
-    def forward(self, step: int, scheduled: Sequence[ScheduledSequence]) -> None:
-        """Compute the step's tokens into the cache, and send them on or keep the logits of the rows that sample."""
+    def forward(self, step: int, scheduled: Sequence[ScheduledSequence], *, is_fused: bool = True) -> None:
+        """Compute the step's tokens into the cache, and send them on or keep the logits of the rows that sample.
+
+        `is_fused`, the same on every rank of a step: see `DecoderStack.forward`.
+        """
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
         self._clock.begin(step)
         batch = build_batch(scheduled, self._block_size, self._device)
         cache = self._cache_engine.device_cache
         incoming = None if self._model.stage.is_first else self._receive(len(batch.token_ids))
-        hidden = self._model(batch.token_ids, batch.positions, batch.prompt_lengths, cache, batch.attention, incoming)
+        tokens = (batch.token_ids, batch.positions, batch.prompt_lengths)
+        hidden = self._model(*tokens, cache, batch.attention, incoming, is_fused=is_fused)
         if self._sampler is None:
             self._send(hidden)
             self._clock.end()

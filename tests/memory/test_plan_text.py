@@ -84,6 +84,18 @@ def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfi
     assert sum(share.weights_bytes for share in plan.shares) == 2 * expected
 
 
+def test_the_copy_of_a_tied_head_is_counted_where_weights_are_packed(model_config: ModelConfig):
+    """On the CPU as much as an untied head; on a GPU head and embedding are the same rows."""
+    tied = replace(model_config, has_tied_embeddings=True)
+    weights = {
+        (each is tied, device): make_plan(RunConfig(device=device), each, RankLayout(1)).shares[0].weights_bytes
+        for each in (tied, model_config)
+        for device in ("cpu", "cuda")
+    }
+    assert weights[True, "cpu"] == weights[False, "cpu"] == weights[False, "cuda"]
+    assert weights[False, "cuda"] - weights[True, "cuda"] == 2 * 128256 * 4096
+
+
 def test_equal_ranks_share_a_line_and_unequal_ones_do_not(model_config: ModelConfig):
     table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[4:6]
     assert table[1].startswith("0-31 ")

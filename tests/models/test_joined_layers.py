@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
-from native_libraries import WITHOUT_AMX, needs_avx512
+from native_libraries import WITH_AMX, WITHOUT_AMX, needs_avx512
 from our_model import prompt_logits
 from reference_models import random_prompt
 
@@ -25,6 +25,11 @@ from spmd_worker.model_config.model_config import ModelConfig
 LIMIT_S = 120.0
 PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
 
+UNFUSED = {
+    **{name: SHAPES[name] for name in ("plain", "biased")},
+    "no panels, normed queries": replace(PLAIN, intermediate_size=90, has_qk_norm=True),
+}
+
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
@@ -34,6 +39,37 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @each_dtype
 def test_joined_layers_give_the_same_bits(dtype: torch.dtype, model_config: ModelConfig, chunk: int | None):
     assert are_equal(*joined_and_one_by_one(new_model(model_config, dtype), PROMPTS, chunk))
+
+
+@pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_avx512), WITHOUT_AMX])
+@pytest.mark.parametrize("model_config", UNFUSED.values(), ids=UNFUSED)
+@each_dtype
+def test_a_step_that_is_not_fused_gives_the_same_bits(
+    dtype: torch.dtype, model_config: ModelConfig, instruction_set: str
+):
+    """All steps, and every second step: what one has written to the cache the next reads."""
+    model = new_model(model_config, dtype, instruction_set=instruction_set)
+    fused = prompt_logits(model, PROMPTS, chunk=7)
+    assert are_equal(prompt_logits(model, PROMPTS, 7, is_fused=(False,)), fused)
+    assert are_equal(prompt_logits(model, PROMPTS, 7, is_fused=(True, False)), fused)
+
+
+@needs_avx512
+@pytest.mark.parametrize("fused", ["gated_linear", "attend_projected", "run"])
+def test_a_step_that_is_not_fused_calls_nothing_that_is(monkeypatch: pytest.MonkeyPatch, fused: str):
+    model = new_model(PLAIN, torch.float32)
+    layer, joined = model.model.layers[0], model.model.joined_layers
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(fused)
+
+    owner = {"gated_linear": layer.mlp.gate_up_proj._kernels, "attend_projected": layer.self_attn._backend}
+    monkeypatch.setattr(owner.get(fused, joined), fused, refuse)
+    assert len(prompt_logits(model, PROMPTS, is_fused=(False,))) == len(PROMPTS)
+    if fused != "run":
+        model.model.joined_layers = None
+    with pytest.raises(NotImplementedError, match=fused):
+        prompt_logits(model, PROMPTS)
 
 
 @needs_avx512
@@ -121,6 +157,7 @@ SOURCE = """
     sys.path.insert(0, sys.argv[1])
     import torch, torch.distributed as dist
     from joined_models import DTYPES, SHAPES, are_equal, joined_and_one_by_one, new_model
+    from our_model import prompt_logits
     from reference_models import random_prompt
     from spmd_worker.distributed import shared_memory
     from spmd_worker.kernels.cpu import layers
@@ -149,7 +186,8 @@ SOURCE = """
                         )
                 for chunk in (None, 7):
                     together, apart = joined_and_one_by_one(model, prompts, chunk)
-                    if not are_equal(together, apart):
+                    unfused = prompt_logits(model, prompts, chunk, is_fused=(False, True))
+                    if not (are_equal(together, apart) and are_equal(together, unfused)):
                         print(f"rank {rank}: {name} {dtype} {slot_bytes} {few} {chunk} differ", flush=True)
         dist.barrier()
         group.fast.close()
