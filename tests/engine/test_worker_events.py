@@ -37,7 +37,7 @@ def main(folder: Path, **options: Any) -> None:
         while llm.llm_engine.has_unfinished_requests():
             seen += [each.outputs[0].token_ids for each in llm.llm_engine.step()]
         seen += [str(refused.value), llm.generate("sort 21 7 =", params)[0].outputs[0].text]
-        seen += [llm.worker_event("turn_norms", None), llm.reset_prefix_cache()]
+        seen += [llm.worker_event("turn_norms", reset_prefix_cache=True)]
         seen += [llm.generate("sort 21 7 =", params)[0].outputs[0].text]
         (folder / str(llm.llm_engine.engine_channel.rank)).write_text(json.dumps(seen))
 
@@ -50,7 +50,7 @@ def test_a_worker_event(layout: dict[str, Any], tmp_path: Path):
         done = ranks.run_forked([SCRIPT, json.dumps(layout), tmp_path], nproc=2, timeout_s=60)
         assert done.returncode == 0, done.output
     seen = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
-    for first, running, refused, after_refused, norms, _, after_committed in seen:
+    for first, running, refused, after_refused, norms, after_committed in seen:
         assert (refused, after_refused, running) == (REFUSED, first, seen[0][1])
         assert after_committed == seen[0][-1] != first
         assert min(norms) > 0
