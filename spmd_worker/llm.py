@@ -29,6 +29,7 @@ from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
 from spmd_worker.errors import ChatTemplateError, ConfigError
+from spmd_worker.sequence.events import ResetPrefixCache
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -187,18 +188,19 @@ class LLM:
         """
         return self.collective_rpc("apply_model", args=(function,))
 
-    def worker_event(self, name: str, payload: Any = None) -> list[Any]:
+    def worker_event(self, name: str, payload: Any = None, *, reset_prefix_cache: bool = False) -> list[Any]:
         """Change the state of all workers, between the same two steps on every rank, or of none.
 
         Every worker calls its method `prepare_NAME(payload)`; when all of them could, `commit_NAME`, and when one could
         not, `undo_NAME` on every rank (`WorkerBase`). Methods of your own come with `worker_extension_cls`. `payload`
         is what can cross processes: numbers, texts, bytes, lists, tuples, dicts. Under torchrun every rank calls this;
         requests of `llm_engine.add_request` go on meanwhile. Returns what the commits of this executor's workers
-        returned, in rank order. Raises WorkerEventError, on every rank, naming the lowest rank that refused and why;
-        the LLM is as it was before.
+        returned, in rank order. `reset_prefix_cache`, for a change of what is computed: nothing that was cached before
+        the commit is found after it. Raises WorkerEventError, on every rank, naming the lowest rank that refused and
+        why; the LLM is as it was before.
         """
-        agree_on_call(self.llm_engine, "worker_event", name, payload)
-        return self.llm_engine.worker_event(name, payload)
+        agree_on_call(self.llm_engine, "worker_event", name, payload, reset_prefix_cache)
+        return self.llm_engine.worker_event(name, payload, [ResetPrefixCache()] if reset_prefix_cache else [])
 
     def start_profile(self, folder: str | Path) -> None:
         """Record what every rank computes, with torch's profiler, until `stop_profile`. Raises WorkerEventError where a

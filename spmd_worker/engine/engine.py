@@ -216,9 +216,10 @@ class LLMEngine:
         """
         self._events.append(SetWeightVersion(version))
 
-    def worker_event(self, name: str, payload: Any = None) -> list[Any]:
+    def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
         """Change every worker between the same two steps, or none: all call their `prepare_NAME(payload)`, and when all
         of them could, `commit_NAME` (`WorkerBase` says what these may do). Takes three steps, in which requests go on.
+        `then` are events of the scheduler that take effect with the commit: no step runs between the two.
 
         Returns what the commits of this rank's executor returned, in rank order. Raises WorkerEventError, on every rank
         that calls this, with the words of the lowest rank that refused. Ranks in `follow` take part unasked; with
@@ -236,7 +237,7 @@ class LLMEngine:
         problem = self.lockstep.event_problem
         if self.engine_channel.size > self.channel.size:
             problem = next(filter(None, self.engine_channel.gather(problem.encode())), b"").decode()
-        self._events.append(EndWorkerEvent(self._worker_events.open.number, problem))
+        self._events += [EndWorkerEvent(event.number, problem), *(() if problem else then)]
         self._ended += self._step()
         return self._worker_events.take_results()
 
