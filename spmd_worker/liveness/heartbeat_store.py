@@ -145,6 +145,10 @@ class HeartbeatExchange:
         """Whether nobody else will ever see it."""
         return self._connect is None or self.is_lost
 
+    def wake(self) -> None:
+        """Publish this rank's heartbeat now, not when it is time."""
+        self._wake.set()
+
     def alarm(self, wait_s: float = 0.0) -> None:
         """This rank's heartbeat says something that concerns all. Waits up to `wait_s` until all can read it."""
         self._is_known.clear()

@@ -15,6 +15,7 @@ heartbeats. Knows nothing about torch.
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -95,6 +96,7 @@ class Watchdog:
             watched.rank, watched.ranks, connect, self._make_heartbeat, self._clock, self._process[0]
         )
         self._failure: Failure | None = None
+        self._leaving: Failure | None = None
         self._failed_at: Moment | None = None
         self._traceback = ""
         self._count = 0
@@ -127,6 +129,18 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join(LEAVE_S)
         self._exchange.stop()
+
+    def leave_unclosed(self) -> None:
+        """This rank leaves without `close`: its program ends, by an exception perhaps, or nobody holds its engine any
+        more. No alarm: the other ranks may be doing the same. To be called before anything is taken down, so that those
+        that wait for this rank find the reason.
+        """
+        # Set by the interpreter for an exception that nobody caught.
+        error: BaseException | None = getattr(sys, "last_value", None)
+        why = f" after {type(error).__name__}: {error}" if error is not None else ""
+        text = f"rank {self.watched.rank} has left without close(){why}: its program ended, or its LLM was deleted"
+        self._leaving = Failure(FailureKind.LEFT, text)
+        self._exchange.wake()
 
     def fail(self, error: BaseException, doing: str = "") -> None:
         """Something raised here, in the step and phase of now, or while `doing` something. The ranks know of it when
@@ -191,7 +205,7 @@ class Watchdog:
         # What matters of a rank that failed is where it did, not where it cleans up.
         now = self._failed_at or self.heartbeat.now
         where, is_waiting = stand_of(self._main_thread)
-        failure = self._failure
+        failure = self._failure or self._leaving
         if failure is not None:
             failure = Failure(failure.kind, failure.text, failure.exit_code, order)
         self._count += 1
