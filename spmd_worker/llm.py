@@ -114,7 +114,7 @@ class LLM:
     def _open(self) -> None:
         # When the engine is forgotten or the interpreter ends. Process groups have threads, and torch may abort the
         # process when it takes them down with the interpreter.
-        self._release = weakref.finalize(self.llm_engine, self.llm_engine.release)
+        self._release = weakref.finalize(self.llm_engine, self.llm_engine.release, is_closed=False)
         self._replicas = open_replicas(self.llm_engine)
 
     def generate(

@@ -64,9 +64,15 @@ def _release(
     channels: tuple[Lockstep | ControlChannel, ...],
     executor: Executor,
     watchdog: Watchdog | None,
+    *,
+    is_closed: bool = True,
 ) -> None:
-    """What `LLMEngine.shutdown` gives back. Idempotent."""
+    """What `LLMEngine.shutdown` gives back. Idempotent. `is_closed` false: the interpreter ends, or nobody holds the
+    engine any more.
+    """
     heartbeat.enter(CLOSING)
+    if watchdog is not None and not is_closed:
+        watchdog.leave_unclosed()
     for channel in channels:
         channel.close()
     executor.shutdown()
@@ -309,6 +315,17 @@ class LLMEngine:
         if not self._is_mid_step:
             self.lockstep.explain(error)
 
+    def _explain(self, error: Exception) -> BaseException:
+        """Tell the other ranks of an error. Returns what to raise: where another rank is the cause, an error that names
+        it.
+        """
+        known: Exception = error
+        if self.watchdog is not None and not isinstance(error, AbortedError):
+            self.watchdog.fail(error)
+            cause = self.watchdog.find_cause(error)
+            known = RankFailedError(cause) if cause is not None else error
+        return self.lockstep.explain(known)
+
     def _step(self) -> list[SequenceGroup]:
         """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
         self._check_whole()
@@ -323,15 +340,6 @@ class LLMEngine:
         self._is_mid_step = False
         self.times.heartbeat.enter(BETWEEN_STEPS)
         return ended
-
-    def _explain(self, error: Exception) -> BaseException:
-        """Tell the other ranks. Returns what to raise: where another rank is the cause, an error that names it."""
-        known: Exception = error
-        if self.watchdog is not None and not isinstance(error, AbortedError):
-            self.watchdog.fail(error)
-            cause = self.watchdog.find_cause(error)
-            known = RankFailedError(cause) if cause is not None else error
-        return self.lockstep.explain(known)
 
     def _check_whole(self) -> None:
         """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good, and a worker

@@ -68,7 +68,7 @@ class CoordinatedShutdown:
                 return diagnosis, statuses
             if elapsed_s > SETTLE_S:
                 return None
-            self._wake.wait(TICK_S)
+            self._clock.wait(self._wake, TICK_S)
             self._wake.clear()
         return None
 
@@ -86,7 +86,7 @@ class CoordinatedShutdown:
             if not has_asked and (reporter == self._rank or waited_s > REPORT_S):
                 has_asked = True
                 self._exchange.ask_to_report()
-            if self._stop.wait(TICK_S):
+            if self._clock.wait(self._stop, TICK_S):
                 return
         if self._exchange.is_reporter or reporter == self._rank:
             self._write_report(diagnosis, statuses)
@@ -97,7 +97,7 @@ class CoordinatedShutdown:
         """The others wait for the word, and this process may end any moment."""
         started_s = self._clock.tick()
         while self._exchange.is_shared and not self._exchange.is_reported and self._clock.tick() - started_s < REPORT_S:
-            if self._stop.wait(TICK_S):
+            if self._clock.wait(self._stop, TICK_S):
                 return
 
     def _may_report(self, status: RankStatus) -> bool:
@@ -112,7 +112,7 @@ class CoordinatedShutdown:
         patience_s = 3 * LEAVE_S if diagnosis.is_explained else LEAVE_S
         started_s = self._clock.tick()
         while not is_out() and self._clock.tick() - started_s < patience_s:
-            if self._stop.wait(TICK_S):
+            if self._clock.wait(self._stop, TICK_S):
                 return
 
     def _write_report(self, diagnosis: Diagnosis, statuses: Sequence[RankStatus]) -> None:

@@ -124,6 +124,9 @@ def _diagnose_by_effects(statuses: Sequence[RankStatus], stalled: list[RankStatu
         text = f"{_are(unknown)} silent: never heard of since the start"
         return Diagnosis(_ranks(unknown), text, is_silence=True)
     echo = _first(statuses, FailureKind.SECONDARY)
+    ended = [each for each in statuses if _has_left(each)]
+    if ended and (stalled or echo is not None):
+        return _diagnose_left(ended)
     busy = [each for each in statuses if each.is_living and each.last_heartbeat and _is_busy(each.last_heartbeat)]
     if busy and (stalled or echo is not None):
         return _diagnose_stalled(busy, "busy while others waited for too long")
@@ -140,6 +143,22 @@ def _diagnose_by_effects(statuses: Sequence[RankStatus], stalled: list[RankStatu
     if not told:
         return None
     return Diagnosis(_ranks(told), f"{_were(told)} told to end ({_signal_of(told[0].failure)}) from outside the job")
+
+
+def _has_left(status: RankStatus) -> bool:
+    """Whether a rank has ended for no failure: those that wait for it wait in vain."""
+    if status.failure is not None:
+        return status.failure.kind is FailureKind.LEFT
+    return status.last_heartbeat is not None and status.last_heartbeat.has_ended
+
+
+def _diagnose_left(ended: list[RankStatus]) -> Diagnosis:
+    """A rank that left without `close` first: one that closed its engine did so on purpose."""
+    unclosed = [each for each in ended if each.failure is not None]
+    if unclosed and unclosed[0].failure is not None:
+        return Diagnosis(_ranks(unclosed), f"{unclosed[0].failure.text}; {_last_seen(unclosed[0])}")
+    has = "has" if len(ended) == 1 else "have"
+    return Diagnosis(_ranks(ended), f"{_names(ended)} {has} ended while others went on: {_last_seen(ended[0])}")
 
 
 def _signal_of(failure: Failure | None) -> str:

@@ -66,6 +66,9 @@ class FailureKind(StrEnum):
     """The launcher's process has ended before this one."""
     SIGNALLED = "told"
     """Somebody outside wants this rank to end."""
+    LEFT = "left"
+    """It has ended, or its engine was deleted, without `close`: well for itself, and the end of those who wait for it.
+    """
     EXPLAINED = "said"
     """It has been, or is being, said on the terminal, and every rank knows: a wrong setting, replicas that diverged."""
 

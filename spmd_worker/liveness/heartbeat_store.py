@@ -7,7 +7,6 @@ to.
 """
 
 import threading
-import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -27,6 +26,9 @@ _ANSWER_S: Final = 3.0
 
 _LEAVE_S: Final = 2.0
 """How long a store in this process is kept for ranks that have not ended yet, and a silent one is waited for."""
+
+
+_LEAVE_POLL_S: Final = 0.01
 
 
 class KeyValueStore(Protocol):
@@ -122,7 +124,7 @@ class HeartbeatExchange:
         self._is_stopping = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(2 * _LEAVE_S)
+            self._clock.join(self._thread, 2 * _LEAVE_S)
 
     @property
     def is_lost(self) -> bool:
@@ -145,13 +147,17 @@ class HeartbeatExchange:
         """Whether nobody else will ever see it."""
         return self._connect is None or self.is_lost
 
+    def wake(self) -> None:
+        """Publish this rank's heartbeat now, not when it is time."""
+        self._wake.set()
+
     def alarm(self, wait_s: float = 0.0) -> None:
         """This rank's heartbeat says something that concerns all. Waits up to `wait_s` until all can read it."""
         self._is_known.clear()
         self._wants_alarm = True
         self._wake.set()
         if self.is_shared:
-            self._is_known.wait(wait_s)
+            self._clock.wait(self._is_known, wait_s)
 
     def calm_down(self, num_alarms: int) -> None:
         """Nothing was wrong at the first so many alarms, as when a rank that was silent for long has spoken again."""
@@ -191,7 +197,7 @@ class HeartbeatExchange:
                 self._asked_s = self._clock.now_s
                 self._exchange(heartbeat_store)
                 self._asked_s = None
-                self._wake.wait(ALARMED_PERIOD_S if self.is_alarmed else PERIOD_S)
+                self._clock.wait(self._wake, ALARMED_PERIOD_S if self.is_alarmed else PERIOD_S)
                 self._wake.clear()
             self._leave(heartbeat_store)
         except (RuntimeError, OSError, ValueError):
@@ -252,10 +258,10 @@ class HeartbeatExchange:
     def _leave(self, heartbeat_store: HeartbeatStore) -> None:
         self._write_report(heartbeat_store)
         others = [rank for rank in self._ranks if rank != self._rank]
-        deadline_s = time.monotonic() + _LEAVE_S
-        while heartbeat_store.is_host and others and time.monotonic() < deadline_s:
+        deadline_s = self._clock.monotonic() + _LEAVE_S
+        while heartbeat_store.is_host and others and self._clock.monotonic() < deadline_s:
             # The store ends with this process: those that still read it would take that for a failure.
             others = [
                 rank for rank, last_heartbeat in heartbeat_store.find(others).items() if not last_heartbeat.has_ended
             ]
-            time.sleep(0.01)
+            self._clock.wait(threading.Event(), _LEAVE_POLL_S)

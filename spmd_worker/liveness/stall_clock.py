@@ -4,7 +4,9 @@ What counts as progress is what keeps a slow step, a slow disk or a long compila
 clocks and one heartbeat. Knows nothing about limits, or what follows when one is passed.
 """
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, Heartbeat, Moment
@@ -18,21 +20,32 @@ _BUSY_SHARE: Final = 0.05
 
 
 class WatchClock:
-    """Seconds during which this process ran: a pause of all of it, as when a container is frozen, hardly counts."""
+    """Seconds during which this process ran: a pause of all of it, as when a container is frozen, hardly counts. All
+    waiting of a watchdog goes through its clock, so that a test can drive the time.
+    """
 
     MOST_S: Final = 1.0
     """A watcher that looks several times a second and was away for longer did not run."""
 
-    def __init__(self) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.monotonic = monotonic
         self.now_s = 0.0
-        self._last_s = time.monotonic()
+        self._last_s = monotonic()
 
     def tick(self) -> float:
         """Look at the clock. Returns the time."""
-        now_s = time.monotonic()
+        now_s = self.monotonic()
         self.now_s += min(now_s - self._last_s, self.MOST_S)
         self._last_s = now_s
         return self.now_s
+
+    def wait(self, event: threading.Event, limit_s: float) -> bool:
+        """Until the event is set, for so long at most. Returns whether it is."""
+        return event.wait(limit_s)
+
+    def join(self, thread: threading.Thread, limit_s: float) -> None:
+        """Until the thread has ended, for so long at most."""
+        thread.join(limit_s)
 
 
 class StallClock:

@@ -15,6 +15,7 @@ heartbeats. Knows nothing about torch.
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -80,21 +81,28 @@ class Watched:
 class Watchdog:
     """`heartbeat` is for the main thread, and so are `fail` and `leave`; `signalled` is for whoever gets the signal.
 
-    `connect` opens the launcher's store, in a thread; None where there is none: then only this rank is watched.
+    `connect` opens the launcher's store, in a thread; None where there is none: then only this rank is watched. `clock`
+    is for tests, which drive it.
     """
 
-    def __init__(self, watched: Watched, connect: Callable[[], HeartbeatStore] | None = None) -> None:
+    def __init__(
+        self,
+        watched: Watched,
+        connect: Callable[[], HeartbeatStore] | None = None,
+        clock: WatchClock | None = None,
+    ) -> None:
         self.watched = watched
         self.heartbeat = Heartbeat()
         self._main_thread, self._main_id = threading.get_ident(), threading.get_native_id()
         self._launcher = os.getppid()
         self._process = (node_name(), os.getpid(), start_time_of(os.getpid()) or 0)
-        self._clock = WatchClock()
+        self._clock = clock or WatchClock()
         self._stall = StallClock(self.heartbeat, spins=watched.spins)
         self._exchange = HeartbeatExchange(
             watched.rank, watched.ranks, connect, self._make_heartbeat, self._clock, self._process[0]
         )
         self._failure: Failure | None = None
+        self._leaving: Failure | None = None
         self._failed_at: Moment | None = None
         self._traceback = ""
         self._count = 0
@@ -125,8 +133,20 @@ class Watchdog:
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(LEAVE_S)
+            self._clock.join(self._thread, LEAVE_S)
         self._exchange.stop()
+
+    def leave_unclosed(self) -> None:
+        """This rank leaves without `close`: its program ends, by an exception perhaps, or nobody holds its engine any
+        more. No alarm: the other ranks may be doing the same. To be called before anything is taken down, so that those
+        that wait for this rank find the reason.
+        """
+        # Set by the interpreter for an exception that nobody caught.
+        error: BaseException | None = getattr(sys, "last_value", None)
+        why = f" after {type(error).__name__}: {error}" if error is not None else ""
+        text = f"rank {self.watched.rank} has left without close(){why}: its program ended, or its LLM was deleted"
+        self._leaving = Failure(FailureKind.LEFT, text)
+        self._exchange.wake()
 
     def fail(self, error: BaseException, doing: str = "") -> None:
         """Something raised here, in the step and phase of now, or while `doing` something. The ranks know of it when
@@ -148,7 +168,7 @@ class Watchdog:
         names_cause = getattr(error, "names_cause", False)
         if self.watched.exits or len(self.watched.ranks) == 1 or not is_secondary(error) or names_cause:
             return None
-        self._is_judged.wait(SETTLE_S + _DIAGNOSE_S)
+        self._clock.wait(self._is_judged, SETTLE_S + _DIAGNOSE_S)
         diagnosis = self._diagnosis
         is_news = diagnosis is not None and not diagnosis.is_explained and not self._is_to_blame(diagnosis)
         return diagnosis.text if diagnosis is not None and is_news else None
@@ -166,7 +186,7 @@ class Watchdog:
         assert self.watched.exits, "this process is somebody else's"
         self._exit_code, self._is_out = exit_code, True
         self._wake.set()
-        self._thread.join(MOST_S)
+        self._clock.join(self._thread, MOST_S)
         exit_now(exit_code)
 
     def _fail(self, failure: Failure, error: BaseException | None = None, wait_s: float = _PUBLISH_S) -> None:
@@ -191,7 +211,7 @@ class Watchdog:
         # What matters of a rank that failed is where it did, not where it cleans up.
         now = self._failed_at or self.heartbeat.now
         where, is_waiting = stand_of(self._main_thread)
-        failure = self._failure
+        failure = self._failure or self._leaving
         if failure is not None:
             failure = Failure(failure.kind, failure.text, failure.exit_code, order)
         self._count += 1
@@ -218,7 +238,7 @@ class Watchdog:
             is_alarmed = self._failure is not None or self._exchange.is_alarmed or self._misses_a_rank()
             if is_alarmed and self._end_together():
                 return
-            self._wake.wait(TICK_S)
+            self._clock.wait(self._wake, TICK_S)
             self._wake.clear()
 
     def _look_at_main(self) -> None:

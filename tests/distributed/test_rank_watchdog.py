@@ -91,6 +91,67 @@ def test_between_two_calls_an_engine_is_between_steps_however_long_that_takes():
     assert heartbeat.now.phase == CLOSING
 
 
+DELETED_SCRIPT = f"""
+import gc, sys, threading
+from spmd_worker import LLM, SamplingParams
+
+def own_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("spmd-")]
+
+llm = LLM({str(MODEL)!r}, num_blocks=64, device="cpu", **eval(sys.argv[1]))
+assert own_threads() != []
+if sys.argv[2] == "after a failure":
+    llm.llm_engine.scheduler.schedule = None
+    try:
+        llm.generate(["add 1 2 ="], SamplingParams(max_tokens=3), use_tqdm=False)
+    except TypeError as error:
+        print("caught", error)
+if sys.argv[2] == "not released":
+    llm._release.detach()
+del llm
+gc.collect()
+print("left:", own_threads())
+"""
+MULTIPROC = {"distributed_executor_backend": "multiproc", "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "left"),
+    [
+        ({}, "idle", []),
+        ({}, "after a failure", []),
+        ({}, "not released", ["spmd-watchdog"]),
+        pytest.param(MULTIPROC, "idle", [], marks=pytest.mark.matrix),
+    ],
+)
+def test_an_llm_that_is_deleted_leaves_no_thread(options: dict[str, object], how: str, left: list[str]):
+    """The third is the control."""
+    done = ranks.run_command([sys.executable, "-c", DELETED_SCRIPT, repr(options), how], 90.0)
+    assert f"left: {left}\n" in done.stdout, done.output
+
+
+UNCLOSED_SCRIPT = f"""
+import os
+from spmd_worker import LLM, SamplingParams
+
+llm = LLM({str(MODEL)!r}, tensor_parallel_size=2, num_blocks=64, device="cpu", timeout_s=30)
+if os.environ["RANK"] == "0":
+    try:
+        llm.generate(["add 1 2 ="], SamplingParams(max_tokens=9), use_tqdm=False)
+    except Exception as error:
+        print(f"caught {{type(error).__name__}}: {{error}}", flush=True)
+"""
+
+
+def test_a_rank_whose_program_ended_without_close_is_named_and_not_taken_for_killed():
+    done = ranks.run_ranks(UNCLOSED_SCRIPT, 2, 90.0)
+    expected = (
+        "caught RankFailedError: rank 1 has left without close(): its program ended, or its LLM was deleted; last"
+    )
+    assert expected in done.stdout, done.output
+    assert done.returncode == 0, done.output
+
+
 HEADING = "the ranks when they were last heard of:"
 USERS_SCRIPT = f"""
 import os, signal, sys, time

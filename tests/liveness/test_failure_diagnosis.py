@@ -89,6 +89,25 @@ BLAMED = {
         "rank 1 is busy while others waited for too long: step 812, phase execute, for 5.1 s, at "
         "model_runner.py:88 forward",
     ),
+    "a rank that ended while others wait for it": (
+        [WAITS, RankStatus(1, last_heartbeat(1, step=9, phase="closing", has_ended=True), 4.0)],
+        (1,),
+        "rank 1 has ended while others went on: last seen in step 9, phase closing, 4.0 s ago",
+    ),
+    "a rank that left without close, before one that closed": (
+        [
+            SECONDARY,
+            RankStatus(1, last_heartbeat(1, has_ended=True), 4.0),
+            failed(2, FailureKind.LEFT, "rank 2 has left without close()", has_ended=True),
+        ],
+        (2,),
+        "rank 2 has left without close(); last seen in step 812, phase execute, 0.3 s ago",
+    ),
+    "a rank that left without close and was still taking its groups down when it died": (
+        [SECONDARY, replace(failed(2, FailureKind.LEFT, "rank 2 has left without close()"), is_gone=True)],
+        (2,),
+        "rank 2 has left without close(); last seen in step 812, phase execute, 0.3 s ago",
+    ),
     "nobody but effects": ([SECONDARY, well(1)], (0,), SECONDARY.failure.text),
     "a signal to one": ([well(0), SIGNALLED], (1,), "rank 1 was told to end (SIGTERM) from outside the job"),
     "a signal to all": (
@@ -155,7 +174,16 @@ def test_a_rank_that_ended_well_is_neither_silent_nor_gone():
     ended = RankStatus(1, last_heartbeat(1, has_ended=True), 60.0)
     assert not ended.is_silent
     assert not ended.is_living
-    assert diagnose([SECONDARY, ended], LATE_S).ranks == (0,)
+    assert diagnose([well(0), ended], LATE_S) is None
+    # Another cause counts more, and may need time to show.
+    assert diagnose([SECONDARY, ended], SETTLE_S - 0.1) is None
+    assert diagnose([SECONDARY, ended, GONE], LATE_S).ranks == (2,)
+    assert diagnose([SECONDARY, ended, SILENT], LATE_S).ranks == (3,)
+
+
+def test_a_rank_that_ended_because_of_another_is_not_to_blame():
+    ended = failed(1, FailureKind.SECONDARY, "rank 1 raised RuntimeError at step 812: gloo", has_ended=True)
+    assert diagnose([SECONDARY, ended], LATE_S).text == SECONDARY.failure.text
 
 
 def test_the_roll_call_has_one_line_a_rank():

@@ -10,27 +10,27 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from driven_time import DrivenTime
 from made_up_store import MadeUpStore
 from our_logger import logger_as_it_was
-from waiting import at_least, wait_until
+from waiting import wait_until
 
 from spmd_worker.errors import ConfigError, RankFailedError, ReplicaDivergedError
 from spmd_worker.liveness import coordinated_shutdown as ending
-from spmd_worker.liveness import failure_diagnosis as status_lines
 from spmd_worker.liveness import heartbeat_store as exchange
-from spmd_worker.liveness import watchdog
+from spmd_worker.liveness import stall_clock, watchdog
 from spmd_worker.liveness.error_file import read_records, write_elastic_file
+from spmd_worker.liveness.failure_diagnosis import SETTLE_S
 from spmd_worker.liveness.heartbeat import RankHeartbeat
 from spmd_worker.liveness.heartbeat_store import HeartbeatStore
 from spmd_worker.liveness.watchdog import Watchdog, Watched
 from spmd_worker.process import node_name, start_time_of
 
-LONG_S = 1000.0
+LONG_S, LIMIT_S = 1000.0, 300.0
 
 # The end of a process is played by the end of a thread.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -38,49 +38,47 @@ HEADING = "the ranks when they were last heard of:"
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(exchange, "PERIOD_S", 0.1)
-    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
-    monkeypatch.setattr(ending, "LEAVE_S", 0.2)
-    monkeypatch.setattr(ending, "REPORT_S", 0.4)
-    monkeypatch.setattr(watchdog, "_MIN_SOFT_LIMIT_S", 0.2)
-    for module in (status_lines, exchange):
-        monkeypatch.setattr(module, "SILENT_AFTER_S", 0.6)
-    monkeypatch.setattr(status_lines, "GATHER_S", 0.15)
-    monkeypatch.setattr(status_lines, "STALL_S", 0.4)
-    monkeypatch.setattr(watchdog, "_DIAGNOSE_S", 0.3)
-    for module in (status_lines, ending, watchdog):
-        monkeypatch.setattr(module, "SETTLE_S", 0.7)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # In driven time nobody computes: what this thread really does between two moments is no measure.
+    monkeypatch.setattr(stall_clock, "cpu_seconds_of", lambda native_id: 0.0)
     with logger_as_it_was() as logger:
         logger.propagate = True
         yield
 
 
 class Ranks:
-    """`num_ranks` watchdogs over one store. `exits` are the codes with which processes would have ended, by rank."""
+    """`num_ranks` watchdogs over one store, in driven time. `exits` are the codes with which processes would have
+    ended, by rank.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_ranks: int, folder: Path, **options) -> None:
         self.store = MadeUpStore()
+        self.time = DrivenTime()
         self.exits: dict[int, int] = {}
         ranks = tuple(range(num_ranks))
         options = {"timeout_s": LONG_S, "run_dir": folder, "exits": True} | options
         self.all = [
-            Watchdog(Watched(rank, ranks, **options), lambda: HeartbeatStore(self.store, "watch")) for rank in ranks
+            Watchdog(Watched(rank, ranks, **options), lambda: HeartbeatStore(self.store, "watch"), self.time.clock())
+            for rank in ranks
         ]
         monkeypatch.setattr(watchdog, "exit_now", self._exit)
 
     def start(self, ranks: tuple[int, ...]) -> None:
         for rank in ranks:
             self.all[rank].start()
-        wait_until(lambda: all(self.all[rank]._exchange.is_shared for rank in ranks))
-        wait_until(lambda: all(f"watch/beat/{rank}" in self.store.values for rank in ranks))
+        threads = [thread for rank in ranks for thread in (self.all[rank]._thread, self.all[rank]._exchange._thread)]
+        wait_until(lambda: all(self.time.takes_part(thread) for thread in threads))
+        self.wait_until(lambda: all(f"watch/beat/{rank}" in self.store.values for rank in ranks))
 
     def stop(self) -> None:
         for each in self.all:
             each.stop()
 
+    def wait_until(self, is_so: Callable[[], object]) -> None:
+        assert self.time.wait_until(is_so, LIMIT_S)
+
     def wait_for_exits(self, num_exits: int) -> dict[int, int]:
-        wait_until(lambda: len(self.exits) == num_exits)
+        self.wait_until(lambda: len(self.exits) == num_exits)
         return self.exits
 
     def _exit(self, code: int) -> None:
@@ -140,7 +138,7 @@ def test_the_lowest_living_rank_speaks_where_rank_0_is_dead(make, capsys):
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     publish(ranks.store, RankHeartbeat(0, node_name(), dead.pid, start_time_of(dead.pid), 1, 5, "execute"))
     ranks.start((1, 2))
-    wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
+    ranks.wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
     dead.kill()
     dead.wait()
     assert sorted(ranks.wait_for_exits(2)) == [1, 2]
@@ -152,14 +150,14 @@ def test_the_lowest_living_rank_speaks_where_rank_0_is_dead(make, capsys):
 def test_a_silent_rank_is_named_after_the_timeout_and_ended_where_it_is_ours(make, monkeypatch, capsys):
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(ending.os, "kill", lambda *arguments: killed.append(arguments))
-    ranks = make(2, timeout_s=1.0)
+    ranks = make(2, timeout_s=4.0)
     silent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     monkeypatch.setattr(ending, "parent_of", lambda pid: 1)
     publish(ranks.store, RankHeartbeat(1, node_name(), silent.pid, start_time_of(silent.pid), 1, 5, "execute"))
-    with at_least(1.0):
-        ranks.start((0,))
-        ranks.all[0].heartbeat.enter("between steps")
-        ranks.wait_for_exits(1)
+    ranks.start((0,))
+    ranks.all[0].heartbeat.enter("between steps")
+    ranks.wait_for_exits(1)
+    assert 4.0 < ranks.time.now_s < 12.0
     assert "error: rank 1 is silent: last seen in step 5, phase execute, " in capsys.readouterr().err
     assert killed == [(silent.pid, 9)]
     silent.communicate(b"\n")
@@ -214,13 +212,14 @@ def test_a_rank_that_stopped_before_it_ever_spoke_is_ended_by_what_it_was_starte
 def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
     make, tmp_path, caplog, capsys
 ):
-    ranks = make(1, timeout_s=1.0)
-    ranks.all[0].start()
+    ranks = make(1, timeout_s=20.0)
+    ranks.start((0,))
     ranks.all[0].heartbeat.enter("execute", 7)
     assert ranks.wait_for_exits(1) == {0: 1}
+    assert 20.0 < ranks.time.now_s < 25.0
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert warnings[0].startswith("step 7 does not go on in phase execute for 0.")
+    assert warnings[0].startswith("step 7 does not go on in phase execute for 4.0 s now, at ")
     assert f"stacks are in {tmp_path / 'stacks.rank0.txt'}" in warnings[0]
     assert "test_watchdog.py" in (tmp_path / "stacks.rank0.txt").read_text()
     assert "error: rank 0 is stuck: step 7, phase execute, for " in capsys.readouterr().err
@@ -229,13 +228,13 @@ def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at
 
 
 def test_a_main_thread_that_moves_is_left_alone(make, caplog):
-    ranks = make(1, timeout_s=0.5)
-    ranks.all[0].start()
+    ranks = make(1, timeout_s=4.0)
+    ranks.start((0,))
     for step in range(20):
         ranks.all[0].heartbeat.enter("execute", step)
-        time.sleep(0.05)
+        ranks.time.advance(1.0)
     ranks.all[0].heartbeat.enter("between steps")
-    time.sleep(0.7)
+    ranks.time.advance(30.0)
     assert caplog.records == []
     assert ranks.exits == {}
 
@@ -244,8 +243,8 @@ def test_without_a_run_directory_stacks_go_to_stderr(make, caplog, capfd):
     ranks = make(1, timeout_s=60.0, run_dir=None)
     ranks.all[0].watched = Watched(0, (0,), 2.0)
     ranks.all[0].heartbeat.enter("execute", 7)
-    ranks.all[0].start()
-    wait_until(lambda: bool(caplog.records))
+    ranks.start((0,))
+    ranks.wait_until(lambda: bool(caplog.records))
     assert "stacks are in stderr" in caplog.text
     assert "[rank 0] stacks:" in capfd.readouterr().err
 
@@ -285,12 +284,12 @@ def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch
     ranks = make(2)
     ranks.start((0, 1))
     ranks.all[1]._exchange.alarm()
-    wait_until(lambda: all(each._exchange.is_alarmed for each in ranks.all))
-    wait_until(lambda: not any(each._exchange.is_alarmed for each in ranks.all))
+    ranks.wait_until(lambda: all(each._exchange.is_alarmed for each in ranks.all))
+    ranks.wait_until(lambda: not any(each._exchange.is_alarmed for each in ranks.all))
     assert ranks.exits == {}
     # Silent for longer than would count during an alarm.
-    monkeypatch.setattr(exchange, "PERIOD_S", 0.9)
-    time.sleep(1.0)
+    monkeypatch.setattr(exchange, "PERIOD_S", 4.0)
+    ranks.time.advance(10.0)
     assert ranks.exits == {}
     ranks.all[1].fail(ValueError("boom"))
     assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
@@ -298,12 +297,12 @@ def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch
 
 
 def test_a_stuck_rank_that_the_launcher_told_to_end_ends_as_one_that_failed(make):
-    ranks = make(2, timeout_s=0.5)
+    ranks = make(2, timeout_s=4.0)
     ranks.start((0, 1))
     # This thread, which waits, is the main thread of both.
     for each in ranks.all:
         each.heartbeat.enter("execute", 7)
-    wait_until(lambda: all(each._failure is not None for each in ranks.all))
+    ranks.wait_until(lambda: all(each._failure is not None for each in ranks.all))
     ranks.all[1].signalled()
     assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
 
@@ -314,8 +313,8 @@ def test_ranks_that_wait_leave_the_terminal_to_the_one_they_wait_for(make, monke
     ranks = make(1, timeout_s=60.0, run_dir=None)
     ranks.all[0].watched = Watched(0, (0,), 2.0)
     ranks.all[0].heartbeat.enter("execute", 7)
-    ranks.all[0].start()
-    wait_until(lambda: bool(caplog.records))
+    ranks.start((0,))
+    ranks.wait_until(lambda: bool(caplog.records))
     [record] = caplog.records
     assert record.levelno == logging.INFO
     assert record.getMessage().startswith("step 7 waits for other ranks in phase execute for ")
@@ -337,7 +336,7 @@ def test_a_guest_knows_the_cause_of_an_error_that_tells_of_another_rank(make):
 
 def test_where_nothing_better_is_known_the_error_stays_as_it_is(make):
     alone = make(1, exits=False, run_dir=None)
-    alone.all[0].start()
+    alone.start((0,))
     assert alone.all[0].find_cause(RuntimeError("gloo: Connection closed by peer")) is None
     program = make(2)
     program.start((0, 1))
@@ -348,8 +347,8 @@ def test_a_guest_says_what_it_knows_and_ends_nothing(make, caplog, capsys):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
     ranks.all[1].fail(ValueError("boom"))
-    wait_until(lambda: "boom" in caplog.text)
-    time.sleep(0.5)
+    ranks.wait_until(lambda: "boom" in caplog.text)
+    ranks.time.advance(10.0)
     assert ranks.exits == {}
     assert capsys.readouterr().err == ""
     [message] = [record.getMessage() for record in caplog.records]
@@ -360,7 +359,7 @@ def test_ranks_whose_store_is_gone_speak_for_themselves(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
     ranks.store.is_gone = True
-    wait_until(lambda: all(each._exchange.is_lost for each in ranks.all))
+    ranks.wait_until(lambda: all(each._exchange.is_lost for each in ranks.all))
     assert ranks.exits == {}
     ranks.all[0].fail(ValueError("boom"))
     assert ranks.wait_for_exits(1) == {0: 1}
@@ -373,7 +372,7 @@ def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_th
     host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     publish(ranks.store, RankHeartbeat(0, node_name(), host.pid, start_time_of(host.pid), 1, 5, "execute"))
     ranks.start((1, 2))
-    wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
+    ranks.wait_until(lambda: all(each._exchange.statuses()[0].last_heartbeat for each in ranks.all[1:]))
     host.kill()
     host.wait()
     ranks.store.is_gone = True
@@ -385,27 +384,27 @@ def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_th
 
 def test_ranks_of_this_node_are_not_silent_because_the_store_is_gone(make):
     """They would end each other."""
-    ranks = make(2, timeout_s=1.0)
+    ranks = make(2, timeout_s=4.0)
     ranks.start((0, 1))
     for each in ranks.all:
         each.heartbeat.enter("between steps")
     ranks.store.is_gone = True
-    time.sleep(1.6)
+    ranks.time.advance(20.0)
     assert ranks.exits == {}
     assert not any(each.is_silent for each in ranks.all[0]._exchange.statuses())
 
 
 def test_in_a_large_world_who_was_looked_at_during_an_alarm_is_not_silent_after_it(make, monkeypatch):
     monkeypatch.setattr(exchange, "MAX_RANKS_THAT_SEE_ALL", 2)
-    ranks = make(3, timeout_s=1.0)
+    ranks = make(3, timeout_s=4.0)
     ranks.start((0, 1, 2))
     for each in ranks.all:
         each.heartbeat.enter("between steps")
     ranks.all[2]._exchange.alarm()
-    wait_until(lambda: ranks.all[1]._exchange.is_alarmed)
-    wait_until(lambda: ranks.all[1]._exchange.statuses()[2].last_heartbeat is not None)
-    wait_until(lambda: not any(each._exchange.is_alarmed for each in ranks.all))
-    time.sleep(1.6)
+    ranks.wait_until(lambda: ranks.all[1]._exchange.is_alarmed)
+    ranks.wait_until(lambda: ranks.all[1]._exchange.statuses()[2].last_heartbeat is not None)
+    ranks.wait_until(lambda: not any(each._exchange.is_alarmed for each in ranks.all))
+    ranks.time.advance(20.0)
     assert ranks.exits == {}
     assert ranks.all[1]._exchange.statuses()[2].last_heartbeat is None
 
@@ -448,7 +447,7 @@ def test_a_rank_that_computes_while_another_waits_in_vain_is_named_and_says_so_t
     ranks.start((0, 1))
     ranks.all[1].heartbeat.enter("execute", 7)
     # So long that it cannot have begun after the wait.
-    wait_until(lambda: ranks.all[1]._stall.age_s > 1.2)
+    ranks.wait_until(lambda: ranks.all[1]._stall.age_s > SETTLE_S + 1)
     ranks.all[0].fail(RuntimeError("gloo: Timed out waiting 5000ms"))
     assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
     assert "error: rank 1 is busy while others waited for too long: step 7, phase execute, " in capsys.readouterr().err
@@ -465,6 +464,59 @@ def test_the_main_thread_leaves_when_all_know_why(make):
     assert ranks.exits[0] == 3
     # Before it ended, so that no other rank waits for the word.
     assert ranks.all[0]._exchange.is_reported
+
+
+def test_a_guest_that_left_without_close_is_named_by_those_that_wait_for_it(make, monkeypatch):
+    """Its program once seemed to have been killed."""
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.all[1].heartbeat.enter("closing", 3)
+    ranks.all[1].leave_unclosed()
+    # Before its groups are taken down, which may take a while.
+    began_s = ranks.time.now_s
+    ranks.wait_until(lambda: RankHeartbeat.unpack(ranks.store.values["watch/beat/1"]).failure is not None)
+    assert ranks.time.now_s == began_s
+    ranks.all[1].stop()
+    echo = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(echo)
+    cause = ranks.all[0].find_cause(echo)
+    assert cause.startswith(
+        "rank 1 has left without close(): its program ended, or its LLM was deleted; last seen in step 3, phase closing"
+    )
+
+
+def test_an_exception_that_ended_a_guest_is_named(make, monkeypatch):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    monkeypatch.setattr(sys, "last_value", KeyError("x"), raising=False)
+    ranks.all[1].leave_unclosed()
+    ranks.all[1].stop()
+    echo = RankFailedError("rank 1 is gone: no answer to step 3")
+    ranks.all[0].fail(echo)
+    assert ranks.all[0].find_cause(echo).startswith("rank 1 has left without close() after KeyError: 'x': its program")
+
+
+def test_a_guest_that_closed_while_others_go_on_is_named(make):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.all[1].stop()
+    echo = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(echo)
+    assert ranks.all[0].find_cause(echo).startswith("rank 1 has ended while others went on: last seen in step 0, ")
+
+
+def test_guests_that_all_leave_without_close_are_no_failure(make, caplog, capsys):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+    ranks.all[1].leave_unclosed()
+    ranks.all[1].stop()
+    ranks.time.advance(20.0)
+    ranks.all[0].leave_unclosed()
+    ranks.stop()
+    assert caplog.records == []
+    assert capsys.readouterr().err == ""
 
 
 def test_stopping_leaves_no_thread(make):

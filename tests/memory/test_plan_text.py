@@ -88,7 +88,7 @@ def test_the_copy_of_a_tied_head_is_counted_where_weights_are_packed(model_confi
     """On the CPU as much as an untied head; on a GPU head and embedding are the same rows."""
     tied = replace(model_config, has_tied_embeddings=True)
     weights = {
-        (each is tied, device): make_plan(RunConfig(device=device), each, RankLayout(1)).shares[0].weights_bytes
+        (each is tied, device): make_plan(resolved(each, device=device)).shares[0].weights_bytes
         for each in (tied, model_config)
         for device in ("cpu", "cuda")
     }
