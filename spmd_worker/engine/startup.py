@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy
-import safetensors
 import tokenizers
 import torch
 
@@ -219,7 +218,7 @@ def _new_decoder(tokenizer: Tokenizer, sequence: Sequence) -> IncrementalDecoder
 
 def package_versions() -> dict[str, str]:
     """What computes beside this code, and could compute otherwise in another version."""
-    versions = {module.__name__: str(module.__version__) for module in (numpy, safetensors, tokenizers, torch)}
+    versions = {module.__name__: str(module.__version__) for module in (numpy, tokenizers, torch)}
     return {"python": platform.python_version(), **versions}
 
 
