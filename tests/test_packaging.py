@@ -123,7 +123,7 @@ def test_the_tools_run_from_the_wheel_and_help_with_their_own_name(environment: 
 
 def test_what_the_code_imports_is_among_the_dependencies():
     names = {line.split(">")[0].split("=")[0] for line in SETTINGS["project"]["dependencies"]}
-    assert {"torch", "hydra-core", "omegaconf", "pyyaml", "safetensors", "tokenizers", "numpy", "jinja2"} <= names
+    assert {"torch", "hydra-core", "omegaconf", "pyyaml", "tokenizers", "numpy", "jinja2"} <= names
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").lower()
     assert [name for name in sorted(names) if f"{name}==" not in pins] == []
 

@@ -10,15 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy
-import safetensors
 import tokenizers
 import torch
 
-from kv_cache.cache_manager import CacheManager
-from kv_cache.host_tier import HostTier
 from spmd_worker.config.schema import ParallelConfig, RunConfig
 from spmd_worker.distributed.communicator import single_group
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
@@ -38,25 +35,16 @@ from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.swap_cost import block_copy_tokens
 from spmd_worker.resolved import ResolvedRun, resolve_again, resolve_run
 from spmd_worker.scheduler.allocator import PreemptionPolicy
+from spmd_worker.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.sequence.sequence import Sequence
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.version import code_fingerprint
 from spmd_worker.weights.identity import file_identities, tensor_digests
 from spmd_worker.worker.device import device_type
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 """Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""
-
-
-class CacheSizes(NamedTuple):
-    """Blocks that every rank has room for: on the device, to swap to, and beyond for prefixes that lost their place."""
-
-    num_blocks: int
-    num_host_blocks: int = 0
-    num_tier_blocks: int = 0
 
 
 def read_run(config: RunConfig) -> ResolvedRun:
@@ -149,7 +137,7 @@ def _start(
     try:
         tokenizer, sizes = _load(resolved, tokenizer, executor, channel, engine_channel, watchdog)
         watchdog.heartbeat.enter("agreeing on the start")
-        scheduler = new_scheduler(resolved, tokenizer, sizes)
+        scheduler = _new_replica(resolved, tokenizer, sizes)
         if config.executor.digest_every:
             _agree_on_computing(channel, engine_channel, executor, scheduler)
         # The channel last: it starts a thread.
@@ -238,7 +226,7 @@ def _open_channel(
     return open_step_channel(channel, None if is_one_node else environment.master_address, config.executor.timeout_s)
 
 
-def new_scheduler(resolved: ResolvedRun, tokenizer: Tokenizer | None, sizes: CacheSizes) -> Scheduler:
+def _new_replica(resolved: ResolvedRun, tokenizer: Tokenizer | None, sizes: CacheSizes) -> Scheduler:
     """This rank's replica of the scheduler, empty."""
     config, model_config = resolved.config, resolved.model_config
     copy_tokens = block_copy_tokens(model_config, resolved.dtype, config.cache.block_size, resolved.device_type)
@@ -251,24 +239,14 @@ def new_scheduler(resolved: ResolvedRun, tokenizer: Tokenizer | None, sizes: Cac
         WATERMARK_BLOCKS_PER_SEQUENCE,
         config.parallel.pipeline_parallel_size,
     )
-    cache = CacheManager(
-        sizes.num_blocks,
-        config.cache.block_size,
-        num_host_blocks=sizes.num_host_blocks,
-        connector=HostTier(sizes.num_tier_blocks) if sizes.num_tier_blocks else None,
+    return new_scheduler(
+        limits, sizes, config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, tokenizer
     )
-    new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
-    return Scheduler(limits, cache, StopChecker(model_config.eos_token_ids, resolved.max_model_len, new_decoder))
-
-
-def _new_decoder(tokenizer: Tokenizer, sequence: Sequence) -> IncrementalDecoder:
-    request = sequence.request
-    return IncrementalDecoder(tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
 
 
 def package_versions() -> dict[str, str]:
     """What computes beside this code, and could compute otherwise in another version."""
-    versions = {module.__name__: str(module.__version__) for module in (numpy, safetensors, tokenizers, torch)}
+    versions = {module.__name__: str(module.__version__) for module in (numpy, tokenizers, torch)}
     return {"python": platform.python_version(), **versions}
 
 

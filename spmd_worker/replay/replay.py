@@ -8,12 +8,9 @@ torch, ranks or models (`replay_model.py` recomputes the ids), nor how anything 
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
-from kv_cache.cache_manager import CacheManager
-from kv_cache.host_tier import HostTier
 from spmd_worker.errors import ReplayDivergedError, ReplayError
 from spmd_worker.lockstep.difference import Record, first_difference
 from spmd_worker.lockstep.digest import ChainedDigest
@@ -22,14 +19,14 @@ from spmd_worker.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.mirror.mirror import Mirror, MirrorError
 from spmd_worker.replay.step_log import StepLog, StepLogHeader, header_to_json
 from spmd_worker.scheduler.allocator import PreemptionPolicy
+from spmd_worker.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Admit, Close, Event, concern_workers
 from spmd_worker.sequence.request import Request, RequestId, random_stream
-from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceKey
+from spmd_worker.sequence.sequence import SequenceGroup, SequenceKey
 from spmd_worker.sequence.step import StepPlan, StepResult
-from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 HEADER_KEYS_THAT_MAY_DIFFER = (*("code", "model_path", "tensor_parallel_size", "data_parallel_size"),)
 """Two runs that differ in these alone should have equal steps: that is what comparing them shows."""
@@ -66,7 +63,7 @@ class Replay:
 
     def __init__(self, header: StepLogHeader, tokenizer: Tokenizer | None) -> None:
         """`tokenizer` finds stop strings; None where no request has any."""
-        self.scheduler = _new_scheduler(header, tokenizer)
+        self.scheduler = _new_replica(header, tokenizer)
         self.mirror = Mirror(header.num_blocks, header.block_size)
         self.num_steps = 0
         self.num_equal_digests = 0
@@ -302,8 +299,8 @@ def _in_words(difference: str, first: str, other: str) -> str:
     return difference.replace(" on rank 0", f" {first}").replace(" on rank 1", f" {other}")
 
 
-def _new_scheduler(header: StepLogHeader, tokenizer: Tokenizer | None) -> Scheduler:
-    """As the engine makes it."""
+def _new_replica(header: StepLogHeader, tokenizer: Tokenizer | None) -> Scheduler:
+    """With the limits that the engine had."""
     limits = SchedulerLimits(
         header.max_num_seqs,
         header.max_num_batched_tokens,
@@ -313,16 +310,5 @@ def _new_scheduler(header: StepLogHeader, tokenizer: Tokenizer | None) -> Schedu
         header.watermark_blocks_per_sequence,
         header.pipeline_parallel_size,
     )
-    cache = CacheManager(
-        header.num_blocks,
-        header.block_size,
-        num_host_blocks=header.num_host_blocks,
-        connector=HostTier(header.num_tier_blocks) if header.num_tier_blocks else None,
-    )
-    new_decoder = partial(_new_decoder, tokenizer) if tokenizer is not None else None
-    return Scheduler(limits, cache, StopChecker(header.eos_token_ids, header.max_model_len, new_decoder))
-
-
-def _new_decoder(tokenizer: Tokenizer, sequence: Sequence) -> IncrementalDecoder:
-    request = sequence.request
-    return IncrementalDecoder(tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
+    sizes = CacheSizes(header.num_blocks, header.num_host_blocks, header.num_tier_blocks)
+    return new_scheduler(limits, sizes, header.block_size, header.eos_token_ids, header.max_model_len, tokenizer)

@@ -109,8 +109,8 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.data_parallel.store",
 )
 
-TORCH_NAMES = ("torch", "safetensors.torch")
-THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "yaml", "safetensors", "tokenizers", "jinja2", "tqdm")
+TORCH_NAMES = ("torch",)
+THIRD_PARTY = ("torch", "numpy", "hydra", "omegaconf", "yaml", "tokenizers", "jinja2", "tqdm")
 OPTIONAL = {
     "zstandard": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),
     "pyarrow": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),

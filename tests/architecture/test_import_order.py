@@ -40,8 +40,7 @@ PLANTED = [
     (SCHEDULER, "import torch.distributed as dist", "is torch-free and imports torch"),
     (SCHEDULER, "def late():\n    from torch import Tensor", "is torch-free and imports torch"),
     (SCHEDULER, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", "is torch-free"),
-    (SCHEDULER, "from safetensors.torch import save_file", "is torch-free and imports torch"),
-    (SCHEDULER, "from safetensors import torch as st", "is torch-free and imports torch"),
+    (SCHEDULER, "from safetensors.torch import save_file", "safetensors is not among the dependencies"),
     (LAYOUT, "import torch", "spmd_worker.distributed.topology is torch-free"),
     (
         LAYOUT,

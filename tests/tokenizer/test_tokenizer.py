@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import CHATML, write_byte_level, write_llama_style, write_metaspace
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from spmd_worker.errors import TokenizerError
@@ -273,6 +274,30 @@ def test_a_character_cut_by_the_end_of_the_prompt_is_completed_in_the_output(byt
     assert "".join(decode_in_groups(llama, [*llama.encode("a"), *euro[:2]], euro[2:], [])) == "€"
     many = [3 + value for value in ("😀" * 5).encode()]
     assert "".join(decode_in_groups(llama, many, llama.encode("b", False), [])) == " b"
+
+
+def test_the_librarys_stream_would_not_do(byte_level, llama):
+    """Why the decoder is ours. When this fails, `DecodeStream` may do what it does."""
+
+    def piece_by_piece(tokenizer, prompt, ids):
+        stream = DecodeStream(ids=prompt)
+        return "".join(stream.step(tokenizer._backend, token_id) or "" for token_id in ids)
+
+    # An unfinished character at the end never comes: there is no flush.
+    ids = [byte_level._backend.token_to_id(character) for character in "aâĤ"]
+    assert piece_by_piece(byte_level, [], ids) == "a"
+    assert "".join(decode_in_groups(byte_level, [], ids, [])) == "a\ufffd"
+    # Bytes that are no character, before text.
+    word = llama.encode("hello", add_special_tokens=False)[-1]
+    ids = [3 + 0x9F, 3 + 0x90, word]
+    with pytest.raises(Exception, match="Invalid prefix encountered"):
+        piece_by_piece(llama, [3 + ord("a")], ids)
+    assert "".join(decode_in_groups(llama, [3 + ord("a")], ids, [])) == expected_text(llama, [3 + ord("a")], ids, True)
+    # A prompt that ends in an unfinished character.
+    prompt = [*byte_level.encode("a"), byte_level._backend.token_to_id("â")]
+    ids = byte_level.encode("b")
+    assert piece_by_piece(byte_level, prompt, ids).startswith("a")
+    assert "".join(decode_in_groups(byte_level, prompt, ids, [])) == "\ufffdb"
 
 
 def test_skipped_special_tokens_leave_no_trace_in_the_text(byte_level):

@@ -193,6 +193,32 @@ def test_a_mutated_header_is_refused_with_a_checkpoint_error_or_is_one_the_libra
     }
 
 
+WHAT_THE_LIBRARY_TAKES = {
+    "a name that stands twice": (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        8,
+        "has the key 'a' twice",
+    ),
+    "an unknown key": (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":1}}', 8, "exactly the keys"),
+    "a size that overflows": (
+        b'{"a":{"dtype":"F32","shape":[0,4611686018427387904,4611686018427387904],"data_offsets":[0,0]}}',
+        0,
+        "the shape overflows",
+    ),
+    "control characters": (b'{"\\u001b[2J":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 8, "not printable"),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "data_bytes", "words"), WHAT_THE_LIBRARY_TAKES.values(), ids=WHAT_THE_LIBRARY_TAKES.keys()
+)
+def test_headers_that_the_library_takes_are_refused_here(text, data_bytes, words):
+    """Why headers are read by code of our own."""
+    deserialize(struct.pack("<Q", len(text)) + text + bytes(data_bytes))
+    with pytest.raises(CheckpointError, match=f"model.safetensors: .*{words}"):
+        parse(text, data_bytes)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60))
 def test_random_bytes_are_refused_with_a_checkpoint_error(text):
