@@ -130,6 +130,12 @@ class WorkerDiedError(RankFailedError):
     is_secondary = False
 
 
+class WorkerEventError(SpmdError, RuntimeError):
+    """A rank refused a worker event, which was undone on every rank; the message has the lowest such rank's words."""
+
+    names_rank = True
+
+
 # Jobs and their files.
 
 

@@ -7,13 +7,10 @@ all of them change between the same two steps. Knows what each rank is asked. Kn
 
 from typing import Any
 
+from spmd_worker.errors import WorkerEventError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.rpc_coding import decode_value, encode_value
 from spmd_worker.sequence.events import EndWorkerEvent, WorkerEvent
-
-
-class WorkerEventError(RuntimeError):
-    """A rank refused a worker event, which was undone on every rank; the message has the lowest such rank's words."""
 
 
 class WorkerEvents:

@@ -9,8 +9,8 @@ import ranks
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.engine import startup
 from spmd_worker.errors import ConfigError
+from spmd_worker.scheduler import factory
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "timeout_s": 30}
@@ -103,7 +103,7 @@ def test_unanswered_requests_are_counted_and_refused_and_then_answered():
 
 def test_an_engine_that_kept_its_index_of_blocks_would_be_seen(expected: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: the new workers with the old names of blocks."""
-    monkeypatch.setattr(startup, "CacheManager", functools.cache(CacheManager))
+    monkeypatch.setattr(factory, "CacheManager", functools.cache(CacheManager))
     with LLM(MODEL, **OPTIONS) as llm:
         assert answer(llm) == (expected, 0)
         llm.reinitialize_distributed()
