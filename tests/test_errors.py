@@ -23,6 +23,7 @@ EXPECTED = {
     "AbortedError": (RuntimeError, 1, True, False, True),
     "WorkerError": (RuntimeError, 1, False, False, True),
     "WorkerDiedError": (RuntimeError, 1, False, False, True),
+    "WorkerEventError": (RuntimeError, 1, False, False, True),
     "JobError": (RuntimeError, 1, False, True, False),
     "JournalError": (ValueError, 1, False, False, False),
     "StepStatsError": (ValueError, 1, False, False, False),
