@@ -199,6 +199,7 @@ class LLM:
         the commit is found after it. Raises WorkerEventError, on every rank, naming the lowest rank that refused and
         why; the LLM is as it was before.
         """
+        self.llm_engine.check_open()
         agree_on_call(self.llm_engine, "worker_event", name, payload, reset_prefix_cache)
         return self.llm_engine.worker_event(name, payload, [ResetPrefixCache()] if reset_prefix_cache else [])
 

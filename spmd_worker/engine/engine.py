@@ -231,8 +231,7 @@ class LLMEngine:
         that calls this, with the words of the lowest rank that refused. Ranks in `follow` take part unasked; with
         several replicas every rank of each calls this.
         """
-        if self.is_closed:
-            raise RuntimeError("this LLM was closed: make a new one")
+        self.check_open()
         event = self._worker_events.new(name, payload)
         self._events.append(event)
         self._ended += self._step()
@@ -252,13 +251,14 @@ class LLMEngine:
         return bool(self._prompts)
 
     def check_open(self) -> None:
-        """Raise RuntimeError where this engine can answer nothing any more: it was closed, or a step failed halfway."""
+        """Raise RuntimeError for an engine that was closed, or failed in a step or between two."""
         if self.is_closed:
             raise RuntimeError("this LLM was closed: make a new one")
         self._check_whole()
 
     def check_idle(self) -> None:
-        """Raise RuntimeError unless new prompts would have the engine to themselves: nothing else waits."""
+        """Raise RuntimeError unless new prompts would have the engine to themselves: open, whole, nothing waiting."""
+        self.check_open()
         if self.has_unfinished_requests():
             raise RuntimeError(
                 f"{self.num_unfinished} requests of llm_engine.add_request are not answered yet: call llm_engine.step "

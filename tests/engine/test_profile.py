@@ -77,6 +77,8 @@ def test_a_commit_that_raises_ends_the_engine(tmp_path: Path, monkeypatch: pytes
             llm.start_profile(tmp_path)
         with pytest.raises(RuntimeError, match="an earlier step failed halfway: close this LLM"):
             llm.generate(["copy q ="], SHORT, use_tqdm=False)
+    with pytest.raises(RuntimeError, match="this LLM was closed: make a new one"):
+        llm.stop_profile()
 
 
 def test_every_rank_writes_its_own_trace(tmp_path: Path):
