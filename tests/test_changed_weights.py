@@ -5,25 +5,21 @@ is emulated where the processor has none.
 """
 
 import shutil
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import ranks
-import torch
+from changed_weights import ALL, change, compare
 from native_libraries import HAS_AMX, NATIVE, WITH_AMX, WITHOUT_AMX, library_for, needs_avx512
-from reference_models import CheckpointSpec, LlamaConfig, mixed_prompts, write_checkpoint
+from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from spmd_worker import LLM, SamplingParams
 from spmd_worker.attention import cpu
 from spmd_worker.kernels.cpu import native
+from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
+from spmd_worker.layers.embedding import VocabularyParallelEmbedding
 
-PROMPTS = [{"prompt_token_ids": prompt} for prompt in mixed_prompts(4, 40, seed=3)]
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=0)
 OVERRIDES = {
     "untied": {"intermediate_size": 128, "attention_bias": True, "mlp_bias": True},
     "tied": {"intermediate_size": 128, "tie_word_embeddings": True},
@@ -38,12 +34,6 @@ each_arithmetic = pytest.mark.parametrize(
 )
 
 
-def change(name: str, weight: Tensor, kind: str) -> None:
-    """Those of a kind in the first layer become zero, others are scaled, by factors that bfloat16 does not round."""
-    if kind in name:
-        weight *= 0 if name.startswith("model.layers.0.") and kind in KINDS else (-0.5, 2.0, -1.0)[len(name) % 3]
-
-
 def folders(checkpoint: str, kind: str) -> tuple[Path, Path]:
     def write(folder: Path) -> None:
         shutil.copytree(base, folder)
@@ -55,23 +45,6 @@ def folders(checkpoint: str, kind: str) -> tuple[Path, Path]:
     spec = CheckpointSpec(LlamaConfig, OVERRIDES[checkpoint])
     base = made_once(f"weights {checkpoint}", lambda folder: write_checkpoint(folder, spec))
     return base, made_once(f"weights {checkpoint} {kind}", write)
-
-
-def change_all(model: torch.nn.Module, kind: str) -> None:
-    for name, parameter in model.named_parameters():
-        change(name, parameter.data, kind)
-
-
-def compare(base: Path, changed: Path, kind: str, dtype: str, **layout: int) -> None:
-    options = {"dtype": dtype, "num_blocks": 64, "max_model_len": 128, **layout}
-    with LLM(changed, **options) as llm:
-        expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    with LLM(base, **options) as llm:
-        before = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        llm.apply_model(partial(change_all, kind=kind))
-        llm.set_weight_version(1)
-        after = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert repr(after) == repr(expected) != repr(before)
 
 
 @each_dtype
@@ -101,12 +74,24 @@ def test_a_changed_kind_of_weight_answers_as_a_checkpoint_with_it(
 def test_weights_changed_on_two_ranks_answer_as_a_checkpoint_with_the_change(
     checkpoint: str, layout: str, instruction_set: str, dtype: str
 ):
-    arguments = [*folders(checkpoint, "."), dtype, layout, instruction_set]
-    done = ranks.run_forked([__file__, *arguments], 2, timeout_s=120)
+    arguments = [*folders(checkpoint, ALL), dtype, layout, instruction_set]
+    done = ranks.run_forked([ranks.REPOSITORY / "tests/changed_weights.py", *arguments], 2, timeout_s=120)
     assert done.returncode == 0, done.output
 
 
-if __name__ == "__main__":
-    base, changed, dtype, layout, instruction_set = sys.argv[1:]
-    native.native_library = cpu.native_library = lambda: library_for(instruction_set)
-    compare(Path(base), Path(changed), ".", dtype, **{layout: 2})
+@needs_avx512
+@pytest.mark.parametrize(("layer", "kind"), [(PackedLayer, "q_proj"), (VocabularyParallelEmbedding, "embed_tokens")])
+def test_the_comparison_sees_weights_that_are_not_packed_again(
+    monkeypatch: pytest.MonkeyPatch, layer: type[CheckpointLayer], kind: str
+):
+    """Negative control: panels, and the head of a tied model, stay as they were."""
+    for module in (native, cpu):
+        monkeypatch.setattr(module, "native_library", lambda: library_for(WITH_AMX))
+    base, changed = folders("tied", kind)
+    monkeypatch.setattr(layer, "write_region", CheckpointLayer.write_region if kind == "embed_tokens" else ignore)
+    with pytest.raises(AssertionError):
+        compare(base, changed, kind, "float32")
+
+
+def ignore(*_: object) -> None:
+    """In place of what writes."""

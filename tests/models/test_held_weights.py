@@ -14,6 +14,8 @@ from native_libraries import NATIVE, WITH_AMX, library_for, needs_avx512
 from our_model import BLOCK_SIZE, prompt_logits
 from reference_models import random_prompt
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spmd_worker.attention.cpu import CpuBackend
 from spmd_worker.distributed.communicator import GroupHandle, single_group
@@ -197,6 +199,37 @@ def test_a_stage_of_a_pipeline_shows_and_takes_its_own_weights():
             assert view.model.layers[max(layers)].self_attn.k_proj.weight is view.get_parameter(name)
             assert view.model.layers[-1] is view.model.layers[max(layers)] is list(view.model.layers)[-1]
     assert first.load_weights([("lm_head.weight", torch.ones(1))]) == set(), "a tied head has no weight of its own"
+
+
+class NewBytes(TorchDispatchMode):
+    """Counts the bytes of every storage that an operation makes: no less than what there is at a time."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        made = {each.untyped_storage().data_ptr(): each for each in tree_leaves(result) if isinstance(each, Tensor)}
+        self.num_bytes += sum(made[key].untyped_storage().nbytes() for key in made.keys() - given)
+        return result
+
+
+@pytest.mark.parametrize("kernels", [KERNELS["reference"], KERNELS["panels"]], ids=["reference", "panels"])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_a_new_weight_takes_memory_for_one_slice_of_it_or_none(kernels: Kernels, given: torch.dtype):
+    """One where it is converted; beside it, a few numbers for each row that is packed."""
+    model = new_model(SHAPES["wide heads"], kernels, torch.bfloat16, group_of(2, 0))[0]
+    for name, tensor in whole_tensors(SHAPES["wide heads"], given, seed=1).items():
+        model.load_weights([])  # slices are indexed once
+        with NewBytes() as new:
+            model.load_weights([(name, tensor)])
+        part = model._held[name].read()
+        num_rows = 0 if tensor.ndim == 1 else len(part)
+        copied = part.nbytes if given != torch.bfloat16 else 0
+        assert new.num_bytes <= copied + 64 * num_rows + 64, (name, new.num_bytes)
+    with NewBytes() as new:
+        tensor.clone()
+    assert new.num_bytes == tensor.nbytes, "negative control"
 
 
 class Sharded(Tensor):
