@@ -107,6 +107,12 @@ class AbortedError(SpmdError, RuntimeError):
         self.is_divergence = is_divergence
 
 
+class PeerLostError(SpmdError, RuntimeError):
+    """In a collective another rank has left, or did not come in time."""
+
+    is_secondary = True
+
+
 class WorkerError(RankFailedError):
     """A worker in another process raised. `order` counts failures as they arrived, so that the first is known."""
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.errors import PeerLostError
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.process import node_name
 
@@ -47,7 +48,7 @@ _TIMED_OUT: Final = -1
 class SharedMemoryGroup:
     """Implements `process_group.Collectives` for tensors in host memory. Use `open_shared_memory`.
 
-    Every rank of the group makes the same calls in the same order, with equal shapes. Raises RuntimeError when a rank
+    Every rank of the group makes the same calls in the same order, with equal shapes. Raises PeerLostError when a rank
     has gone, or was not heard of for `timeout_s`.
     """
 
@@ -196,12 +197,11 @@ class SharedMemoryGroup:
                 os.close(descriptor)
 
     def check(self, result: int) -> None:
-        """What a compiled function returned. Raises RuntimeError if that was not 0."""
+        """What a compiled function returned. Raises PeerLostError if that was not 0."""
         if result == _TIMED_OUT:
-            raise RuntimeError("shared memory: timed out waiting for another rank")
+            raise PeerLostError("shared memory: timed out waiting for another rank")
         if result:
-            # In gloo's words, which others know as the effect and not the cause.
-            raise RuntimeError(f"shared memory: Connection closed by peer: rank {self._ranks[result - 1]} has left")
+            raise PeerLostError(f"shared memory: rank {self._ranks[result - 1]} has left")
 
 
 class _Sent:

@@ -28,7 +28,7 @@ SETTLE_S: Final = 3.0
 # Torch's own classes, by name because this floor is torch-free, and the texts of gloo and NCCL.
 _SECONDARY_CLASSES_OF_TORCH: Final = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _SECONDARY_TEXTS: Final = (
-    *("gloo", "NCCL", "shared memory: "),
+    *("gloo", "NCCL"),
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
 )
 _MAX_TEXT: Final = 2000

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spmd_worker.errors import ConfigError, RankFailedError, RanksDisagreeError, ReplicaDivergedError
+from spmd_worker.errors import ConfigError, PeerLostError, RankFailedError, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.liveness.failure_diagnosis import (
     GATHER_S,
     SETTLE_S,
@@ -220,7 +220,7 @@ def test_a_long_exception_takes_one_line():
 ERRORS = [
     (ValueError("x"), False),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-    (RuntimeError("shared memory: timed out waiting for another rank"), True),
+    (PeerLostError("shared memory: timed out waiting for another rank"), True),
     (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset"), True),
     (RuntimeError("NCCL communicator was aborted on rank 1"), True),
     (ConnectionResetError("x"), True),
