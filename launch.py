@@ -38,7 +38,7 @@ logger = logging.getLogger("spmd_worker.launch")
 CONF: Final = Path(__file__).resolve().parent / "conf"
 
 _PATIENCE_S: Final = 5.0
-"""How long a rank that failed like rank 0 leaves the word to it, and a rank that is to end stays to learn why."""
+"""How long a rank that failed like rank 0 waits for it to print the error, and a signalled one to learn the cause."""
 
 _USAGE: Final = """\
 Offline LLM inference in the ranks that torchrun started: rows in, completions out.
@@ -205,7 +205,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     is_on_gpu = device_type(config.device) == "cuda"
     _share_the_node(config, environment, is_on_gpu)
     watchdog = watch_program(environment, config.executor.timeout_s, run_dir_of(config.job), spins=is_on_gpu)
-    # When a rank has left, the launcher sends the others SIGTERM: they stay a while to learn why.
+    # When a rank has ended, the launcher sends the others SIGTERM: they stay a while to learn the cause.
     patience_s = _PATIENCE_S if environment.world_size > 1 else 0.0
     signals = EndingSignals(lambda: watchdog.before_exit(), watchdog.signalled, patience_s)
     signals.install()
@@ -232,7 +232,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
 
 
 def _end(error: Exception, environment: RankEnvironment, watchdog: Watchdog) -> int:
-    """End this rank after an error that concerns all: with several ranks the rank status says who is to blame."""
+    """End this rank after an error that concerns all: with several ranks the failure diagnosis names the cause."""
     if environment.world_size == 1:
         return _fail(str(error), environment)
     watchdog.fail(error)
@@ -261,14 +261,14 @@ def _leave_together(exit_code: int) -> NoReturn:
 
 
 def _fail(message: str, environment: RankEnvironment, code: int = 1, is_ending: threading.Event | None = None) -> int:
-    """Print an error once: rank 0 speaks for all, and another rank where rank 0 turns out well. Returns `code`.
+    """Print an error once: rank 0 does, and another rank where rank 0 has no error. Returns `code`.
 
     `is_ending` is set when the launcher wants this rank to end, because rank 0 has left.
     """
     if environment.is_leader:
         print(f"error: {message}", file=sys.stderr, flush=True)
         return code
-    # Leaving first could end rank 0 before it has spoken: the launcher ends all ranks when one has left.
+    # Ending first could end rank 0 before it has printed: the launcher ends all ranks when one has ended.
     if not (is_ending or threading.Event()).wait(_PATIENCE_S):
         print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
     return code

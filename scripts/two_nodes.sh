@@ -142,7 +142,7 @@ rm -f "$gone0" "$gone1"
 sleep 1
 for number in 0 1; do
   printf -- '--- node %s\n' "$number"
-  grep -A 3 'when they were last heard of' "$([ "$number" = 0 ] && echo "$files/node0.log" || echo "$hidden.log")"
+  grep -A 3 'rank status at the last heartbeats' "$([ "$number" = 0 ] && echo "$files/node0.log" || echo "$hidden.log")"
 done
 printf 'after the cut the rank of node 0 was gone in %s ms, of node 1 in %s ms\n' "$ms0" "$ms1"
 code=0

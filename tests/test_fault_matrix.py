@@ -30,13 +30,13 @@ MAX_S = 10.0
 LIMIT_S = 120.0
 SURE_S = 2.5
 """So long after a rank's start every rank is watched: imports end at different times."""
-HEADING = "the ranks when they were last heard of:"
-SEEN = r"(last seen in step \d+, phase [\w ]+, \d+\.\d s ago|never heard of since the start)"
+HEADING = "rank status at the last heartbeats:"
+SEEN = r"(last seen in step \d+, phase [\w ]+, \d+\.\d s ago|no heartbeat since the start)"
 
 WORDS = {
     "SIGKILL": rf"rank {{rank}} is (gone|silent): {SEEN}",
     "SIGSTOP": rf"rank {{rank}} is silent: {SEEN}",
-    "SIGTERM": r"rank {rank} was told to end \(SIGTERM\) from outside the job",
+    "SIGTERM": r"rank {rank} received SIGTERM from outside the job",
     "exception in forward": r"rank {rank} raised ValueError at step \d+: planted",
     "exception while loading": r"rank {rank} raised (ValueError|KeyError) while loading the model: '?planted'?",
     "exit in the sampler": rf"rank {{rank}} is gone: {SEEN}",
@@ -77,7 +77,7 @@ def test_ranks_whose_launcher_is_killed_do_not_outlive_it_for_long(tmp_path: Pat
     with started(tmp_path, "full disk", 2) as (launcher, token):
         steps = tmp_path / "run" / "steps.csv"
         wait_until(lambda: steps.exists() and len(steps.read_bytes().splitlines()) > 20)
-        # Ranks that have not heard of each other yet would both speak.
+        # Ranks that have no heartbeat of each other yet would both report.
         time.sleep(2.5)
         launcher.kill()
         launcher.wait()
@@ -178,7 +178,7 @@ def check_words(folder: Path, done: ranks.CompletedRanks, words: str, num_ranks:
     error = lines[place + 1 + num_ranks]
     assert re.match(f"error: {words}", error), (words, done.output)
     records = [json.loads(path.read_text()) for path in (folder / "run").glob("error.rank*.json")]
-    assert error.removeprefix("error: ") in [record["verdict"]["text"] for record in records], done.output
+    assert error.removeprefix("error: ") in [record["diagnosis"]["text"] for record in records], done.output
 
 
 def root_cause(done: ranks.CompletedRanks) -> int:

@@ -1,9 +1,8 @@
 """The watchdog of a rank among those that a launcher started: where its heartbeat store is, and which groups it may
 abort.
 
-The heartbeat store is the store that torchrun's agent keeps, in a connection of its own; in ranks that somebody else
-started with torchrun's variables, a store in rank 0's process. Knows torch's stores and groups. Knows nothing about
-steps.
+The heartbeat store is the store that torchrun's agent keeps, in a connection of its own; in ranks that were started
+otherwise, with torchrun's variables, a store in rank 0's process.
 """
 
 import logging
@@ -53,7 +52,7 @@ def watch_guest(environment: RankEnvironment, num_ranks: int, timeout_s: float, 
 
 
 def _connector(watched: Watched, *, may_host: bool) -> Callable[[], HeartbeatStore] | None:
-    """None where there is nobody to watch, or no store but one that belongs to somebody else."""
+    """None where there is no other rank, or no store but one of the user's program."""
     if len(watched.ranks) == 1 or "MASTER_ADDR" not in os.environ or not (_has_agent() or may_host):
         return None
     is_host = watched.rank == 0 and not _has_agent()

@@ -1,7 +1,4 @@
-"""Actions that may hang for ever, for those who must not: a disk that does not answer, a terminal that is held.
-
-Knows threads. Knows nothing about what is done in them.
-"""
+"""A time limit for actions that may hang for ever: a disk that does not answer, a terminal that is held."""
 
 import threading
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""How ranks end together once there was an alarm: a diagnosis, one rank status, whoever is to blame first.
+"""Coordinated shutdown: after an alarm all ranks find the diagnosis, one of them reports it, and all end.
 
-Every rank reads the same heartbeats, and so comes to the same diagnosis by itself. Knows the heartbeat exchange. Knows
-nothing about what this rank did.
+Every rank reads the same heartbeats and so arrives at the same diagnosis by itself. The rank that failed ends first,
+because the launcher's summary begins with the rank that ended first.
 """
 
 import contextlib
@@ -15,7 +15,14 @@ from functools import partial
 from typing import Final, NoReturn
 
 from spmd_worker.liveness.bounded import within
-from spmd_worker.liveness.failure_diagnosis import SETTLE_S, Diagnosis, RankStatus, diagnose, status_lines
+from spmd_worker.liveness.failure_diagnosis import (
+    SETTLE_S,
+    STATUS_HEADING,
+    Diagnosis,
+    RankStatus,
+    diagnose,
+    status_lines,
+)
 from spmd_worker.liveness.heartbeat import RankHeartbeat
 from spmd_worker.liveness.heartbeat_store import HeartbeatExchange
 from spmd_worker.liveness.stall_clock import WatchClock
@@ -25,21 +32,20 @@ logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.05
 REPORT_S: Final = 1.0
-"""How long rank 0 has the word, before whoever lives may take it."""
+"""How long rank 0 has to report before any living rank may."""
 
 LEAVE_S: Final = 2.0
-"""How long after the diagnosis the main thread may take to get out by itself, and whoever is to blame to leave first.
-"""
+"""How long after the diagnosis the main thread may take to return by itself, and the rank that failed to end first."""
 
 _TERMINAL_S: Final = 1.0
-"""A terminal that is held, or a pipe that nobody reads, takes nothing."""
+"""A terminal that is held, or a pipe that is not read, blocks who writes."""
 
 MOST_S: Final = SETTLE_S + REPORT_S + 3 * LEAVE_S
 """All of it together."""
 
 
 class CoordinatedShutdown:
-    """One rank's part in it. `stop` is set when there is nothing left to end, `wake` when there is news."""
+    """One rank's part in it. `stop` is set when the rank has ended by itself, `wake` when its failure is known."""
 
     def __init__(
         self,
@@ -54,15 +60,15 @@ class CoordinatedShutdown:
         self._stop, self._wake = stop, wake
 
     def find_diagnosis(self, look: Callable[[], object]) -> tuple[Diagnosis, list[RankStatus]] | None:
-        """Wait for one; `look` is called each time before the ranks are looked at. None when the rank ended
-        meanwhile, or nothing is wrong.
+        """Wait for a diagnosis; `look` is called before each look at the ranks. None when the rank ended meanwhile, or
+        nothing is wrong.
         """
         started_s = self._clock.tick()
         while not self._stop.is_set():
             elapsed_s = self._clock.tick() - started_s
             look()
             statuses = self._exchange.statuses()
-            # Alone, nothing better can come.
+            # Without other ranks' heartbeats no better diagnosis can come.
             diagnosis = diagnose(statuses, SETTLE_S if self._exchange.is_private else elapsed_s)
             if diagnosis is not None:
                 return diagnosis, statuses
@@ -73,8 +79,8 @@ class CoordinatedShutdown:
         return None
 
     def report(self, diagnosis: Diagnosis, statuses: Sequence[RankStatus]) -> None:
-        """Exactly one rank does: rank 0, or the first that lives, or after a while whoever asks first. Returns when it
-        was done.
+        """Print the diagnosis on exactly one rank: rank 0, or the first that lives, or after a while the first that
+        asks. Returns when it was printed, here or elsewhere.
         """
         reporter = next((each.rank for each in statuses if self._may_report(each)), self._rank)
         has_asked = False
@@ -94,46 +100,47 @@ class CoordinatedShutdown:
             self._wait_until_reported()
 
     def _wait_until_reported(self) -> None:
-        """The others wait for the word, and this process may end any moment."""
+        """Until the other ranks, which wait for the report, can see that it was made: this process is about to end."""
         started_s = self._clock.tick()
         while self._exchange.is_shared and not self._exchange.is_reported and self._clock.tick() - started_s < REPORT_S:
             if self._clock.wait(self._stop, TICK_S):
                 return
 
     def _may_report(self, status: RankStatus) -> bool:
-        """Without a heartbeat store nobody hears that another has spoken: then somebody on each node does."""
+        """Without a heartbeat store no rank knows that another has reported: then one rank on each node does."""
         if status.last_heartbeat is None:
             return not self._exchange.is_connected
         return status.is_living and (self._exchange.is_shared or status.last_heartbeat.node == self._exchange.node)
 
-    def wait_for_main(self, diagnosis: Diagnosis, is_out: Callable[[], bool]) -> None:
-        """Give the main thread time, and whoever is to blame: the launcher's summary begins with who leaves first."""
-        # Time for the main thread of a rank that waits to be heard whether rank 0 says it.
+    def wait_for_main(self, diagnosis: Diagnosis, is_done: Callable[[], bool]) -> None:
+        """Give the main thread time to end the process itself, and the rank that failed to end first."""
+        # A rank other than 0 that knows the reason waits whether rank 0 prints it, and prints it if not.
         patience_s = 3 * LEAVE_S if diagnosis.is_explained else LEAVE_S
         started_s = self._clock.tick()
-        while not is_out() and self._clock.tick() - started_s < patience_s:
+        while not is_done() and self._clock.tick() - started_s < patience_s:
             if self._clock.wait(self._stop, TICK_S):
                 return
 
     def _write_report(self, diagnosis: Diagnosis, statuses: Sequence[RankStatus]) -> None:
         lines = "\n".join(f"  {line}" for line in status_lines(statuses))
         if not self._exits:
-            logger.error("%s; the ranks when they were last heard of:\n%s", diagnosis.text, lines)
+            logger.error("%s; %s\n%s", diagnosis.text, STATUS_HEADING, lines)
             return
         # In one piece: the ranks share a terminal.
-        text = f"the ranks when they were last heard of:\n{lines}\nerror: {diagnosis.text}\n"
+        text = f"{STATUS_HEADING}\n{lines}\nerror: {diagnosis.text}\n"
         within(_TERMINAL_S, partial(_write, text))
 
 
 def end_silent(statuses: Sequence[RankStatus], diagnosis: Diagnosis, own_rank: int) -> None:
-    """A stopped process does not react to the launcher's SIGTERM, and would keep the job from ending for half a minute.
+    """Kill the processes of silent ranks: a stopped process does not react to the launcher's SIGTERM, and would keep
+    the job from ending for half a minute.
 
-    Only processes on this node that the same launcher started: the very one that spoke, or, of a rank that never did,
-    the one that was started as that rank.
+    Only processes on this node that the same launcher started: the one that sent the heartbeats, or, of a rank that
+    sent none, the one that was started as that rank.
     """
     own = next(each.last_heartbeat for each in statuses if each.rank == own_rank)
-    assert own is not None, "this rank knows itself"
-    # Where the system does not tell, or a process has gone meanwhile.
+    assert own is not None, "a rank has its own heartbeat"
+    # OSError where /proc cannot be read, or a process has ended meanwhile.
     with contextlib.suppress(OSError):
         for each in statuses:
             if each.rank in diagnosis.ranks and each.rank != own_rank:
@@ -164,13 +171,13 @@ def _is_rank_of_this_job(pid: int, rank: int) -> bool:
 
 
 def exit_now(code: int) -> NoReturn:
-    """The interpreter's own way out waits for threads, and native code for ranks that are gone."""
+    """End the process. The interpreter's own way out waits for threads, and native code for ranks that are gone."""
     within(_TERMINAL_S, _flush)
     os._exit(code)
 
 
 def _write(text: str) -> None:
-    """The terminal may be gone."""
+    """To stderr, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -1,8 +1,7 @@
-"""What a rank leaves on the disk when it fails: its record, its stacks, and the file from which torchrun's summary is
-made.
+"""The files of a rank that fails: its error record, its stacks, and the file from which torchrun makes its summary.
 
-Records are JSON, whole or not at all, one a rank: `error.rank<N>.json`; stacks are text: `stacks.rank<N>.txt`. Writing
-never raises: a disk that takes nothing must not keep a rank from ending. Knows formats. Knows nothing of what failed.
+Records are JSON, complete or not there, one a rank: `error.rank<N>.json`; stacks are text: `stacks.rank<N>.txt`.
+Writing never raises: a full disk must not keep a rank from ending.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ STACKS_NAME: Final = "stacks.rank{}.txt"
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """One rank's view of the end: its own last heartbeat with its failure, everybody's, and who was to blame."""
+    """One rank's view of the failure: the last heartbeats of all ranks, its own with its failure, and the diagnosis."""
 
     rank: int
     wall_s: float
@@ -50,14 +49,16 @@ class ErrorRecord:
             "phase": own.phase if own else "",
             "phase_age_s": own.phase_age_s if own else 0.0,
             "text": own.failure.text if own and own.failure else "",
-            "verdict": None if self.diagnosis is None else {"ranks": self.diagnosis.ranks, "text": self.diagnosis.text},
+            "diagnosis": None
+            if self.diagnosis is None
+            else {"ranks": self.diagnosis.ranks, "text": self.diagnosis.text},
             "traceback": self.traceback,
             "ranks": [
                 {
                     "rank": each.rank,
                     "heard_ago_s": round(each.heard_ago_s, 3),
                     "is_gone": each.is_gone,
-                    "beat": each.last_heartbeat.as_plain() if each.last_heartbeat else None,
+                    "heartbeat": each.last_heartbeat.as_plain() if each.last_heartbeat else None,
                 }
                 for each in self.statuses
             ],
@@ -67,14 +68,14 @@ class ErrorRecord:
     def from_plain(value: Any) -> "ErrorRecord":
         """From JSON. Raises ValueError for anything else."""
         try:
-            diagnosis = value["verdict"]
+            diagnosis = value["diagnosis"]
             return ErrorRecord(
                 int(value["rank"]),
                 float(value["wall_s"]),
                 tuple(
                     RankStatus(
                         int(each["rank"]),
-                        RankHeartbeat.from_plain(each["beat"]) if each["beat"] else None,
+                        RankHeartbeat.from_plain(each["heartbeat"]) if each["heartbeat"] else None,
                         float(each["heard_ago_s"]),
                         bool(each["is_gone"]),
                     )
@@ -84,7 +85,7 @@ class ErrorRecord:
                 str(value["traceback"]),
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no error record: {error}") from None
+            raise ValueError(f"not an error record: {error}") from None
 
 
 def write_record(run_dir: Path | None, record: ErrorRecord) -> None:
@@ -135,7 +136,7 @@ def write_stacks(run_dir: Path | None, rank: int) -> str:
 
 
 def write_elastic_file(text: str, traceback: str, wall_s: float, variables: Mapping[str, str] = os.environ) -> None:
-    """What torchrun looks for when a rank has failed: it names the rank whose file has the earliest time stamp."""
+    """The file that torchrun reads when a rank has failed: it names the rank whose file has the earliest time stamp."""
     path = variables.get(ELASTIC_VARIABLE)
     if not path:
         return

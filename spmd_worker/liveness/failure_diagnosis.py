@@ -1,7 +1,6 @@
-"""Who is where, since when, and who is to blame, told from the ranks' heartbeats.
+"""Failure diagnosis: from the ranks' heartbeats, the status of every rank and the rank that is the cause.
 
-Pure functions of what is known: the same heartbeats give the same words, while the ranks end and years later. Knows
-nothing about how heartbeats travel, or clocks.
+Pure functions, without clocks: the same heartbeats give the same diagnosis, on every rank and from the files later.
 """
 
 import re
@@ -14,16 +13,18 @@ from spmd_worker.errors import SpmdError
 from spmd_worker.liveness.heartbeat import Failure, FailureKind, RankHeartbeat
 
 SILENT_AFTER_S: Final = 2.5
-"""Once something has failed, a rank not heard of for longer has a share in it: the living speak every second."""
+"""After a failure, a rank without a heartbeat for longer is silent: living ranks send one every second."""
 
 GATHER_S: Final = 0.3
-"""How long after an alarm the heartbeats need to show what the ranks say of themselves."""
+"""How long after an alarm until the heartbeats have the failures that ranks know of themselves."""
 
 STALL_S: Final = 1.0
-"""How long until whoever does not move has noticed: limits are counted from different moments."""
+"""How long until every stalled rank has noticed that it is: limits are counted from different moments."""
 
 SETTLE_S: Final = 3.0
-"""How long until a cause must show, where only effects are seen: longer than it takes to be silent."""
+"""How long to wait for a primary failure where only secondary ones are seen: longer than it takes to be silent."""
+
+STATUS_HEADING: Final = "rank status at the last heartbeats:"
 
 # Torch's own classes, by name because this floor is torch-free, and the texts of gloo and NCCL.
 _SECONDARY_CLASSES_OF_TORCH: Final = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -33,16 +34,16 @@ _SECONDARY_TEXTS: Final = (
 )
 _MAX_TEXT: Final = 2000
 
-# What gloo puts around its errors, which is of no use to anybody here.
+# What gloo puts around its errors, which helps no user.
 _SOURCE_LINE: Final = re.compile(r"\[/[^\]\s]*gloo[^\]\s]*:\d+\] ")
 _COMMON_ADVICE: Final = ". This is typically caused by"
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What is known of a rank: its last heartbeat, how long ago it came, and whether its process is known to be gone.
+    """What is known of a rank: its last heartbeat, its age, and whether the rank's process is known to be gone.
 
-    `beat` is None for a rank that was never heard of.
+    `last_heartbeat` is None for a rank that has sent none.
     """
 
     rank: int
@@ -52,26 +53,28 @@ class RankStatus:
 
     @property
     def failure(self) -> Failure | None:
-        """What the rank said of its end."""
+        """Why the rank ends, as it published itself."""
         return self.last_heartbeat.failure if self.last_heartbeat is not None else None
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing was heard for so long that the rank cannot be well."""
+        """Whether the last heartbeat is too old for a rank that is well."""
         return (
             self.last_heartbeat is not None and not self.last_heartbeat.has_ended and self.heard_ago_s > SILENT_AFTER_S
         )
 
     @property
     def is_living(self) -> bool:
-        """Whether the rank can be counted on to say something."""
+        """Whether the rank can be expected to report."""
         is_there = self.last_heartbeat is not None and not self.last_heartbeat.has_ended
         return is_there and not self.is_gone and not self.is_silent
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Who is to blame and why, in one sentence. `is_explained` is for what needs no rank status."""
+    """The ranks that are the cause, and why, in one sentence. `is_explained`: rank 0 prints the reason, without a
+    status of the ranks.
+    """
 
     ranks: tuple[int, ...]
     text: str
@@ -83,27 +86,27 @@ class Diagnosis:
 def diagnose(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnosis | None:
     """The first explanation that fits, `elapsed_s` seconds after the alarm; None while a better one may come.
 
-    From cause to effect: what a rank says of itself; a process that went without a word; one that is silent; a main
-    thread that does not move; what ranks say of each other; a signal from outside.
+    From cause to effect: a rank's own failure; a process that is gone without one; a silent rank; a main thread that
+    makes no progress; a rank that left; secondary failures; a signal from outside.
     """
     if elapsed_s < GATHER_S:
         return None
-    said = _first(statuses, FailureKind.EXPLAINED)
-    if said is not None:
-        return Diagnosis((said[0],), said[1].text, said[1].exit_code, is_explained=True)
-    own = _first(statuses, FailureKind.PRIMARY)
-    if own is not None:
-        return Diagnosis((own[0],), own[1].text, own[1].exit_code)
+    explained = _first(statuses, FailureKind.EXPLAINED)
+    if explained is not None:
+        return Diagnosis((explained[0],), explained[1].text, explained[1].exit_code, is_explained=True)
+    primary = _first(statuses, FailureKind.PRIMARY)
+    if primary is not None:
+        return Diagnosis((primary[0],), primary[1].text, primary[1].exit_code)
     orphaned = _first(statuses, FailureKind.ORPHANED)
     if orphaned is not None:
         return Diagnosis((orphaned[0],), orphaned[1].text)
     gone = [each for each in statuses if each.is_gone and not _explains_its_end(each.failure)]
     if gone:
-        return Diagnosis(_ranks(gone), f"{_are(gone)} gone: {_last_seen(gone[0])}; {_WITHOUT_A_WORD}")
+        return Diagnosis(_ranks(gone), f"{_are(gone)} gone: {_last_seen(gone[0])}; {_WITHOUT_AN_ERROR}")
     return _diagnose_quiet(statuses, elapsed_s) if elapsed_s >= STALL_S else None
 
 
-_WITHOUT_A_WORD: Final = "the process ended without a word, as one that is killed or has no memory left"
+_WITHOUT_AN_ERROR: Final = "the process ended without reporting an error, as one that was killed or ran out of memory"
 
 
 def _diagnose_quiet(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnosis | None:
@@ -118,31 +121,30 @@ def _diagnose_quiet(statuses: Sequence[RankStatus], elapsed_s: float) -> Diagnos
 
 
 def _diagnose_by_effects(statuses: Sequence[RankStatus], stalled: list[RankStatus]) -> Diagnosis | None:
-    """No cause has shown itself."""
+    """No primary failure is known."""
     unknown = [each for each in statuses if each.last_heartbeat is None]
     if unknown:
-        text = f"{_are(unknown)} silent: never heard of since the start"
+        text = f"{_are(unknown)} silent: no heartbeat since the start"
         return Diagnosis(_ranks(unknown), text, is_silence=True)
-    echo = _first(statuses, FailureKind.SECONDARY)
+    secondary = _first(statuses, FailureKind.SECONDARY)
     ended = [each for each in statuses if _has_left(each)]
-    if ended and (stalled or echo is not None):
+    if ended and (stalled or secondary is not None):
         return _diagnose_left(ended)
     busy = [each for each in statuses if each.is_living and each.last_heartbeat and _is_busy(each.last_heartbeat)]
-    if busy and (stalled or echo is not None):
+    if busy and (stalled or secondary is not None):
         return _diagnose_stalled(busy, "busy while others waited for too long")
     if stalled:
         return _diagnose_stalled(stalled, "waiting for another rank, or for each other")
-    if echo is not None:
-        return Diagnosis((echo[0],), echo[1].text)
-    told = [each for each in statuses if each.failure and each.failure.kind is FailureKind.SIGNALLED]
-    if told and len(told) == len(
-        [each for each in statuses if each.last_heartbeat and not each.last_heartbeat.has_ended]
-    ):
-        by = _signal_of(told[0].failure)
-        return Diagnosis(_ranks(told), f"every rank was told to end ({by}): the launcher or the machine ended the job")
-    if not told:
+    if secondary is not None:
+        return Diagnosis((secondary[0],), secondary[1].text)
+    signalled = [each for each in statuses if each.failure and each.failure.kind is FailureKind.SIGNALLED]
+    if not signalled:
         return None
-    return Diagnosis(_ranks(told), f"{_were(told)} told to end ({_signal_of(told[0].failure)}) from outside the job")
+    name = _signal_of(signalled[0].failure)
+    running = [each for each in statuses if each.last_heartbeat and not each.last_heartbeat.has_ended]
+    if len(signalled) == len(running):
+        return Diagnosis(_ranks(signalled), f"every rank received {name}: the launcher or the machine ended the job")
+    return Diagnosis(_ranks(signalled), f"{_names(signalled)} received {name} from outside the job")
 
 
 def _has_left(status: RankStatus) -> bool:
@@ -162,24 +164,24 @@ def _diagnose_left(ended: list[RankStatus]) -> Diagnosis:
 
 
 def _signal_of(failure: Failure | None) -> str:
-    """Of a rank that was told to end: SIGTERM where its exit code says nothing else."""
+    """The name of the signal that a rank received: SIGTERM unless its exit code is of another."""
     code = 0 if failure is None else failure.exit_code
     return "SIGUSR1" if code == 128 + signal.SIGUSR1 else "SIGTERM"
 
 
 def _diagnose_stalled(stalled: list[RankStatus], what: str) -> Diagnosis:
-    """Whoever is furthest behind: others may wait for it."""
+    """The ranks that are furthest behind: the others may wait for them."""
     step = min(each.last_heartbeat.step for each in stalled if each.last_heartbeat)
     behind = [each for each in stalled if each.last_heartbeat and each.last_heartbeat.step == step]
     last_heartbeat = behind[0].last_heartbeat
-    assert last_heartbeat is not None, "the stalled have said so"
-    place = f", at {last_heartbeat.where}" if last_heartbeat.where else ""
-    text = f"{_are(behind)} {what}: {_at(last_heartbeat)}, for {last_heartbeat.phase_age_s:.1f} s{place}"
+    assert last_heartbeat is not None, "a stalled rank has a heartbeat"
+    where = f", at {last_heartbeat.where}" if last_heartbeat.where else ""
+    text = f"{_are(behind)} {what}: {_at(last_heartbeat)}, for {last_heartbeat.phase_age_s:.1f} s{where}"
     return Diagnosis(_ranks(behind), text)
 
 
 def status_lines(statuses: Sequence[RankStatus]) -> list[str]:
-    """One line a rank: step, phase, when it was last heard of, and what there is to say of it."""
+    """The rank status, one line a rank: step, phase, age of the last heartbeat, what the rank does or why it ends."""
     rank_width = max(len(str(each.rank)) for each in statuses)
     heartbeats = [each.last_heartbeat for each in statuses if each.last_heartbeat is not None]
     step_width = max((len(str(last_heartbeat.step)) for last_heartbeat in heartbeats), default=1)
@@ -189,7 +191,7 @@ def status_lines(statuses: Sequence[RankStatus]) -> list[str]:
     for each in statuses:
         name = f"rank {each.rank:>{rank_width}}"
         if each.last_heartbeat is None:
-            lines.append(f"{name}  never heard of")
+            lines.append(f"{name}  no heartbeat yet")
             continue
         seen = f"step {each.last_heartbeat.step:>{step_width}}  {each.last_heartbeat.phase:<{phase_width}}"
         lines.append(
@@ -214,11 +216,11 @@ def _remark(status: RankStatus, last_heartbeat: RankHeartbeat) -> str:
     if status.is_silent:
         return f"silent for {status.heard_ago_s:.1f} s"
     if last_heartbeat.failure is not None:
-        return f"was told to end ({_signal_of(last_heartbeat.failure)})"
-    place = f" at {last_heartbeat.where}" if last_heartbeat.where else ""
+        return f"received {_signal_of(last_heartbeat.failure)}"
+    where = f" at {last_heartbeat.where}" if last_heartbeat.where else ""
     doing = "waits for others" if last_heartbeat.is_waiting else "works"
     since = f", {last_heartbeat.phase_age_s:.1f} s in this phase" if last_heartbeat.phase_age_s >= 1 else ""
-    return f"{doing}{place}{since}"
+    return f"{doing}{where}{since}"
 
 
 def explained_exit_code(error: BaseException) -> int | None:
@@ -231,12 +233,12 @@ def explained_exit_code(error: BaseException) -> int | None:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether an exception tells of another rank's end rather than of a fault of this one."""
+    """Whether an exception is the effect of another rank's failure rather than a failure of this one."""
     if isinstance(error, SpmdError):
         return error.is_secondary
     if type(error).__name__ in _SECONDARY_CLASSES_OF_TORCH or isinstance(error, ConnectionError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _SECONDARY_TEXTS)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _SECONDARY_TEXTS)
 
 
 def describe(error: BaseException, rank: int, step: int, phase: str) -> str:
@@ -253,15 +255,15 @@ def _explains_its_end(failure: Failure | None) -> bool:
 
 
 def _first(statuses: Sequence[RankStatus], kind: FailureKind) -> tuple[int, Failure] | None:
-    """The failure of this kind that came first, with its rank; before it one that names another rank than its own."""
+    """The failure of this kind that came first, with its rank; one that names another rank than its own before it."""
     failures = [(each.rank, each.failure) for each in statuses if each.failure and each.failure.kind is kind]
 
-    def place(pair: tuple[int, Failure]) -> tuple[bool, int, int]:
+    def precedence(pair: tuple[int, Failure]) -> tuple[bool, int, int]:
         rank, failure = pair
         is_of_itself = kind is FailureKind.SECONDARY and failure.text.startswith(f"rank {rank} ")
         return is_of_itself, failure.order or len(statuses) + 1, rank
 
-    return min(failures, key=place, default=None)
+    return min(failures, key=precedence, default=None)
 
 
 def _ranks(statuses: Sequence[RankStatus]) -> tuple[int, ...]:
@@ -276,21 +278,17 @@ def _are(statuses: Sequence[RankStatus]) -> str:
     return f"{_names(statuses)} {'is' if len(statuses) == 1 else 'are'}"
 
 
-def _were(statuses: Sequence[RankStatus]) -> str:
-    return f"{_names(statuses)} {'was' if len(statuses) == 1 else 'were'}"
-
-
 def _at(last_heartbeat: RankHeartbeat) -> str:
     return f"step {last_heartbeat.step}, phase {last_heartbeat.phase}"
 
 
 def _last_seen(status: RankStatus) -> str:
-    assert status.last_heartbeat is not None, "a rank that was never heard of was not seen"
+    assert status.last_heartbeat is not None, "a rank without a heartbeat was not seen"
     return f"last seen in {_at(status.last_heartbeat)}, {status.heard_ago_s:.1f} s ago"
 
 
 def _is_busy(last_heartbeat: RankHeartbeat) -> bool:
-    """Whether a rank that has not failed has been at work in one phase since before the alarm."""
+    """Whether a rank that has not failed has been computing in one phase since before the alarm."""
     return (
         last_heartbeat.failure is None and not last_heartbeat.is_waiting and last_heartbeat.phase_age_s > SETTLE_S + 1
     )

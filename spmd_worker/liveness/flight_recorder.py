@@ -1,7 +1,7 @@
 """NCCL's flight recorder: which collectives each rank had begun when a group gave up, as files in the run directory.
 
-Read them with torch's `torchfrtrace`. Variables that are set already win. Knows names of variables. Knows nothing about
-torch or groups; they must be set before the first group is made.
+Read them with torch's `torchfrtrace`. It is configured by environment variables, which must be set before the first
+group is made; those that the user set win.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,6 @@ _FILE_NAMES: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FIL
 
 
 def flight_recorder_variables(variables: Mapping[str, str], run_dir: Path) -> dict[str, str]:
-    """What to add to the environment. A setting that the user made under either name is left alone."""
+    """The variables to add to the environment. A setting that the user made under either name is left alone."""
     wanted = (*_EACH, (_FILE_NAMES, str(run_dir.resolve() / DUMP_NAME)))
     return {name: value for names, value in wanted if not any(each in variables for each in names) for name in names}

@@ -1,8 +1,7 @@
 """What a rank is doing, and the record of it that the other ranks read.
 
-The main thread says when it enters a step or a phase; everything else is found out beside it, by the watchdog's thread:
-in which line it is, and whether it waits there for other ranks. Knows this process. Knows nothing about who reads it or
-what follows from it.
+The main thread notes when it enters a step or a phase; the watchdog's thread finds out everything else: the line that
+the main thread is in, and whether it waits there for other ranks.
 """
 
 import gc
@@ -17,8 +16,8 @@ from typing import Any, Final, NamedTuple
 
 STARTING: Final = "starting"
 BETWEEN_STEPS: Final = "between steps"
-"""Outside every call of the engine. No limit holds here: standard input may let a job wait for hours, and so may
-whoever calls an engine.
+"""Outside every call of the engine. No limit holds here: standard input may keep a job waiting for hours, and so may
+the program that calls an engine.
 """
 CLOSING: Final = "closing"
 
@@ -34,14 +33,14 @@ _looks = threading.Lock()
 
 
 class Moment(NamedTuple):
-    """Where the main thread is. A new one each time it moves: whoever sees the same object twice saw no progress."""
+    """Where the main thread is. A new object each time it moves: the same one seen twice means no progress."""
 
     step: int
     phase: str
 
 
 class Heartbeat:
-    """This rank's main thread, as far as it says. Any thread may read `now`."""
+    """Step and phase of this rank's main thread, which sets them. Any thread may read `now`."""
 
     __slots__ = ("now",)
 
@@ -54,23 +53,23 @@ class Heartbeat:
 
 
 class FailureKind(StrEnum):
-    """What a rank has to say of its end."""
+    """Why a rank ends."""
 
-    PRIMARY = "own"
-    """Something failed here."""
-    SECONDARY = "echo"
-    """Something failed because another rank did."""
+    PRIMARY = "primary"
+    """Something failed on this rank."""
+    SECONDARY = "secondary"
+    """Something failed here because another rank did."""
     STALLED = "stalled"
-    """The main thread has not moved for as long as any rank may wait."""
+    """The main thread has made no progress for as long as any rank may wait."""
     ORPHANED = "orphaned"
     """The launcher's process has ended before this one."""
-    SIGNALLED = "told"
-    """Somebody outside wants this rank to end."""
+    SIGNALLED = "signalled"
+    """A signal from outside asks this rank to end."""
     LEFT = "left"
     """It has ended, or its engine was deleted, without `close`: well for itself, and the end of those who wait for it.
     """
-    EXPLAINED = "said"
-    """It has been, or is being, said on the terminal, and every rank knows: a wrong setting, replicas that diverged."""
+    EXPLAINED = "explained"
+    """Every rank knows the reason, and rank 0 prints it: a wrong setting, replicas that diverged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class RankHeartbeat:
-    """A rank, as it published itself. `phase_age_s` is how long it had been in its phase; `where` is the line of code.
+    """A rank, as it published itself. `phase_age_s` is the time it had been in its phase; `where` is the line of code.
 
     `node`, `pid` and `start_time` find its process again, and no other, on the same node.
     """
@@ -130,7 +129,7 @@ class RankHeartbeat:
             raise ValueError(f"this is no heartbeat: {error}") from None
 
 
-def stand_of(thread_id: int) -> tuple[str, bool]:
+def location_of(thread_id: int) -> tuple[str, bool]:
     """The line a thread is in, as `file:line function`, and whether it waits there for other ranks.
 
     The line is the innermost of this package's, else the innermost.
@@ -150,11 +149,11 @@ def stand_of(thread_id: int) -> tuple[str, bool]:
 
 def current_frames() -> dict[int, FrameType]:
     """The innermost frame of every thread, by its id: Python has no other way to look at a thread from outside. Copies
-    nothing and stops nobody.
+    nothing and stops no thread.
 
-    Before 3.12 garbage is collected wherever memory is asked for, in here too, under a lock that a starting thread
-    wants while it keeps the interpreter from whoever collects: both would wait for ever (fixed in 3.11.9,
-    https://github.com/python/cpython/issues/106883). So nothing is collected meanwhile.
+    Before 3.12 the garbage collector may run at any allocation, in here too, under a lock that a starting thread needs
+    while it holds the interpreter, which the collector needs: a deadlock (fixed in 3.11.9,
+    https://github.com/python/cpython/issues/106883). So the collector is off meanwhile.
     """
     if not _HOLDS_LOCK_WHILE_COLLECTING:
         return sys._current_frames()

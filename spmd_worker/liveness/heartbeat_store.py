@@ -1,9 +1,8 @@
-"""The heartbeat store on which ranks pin their heartbeats: the launcher's store, which outlives any of them.
+"""The heartbeat store, where ranks publish their heartbeats: keys on the launcher's store, which outlives every rank.
 
-A thread of its own talks to the store, because a store whose machine is gone may not answer for long; whoever asks this
-heartbeat store gets what was known at the last exchange. The alarm is a count that any rank raises and all look at,
-every second; from then on everybody exchanges more often. Knows keys and heartbeats. Knows nothing about what they lead
-to.
+`HeartbeatExchange` publishes this rank's heartbeat and reads those of the others, once a second. It does so in a thread
+of its own, because a store whose machine is gone may take long to answer; callers get what the last exchange found. The
+alarm is a counter that any rank increments and every rank reads; after an alarm ranks exchange ten times a second.
 """
 
 import threading
@@ -22,7 +21,7 @@ MAX_RANKS_THAT_SEE_ALL: Final = 64
 """In a larger world ranks other than 0 look at rank 0 only, until there is an alarm."""
 
 _ANSWER_S: Final = 3.0
-"""A store answers in milliseconds; torch waits for one that is out of reach for as long as for one to connect to."""
+"""A store answers in milliseconds; torch waits for one that is out of reach as long as it waits to connect to one."""
 
 _LEAVE_S: Final = 2.0
 """How long a store in this process is kept for ranks that have not ended yet, and a silent one is waited for."""
@@ -32,7 +31,7 @@ _LEAVE_POLL_S: Final = 0.01
 
 
 class KeyValueStore(Protocol):
-    """What is asked of the launcher's store. Calls raise RuntimeError when it is gone."""
+    """The methods of the launcher's store that are used here. They raise RuntimeError when it is gone."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """The values of keys that exist."""
@@ -49,41 +48,43 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatStore:
-    """A store, and where on it the keys of this run are. `is_host` says that the store lives in this process."""
+    """A store, and the prefix of this run's keys. `is_host`: the store lives in this process."""
 
     store: KeyValueStore
     prefix: str
     is_host: bool = False
 
-    def publish(self, last_heartbeat: RankHeartbeat) -> None:
-        """This rank's heartbeat takes the place of its last one."""
-        self.store.set(f"{self.prefix}/beat/{last_heartbeat.rank}", last_heartbeat.pack().decode())
+    def publish(self, heartbeat: RankHeartbeat) -> None:
+        """Replace this rank's last heartbeat."""
+        self.store.set(f"{self.prefix}/heartbeat/{heartbeat.rank}", heartbeat.pack().decode())
 
     def find(self, ranks: Sequence[int], known: Container[int] = ()) -> dict[int, RankHeartbeat]:
-        """The last heartbeats of those of `ranks` that have one, which `known` have: in one request where all are."""
-        keys = {rank: f"{self.prefix}/beat/{rank}" for rank in ranks}
+        """The last heartbeats of those of `ranks` that have published one. The `known` are known to have: one request
+        is enough where all are.
+        """
+        keys = {rank: f"{self.prefix}/heartbeat/{rank}" for rank in ranks}
         there = [rank for rank, key in keys.items() if rank in known or self.store.check([key])]
         payloads = self.store.multi_get([keys[rank] for rank in there]) if there else []
         return {rank: RankHeartbeat.unpack(payload) for rank, payload in zip(there, payloads, strict=True)}
 
     def count(self, what: str, amount: int = 1) -> int:
-        """1 for the first rank that asks, 2 for the second; with an `amount` of 0 how many have asked so far."""
+        """Increment a counter of all ranks, from 0. Returns its new value; with an `amount` of 0 only reads it."""
         return self.store.add(f"{self.prefix}/{what}", amount)
 
     def raise_flag(self, name: str) -> None:
-        """For all to see, for good."""
+        """Set a flag for all ranks. Flags are never cleared."""
         self.store.set(f"{self.prefix}/{name}", "1")
 
     def has_flag(self, name: str) -> bool:
-        """Whether anybody raised it."""
+        """Whether a rank raised it."""
         return self.store.check([f"{self.prefix}/{name}"])
 
 
 class HeartbeatExchange:
-    """This rank's view of the heartbeat store. `connect` runs in the thread; None is for a rank that nobody else
-    watches.
+    """This rank's view of the heartbeat store. `connect` runs in the thread; None is for a rank that no other watches.
 
-    `beat` makes this rank's heartbeat of now, given the order of its failure (0: none yet). `node` is this node's name.
+    `make_heartbeat` makes this rank's heartbeat of now, given the order of its failure (0: none yet). `node` is this
+    node's name.
     """
 
     def __init__(
@@ -91,36 +92,36 @@ class HeartbeatExchange:
         rank: int,
         ranks: Sequence[int],
         connect: Callable[[], HeartbeatStore] | None,
-        last_heartbeat: Callable[[int], RankHeartbeat],
+        make_heartbeat: Callable[[int], RankHeartbeat],
         clock: WatchClock,
         node: str = "",
     ) -> None:
         self._rank, self._ranks = rank, tuple(ranks)
         self.node = node
-        self._connect, self._make_heartbeat, self._clock = connect, last_heartbeat, clock
+        self._connect, self._make_heartbeat, self._clock = connect, make_heartbeat, clock
         self._heartbeats: dict[int, RankHeartbeat] = {}
         self._heard_s: dict[int, float] = {}
         self._gone: dict[int, bool] = {}
-        self._order = self._num_calmed = 0
+        self._order = self._num_cleared = 0
         self._wants_alarm = self._wants_to_report = self._has_reported = self._is_stopping = False
         self._asked_s: float | None = None
         self._has_failed = False
         self.is_connected = False
         self.num_alarms = 0
-        """How often anybody has rung, as far as it is known here."""
+        """How many alarms ranks have raised, as of the last exchange."""
         self.is_reporter = self.is_reported = False
-        """This rank is the one that speaks; it, or another, has spoken."""
+        """Whether this rank is the one that reports; whether it, or another, has reported."""
         self._wake = threading.Event()
         self._is_known = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spmd-bulletin", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="spmd-exchange", daemon=True)
 
     def start(self) -> None:
-        """Begin to exchange."""
+        """Start the thread."""
         if self._connect is not None:
             self._thread.start()
 
     def stop(self) -> None:
-        """Pin the last heartbeat and leave; waits a moment for a store that does not answer, and no longer."""
+        """Publish the last heartbeat and end the thread; waits seconds at most for a store that is out of reach."""
         self._is_stopping = True
         self._wake.set()
         if self._thread.is_alive():
@@ -134,17 +135,17 @@ class HeartbeatExchange:
 
     @property
     def is_shared(self) -> bool:
-        """Whether others see this heartbeat store."""
+        """Whether this rank exchanges heartbeats with others."""
         return self.is_connected and not self.is_lost
 
     @property
     def is_alarmed(self) -> bool:
-        """Whether somebody has rung and this rank has not calmed down since."""
-        return self.num_alarms > self._num_calmed
+        """Whether there was an alarm that this rank has not cleared."""
+        return self.num_alarms > self._num_cleared
 
     @property
     def is_private(self) -> bool:
-        """Whether nobody else will ever see it."""
+        """Whether no other rank will read this rank's heartbeats any more."""
         return self._connect is None or self.is_lost
 
     def wake(self) -> None:
@@ -152,24 +153,24 @@ class HeartbeatExchange:
         self._wake.set()
 
     def alarm(self, wait_s: float = 0.0) -> None:
-        """This rank's heartbeat says something that concerns all. Waits up to `wait_s` until all can read it."""
+        """Raise an alarm, with this rank's heartbeat of now. Waits up to `wait_s` until all ranks can read it."""
         self._is_known.clear()
         self._wants_alarm = True
         self._wake.set()
         if self.is_shared:
             self._clock.wait(self._is_known, wait_s)
 
-    def calm_down(self, num_alarms: int) -> None:
-        """Nothing was wrong at the first so many alarms, as when a rank that was silent for long has spoken again."""
-        self._num_calmed = num_alarms
+    def clear_alarms(self, num_alarms: int) -> None:
+        """The first so many alarms had no cause that lasts: a rank that was silent for long, say, is heard again."""
+        self._num_cleared = num_alarms
 
     def ask_to_report(self) -> None:
-        """`is_reporter` will say whether this rank is the one that does."""
+        """Ask to be the rank that reports: the first one to ask becomes `is_reporter`."""
         self._wants_to_report = True
         self._wake.set()
 
     def has_reported(self) -> None:
-        """This rank spoke for all: the others need not."""
+        """This rank has reported: the others need not."""
         self._has_reported = True
         self._wake.set()
 
@@ -183,7 +184,7 @@ class HeartbeatExchange:
         heard_ago_s = max(self._clock.now_s - self._heard_s.get(rank, self._clock.now_s), 0.0)
         last_heartbeat = self._heartbeats.get(rank)
         if self.is_lost and last_heartbeat is not None and self._is_near(last_heartbeat):
-            # Nobody is heard of any more, but processes on this node can be seen, and are not silent for that.
+            # No heartbeats arrive any more, but a process on this node can be looked up, and is not silent for that.
             is_gone = self._has_no_process(last_heartbeat) and not last_heartbeat.has_ended
             return RankStatus(rank, last_heartbeat, min(heard_ago_s, SILENT_AFTER_S), is_gone)
         return RankStatus(rank, last_heartbeat, heard_ago_s, self._gone.get(rank, False))
@@ -201,7 +202,7 @@ class HeartbeatExchange:
                 self._wake.clear()
             self._leave(heartbeat_store)
         except (RuntimeError, OSError, ValueError):
-            # A store that is gone does not come back, and whoever needs the heartbeat store asks whether it is there.
+            # A store that is gone does not come back; callers look at `is_lost`.
             self._has_failed = True
             self._is_known.set()
 
@@ -210,9 +211,9 @@ class HeartbeatExchange:
         sees_all = self._rank == 0 or self.is_alarmed or len(self._ranks) <= MAX_RANKS_THAT_SEE_ALL
         others = [rank for rank in (self._ranks if sees_all else self._ranks[:1]) if rank != self._rank]
         for rank in [rank for rank in self._heartbeats if rank not in others]:
-            # Looked at during an alarm only: it is not silent because nobody listens.
+            # Read during an alarm only: after it, its last heartbeat would look like silence.
             del self._heartbeats[rank]
-        # The processes first, their heartbeats after: one that ended well has said so before it did.
+        # Processes first, heartbeats after: a rank that ended well has published so before its process ended.
         gone = [
             rank
             for rank, last_heartbeat in self._heartbeats.items()
@@ -227,7 +228,7 @@ class HeartbeatExchange:
     def _write_report(self, heartbeat_store: HeartbeatStore) -> None:
         wants_alarm = self._wants_alarm
         if wants_alarm:
-            # Whoever rings again from here on has failed before the heartbeat that follows is made.
+            # Before the heartbeat is made: an alarm from here on stays wanted, and the next heartbeat has its failure.
             self._wants_alarm = False
         last_heartbeat = self._make_heartbeat(self._order)
         if last_heartbeat.failure is not None and self._order == 0:
@@ -239,7 +240,7 @@ class HeartbeatExchange:
             self._is_known.set()
         if self._wants_to_report:
             self._wants_to_report = False
-            self.is_reporter = heartbeat_store.count("speakers") == 1
+            self.is_reporter = heartbeat_store.count("reporters") == 1
         if self._has_reported:
             heartbeat_store.raise_flag("reported")
         self.is_reported = self.is_reported or heartbeat_store.has_flag("reported")
@@ -249,7 +250,7 @@ class HeartbeatExchange:
         return bool(self.node) and last_heartbeat.node == self.node
 
     def _has_no_process(self, last_heartbeat: RankHeartbeat) -> bool:
-        """For a rank on this node: whether its process is known to be there no more."""
+        """For a rank on this node: whether its process is known to have ended."""
         try:
             return start_time_of(last_heartbeat.pid) != last_heartbeat.start_time
         except OSError:
@@ -260,7 +261,7 @@ class HeartbeatExchange:
         others = [rank for rank in self._ranks if rank != self._rank]
         deadline_s = self._clock.monotonic() + _LEAVE_S
         while heartbeat_store.is_host and others and self._clock.monotonic() < deadline_s:
-            # The store ends with this process: those that still read it would take that for a failure.
+            # The store ends with this process; ranks that still read it would take that for a failure.
             others = [
                 rank for rank, last_heartbeat in heartbeat_store.find(others).items() if not last_heartbeat.has_ended
             ]

@@ -3,8 +3,7 @@
     SIGTERM, SIGUSR1   keep, stay a while to learn which rank is the cause, exit with 128 + the signal's number
     Ctrl-C             keep, KeyboardInterrupt in the main thread; once more, or when it takes long: exit with 130
 
-A thread acts on them, because the main thread may wait in a collective, where Python's own handlers do not run. Knows
-signals. Knows nothing about what is kept.
+A thread acts on them, because the main thread may wait in a collective, where Python's own handlers do not run.
 """
 
 import os
@@ -14,37 +13,36 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-_TOLD: Final = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGUSR1 is what batch systems warn with before the time is up."""
-
+_ENDING: Final = (signal.SIGTERM, signal.SIGUSR1)
+"""SIGUSR1 is what batch systems send as a warning before the time is up."""
 
 _INTERRUPTED_S: Final = 5.0
 """How long the main thread may take to end after Ctrl-C."""
 
 
 class EndingSignals:
-    """`keep` is called, in a thread, for each signal; `tell` for the first that is no Ctrl-C, with its number.
+    """`keep` is called, in a thread, for each signal; `signalled` for the first that is no Ctrl-C, with its number.
 
     `patience_s` is how long the main thread may then take to learn why, and to end by itself.
     """
 
-    def __init__(self, keep: Callable[[], None], tell: Callable[[int], None], patience_s: float) -> None:
-        self._keep, self._tell, self._patience_s = keep, tell, patience_s
+    def __init__(self, keep: Callable[[], None], signalled: Callable[[int], None], patience_s: float) -> None:
+        self._keep, self._signalled, self._patience_s = keep, signalled, patience_s
         self._num_interrupts = 0
         self.is_ending = threading.Event()
 
     def install(self) -> None:
-        """In the main thread; for good."""
+        """Install the handlers, for good. To be called in the main thread."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in _TOLD:
+        for number in _ENDING:
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGINT, self._interrupt)
         threading.Thread(target=self._run, args=(reader,), name="spmd-end", daemon=True).start()
 
     def _interrupt(self, *_: Any) -> None:
-        """Once: a second one must not interrupt what the first one made the main thread do."""
+        """KeyboardInterrupt once: a second one must not interrupt what the main thread does because of the first."""
         self._num_interrupts += 1
         if self._num_interrupts == 1:
             raise KeyboardInterrupt
@@ -54,7 +52,7 @@ class EndingSignals:
         num_interrupts = 0
         while True:
             number = os.read(reader, 1)[0]
-            if number in _TOLD:
+            if number in _ENDING:
                 self._end_soon(number)
             if number == signal.SIGINT:
                 num_interrupts += 1
@@ -65,8 +63,8 @@ class EndingSignals:
 
     def _end_soon(self, number: int) -> NoReturn:
         self.is_ending.set()
-        self._tell(number)
-        # At once: whoever sent the signal may not wait.
+        self._signalled(number)
+        # At once: the sender of the signal may not wait.
         self._save()
         time.sleep(self._patience_s)
         os._exit(128 + number)
@@ -75,5 +73,5 @@ class EndingSignals:
         try:
             self._keep()
         except OSError:
-            # Who writes has an error of its own to show.
+            # The main thread, which writes the same file, raises it too.
             return

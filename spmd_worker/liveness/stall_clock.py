@@ -1,7 +1,6 @@
 """How long the main thread has been where it is, and how long without progress.
 
-What counts as progress is what keeps a slow step, a slow disk or a long compilation from being taken for a hang. Knows
-clocks and one heartbeat. Knows nothing about limits, or what follows when one is passed.
+What counts as progress decides whether a slow step, a slow disk or a long compilation is taken for a hang.
 """
 
 import threading
@@ -13,10 +12,10 @@ from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, Heartbeat, Moment
 from spmd_worker.process import cpu_seconds_of
 
 _LOOK_S: Final = 1.0
-"""Computing is measured over so long: the kernel counts it in hundredths of a second."""
+"""The time over which computing is measured: the kernel counts it in hundredths of a second."""
 
 _BUSY_SHARE: Final = 0.05
-"""A thread that computes for less of the time waits, and wakes up now and then."""
+"""A thread that computes for a smaller share of the time is waiting, and wakes up now and then."""
 
 
 class WatchClock:
@@ -25,7 +24,7 @@ class WatchClock:
     """
 
     MOST_S: Final = 1.0
-    """A watcher that looks several times a second and was away for longer did not run."""
+    """A thread that ticks several times a second and did not for longer was not running."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.monotonic = monotonic
@@ -33,7 +32,7 @@ class WatchClock:
         self._last_s = monotonic()
 
     def tick(self) -> float:
-        """Look at the clock. Returns the time."""
+        """Read the clock. Returns the time in seconds."""
         now_s = self.monotonic()
         self.now_s += min(now_s - self._last_s, self.MOST_S)
         self._last_s = now_s
@@ -51,9 +50,9 @@ class WatchClock:
 class StallClock:
     """On a watch clock. Progress is:
 
-    between steps   whatever happens
-    at the start    whatever happens, unless this rank waits for others: nobody knows how long files, compilers and
-                    locks take, and whoever needs this rank waits no longer than it may
+    between steps   anything
+    at the start    anything, unless this rank waits for others: files, compilers and locks may take any time, and the
+                    ranks that wait for this one have a limit of their own
     in a step       another phase, another step; computing too, unless `spins` says that this thread also computes
                     while it waits, as it does for a GPU
     """

@@ -54,8 +54,8 @@ ADVICE = (
     ),
     (" busy ", "The others waited for it longer than executor.timeout_s: raise it if the work is only slow."),
     (" waiting for ", "Ranks waited for each other. Compare their stacks; raise executor.timeout_s if a step is slow."),
-    ("every rank was told to end", "The launcher, the scheduler of the cluster or Ctrl-C ended it: start it again."),
-    ("told to end", "Somebody sent SIGTERM to this process alone: start the job again."),
+    ("every rank received ", "The launcher, the scheduler of the cluster or Ctrl-C ended it: start it again."),
+    (" received SIG", "Somebody sent SIGTERM to this process alone: start the job again."),
     ("MemoryError", "A rank had no memory left: lower cache.num_blocks, or give it more."),
     ("out of memory", "A rank had no memory left: lower cache.gpu_memory_utilization or cache.num_blocks."),
     (" raised ", "Its traceback is below; an exception within a step is a fault of the program: please report it."),
@@ -142,7 +142,7 @@ def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepSta
     first = min(records, key=lambda each: (each.diagnosis is None, each.wall_s))
     record = next(each for each in records if ranks_to_blame(each) == ranks_to_blame(first))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.wall_s))
-    lines = [f"The run failed at {when}; the ranks when they were last heard of:"]
+    lines = [f"The run failed at {when}; rank status at the last heartbeats:"]
     lines += [f"  {line}" for line in status_lines(record.statuses)]
     if record.diagnosis is not None:
         lines += ["", f"To blame: {record.diagnosis.text}"]

@@ -25,22 +25,22 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return own
 
 
-def test_ranks_find_each_other_on_the_board(variables: dict[str, str]):
-    boards = [open_heartbeat_store(rank, (0, 1), is_host=rank == 0, variables=variables) for rank in range(2)]
+def test_ranks_find_each_other_in_the_heartbeat_store(variables: dict[str, str]):
+    stores = [open_heartbeat_store(rank, (0, 1), is_host=rank == 0, variables=variables) for rank in range(2)]
     heartbeats = [RankHeartbeat(rank, "node", 7, 8, 1, 812, "execute") for rank in range(2)]
-    assert boards[0].find((1, 2)) == {}
-    boards[1].publish(heartbeats[1])
-    assert boards[0].find((0, 1, 2)) == {1: heartbeats[1]}
-    boards[0].publish(heartbeats[0])
-    assert boards[0].find((0, 1), known=(0, 1)) == {0: heartbeats[0], 1: heartbeats[1]}
-    assert not boards[0].has_flag("reported")
-    boards[1].raise_flag("reported")
-    assert boards[0].has_flag("reported")
-    assert boards[0].count("alarms", 0) == 0
-    assert [heartbeat_store.count("speakers") for heartbeat_store in boards] == [1, 2]
+    assert stores[0].find((1, 2)) == {}
+    stores[1].publish(heartbeats[1])
+    assert stores[0].find((0, 1, 2)) == {1: heartbeats[1]}
+    stores[0].publish(heartbeats[0])
+    assert stores[0].find((0, 1), known=(0, 1)) == {0: heartbeats[0], 1: heartbeats[1]}
+    assert not stores[0].has_flag("reported")
+    stores[1].raise_flag("reported")
+    assert stores[0].has_flag("reported")
+    assert stores[0].count("alarms", 0) == 0
+    assert [store.count("reporters") for store in stores] == [1, 2]
 
 
-def test_each_run_and_restart_has_a_board_of_its_own(variables: dict[str, str]):
+def test_each_run_and_restart_has_a_heartbeat_store_of_its_own(variables: dict[str, str]):
     first = open_heartbeat_store(0, (0, 1), is_host=True, variables=variables)
     second = open_heartbeat_store(0, (0, 1), is_host=True, variables=variables)
     other = open_heartbeat_store(1, (0, 1), is_host=False, variables=variables)
@@ -51,8 +51,8 @@ def test_each_run_and_restart_has_a_board_of_its_own(variables: dict[str, str]):
     assert other.prefix == first.prefix
 
 
-def test_engines_side_by_side_have_boards_of_their_own(variables: dict[str, str]):
-    """An alarm of one engine once put all others on the alert, for good, and took their word."""
+def test_engines_side_by_side_have_heartbeat_stores_of_their_own(variables: dict[str, str]):
+    """An alarm of one engine once alarmed all others, for good, and kept them from reporting."""
     first = open_heartbeat_store(0, (0, 1), is_host=True, variables=variables)
     second = open_heartbeat_store(2, (2, 3), is_host=False, variables=variables)
     first.count("alarms")
@@ -152,7 +152,7 @@ def test_a_rank_whose_program_ended_without_close_is_named_and_not_taken_for_kil
     assert done.returncode == 0, done.output
 
 
-HEADING = "the ranks when they were last heard of:"
+HEADING = "rank status at the last heartbeats:"
 USERS_SCRIPT = f"""
 import os, signal, sys, time
 from spmd_worker import LLM, SamplingParams

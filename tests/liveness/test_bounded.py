@@ -13,7 +13,7 @@ def test_what_is_done_in_time_is_returned():
 
 def test_what_hangs_is_left_alone():
     may_go = threading.Event()
-    # Whoever waits for it waits for ever.
+    # A thread that joins it waits for ever.
     assert within(0.05, may_go.wait) is None
     may_go.set()
 

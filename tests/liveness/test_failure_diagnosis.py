@@ -1,4 +1,4 @@
-"""The rank status, literally: which lines, and who is to blame, for what ranks can be known to do."""
+"""The rank status and the diagnosis, literally, for everything that can be known of ranks."""
 
 from dataclasses import replace
 
@@ -37,19 +37,19 @@ RAISED = failed(1, FailureKind.PRIMARY, "rank 1 raised ValueError at step 812: b
 SECONDARY = failed(0, FailureKind.SECONDARY, "rank 0 raised RuntimeError at step 812: gloo: Connection closed by peer")
 GONE = RankStatus(2, last_heartbeat(2, step=811), 0.4, is_gone=True)
 SILENT = RankStatus(3, last_heartbeat(3, step=811, phase="forward"), 10.2)
-SIGNALLED = failed(1, FailureKind.SIGNALLED, "rank 1 was told to end (SIGTERM)")
+SIGNALLED = failed(1, FailureKind.SIGNALLED, "rank 1 received SIGTERM")
 EXPLAINED = failed(0, FailureKind.EXPLAINED, "job.input is not set")
 STUCK = failed(1, FailureKind.STALLED, "rank 1 is stuck: ...", phase_age_s=5.02, where="model_runner.py:88 forward")
 WAITS = failed(0, FailureKind.STALLED, "rank 0 waits: ...", phase_age_s=5.1, is_waiting=True, where="x.py:1 y")
 UNKNOWN = RankStatus(2, None)
 
-BLAMED = {
+CAUSES = {
     "an exception": ([SECONDARY, RAISED, well(2)], (1,), "rank 1 raised ValueError at step 812: boom"),
     "a dead rank": (
         [SECONDARY, well(1), GONE],
         (2,),
-        "rank 2 is gone: last seen in step 811, phase execute, 0.4 s ago; the process ended without a word, as one "
-        "that is killed or has no memory left",
+        "rank 2 is gone: last seen in step 811, phase execute, 0.4 s ago; the process ended without reporting an "
+        "error, as one that was killed or ran out of memory",
     ),
     "a silent rank": (
         [SECONDARY, well(1), SILENT],
@@ -66,7 +66,11 @@ BLAMED = {
         (1,),
         "rank 1 is waiting for another rank, or for each other: step 811, phase execute, for 5.1 s, at x.py:1 y",
     ),
-    "a rank never heard of": ([SECONDARY, well(1), UNKNOWN], (2,), "rank 2 is silent: never heard of since the start"),
+    "a rank without a heartbeat": (
+        [SECONDARY, well(1), UNKNOWN],
+        (2,),
+        "rank 2 is silent: no heartbeat since the start",
+    ),
     "a rank that others name": (
         [SECONDARY, failed(1, FailureKind.SECONDARY, "rank 0 is silent: no message in 4 s", order=2)],
         (1,),
@@ -109,11 +113,11 @@ BLAMED = {
         "rank 2 has left without close(); last seen in step 812, phase execute, 0.3 s ago",
     ),
     "nobody but effects": ([SECONDARY, well(1)], (0,), SECONDARY.failure.text),
-    "a signal to one": ([well(0), SIGNALLED], (1,), "rank 1 was told to end (SIGTERM) from outside the job"),
+    "a signal to one": ([well(0), SIGNALLED], (1,), "rank 1 received SIGTERM from outside the job"),
     "a signal to all": (
         [replace(SIGNALLED, rank=0), SIGNALLED],
         (0, 1),
-        "every rank was told to end (SIGTERM): the launcher or the machine ended the job",
+        "every rank received SIGTERM: the launcher or the machine ended the job",
     ),
     "a signal to all, because one went": (
         [replace(SIGNALLED, rank=0), SIGNALLED, GONE],
@@ -133,17 +137,17 @@ BLAMED = {
 }
 
 
-@pytest.mark.parametrize("name", BLAMED)
-def test_the_one_to_blame_is(name: str):
-    statuses, blamed, text = BLAMED[name]
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_is(name: str):
+    statuses, expected, text = CAUSES[name]
     diagnosis = diagnose(statuses, LATE_S)
     assert diagnosis is not None
-    assert (diagnosis.ranks, diagnosis.text[: len(text)]) == (blamed, text)
+    assert (diagnosis.ranks, diagnosis.text[: len(text)]) == (expected, text)
     assert diagnosis.is_explained == (name == "a wrong setting")
-    assert diagnosis.is_silence == (name in ("a silent rank", "a rank never heard of"))
+    assert diagnosis.is_silence == (name in ("a silent rank", "a rank without a heartbeat"))
 
 
-def test_nobody_is_to_blame_while_all_are_well():
+def test_there_is_no_diagnosis_while_all_are_well():
     assert (
         diagnose(
             [well(0), well(1), replace(well(2), last_heartbeat=last_heartbeat(2, has_ended=True), heard_ago_s=99.0)],
@@ -154,7 +158,7 @@ def test_nobody_is_to_blame_while_all_are_well():
 
 
 def test_effects_wait_for_their_cause():
-    """A rank that leaves because of another must not be named while the other may still be heard of."""
+    """A rank that leaves because of another must not be named while the other's failure may still show."""
     for statuses, at_s in (
         ([SECONDARY, RAISED], GATHER_S),
         ([SECONDARY, SILENT], STALL_S),
@@ -186,7 +190,7 @@ def test_a_rank_that_ended_because_of_another_is_not_to_blame():
     assert diagnose([SECONDARY, ended], LATE_S).text == SECONDARY.failure.text
 
 
-def test_the_roll_call_has_one_line_a_rank():
+def test_the_rank_status_has_one_line_a_rank():
     statuses = [
         well(0, is_waiting=True, where="channel.py:4 broadcast", phase_age_s=2.0),
         replace(RAISED, heard_ago_s=0.25),
@@ -203,9 +207,9 @@ def test_the_roll_call_has_one_line_a_rank():
         "rank  1  step 812  execute    0.2 s ago  raised ValueError at step 812: boom",
         "rank  2  step 811  execute    0.4 s ago  gone",
         "rank  3  step 811  lockstep  10.2 s ago  silent for 10.2 s",
-        "rank 10  never heard of",
+        "rank 10  no heartbeat yet",
         "rank 11  step   9  execute    3.0 s ago  has ended",
-        "rank 12  step 812  execute    0.0 s ago  was told to end (SIGTERM)",
+        "rank 12  step 812  execute    0.0 s ago  received SIGTERM",
         "rank 13  step 812  execute    0.3 s ago  leaves: rank 1 raised ValueError at step 812: boom",
         "rank 14  step 812  execute    0.3 s ago  raised RuntimeError at step 812: gloo",
     ]
@@ -230,7 +234,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "expected"), ERRORS)
-def test_an_error_that_tells_of_another_rank_is_an_echo(error: Exception, expected: bool):
+def test_an_error_that_another_rank_caused_is_secondary(error: Exception, expected: bool):
     assert is_secondary(error) == expected
 
 
@@ -252,7 +256,7 @@ def test_where_in_its_sources_gloo_noticed_is_left_out():
     assert describe(ValueError(own), 1, 7, "execute") == f"rank 1 raised ValueError at step 7: {own}"
 
 
-def test_what_is_said_in_another_way_needs_no_roll_call():
+def test_what_every_rank_knows_has_an_exit_code_of_its_own():
     assert explained_exit_code(ReplicaDivergedError("x")) == 70
     assert explained_exit_code(RanksDisagreeError("x")) == 70
     assert explained_exit_code(ConfigError("x")) == 1

@@ -1,4 +1,4 @@
-"""What a rank says of itself, and what is found out beside it."""
+"""The heartbeat of this rank: step, phase, line of code, and whether it waits for other ranks."""
 
 import contextlib
 import gc
@@ -24,7 +24,7 @@ from spmd_worker.liveness.heartbeat import (
     Heartbeat,
     RankHeartbeat,
     current_frames,
-    stand_of,
+    location_of,
 )
 from spmd_worker.metrics.step_times import StepTimes
 
@@ -108,17 +108,17 @@ def test_the_line_of_a_thread_is_named_and_so_is_waiting_for_other_ranks(monkeyp
     thread = threading.Thread(target=stand_still)
     thread.start()
     is_there.wait()
-    where, is_waiting = stand_of(thread.ident)
+    where, is_waiting = location_of(thread.ident)
     assert not is_waiting
     assert where.startswith("threading.py:")
     monkeypatch.setattr(heartbeat, "_OWN_PACKAGES", (__name__,))
     monkeypatch.setitem(globals(), WAITING_MARK, True)
-    where, is_waiting = stand_of(thread.ident)
+    where, is_waiting = location_of(thread.ident)
     assert is_waiting
     assert where.endswith(" stand_still")
     may_go.set()
     thread.join()
-    assert stand_of(thread.ident) == ("", False)
+    assert location_of(thread.ident) == ("", False)
 
 
 @pytest.mark.parametrize("name", MODULES_THAT_WAIT)
@@ -129,7 +129,7 @@ def test_a_thread_in_a_module_that_waits_for_ranks_is_seen_to_wait(name: str):
     thread = threading.Thread(target=namespace["stand_still"])
     thread.start()
     namespace["is_there"].wait()
-    found = stand_of(thread.ident)
+    found = location_of(thread.ident)
     namespace["may_go"].set()
     thread.join()
     assert found == ("<string>:3 stand_still", True)

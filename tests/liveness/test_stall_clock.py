@@ -41,7 +41,7 @@ def test_a_slow_step_that_computes_is_no_stall_and_one_that_stops_computing_is(t
     stall = StallClock(last_heartbeat)
     thread.cpu_s = 50.0
     stall.look(100.0, MAIN, False)
-    # What was computed before the first look says nothing.
+    # What was computed before the first look does not count.
     assert stall.stalled_s == 100.0
     for now_s in (200.0, 300.0):
         thread.cpu_s += 50

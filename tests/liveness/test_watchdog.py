@@ -1,5 +1,5 @@
-"""Watchdogs that share a heartbeat store: one rank status, the right one blamed, and nobody left. Ranks are threads
-here.
+"""Watchdogs that share a heartbeat store: one report with the right diagnosis, and no rank left
+running. Ranks are threads here, in driven time.
 
 `tests/test_fault_matrix.py` breaks real ranks.
 """
@@ -34,7 +34,7 @@ LONG_S, LIMIT_S = 1000.0, 300.0
 
 # The end of a process is played by the end of a thread.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-HEADING = "the ranks when they were last heard of:"
+HEADING = "rank status at the last heartbeats:"
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ class Ranks:
             self.all[rank].start()
         threads = [thread for rank in ranks for thread in (self.all[rank]._thread, self.all[rank]._exchange._thread)]
         wait_until(lambda: all(self.time.takes_part(thread) for thread in threads))
-        self.wait_until(lambda: all(f"watch/beat/{rank}" in self.store.values for rank in ranks))
+        self.wait_until(lambda: all(f"watch/heartbeat/{rank}" in self.store.values for rank in ranks))
 
     def stop(self) -> None:
         for each in self.all:
@@ -102,7 +102,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         each.stop()
 
 
-def test_an_exception_of_one_rank_ends_all_with_one_roll_call(make, tmp_path: Path, capsys):
+def test_an_exception_of_one_rank_ends_all_with_one_report(make, tmp_path: Path, capsys):
     ranks = make(3)
     ranks.start((0, 1, 2))
     for each in ranks.all:
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_because_of_another_is_not_the_one(make, capsys):
     assert "error: rank 1 raised KeyError while loading the model: 'w'\n" in capsys.readouterr().err
 
 
-def test_the_lowest_living_rank_speaks_where_rank_0_is_dead(make, capsys):
+def test_the_lowest_living_rank_reports_where_rank_0_is_dead(make, capsys):
     ranks = make(3)
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     publish(ranks.store, RankHeartbeat(0, node_name(), dead.pid, start_time_of(dead.pid), 1, 5, "execute"))
@@ -184,7 +184,7 @@ def test_a_process_of_somebody_else_is_never_ended(make, monkeypatch):
     assert killed == [own]
 
 
-def test_a_rank_that_stopped_before_it_ever_spoke_is_ended_by_what_it_was_started_as(monkeypatch):
+def test_a_rank_that_stopped_before_its_first_heartbeat_is_ended_by_what_it_was_started_as(monkeypatch):
     killed: list[int] = []
     monkeypatch.setattr(ending.os, "kill", lambda pid, number: killed.append(pid))
     # This process stands for the launcher, or for a shell from which two jobs were started: its children are ranks.
@@ -201,7 +201,7 @@ def test_a_rank_that_stopped_before_it_ever_spoke_is_ended_by_what_it_was_starte
         own = ranks[0, "29500"].pid
         last_heartbeat = RankHeartbeat(0, node_name(), own, start_time_of(own), 1, 5, "execute")
         statuses = [ending.RankStatus(0, last_heartbeat), ending.RankStatus(1, None), ending.RankStatus(11, None)]
-        diagnosis = ending.Diagnosis((1,), "rank 1 is silent: never heard of since the start")
+        diagnosis = ending.Diagnosis((1,), "rank 1 is silent: no heartbeat since the start")
         ending.end_silent(statuses, diagnosis, 0)
         assert killed == [ranks[1, "29500"].pid]
     finally:
@@ -219,7 +219,7 @@ def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at
     assert 20.0 < ranks.time.now_s < 25.0
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert warnings[0].startswith("step 7 does not go on in phase execute for 4.0 s now, at ")
+    assert warnings[0].startswith("step 7 makes no progress in phase execute for 4.0 s now, at ")
     assert f"stacks are in {tmp_path / 'stacks.rank0.txt'}" in warnings[0]
     assert "test_watchdog.py" in (tmp_path / "stacks.rank0.txt").read_text()
     assert "error: rank 0 is stuck: step 7, phase execute, for " in capsys.readouterr().err
@@ -254,7 +254,7 @@ def test_a_signal_from_outside_is_named_and_exits_with_its_code(make, capsys):
     ranks.start((0, 1))
     ranks.all[1].signalled()
     assert ranks.wait_for_exits(2) == {0: 1, 1: 143}
-    assert "error: rank 1 was told to end (SIGTERM) from outside the job\n" in capsys.readouterr().err
+    assert "error: rank 1 received SIGTERM from outside the job\n" in capsys.readouterr().err
 
 
 def test_a_rank_that_ends_well_after_the_signal_ends_well(make, capsys):
@@ -265,11 +265,11 @@ def test_a_rank_that_ends_well_after_the_signal_ends_well(make, capsys):
     ranks.stop()
     assert ranks.exits == {}
     assert capsys.readouterr().err == ""
-    assert RankHeartbeat.unpack(ranks.store.values["watch/beat/1"]).has_ended
+    assert RankHeartbeat.unpack(ranks.store.values["watch/heartbeat/1"]).has_ended
 
 
 @pytest.mark.parametrize("error", [ReplicaDivergedError("step 7 did not run"), ConfigError("seed=x")])
-def test_what_rank_0_says_itself_gets_no_roll_call(make, tmp_path, capsys, error):
+def test_what_rank_0_prints_itself_gets_no_report(make, tmp_path, capsys, error):
     ranks = make(2)
     ranks.start((0, 1))
     ranks.all[0].fail(error)
@@ -280,7 +280,7 @@ def test_what_rank_0_says_itself_gets_no_roll_call(make, tmp_path, capsys, error
 
 
 def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch, capsys):
-    """A rank that was silent for long has spoken again before anybody could say who is to blame."""
+    """A rank that was silent for long sends heartbeats again before there was a diagnosis."""
     ranks = make(2)
     ranks.start((0, 1))
     ranks.all[1]._exchange.alarm()
@@ -296,7 +296,7 @@ def test_an_alarm_for_nothing_is_forgotten_and_the_next_is_not(make, monkeypatch
     assert "error: rank 1 raised ValueError while starting: boom\n" in capsys.readouterr().err
 
 
-def test_a_stuck_rank_that_the_launcher_told_to_end_ends_as_one_that_failed(make):
+def test_a_stuck_rank_that_the_launcher_signalled_ends_as_one_that_failed(make):
     ranks = make(2, timeout_s=4.0)
     ranks.start((0, 1))
     # This thread, which waits, is the main thread of both.
@@ -309,7 +309,7 @@ def test_a_stuck_rank_that_the_launcher_told_to_end_ends_as_one_that_failed(make
 
 def test_ranks_that_wait_leave_the_terminal_to_the_one_they_wait_for(make, monkeypatch, caplog, capfd):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(watchdog, "stand_of", lambda thread_id: ("channel.py:4 receive", True))
+    monkeypatch.setattr(watchdog, "location_of", lambda thread_id: ("channel.py:4 receive", True))
     ranks = make(1, timeout_s=60.0, run_dir=None)
     ranks.all[0].watched = Watched(0, (0,), 2.0)
     ranks.all[0].heartbeat.enter("execute", 7)
@@ -325,13 +325,13 @@ def test_ranks_that_wait_leave_the_terminal_to_the_one_they_wait_for(make, monke
 def test_a_guest_knows_the_cause_of_an_error_that_tells_of_another_rank(make):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
-    echo = RuntimeError("gloo: Connection closed by peer")
+    secondary = RuntimeError("gloo: Connection closed by peer")
     ranks.all[1].fail(ValueError("boom"))
-    ranks.all[0].fail(echo)
-    assert ranks.all[0].find_cause(echo) == "rank 1 raised ValueError while starting: boom"
-    # Whoever is to blame has a better error of its own.
+    ranks.all[0].fail(secondary)
+    assert ranks.all[0].find_cause(secondary) == "rank 1 raised ValueError while starting: boom"
+    # The rank that failed has a better error of its own.
     assert ranks.all[1].find_cause(ValueError("boom")) is None
-    assert ranks.all[1].find_cause(echo) is None
+    assert ranks.all[1].find_cause(secondary) is None
 
 
 def test_where_nothing_better_is_known_the_error_stays_as_it_is(make):
@@ -343,7 +343,7 @@ def test_where_nothing_better_is_known_the_error_stays_as_it_is(make):
     assert program.all[0].find_cause(RuntimeError("gloo: Connection closed by peer")) is None
 
 
-def test_a_guest_says_what_it_knows_and_ends_nothing(make, caplog, capsys):
+def test_a_guest_logs_the_diagnosis_and_ends_nothing(make, caplog, capsys):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
     ranks.all[1].fail(ValueError("boom"))
@@ -352,10 +352,10 @@ def test_a_guest_says_what_it_knows_and_ends_nothing(make, caplog, capsys):
     assert ranks.exits == {}
     assert capsys.readouterr().err == ""
     [message] = [record.getMessage() for record in caplog.records]
-    assert message.startswith("rank 1 raised ValueError while starting: boom; the ranks when they were last heard of:")
+    assert message.startswith("rank 1 raised ValueError while starting: boom; rank status at the last heartbeats:")
 
 
-def test_ranks_whose_store_is_gone_speak_for_themselves(make, capsys):
+def test_ranks_whose_store_is_gone_report_for_themselves(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
     ranks.store.is_gone = True
@@ -366,8 +366,8 @@ def test_ranks_whose_store_is_gone_speak_for_themselves(make, capsys):
     assert "error: rank 0 raised ValueError while starting: boom\n" in capsys.readouterr().err
 
 
-def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_them_speaks(make, capsys):
-    """A store in rank 0's process, as without torchrun. Nobody spoke once, because rank 0 had just been heard of."""
+def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_them_reports(make, capsys):
+    """A store in rank 0's process, as without torchrun. No rank reported once, as rank 0 had just been heard."""
     ranks = make(3)
     host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     publish(ranks.store, RankHeartbeat(0, node_name(), host.pid, start_time_of(host.pid), 1, 5, "execute"))
@@ -438,9 +438,7 @@ def test_torchruns_error_file_is_the_culprits_and_has_its_form(make, tmp_path, m
     assert json.loads(path.read_text())["message"]["extraInfo"]["timestamp"] == "1234567"
 
 
-def test_a_rank_that_computes_while_another_waits_in_vain_is_named_and_says_so_to_torchrun(
-    make, tmp_path, monkeypatch, capsys
-):
+def test_a_rank_that_computes_while_another_waits_in_vain_is_named_to_torchrun_too(make, tmp_path, monkeypatch, capsys):
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     ranks = make(2)
@@ -474,12 +472,12 @@ def test_a_guest_that_left_without_close_is_named_by_those_that_wait_for_it(make
     ranks.all[1].leave_unclosed()
     # Before its groups are taken down, which may take a while.
     began_s = ranks.time.now_s
-    ranks.wait_until(lambda: RankHeartbeat.unpack(ranks.store.values["watch/beat/1"]).failure is not None)
+    ranks.wait_until(lambda: RankHeartbeat.unpack(ranks.store.values["watch/heartbeat/1"]).failure is not None)
     assert ranks.time.now_s == began_s
     ranks.all[1].stop()
-    echo = RuntimeError("gloo: Connection closed by peer")
-    ranks.all[0].fail(echo)
-    cause = ranks.all[0].find_cause(echo)
+    secondary = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(secondary)
+    cause = ranks.all[0].find_cause(secondary)
     assert cause.startswith(
         "rank 1 has left without close(): its program ended, or its LLM was deleted; last seen in step 3, phase closing"
     )
@@ -491,18 +489,22 @@ def test_an_exception_that_ended_a_guest_is_named(make, monkeypatch):
     monkeypatch.setattr(sys, "last_value", KeyError("x"), raising=False)
     ranks.all[1].leave_unclosed()
     ranks.all[1].stop()
-    echo = RankFailedError("rank 1 is gone: no answer to step 3")
-    ranks.all[0].fail(echo)
-    assert ranks.all[0].find_cause(echo).startswith("rank 1 has left without close() after KeyError: 'x': its program")
+    secondary = RankFailedError("rank 1 is gone: no answer to step 3")
+    ranks.all[0].fail(secondary)
+    assert (
+        ranks.all[0]
+        .find_cause(secondary)
+        .startswith("rank 1 has left without close() after KeyError: 'x': its program")
+    )
 
 
 def test_a_guest_that_closed_while_others_go_on_is_named(make):
     ranks = make(2, exits=False, run_dir=None)
     ranks.start((0, 1))
     ranks.all[1].stop()
-    echo = RuntimeError("gloo: Connection closed by peer")
-    ranks.all[0].fail(echo)
-    assert ranks.all[0].find_cause(echo).startswith("rank 1 has ended while others went on: last seen in step 0, ")
+    secondary = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(secondary)
+    assert ranks.all[0].find_cause(secondary).startswith("rank 1 has ended while others went on: last seen in step 0, ")
 
 
 def test_guests_that_all_leave_without_close_are_no_failure(make, caplog, capsys):
@@ -530,4 +532,4 @@ def test_stopping_leaves_no_thread(make):
 
 
 def publish(store: MadeUpStore, last_heartbeat: RankHeartbeat) -> None:
-    store.set(f"watch/beat/{last_heartbeat.rank}", last_heartbeat.pack().decode())
+    store.set(f"watch/heartbeat/{last_heartbeat.rank}", last_heartbeat.pack().decode())

@@ -60,11 +60,11 @@ def test_a_run_that_ended_well(doctor, run_dir: Path):
     assert out == "The run ended well: 7 rows, 2 of them error rows.\nError rows by code: 2 invalid_json.\n"
 
 
-def test_an_exception_is_told_with_roll_call_advice_and_traceback(doctor, run_dir: Path):
+def test_an_exception_is_reported_with_rank_status_advice_and_traceback(doctor, run_dir: Path):
     boom = Failure(FailureKind.PRIMARY, "rank 1 raised ValueError at step 812: boom", order=1)
-    echo = Failure(FailureKind.SECONDARY, "rank 0 raised RuntimeError at step 812: gloo", order=2)
-    statuses = [status(0, echo), status(1, boom)]
-    write_record(run_dir, record_of(0, statuses, 1000.5, "an echo"))
+    secondary = Failure(FailureKind.SECONDARY, "rank 0 raised RuntimeError at step 812: gloo", order=2)
+    statuses = [status(0, secondary), status(1, boom)]
+    write_record(run_dir, record_of(0, statuses, 1000.5, "a secondary failure"))
     write_record(run_dir, record_of(1, statuses, 1000.4, "Traceback (most recent call last):\nValueError: boom\n"))
     (run_dir / "stacks.rank0.txt").write_text("Thread 1")
     code, out, _ = doctor(run_dir)
@@ -83,15 +83,15 @@ def test_an_exception_is_told_with_roll_call_advice_and_traceback(doctor, run_di
     assert lines[8:] == ["", "Rank 1:", "Traceback (most recent call last):", "ValueError: boom"]
 
 
-SIGNALLED = Failure(FailureKind.SIGNALLED, "rank 0 was told to end (SIGTERM)")
+SIGNALLED = Failure(FailureKind.SIGNALLED, "rank 0 received SIGTERM")
 STALLED = Failure(FailureKind.STALLED, "rank 1 is stuck")
 FULL = Failure(FailureKind.PRIMARY, "rank 0 raised OSError at step 3: [Errno 28] No space left on device")
 ENDS = {
     "dead": ([status(0), status(1, is_gone=True)], "rank 1 is gone", "out-of-memory killer"),
     "silent": ([status(0), RankStatus(1, status(1).last_heartbeat, 60.0)], "rank 1 is silent", "cannot be reached"),
     "stuck": ([status(0), status(1, STALLED)], "rank 1 is stuck", "stacks show where"),
-    "told": ([status(0, SIGNALLED), status(1)], "rank 0 was told to end", "SIGTERM to this process alone"),
-    "all told": ([status(0, SIGNALLED)], "every rank was told to end", "start it again"),
+    "signalled": ([status(0, SIGNALLED), status(1)], "rank 0 received SIGTERM", "SIGTERM to this process alone"),
+    "all signalled": ([status(0, SIGNALLED)], "every rank received ", "start it again"),
     "full disk": ([status(0, FULL), status(1)], "rank 0 raised OSError", "make room"),
 }
 
@@ -112,11 +112,11 @@ def test_the_record_of_whoever_knew_first_counts(doctor, run_dir: Path):
     assert "To blame: rank 1 is gone" in doctor(run_dir)[1]
 
 
-def test_records_without_a_verdict_still_give_the_roll_call(doctor, run_dir: Path):
+def test_records_without_a_diagnosis_still_give_the_rank_status(doctor, run_dir: Path):
     write_record(run_dir, ErrorRecord(0, 1000.0, (status(0), RankStatus(1, None)), None))
     code, out, _ = doctor(run_dir)
     assert code == 1
-    assert "  rank 1  never heard of\n" in out
+    assert "  rank 1  no heartbeat yet\n" in out
     assert "To blame" not in out
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_told_exits_with_2(doctor, tmp_path: Path, run_dir: Path)
     (run_dir / "error.rank0.json").write_text("{}")
     code, _, err = doctor(run_dir)
     assert code == 2
-    assert "error.rank0.json: this is no error record" in err
+    assert "error.rank0.json: not an error record" in err
 
 
 def test_a_record_survives_its_way(run_dir: Path):
@@ -168,5 +168,5 @@ def test_a_record_survives_its_way(run_dir: Path):
     value = json.loads((run_dir / "error.rank1.json").read_text())
     assert ErrorRecord.from_plain(value) == record
     assert (value["step"], value["phase"], value["text"]) == (812, "execute", "rank 1 is stuck")
-    assert value["verdict"]["ranks"] == [1]
+    assert value["diagnosis"]["ranks"] == [1]
     assert isinstance(record.diagnosis, Diagnosis)
