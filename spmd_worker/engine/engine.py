@@ -33,6 +33,7 @@ from spmd_worker.metrics.step_times import StepTimes
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.scheduler.step_order import end_step, must_end_oldest
 from spmd_worker.sequence.events import (
     Abort,
     Admit,
@@ -44,7 +45,6 @@ from spmd_worker.sequence.events import (
     ResetPrefixCache,
     SetWeightVersion,
     WorkerEvent,
-    concern_workers,
 )
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import Request, RequestId, random_stream, whole_number
@@ -365,25 +365,18 @@ class LLMEngine:
         self.times.end("lockstep")
         self._in_flight.add(agreed)
         ended: list[SequenceGroup] = []
-        leaves_none = concern_workers(agreed.events)
-        while self._in_flight.is_full or (self._in_flight and (leaves_none or self._is_idle)):
+        in_flight = self._in_flight
+        while must_end_oldest(len(in_flight), in_flight.is_full, agreed.events, self.scheduler, self.is_closed):
             ended += self._settle(*self._in_flight.take_oldest())
         self.times.end("execute")
         return ended
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether nobody waits for the steps in flight: then none is left half done between two calls."""
-        return self.is_closed or not self.scheduler.has_unfinished
 
     def _settle(self, step: AgreedStep, result: StepResult) -> list[SequenceGroup]:
         """The oldest step in flight has ended: take in what it sampled, then its events."""
         self.times.end("execute")
         self._sampled_token_ids += result.token_ids
         self._finished_transfers += result.finished_transfers
-        ended = self.scheduler.apply(result) if step.plan.has_rows else []
-        for event in step.events:
-            ended += self._apply_event(event)
+        ended = end_step(self.scheduler, step.plan, result, step.events, self._apply_event)
         if self._checks_integrity:
             self.scheduler.check_integrity()
         self.times.end("apply")
@@ -391,7 +384,7 @@ class LLMEngine:
             self._on_step(step.plan, result)
         return ended
 
-    def _apply_event(self, event: Event) -> list[SequenceGroup]:
+    def _apply_event(self, event: Event) -> SequenceGroup | None:
         if isinstance(event, Close):
             self.is_closed = True
         elif isinstance(event, EndRound):
@@ -402,8 +395,7 @@ class LLMEngine:
         elif isinstance(event, WorkerEvent | EndWorkerEvent):
             self.times.heartbeat.enter("worker event")
             self._worker_events.apply(event)
-        aborted = self.scheduler.handle(event)
-        return [aborted] if aborted is not None else []
+        return self.scheduler.handle(event)
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
         prompt = self._prompts.pop(group.request.request_id, None)

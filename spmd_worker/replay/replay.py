@@ -22,7 +22,8 @@ from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.sequence.events import Admit, Close, Event, concern_workers
+from spmd_worker.scheduler.step_order import end_step, must_end_oldest
+from spmd_worker.sequence.events import Admit, Close, Event
 from spmd_worker.sequence.request import Request, RequestId, random_stream
 from spmd_worker.sequence.sequence import SequenceGroup, SequenceKey
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -88,22 +89,20 @@ class Replay:
             yield self._finish(message, places, () if is_known else None)
 
     def _settle(self, sampled_token_ids: tuple[int, ...]) -> Iterator[ReplayedStep]:
-        """What the engine does at the end of a step: the oldest in flight ends, and all where nobody waits for them or
-        workers change between two steps.
-        """
+        """End the steps that the engine ended before it sent the next message."""
         step, num_samples = 0, 0
-        changes_workers = bool(self._in_flight) and concern_workers(self._in_flight[-1][0].events)
-        while self._in_flight and (
-            len(self._in_flight) == self._header.pipeline_parallel_size
-            or changes_workers
-            or not self.scheduler.has_unfinished
-        ):
+        newest_events = self._in_flight[-1][0].events if self._in_flight else ()
+        while must_end_oldest(len(self._in_flight), self._is_full, newest_events, self.scheduler, self.is_closed):
             message, places = self._in_flight.popleft()
             step, num_samples = message.step, len(places)
             yield self._finish(message, places, sampled_token_ids[:num_samples])
             sampled_token_ids = sampled_token_ids[num_samples:]
         if sampled_token_ids and self.num_steps:
             raise _wrong_count(step, num_samples, num_samples + len(sampled_token_ids))
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._in_flight) == self._header.pipeline_parallel_size
 
     def _plan(self, message: StepMessage, last_events: tuple[Event, ...]) -> None:
         """Plan the message's step and compare plan and digest."""
@@ -152,20 +151,15 @@ class Replay:
     ) -> ReplayedStep:
         """Take in what was sampled, then the events."""
         plan = message.plan
-        ended: list[SequenceGroup] = []
         if sampled_token_ids is None:
             return ReplayedStep(plan, message.events, places, None, ())
         if len(sampled_token_ids) != len(places):
             raise _wrong_count(plan.step, len(places), len(sampled_token_ids))
-        if plan.has_rows:
-            ended += self.scheduler.apply(StepResult(plan.step, sampled_token_ids))
-        for event in message.events:
-            self._look_at(event)
-            aborted = self.scheduler.handle(event)
-            ended += [aborted] if aborted is not None else []
+        result = StepResult(plan.step, sampled_token_ids)
+        ended = end_step(self.scheduler, plan, result, message.events, self._apply_event)
         return ReplayedStep(plan, message.events, places, sampled_token_ids, tuple(ended))
 
-    def _look_at(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> SequenceGroup | None:
         self.is_closed = self.is_closed or isinstance(event, Close)
         if isinstance(event, Admit):
             self.num_requests += 1
@@ -175,6 +169,7 @@ class Replay:
                     f"are found in text, and {self._header.model_path} has no tokenizer.json any more: name a folder "
                     f"that has it with --model"
                 )
+        return self.scheduler.handle(event)
 
 
 def _wrong_count(step: int, num_samples: int, num_ids: int) -> ReplayDivergedError:

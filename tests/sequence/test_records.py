@@ -14,7 +14,7 @@ from spmd_worker.sequence.request import Request, RequestId, as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.step import StepPlan
 
-NO_NUMBERS = ["x", "7", None, 1.0, True, [3], object()]
+NO_NUMBERS = ["x", "7", None, 1.0, True, [3], Ellipsis]
 
 
 def coded(event: Event) -> Event:
