@@ -48,6 +48,7 @@ from spmd_worker.sequence.events import (
 )
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import Request, RequestId, random_stream, whole_number
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -116,7 +117,7 @@ class LLMEngine:
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
         self.num_requests = 0
-        self._sampled_token_ids: tuple[int, ...] = ()
+        self._sampled = SampledIds()
         self._finished_transfers: tuple[int, ...] = ()
         self._worker_events = WorkerEvents(executor)
         # What the steps of a worker event ended: the next `step` hands it out.
@@ -359,9 +360,14 @@ class LLMEngine:
         events, self._events = tuple(self._events), []
         self.times.end("schedule")
         agreed = self.lockstep.agree(
-            plan, self._sampled_token_ids, events, self._finished_transfers, self._worker_events.problem
+            plan,
+            self._sampled.token_ids,
+            events,
+            self._finished_transfers,
+            self._worker_events.problem,
+            self._sampled.num_ids,
         )
-        self._sampled_token_ids = self._finished_transfers = ()
+        self._sampled, self._finished_transfers = SampledIds(), ()
         self.times.end("lockstep")
         self._in_flight.add(agreed)
         ended: list[SequenceGroup] = []
@@ -374,7 +380,7 @@ class LLMEngine:
     def _settle(self, step: AgreedStep, result: StepResult) -> list[SequenceGroup]:
         """The oldest step in flight has ended: take in what it sampled, then its events."""
         self.times.end("execute")
-        self._sampled_token_ids += result.token_ids
+        self._sampled = self._sampled.joined(SampledIds(result.token_ids, result.num_token_ids))
         self._finished_transfers += result.finished_transfers
         ended = end_step(self.scheduler, step.plan, result, step.events, self._apply_event)
         if self._checks_integrity:

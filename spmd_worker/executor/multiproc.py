@@ -29,6 +29,7 @@ from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.memory import host
 from spmd_worker.metrics.log import LOGGER_NAME
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class MultiprocExecutor(Executor):
         self._store: TCPStore | None = None
         self._encoder = Encoder()
         self._step_lock = threading.Lock()
-        self._sampled: dict[int, tuple[int, ...]] = {}
+        self._sampled: dict[int, SampledIds] = {}
 
     @property
     def num_workers(self) -> int:
@@ -231,13 +232,14 @@ class MultiprocExecutor(Executor):
     def _submit_step(self, plan: StepPlan) -> list[Future[StepResult]]:
         """Coded once for all workers, against the plans before."""
         with self._step_lock:
-            sampled = self._sampled.pop(plan.step - self.layout.pipeline_parallel_size, ())
-            payload = self._encoder.encode(StepMessage(plan.step, (), plan, sampled, b""))
+            sampled = self._sampled.pop(plan.step - self.layout.pipeline_parallel_size, SampledIds())
+            message = StepMessage(plan.step, (), plan, sampled.token_ids, b"", sampled.num_ids)
+            payload = self._encoder.encode(message)
             return self._pool.submit(FrameKind.STEP, "step", payload)
 
     def _take_results(self, results: list[StepResult]) -> StepResult:
         result = self._aggregate(results, output_rank(self.layout))
-        self._sampled[result.step] = result.token_ids
+        self._sampled[result.step] = SampledIds(result.token_ids, result.num_token_ids)
         return result
 
 

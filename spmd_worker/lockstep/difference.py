@@ -23,11 +23,12 @@ class Record:
     plan: StepPlan
     events: tuple[Event, ...]
     sampled_token_ids: tuple[int, ...]
+    num_sampled_ids: tuple[int, ...] = ()
 
 
 def record_of(message: StepMessage) -> Record:
     """The record of the step that a message is about."""
-    return Record(message.plan, message.events, message.sampled_token_ids)
+    return Record(message.plan, message.events, message.sampled_token_ids, message.num_sampled_ids)
 
 
 def first_difference(mine: Record, theirs: Record, my_rank: int, their_rank: int) -> str | None:
@@ -40,6 +41,7 @@ def first_difference(mine: Record, theirs: Record, my_rank: int, their_rank: int
     difference = (
         _walk("step", mine.plan.step, theirs.plan.step)
         or _walk("events", mine.events, theirs.events)
+        or _walk("num_sampled_ids", mine.num_sampled_ids, theirs.num_sampled_ids)
         or _walk("sampled_token_ids", mine.sampled_token_ids, theirs.sampled_token_ids)
         # Before `num_tokens`, which counts them.
         or _walk("continuing", mine.plan.continuing, theirs.plan.continuing)

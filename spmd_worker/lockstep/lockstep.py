@@ -8,7 +8,7 @@ means equal ever since. Knows plans and events. Knows nothing about what they le
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NoReturn, cast
 
@@ -79,15 +79,17 @@ class Lockstep:
         events: tuple[Event, ...],
         finished_transfers: tuple[int, ...] = (),
         event_problem: str = "",
+        num_sampled_ids: tuple[int, ...] = (),
     ) -> AgreedStep:
         """`events` are rank 0's to raise; the others' are ignored. `finished_transfers` are this rank's own, and so is
         `event_problem`: why it did not prepare the worker event of the step before, "" where it did or there was none.
+        `num_sampled_ids` shares out the ids, as in `StepMessage`.
 
         Raises ReplicaDivergedError, the same on every rank, when the step must not run; RankFailedError when a rank is
         gone or silent.
         """
-        digest = self._digest.update(Record(plan, self._last_events, sampled_token_ids))
-        own = StepMessage(plan.step, self._last_events, plan, sampled_token_ids, digest)
+        digest = self._digest.update(Record(plan, self._last_events, sampled_token_ids, num_sampled_ids))
+        own = StepMessage(plan.step, self._last_events, plan, sampled_token_ids, digest, num_sampled_ids)
         self.records.append(own)
         self._finished_transfers += finished_transfers
         try:
@@ -142,7 +144,7 @@ class Lockstep:
             self._channel.close()
 
     def _lead(self, own: StepMessage, events: tuple[Event, ...], event_problem: str) -> StepMessage:
-        message = StepMessage(own.step, events, own.plan, own.sampled_token_ids, own.digest)
+        message = replace(own, events=events)
         self._transfers.add(0, self._take_own_finished())
         if self._is_event_answered:
             self._event_problems = [event_problem]

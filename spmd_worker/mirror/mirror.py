@@ -9,6 +9,7 @@ from spmd_worker.mirror.plan_check import PlanCheck
 from spmd_worker.mirror.records import MirroredGroup, MirroredSequence, MirrorError, ScheduledSequence
 from spmd_worker.sequence.metadata import SequenceGroupMetadata, SequenceGroupMetadataDelta
 from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
 
@@ -53,7 +54,7 @@ class Mirror:
         continuing = PlanCheck(self._groups, self.num_blocks, self.block_size, self._step).check(plan)
         self._step = plan.step
         self._forget(plan)
-        self._continue(plan, continuing)
+        continuing_rows = self._continue(plan, continuing)
         sequences: list[MirroredSequence] = []
         for group in plan.groups:
             if isinstance(group, SequenceGroupMetadata):
@@ -63,15 +64,27 @@ class Mirror:
         rows = [data for group in plan.groups for data in group.sequences]
         columns = (sequences, [data.num_scheduled_tokens for data in rows], [data.num_samples for data in rows])
         others = map(ScheduledSequence._make, zip(*columns, strict=True))
-        return (*[sequence.steady for sequence in continuing], *others)
+        return (*continuing_rows, *others)
 
-    def _continue(self, plan: StepPlan, continuing: list[MirroredSequence]) -> None:
+    def _continue(self, plan: StepPlan, continuing: list[MirroredSequence]) -> list[ScheduledSequence]:
+        for index, block_id in plan.continuing_blocks:
+            continuing[index].block_ids.append(block_id)
+        if plan.continuing_num_ids:
+            return self._continue_unevenly(plan, continuing)
         for sequence, token_id in zip(continuing, plan.continuing_token_ids):
             sequence.output_token_ids.append(token_id)
             sequence.num_computed_tokens += sequence.num_scheduled_tokens
             sequence.num_scheduled_tokens = 1
-        for place, block_id in plan.continuing_blocks:
-            continuing[place].block_ids.append(block_id)
+        return [sequence.decode_row for sequence in continuing]
+
+    def _continue_unevenly(self, plan: StepPlan, continuing: list[MirroredSequence]) -> list[ScheduledSequence]:
+        """Each computes the ids that it was given, and its last token again where that were none."""
+        given = SampledIds(plan.continuing_token_ids, plan.continuing_num_ids).rows()
+        for sequence, token_ids in zip(continuing, given):
+            sequence.output_token_ids += token_ids
+            sequence.num_scheduled_tokens = max(len(token_ids), 1)
+            sequence.num_computed_tokens = sequence.num_tokens - sequence.num_scheduled_tokens
+        return [ScheduledSequence(sequence, sequence.num_scheduled_tokens, 1) for sequence in continuing]
 
     def _forget(self, plan: StepPlan) -> None:
         for key in plan.finished_sequences:

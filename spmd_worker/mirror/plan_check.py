@@ -36,7 +36,7 @@ class PlanCheck:
         finished_sequences = dict.fromkeys(plan.finished_sequences)
         listed: dict[RequestId, None] = {}
         continuing = self._check_continuing(plan)
-        num_tokens = len(continuing)
+        num_tokens = len(continuing) + sum([max(num_ids - 1, 0) for num_ids in plan.continuing_num_ids])
         for group in plan.groups:
             request_id = group.request_id
             if request_id in listed:
@@ -55,14 +55,10 @@ class PlanCheck:
         return continuing
 
     def _check_continuing(self, plan: StepPlan) -> list[MirroredSequence]:
-        """The sequences in decoding that continues, each of which the mirror must hold with all its tokens computed."""
+        """The continuing sequences, each of which the mirror must hold with all its tokens computed."""
         keys, groups, block_size = plan.continuing, self._groups, self.block_size
-        if len(plan.continuing_token_ids) != len(keys):
-            rule = f"one for each of the {len(keys)} sequences in continuing"
-            raise MirrorError(
-                f"step {plan.step}: field continuing_token_ids has {len(plan.continuing_token_ids)} entries, not {rule}"
-            )
-        new_blocks = self._check_continuing_blocks(plan)
+        num_ids = self._check_continuing_ids(plan)
+        num_new_blocks = self._check_continuing_blocks(plan)
         sequences: list[MirroredSequence] = []
         for place, (request_id, sample_index) in enumerate(keys):
             group = groups.get(request_id)
@@ -74,26 +70,52 @@ class PlanCheck:
                 _refuse_key(
                     plan, keys[place], f"computed to {end}", f"computed to {sequence.num_tokens}, its last token"
                 )
-            if end >= len(sequence.block_ids) * block_size and place not in new_blocks:
-                _refuse_key(plan, keys[place], f"without a block for token {end}", "a block for it")
+            # The hot line: most were given one id, and have a block for it.
+            if end >= len(sequence.block_ids) * block_size or num_ids:
+                last = end - 1 + (num_ids[place] if num_ids else 1)
+                if last >= (len(sequence.block_ids) + num_new_blocks.get(place, 0)) * block_size:
+                    _refuse_key(plan, keys[place], f"without a block for token {last}", "a block for it")
             sequences.append(sequence)
         self._check_listed_once(plan)
         return sequences
 
-    def _check_continuing_blocks(self, plan: StepPlan) -> dict[int, BlockId]:
-        new_blocks = dict(plan.continuing_blocks)
-        outside = self._first_outside(list(new_blocks.values()))
+    def _check_continuing_ids(self, plan: StepPlan) -> tuple[int, ...]:
+        """How many ids each appends; empty where each appends one."""
+        num_ids, num_keys = plan.continuing_num_ids, len(plan.continuing)
+        if num_ids and (len(num_ids) != num_keys or min(num_ids) < 0):
+            raise MirrorError(
+                f"step {plan.step}: field continuing_num_ids has {len(num_ids)} entries from {min(num_ids)} on, the "
+                f"mirror expects one, of 0 or more, for each of the {num_keys} sequences in continuing"
+            )
+        num_expected = sum(num_ids) if num_ids else num_keys
+        if len(plan.continuing_token_ids) != num_expected:
+            rule = (
+                f"the {num_expected} that continuing_num_ids shares out"
+                if num_ids
+                else f"one for each of the {num_keys} sequences in continuing"
+            )
+            raise MirrorError(
+                f"step {plan.step}: field continuing_token_ids has {len(plan.continuing_token_ids)} entries, not {rule}"
+            )
+        return num_ids
+
+    def _check_continuing_blocks(self, plan: StepPlan) -> dict[int, int]:
+        """How many blocks each (by index) takes: one at most where each appends one id."""
+        num_new_blocks: dict[int, int] = {}
+        for place, _ in plan.continuing_blocks:
+            num_new_blocks[place] = num_new_blocks.get(place, 0) + 1
+        outside = self._first_outside([block_id for _, block_id in plan.continuing_blocks])
         if outside is not None:
             rule = f"the cache has blocks 0 to {self.num_blocks - 1}"
             raise MirrorError(f"step {plan.step}: field continuing_blocks names device block {outside}, {rule}")
-        wrong = [place for place in new_blocks if not 0 <= place < len(plan.continuing)]
-        if wrong or len(new_blocks) != len(plan.continuing_blocks):
+        wrong = [place for place in num_new_blocks if not 0 <= place < len(plan.continuing)]
+        if wrong or (not plan.continuing_num_ids and len(num_new_blocks) != len(plan.continuing_blocks)):
             places = [place for place, _ in plan.continuing_blocks]
             rule = f"different ones from 0 to {len(plan.continuing) - 1}"
             raise MirrorError(
                 f"step {plan.step}: field continuing_blocks names places {places}, the mirror expects {rule}"
             )
-        return new_blocks
+        return num_new_blocks
 
     def _check_listed_once(self, plan: StepPlan) -> None:
         """No sequence continues twice, or continues and is listed or has ended."""
@@ -165,7 +187,9 @@ class PlanCheck:
     def _check_continuation(self, plan: StepPlan, sequence: MirroredSequence, data: SequenceDataDelta) -> None:
         request_id = sequence.request.request_id
         expected = sequence.num_computed_tokens + sequence.num_scheduled_tokens
-        if data.num_computed_tokens != expected:
+        # Who sampled and was given no id computes its last token again.
+        may_repeat = not data.appended_token_ids and expected == sequence.num_tokens
+        if data.num_computed_tokens != expected and not (may_repeat and data.num_computed_tokens == expected - 1):
             _refuse(plan, request_id, data, "num_computed_tokens", data.num_computed_tokens, expected)
         if not 0 <= data.num_kept_blocks <= len(sequence.block_ids):
             rule = f"from 0 to {len(sequence.block_ids)}, the known blocks"

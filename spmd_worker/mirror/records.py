@@ -27,11 +27,11 @@ class MirroredSequence:
     block_ids: list[BlockId]
     num_computed_tokens: int
     num_scheduled_tokens: int
-    steady: "ScheduledSequence" = field(init=False)
+    decode_row: "ScheduledSequence" = field(init=False)
 
     def __post_init__(self) -> None:
-        # What a step of decoding that continues computes of this sequence: always the same, so it is made once.
-        self.steady = ScheduledSequence(self, num_scheduled_tokens=1, num_samples=1)
+        # What a step computes of a sequence that was given one id: always the same, so it is made once.
+        self.decode_row = ScheduledSequence(self, num_scheduled_tokens=1, num_samples=1)
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,7 @@ Knows replayed steps and the scheduler between them. Knows nothing about logs, o
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, NamedTuple
 
 from spmd_worker.replay.replay import ReplayedStep
@@ -12,6 +13,7 @@ from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.metadata import SequenceData, SequenceDataDelta
 from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sampled import sample_indices, sampling_keys
 from spmd_worker.sequence.sequence import Sequence, SequenceKey, SequenceStatus
 
 _MAX_ITEMS_SHOWN: Final = 12
@@ -127,10 +129,11 @@ class RowHistory:
         self, step: ReplayedStep, place: int, token_ids: tuple[int, ...], block_id: int | None
     ) -> None:
         _, sample_index, position = step.places[place]
-        if block_id is None and token_ids:
+        num_ids = step.plan.continuing_num_ids[place] if step.plan.continuing_num_ids else 1
+        if block_id is None and len(token_ids) == num_ids == 1:
             self._hold_back(step.plan.step, sample_index, position - 1, token_ids[0])
             return
-        text = f"computes position {position - 1}"
+        text = f"computes {_positions(position - max(num_ids, 1), position - 1)}"
         text += f", takes block {block_id}" if block_id is not None else ""
         self._write_report(
             step.plan.step, sample_index, text + (f", samples {_listed(token_ids)}" if token_ids else "")
@@ -194,16 +197,12 @@ class RowHistory:
 
 def _sampled_by_sequence(step: ReplayedStep) -> dict[SequenceKey, tuple[int, ...]]:
     """What each scheduled sequence sampled; several ids where it forked."""
-    token_ids = step.sampled_token_ids or ()
-    sampled: dict[SequenceKey, tuple[int, ...]] = {
-        key: (token_id,) for key, token_id in zip(step.plan.continuing, token_ids)
-    }
-    start = len(step.plan.continuing)
+    sampled = dict(zip(sampling_keys(step.plan), step.sampled.rows())) if step.sampled is not None else {}
     for group in step.plan.groups:
         for data in group.sequences:
-            end = start + data.num_samples
-            sampled[SequenceKey(group.request_id, data.sample_index)] = token_ids[start:end]
-            start = end
+            indices = sample_indices(data.sample_index, data.num_samples)
+            ids = [sampled.get(SequenceKey(group.request_id, index), ()) for index in indices]
+            sampled[SequenceKey(group.request_id, data.sample_index)] = tuple(chain.from_iterable(ids))
     return sampled
 
 

@@ -7,6 +7,7 @@ about schedulers.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, RunConfig, SchedulerConfig
@@ -15,17 +16,18 @@ from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.replay.replay import ReplayedStep, SampledPosition
 from spmd_worker.replay.step_log import StepLogHeader
 from spmd_worker.resolved import resolve_run
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.step import StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """An id of the log that was not sampled again."""
+    """An id of the log that was not sampled again; None for one that only one of them has."""
 
     step: int
     place: SampledPosition
-    logged: int
-    recomputed: int
+    logged: int | None
+    recomputed: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
         for step in steps:
             result = executor.execute_model(step.plan)
             assert isinstance(result, StepResult), type(result)
-            if step.sampled_token_ids is not None:
-                yield _compare(step, step.sampled_token_ids, result.token_ids)
+            if step.sampled is not None:
+                yield _compare(step, step.sampled, SampledIds(result.token_ids, result.num_token_ids))
     finally:
         executor.shutdown()
 
@@ -87,10 +89,12 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
     )
 
 
-def _compare(step: ReplayedStep, logged: tuple[int, ...], recomputed: tuple[int, ...]) -> RecomputedStep:
+def _compare(step: ReplayedStep, logged: SampledIds, recomputed: SampledIds) -> RecomputedStep:
+    """Id by id."""
     mismatches = tuple(
-        Mismatch(step.plan.step, place, old, new)
-        for place, old, new in zip(step.places, logged, recomputed, strict=True)
+        Mismatch(step.plan.step, place._replace(position=place.position + offset), old, new)
+        for place, old_ids, new_ids in zip(step.places, logged.rows(), recomputed.rows(), strict=True)
+        for offset, (old, new) in enumerate(zip_longest(old_ids, new_ids))
         if old != new
     )
-    return RecomputedStep(step.plan.step, len(logged), mismatches)
+    return RecomputedStep(step.plan.step, len(logged.token_ids), mismatches)

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from spmd_worker.errors import ReplayDivergedError, ReplayError
-from spmd_worker.lockstep.difference import Record, first_difference
+from spmd_worker.lockstep.difference import Record, first_difference, record_of
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.wire.codec import Decoder
 from spmd_worker.lockstep.wire.message import MessageError, StepMessage
@@ -25,7 +25,8 @@ from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.step_order import end_step, must_end_oldest
 from spmd_worker.sequence.events import Admit, Close, Event
 from spmd_worker.sequence.request import Request, RequestId, random_stream
-from spmd_worker.sequence.sequence import SequenceGroup, SequenceKey
+from spmd_worker.sequence.sampled import SampledIds, sample_indices, sampling_keys
+from spmd_worker.sequence.sequence import SequenceGroup
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -34,7 +35,7 @@ HEADER_KEYS_THAT_MAY_DIFFER = (*("code", "model_path", "tensor_parallel_size", "
 
 
 class SampledPosition(NamedTuple):
-    """Where a sampled id goes: `position` counts from 0 over prompt and output."""
+    """Where a sequence's first sampled id goes: `position` counts from 0 over prompt and output."""
 
     request_id: RequestId
     sample_index: int
@@ -48,14 +49,15 @@ class SampledPosition(NamedTuple):
 class ReplayedStep:
     """One step as the replay has left it: `plan` is the same in run and replay, `ended` are the groups it ended.
 
-    `places` says where each sampled id goes. `sampled_token_ids` is None at the end of a log that was cut short: the
-    message that carries them is missing, so neither they nor `events` were taken in.
+    `places` says where the ids of each sequence go that the step samples for. `sampled`, parallel to it, is None at the
+    end of a log that was cut short: the message that carries them is missing, so neither they nor `events` were taken
+    in.
     """
 
     plan: StepPlan
     events: tuple[Event, ...]
     places: tuple[SampledPosition, ...]
-    sampled_token_ids: tuple[int, ...] | None
+    sampled: SampledIds | None
     ended: tuple[SequenceGroup, ...]
 
 
@@ -79,26 +81,26 @@ class Replay:
         """Each step once what came of it is known. Raises ReplayDivergedError at the first that differs."""
         last_events: tuple[Event, ...] = ()
         for message in read_messages(payloads, self._header.pipeline_parallel_size):
-            yield from self._settle(message.sampled_token_ids)
+            yield from self._settle(message.sampled)
             self._plan(message, last_events)
             self._in_flight.append((message, self._mirror(message.plan)))
             last_events = message.events
         is_known = True
         for message, places in self._in_flight:
             is_known = is_known and not places
-            yield self._finish(message, places, () if is_known else None)
+            yield self._finish(message, places, SampledIds() if is_known else None)
 
-    def _settle(self, sampled_token_ids: tuple[int, ...]) -> Iterator[ReplayedStep]:
+    def _settle(self, sampled: SampledIds) -> Iterator[ReplayedStep]:
         """End the steps that the engine ended before it sent the next message."""
         step, num_samples = 0, 0
         newest_events = self._in_flight[-1][0].events if self._in_flight else ()
         while must_end_oldest(len(self._in_flight), self._is_full, newest_events, self.scheduler, self.is_closed):
             message, places = self._in_flight.popleft()
             step, num_samples = message.step, len(places)
-            yield self._finish(message, places, sampled_token_ids[:num_samples])
-            sampled_token_ids = sampled_token_ids[num_samples:]
-        if sampled_token_ids and self.num_steps:
-            raise _wrong_count(step, num_samples, num_samples + len(sampled_token_ids))
+            yield self._finish(message, places, sampled.first(num_samples))
+            sampled = sampled.after(num_samples)
+        if sampled.num_sequences and self.num_steps:
+            raise _wrong_count(step, num_samples, num_samples + sampled.num_sequences)
 
     @property
     def _is_full(self) -> bool:
@@ -106,18 +108,18 @@ class Replay:
 
     def _plan(self, message: StepMessage, last_events: tuple[Event, ...]) -> None:
         """Plan the message's step and compare plan and digest."""
-        plan, sampled = self.scheduler.schedule(), message.sampled_token_ids
+        plan, sampled = self.scheduler.schedule(), message.sampled
         if self.num_steps == 0 and message.step != plan.step:
             raise ReplayError(
                 f"the log begins at step {message.step}: what led there is not in it, so it can be compared with "
                 f"another (--diff) but not replayed"
             )
         if plan != message.plan:
-            run, replay = (Record(each, last_events, sampled) for each in (message.plan, plan))
+            run, replay = (Record(each, last_events, *sampled) for each in (message.plan, plan))
             difference = first_difference(run, replay, 0, 1)
             assert difference is not None, f"step {plan.step}: the plans are unequal and no field differs"
             raise ReplayDivergedError(f"step {message.step}: {_in_words(difference, 'in the log', 'in the replay')}")
-        digest = self._digest.update(Record(plan, last_events, sampled))
+        digest = self._digest.update(Record(plan, last_events, *sampled))
         if message.digest:
             self._compare_digests(message, digest)
         self.num_steps += 1
@@ -131,7 +133,7 @@ class Replay:
         self.num_equal_digests += 1
 
     def _mirror(self, plan: StepPlan) -> tuple[SampledPosition, ...]:
-        """Where the ids that the step samples go, in their order; the first of forking samples is the parent."""
+        """Where the ids go of each sequence that the step samples for."""
         try:
             rows = self.mirror.apply(plan)
         except MirrorError as error:
@@ -139,25 +141,25 @@ class Replay:
         return tuple(
             SampledPosition(
                 row.sequence.request.request_id,
-                row.sequence.sample_index + fork,
+                sample_index,
                 row.sequence.num_computed_tokens + row.num_scheduled_tokens,
             )
             for row in rows
-            for fork in range(row.num_samples)
+            for sample_index in sample_indices(row.sequence.sample_index, row.num_samples)
         )
 
     def _finish(
-        self, message: StepMessage, places: tuple[SampledPosition, ...], sampled_token_ids: tuple[int, ...] | None
+        self, message: StepMessage, places: tuple[SampledPosition, ...], sampled: SampledIds | None
     ) -> ReplayedStep:
         """Take in what was sampled, then the events."""
         plan = message.plan
-        if sampled_token_ids is None:
+        if sampled is None:
             return ReplayedStep(plan, message.events, places, None, ())
-        if len(sampled_token_ids) != len(places):
-            raise _wrong_count(plan.step, len(places), len(sampled_token_ids))
-        result = StepResult(plan.step, sampled_token_ids)
+        if sampled.num_sequences != len(places):
+            raise _wrong_count(plan.step, len(places), sampled.num_sequences)
+        result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
         ended = end_step(self.scheduler, plan, result, message.events, self._apply_event)
-        return ReplayedStep(plan, message.events, places, sampled_token_ids, tuple(ended))
+        return ReplayedStep(plan, message.events, places, sampled, tuple(ended))
 
     def _apply_event(self, event: Event) -> SequenceGroup | None:
         self.is_closed = self.is_closed or isinstance(event, Close)
@@ -172,8 +174,8 @@ class Replay:
         return self.scheduler.handle(event)
 
 
-def _wrong_count(step: int, num_samples: int, num_ids: int) -> ReplayDivergedError:
-    return ReplayDivergedError(f"step {step} samples {num_samples} ids and the log has {num_ids} of it")
+def _wrong_count(step: int, num_samples: int, num_logged: int) -> ReplayDivergedError:
+    return ReplayDivergedError(f"step {step} samples {num_samples} ids and the log has {num_logged} of it")
 
 
 def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator[StepMessage]:
@@ -186,19 +188,6 @@ def read_messages(payloads: Iterable[bytes], num_in_flight: int = 1) -> Iterator
             yield decoder.decode(payload)
         except MessageError as error:
             raise ReplayError(f"message {number} of the log: {error}") from None
-
-
-def sampled_keys(plan: StepPlan) -> list[SequenceKey]:
-    """Whose ids the step samples, in the order of the ids; the first of forking samples is the parent."""
-    return [
-        *plan.continuing,
-        *(
-            SequenceKey(group.request_id, data.sample_index + fork)
-            for group in plan.groups
-            for data in group.sequences
-            for fork in range(data.num_samples)
-        ),
-    ]
 
 
 def find_request(messages: Iterable[StepMessage], key: str, seed: int) -> Request | None:
@@ -267,15 +256,14 @@ def _common_steps(
 def _message_difference(
     mine: StepMessage, theirs: StepMessage, sampled_by: StepMessage | None, names: tuple[str, str]
 ) -> str | None:
-    if sampled_by is not None and mine.sampled_token_ids != theirs.sampled_token_ids:
+    if sampled_by is not None and mine.sampled != theirs.sampled:
         # The message carries what an earlier step sampled: name that.
-        sampled = zip(sampled_keys(sampled_by.plan), mine.sampled_token_ids, theirs.sampled_token_ids)
-        for key, one, two in sampled:
+        for key, one, two in zip(sampling_keys(sampled_by.plan), mine.sampled.rows(), theirs.sampled.rows()):
             if one != two:
                 who = f"request {key.request_id}, sample {key.sample_index}"
-                return f"step {sampled_by.step} sampled for {who}: {one} in {names[0]}, {two} in {names[1]}"
-    records = [Record(each.plan, each.events, each.sampled_token_ids) for each in (mine, theirs)]
-    difference = first_difference(records[0], records[1], 0, 1) if mine != theirs else None
+                ids = [", ".join(map(str, row)) or "nothing" for row in (one, two)]
+                return f"step {sampled_by.step} sampled for {who}: {ids[0]} in {names[0]}, {ids[1]} in {names[1]}"
+    difference = first_difference(record_of(mine), record_of(theirs), 0, 1) if mine != theirs else None
     if difference is not None:
         return f"step {mine.step}: {_in_words(difference, f'in {names[0]}', f'in {names[1]}')}"
     if mine.digest and theirs.digest and mine.digest != theirs.digest:

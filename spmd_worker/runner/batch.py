@@ -22,6 +22,7 @@ from torch import Tensor
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.sampling.row import SampleRow
+from spmd_worker.sequence.sampled import sample_indices
 
 Integers = NDArray[np.int64]
 
@@ -70,11 +71,11 @@ def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
     """One row a sample; several where sequences are about to fork."""
     for sequence, _, num_samples in scheduled:
         request = sequence.request
-        for offset in range(num_samples):
+        for sample_index in sample_indices(sequence.sample_index, num_samples):
             yield SampleRow(
                 request.sampling,
                 request.stream,
-                sequence.sample_index + offset,
+                sample_index,
                 sequence.num_tokens,
                 request.prompt_token_ids,
                 sequence.output_token_ids,

@@ -114,7 +114,8 @@ class Planner:
             first = sequence.num_computed_tokens
             num_tokens = min(sequence.num_uncomputed_tokens, num_left)
             num_left -= num_tokens
-            if num_tokens > 1 or (num_tokens and (first % cache.block_size == 0 or sequence.shares_tail)):
+            needs_asking = first % cache.block_size == 0 or sequence.shares_tail or sequence.repeats_last
+            if num_tokens > 1 or (num_tokens and needs_asking):
                 num_wanted += cache.num_new_blocks(sequence.table, first, first + num_tokens)
         return num_wanted
 
@@ -146,20 +147,22 @@ class Planner:
                 budget.num_tokens -= 1
                 decisions.continuing.append(sequence)
             elif num_tokens:
-                self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions, is_decode=is_decode)
+                self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
 
-    def _go_on(
-        self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions, *, is_decode: bool
-    ) -> None:
-        """Decoding that continues that appends a block stays steady; a copied block is told of."""
-        first = sequence.num_computed_tokens
+    def _go_on(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
+        """Who computes just what it was given continues, if its table only grows; a copied block is told of."""
+        first, num_ids = sequence.num_computed_tokens, len(sequence.output_token_ids) - sequence.num_sent_tokens
+        is_all = num_tokens == sequence.num_uncomputed_tokens
+        continues = sequence.is_known and is_all and (num_ids == num_tokens or sequence.repeats_last)
         may_lack_room = len(self._queues.running) == 1 or self._limits.num_virtual_engines > 1
         if may_lack_room and not self._cache.can_extend(sequence.table, first, first + num_tokens):
             # Nobody is left to are preempted: transfers or steps in flight hold the blocks, and end by themselves.
             return
         num_blocks = sequence.table.num_blocks
         decision = self._take(sequence, num_tokens, budget)
-        if is_decode and decision.change.first_index == num_blocks:
+        if continues and decision.change.first_index == num_blocks:
+            if num_ids != 1:
+                decisions.uneven[len(decisions.continuing)] = num_ids
             decisions.blocks.extend((len(decisions.continuing), block_id) for block_id in decision.change.block_ids)
             decisions.continuing.append(sequence)
         else:
@@ -223,6 +226,7 @@ class Planner:
     def _take(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> Decision:
         first = sequence.num_computed_tokens
         is_sampling = num_tokens == sequence.num_uncomputed_tokens
+        sequence.repeats_last = False
         change = self._allocator.extend(sequence, num_tokens)
         budget.spend(num_tokens)
         return Decision(sequence, first, num_tokens, self._queues.width(sequence) if is_sampling else 0, change)

@@ -13,6 +13,8 @@ place there.
 """
 
 from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.scheduler.allocator import Allocator
@@ -22,10 +24,11 @@ from spmd_worker.scheduler.planner import Planner, SchedulerLimits
 from spmd_worker.scheduler.policy import WaitingQueue
 from spmd_worker.scheduler.queues import Queues
 from spmd_worker.scheduler.stop import StopChecker
-from spmd_worker.scheduler.updates import Decisions, group_updates, last_token_ids
+from spmd_worker.scheduler.updates import Decision, Decisions, given_ids, group_updates
 from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.sampled import SampledIds, sample_indices
 from spmd_worker.sequence.sequence import (
     FinishReason,
     Sequence,
@@ -106,6 +109,7 @@ class Scheduler:
             self._in_flight.append(decisions)
         self.counters.num_computed_tokens += num_tokens
         block_ops = self.cache.take_block_ops()
+        continuing_ids, continuing_num_ids = given_ids(decisions)
         self.counters.num_stored_blocks += len(block_ops.store)
         self.counters.num_loaded_blocks += len(block_ops.load)
         plan = StepPlan(
@@ -116,7 +120,8 @@ class Scheduler:
             finished_request_ids=tuple(self._ended_requests),
             num_tokens=num_tokens,
             continuing=tuple([sequence.key for sequence in decisions.continuing]),
-            continuing_token_ids=last_token_ids(decisions.continuing),
+            continuing_token_ids=continuing_ids,
+            continuing_num_ids=continuing_num_ids,
             continuing_blocks=tuple(decisions.blocks),
         )
         self._ended_sequences.clear()
@@ -124,24 +129,28 @@ class Scheduler:
         return plan
 
     def apply(self, result: StepResult) -> list[SequenceGroup]:
-        """Append what was sampled, fork, finish. Returns the groups that ended, in plan order."""
+        """Append what was sampled, fork, finish. Returns the groups that ended, in plan order.
+
+        Of several ids, those after the one that ends a sequence are dropped. A sequence that was given none computes
+        its last token again.
+        """
         ended: list[SequenceGroup] = []
         token_ids, logprobs = result.token_ids, result.logprobs
         for request_id, first, entries in result.prompt_logprobs:
             if request_id in self.queues.groups:
                 self.queues.groups[request_id].place_prompt_logprobs(first, entries)
         decisions = self._in_flight.popleft()
-        # Rows are sampled in plan order: those in decoding that continues, one token each, then the others.
-        for index, sequence in enumerate(decisions.continuing):
-            if sequence.status is SequenceStatus.RUNNING:
-                self._append(sequence, token_ids[index], logprobs[index] if logprobs else None, ended)
-        start = len(decisions.continuing)
-        for sequence, _, _, num_samples, _ in decisions.others:
-            for index, each in enumerate(self._samples_of(sequence, num_samples), start):
-                if each.status is SequenceStatus.RUNNING:
-                    self._append(each, token_ids[index], logprobs[index] if logprobs else None, ended)
-            start += num_samples
-        assert start == len(token_ids), (start, len(token_ids))
+        # In the order of `sampled.sampling_keys`, by the sequences themselves.
+        sampling = chain(decisions.continuing, self._sampling(decisions.others))
+        reported = logprobs or (None,) * len(token_ids)
+        if result.num_token_ids:
+            ids = SampledIds(token_ids, result.num_token_ids)
+            for sequence, row_ids, row_logprobs in zip(sampling, ids.rows(), ids.shared_out(reported), strict=True):
+                self._append_row(sequence, row_ids, row_logprobs, ended)
+        else:
+            for sequence, token_id, token_logprobs in zip(sampling, token_ids, reported, strict=True):
+                if sequence.status is SequenceStatus.RUNNING:
+                    self._append(sequence, token_id, token_logprobs, ended)
         self.counters.num_output_tokens += len(token_ids)
         self.queues.drop_ended()
         return ended
@@ -152,12 +161,37 @@ class Scheduler:
 
     # Applying: values.
 
-    def _samples_of(self, sequence: Sequence, num_samples: int) -> list[Sequence]:
-        """The sequences that the samples of one row belong to: itself, and its forks where it forks now."""
-        if num_samples <= 1 or sequence.status is not SequenceStatus.RUNNING:
-            return [sequence] * num_samples
-        group = self.queues.group_of(sequence)
-        return [sequence, *[self._fork(group, sequence, index) for index in range(1, num_samples)]]
+    def _sampling(self, decisions: Iterable[Decision]) -> Iterator[Sequence]:
+        """Whom the rows sample for: each for itself, and for its forks, which are made now; for nobody else in place of
+        the forks of one that has ended.
+        """
+        for sequence, _, _, num_samples, _ in decisions:
+            if num_samples <= 1 or sequence.status is not SequenceStatus.RUNNING:
+                yield from [sequence] * num_samples
+                continue
+            group = self.queues.group_of(sequence)
+            indices = sample_indices(sequence.sample_index, num_samples)[1:]
+            yield from [sequence, *[self._fork(group, sequence, index) for index in indices]]
+
+    def _append_row(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        ended: list[SequenceGroup],
+    ) -> None:
+        """Zero, one or several ids of one sequence, up to the one that ends it."""
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            if sequence.status is not SequenceStatus.RUNNING:
+                self.counters.num_output_tokens -= 1
+                continue
+            self._append(sequence, token_id, entry, ended)
+        if not token_ids and sequence.status is SequenceStatus.RUNNING:
+            sequence.num_computed_tokens -= 1
+            sequence.num_named_blocks = min(
+                sequence.num_named_blocks, sequence.num_computed_tokens // self.cache.block_size
+            )
+            sequence.repeats_last = True
 
     def _append(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, ended: list[SequenceGroup]

@@ -1,8 +1,8 @@
 """When a step in flight ends, and what follows from it: the order that every replica keeps, in an engine and a replay.
 
 A pipeline of d stages has d steps in flight. What a step sampled, and then its events, are applied when the oldest has
-to end: before a d-th step is followed by another, and at once where nobody waits for what is in flight or workers change
-after the newest.
+to end: before a d-th step is followed by another, and at once where nobody waits for what is in flight, or workers
+change after the newest.
 """
 
 from collections.abc import Callable, Iterable

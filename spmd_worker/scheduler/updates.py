@@ -18,6 +18,7 @@ from spmd_worker.sequence.metadata import (
     SequenceGroupMetadataDelta,
 )
 from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sequence import Sequence
 
 
@@ -36,23 +37,32 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """A whole step: sequences that go on decoding, the blocks some of them took (index, block), and all others."""
+    """A whole step: sequences that continue by the ids they were given, the blocks some of them took (index, block),
+    and all others. `uneven` says, by index, how many ids those of the continuing were given that were not given one.
+    """
 
     continuing: list[Sequence] = field(default_factory=list)
     blocks: list[tuple[int, BlockId]] = field(default_factory=list)
     others: list[Decision] = field(default_factory=list)
+    uneven: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed."""
-        return len(self.continuing) + sum(decision.num_tokens for decision in self.others)
+        num_more = sum([max(num_ids - 1, 0) for num_ids in self.uneven.values()])
+        return len(self.continuing) + num_more + sum(decision.num_tokens for decision in self.others)
 
 
-def last_token_ids(continuing: Sized[Sequence]) -> tuple[int, ...]:
-    """What each sequence in decoding that continues appends. Marks it as told."""
-    for sequence in continuing:
+def given_ids(decisions: Decisions) -> SampledIds:
+    """What each continuing sequence appends. Marks it as told."""
+    if decisions.uneven:
+        rows = [sequence.output_token_ids[sequence.num_sent_tokens :] for sequence in decisions.continuing]
+        for sequence, row in zip(decisions.continuing, rows):
+            sequence.num_sent_tokens += len(row)
+        return SampledIds.of(rows)
+    for sequence in decisions.continuing:
         sequence.num_sent_tokens += 1
-    return tuple([sequence.output_token_ids[-1] for sequence in continuing])
+    return SampledIds(tuple([sequence.output_token_ids[-1] for sequence in decisions.continuing]))
 
 
 def group_updates(decisions: Sized[Decision]) -> tuple[GroupUpdate, ...]:
@@ -68,20 +78,16 @@ def _update_of(decisions: list[Decision]) -> GroupUpdate:
     sequences = [decision.sequence for decision in decisions]
     request = sequences[0].request
     # A fork is not known either, but a delta can carry it: everything of it is appended.
-    must_snapshot = any(not sequence.is_known and not _is_new_fork(sequence) for sequence in sequences)
+    must_snapshot = any(not sequence.is_known and not sequence.is_new_fork for sequence in sequences)
     update: GroupUpdate
     if must_snapshot:
         update = SequenceGroupMetadata(request, tuple(_whole(decision) for decision in decisions))
     else:
         update = SequenceGroupMetadataDelta(request.request_id, tuple(_changed(decision) for decision in decisions))
     for sequence in sequences:
-        sequence.is_known = True
+        sequence.is_known, sequence.is_new_fork = True, False
         sequence.num_sent_tokens = len(sequence.output_token_ids)
     return update
-
-
-def _is_new_fork(sequence: Sequence) -> bool:
-    return sequence.sample_index > 0 and sequence.num_sent_tokens == 0
 
 
 def _whole(decision: Decision) -> SequenceData:

@@ -31,6 +31,12 @@ def check_fields(record: Any) -> None:
             raise ValueError(f"{kind.__name__}.{name}={value} must be from {allowed[0]} to {allowed[-1]}")
 
 
+def check_num_ids(name: str, num_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> None:
+    """`num_ids`, where there are any, share out `token_ids`. Raises ValueError naming the field."""
+    if num_ids and (min(num_ids) < 0 or sum(num_ids) != len(token_ids)):
+        raise ValueError(f"{name} shares out {sum(num_ids)} ids, from {min(num_ids)} each on, of {len(token_ids)}")
+
+
 @cache
 def _rules(record: Any) -> tuple[tuple[str, tuple[type, ...], range], ...]:
     hints = get_type_hints(record, include_extras=True)

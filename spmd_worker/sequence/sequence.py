@@ -53,6 +53,8 @@ class Sequence:
     out, None where nothing of it may be shared; the first `num_named_blocks` blocks of `table` carry theirs.
     `num_lost_tokens` were computed and must be again. `shares_tail`: it forked and has not written since, so the block
     it writes to next may be another's too. `has_loaded`: a transfer was waited for since it last had blocks.
+    `repeats_last`: it sampled and was given no id, so its last token is computed again, though the mirrors have it.
+    `is_new_fork`: it forked and the mirrors were never told of it.
     """
 
     request: Request
@@ -66,8 +68,10 @@ class Sequence:
     num_lost_tokens: int = 0
     shares_tail: bool = False
     has_loaded: bool = False
+    repeats_last: bool = False
     status: SequenceStatus = SequenceStatus.WAITING
     is_known: bool = False
+    is_new_fork: bool = False
     num_sent_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -142,5 +146,6 @@ def fork_of(parent: Sequence, sample_index: int, table: BlockTable) -> Sequence:
         shares_tail=True,
         block_hashes=None if parent.block_hashes is None else list(parent.block_hashes),
         num_named_blocks=parent.num_named_blocks,
+        is_new_fork=True,
         status=SequenceStatus.RUNNING,
     )

@@ -10,7 +10,7 @@ from kv_cache.block import BlockId
 from kv_cache.block_ops import BlockOps
 from spmd_worker.sequence.metadata import GroupUpdate
 from spmd_worker.sequence.outputs import TokenLogprobs
-from spmd_worker.sequence.record_checks import check_fields
+from spmd_worker.sequence.record_checks import check_fields, check_num_ids
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sequence import SequenceKey
 
@@ -21,10 +21,12 @@ NO_BLOCK_OPS: Final = BlockOps()
 class StepPlan:
     """Everything the workers need for step number `step`.
 
-    `continuing` are the sequences in decoding that continues: each appends the token it sampled in the last step
-    (`continuing_token_ids`, parallel), computes that one token and samples one. `continuing_blocks` are the blocks some
-    of them take for it, as (place in `continuing`, block). Whatever else is computed is in `groups`, each group at most
-    once; a sequence is in one of the two. Rows are computed and sampled in this order: `continuing`, then `groups`.
+    `continuing` are the sequences that continue by the ids they were given when they last sampled: each appends these,
+    computes them and samples; where it was given none, it computes its last token again. `continuing_token_ids` are the
+    ids, one sequence's after another's, and `continuing_num_ids` how many each has, empty where each has one.
+    `continuing_blocks` are the blocks that some of them take for it, as (index in `continuing`, block). Whatever else
+    is computed is in `groups`, each group at most once; a sequence is in one of the two. Rows are computed and sampled
+    in this order: `continuing`, then `groups` (`sampled.py`).
 
     `finished_sequences` ended in an earlier step and `finished_request_ids` are requests with nothing left: mirrors
     forget them before they apply the rest. `num_tokens` counts the tokens computed.
@@ -38,6 +40,7 @@ class StepPlan:
     num_tokens: int = 0
     continuing: tuple[SequenceKey, ...] = ()
     continuing_token_ids: tuple[int, ...] = ()
+    continuing_num_ids: tuple[int, ...] = ()
     continuing_blocks: tuple[tuple[int, BlockId], ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,11 +54,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What was sampled, in plan order: for each scheduled sequence its `num_samples` ids, one after another.
+    """What was sampled: the ids of each sequence that the step samples for, in the order of `sampled.sampling_keys`.
 
-    `logprobs` is parallel to `token_ids` (None where the row did not ask) or empty when no row asked; `prompt_logprobs`
-    has (request, first position, one entry a position) for requests that asked and prompt positions of this step.
-    `finished_transfers` is this rank's own news (`TransferEngine.finished`), the only field in which ranks may differ.
+    `num_token_ids` says how many each was given; it is empty where each was given one. `logprobs` is parallel to
+    `token_ids` (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first
+    position, one entry a position) for requests that asked and prompt positions of this step. `finished_transfers` is
+    this rank's own news (`TransferEngine.finished`), the only field in which ranks may differ.
     """
 
     step: int
@@ -63,3 +67,7 @@ class StepResult:
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     prompt_logprobs: tuple[tuple[RequestId, int, tuple[TokenLogprobs | None, ...]], ...] = ()
     finished_transfers: tuple[int, ...] = ()
+    num_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_num_ids("StepResult.num_token_ids", self.num_token_ids, self.token_ids)

@@ -176,7 +176,7 @@ def what_was_equal(replay: Replay) -> str:
 def print_state(scheduler: Scheduler, step: ReplayedStep) -> None:
     cache = scheduler.cache
     print(f"\nafter step {step.plan.step}: {step.plan.num_tokens} tokens computed for {num_rows(step)} sequences")
-    if step.sampled_token_ids is None:
+    if step.sampled is None:
         print("  its sampled ids are not in the log, which ends here: this is the state before they are taken in")
     print_moves(step.plan.block_ops)
     for event in step.events:

@@ -28,6 +28,7 @@ from spmd_worker.sequence.metadata import (
     SequenceGroupMetadataDelta,
 )
 from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
@@ -89,13 +90,17 @@ plans = st.builds(
     num_tokens=counts,
     continuing=st.lists(keys, max_size=5).map(tuple),
     continuing_token_ids=token_ids,
+    continuing_num_ids=st.just(()) | token_ids,
     continuing_blocks=st.lists(st.tuples(small | words, words), max_size=3).map(tuple),
 )
+sampled_ids = token_ids.map(SampledIds) | st.lists(token_ids, max_size=4).map(SampledIds.of)
 messages = st.builds(
-    lambda plan, events, sampled, digest: StepMessage(plan.step, events, plan, sampled, digest),
+    lambda plan, events, sampled, digest: StepMessage(
+        plan.step, events, plan, sampled.token_ids, digest, sampled.num_ids
+    ),
     plans,
     events,
-    token_ids,
+    sampled_ids,
     st.binary(max_size=32),
 )
 
@@ -120,9 +125,9 @@ def every_change(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _changes_of_message(message: StepMessage) -> Iterator[tuple[str, StepMessage]]:
     for inner, plan in every_change(message.plan, "plan"):
         yield inner, dataclasses.replace(message, plan=plan, step=plan.step)
-    for name in ("events", "sampled_token_ids"):
+    for name in ("events", "sampled_token_ids", "num_sampled_ids"):
         for inner, changed in every_change(getattr(message, name), name):
-            yield inner, dataclasses.replace(message, **{name: changed})
+            yield from _replaced(message, inner, **{name: changed})
 
 
 def _changes_of_tuple(value: tuple, path: str) -> Iterator[tuple[str, tuple]]:
@@ -178,13 +183,17 @@ class RunModel:
 
     chance: random.Random
     regularity: float = 0.9
+    nums_of_ids: tuple[int, ...] = (1,)
     next_request_id: int = 0
     last: StepPlan = field(default_factory=lambda: StepPlan(0))
 
     def next_message(self) -> StepMessage:
         """The next step's message: sampled ids in the order of the last plan's rows."""
         last_keys = sampled_by(self.last)
-        sampled = {key: self.chance.randrange(150_000) for key in last_keys}
+        sampled = {
+            key: tuple(self.chance.randrange(150_000) for _ in range(self.chance.choice(self.nums_of_ids)))
+            for key in last_keys
+        }
         known = dict.fromkeys([*self.last.continuing, *_listed(self.last)])
         ended = [key for key in last_keys if self._is_odd()]
         steady = [key for key in last_keys if key in known and key not in ended]
@@ -193,6 +202,7 @@ class RunModel:
         if self._is_odd():
             steady, deltas = self._disturbed(steady, deltas)
         arrivals = [self._arrival() for _ in range(self.chance.randrange(3))]
+        appended = SampledIds.of([(9,) if self._is_odd() else sampled.get(key, (8,)) for key in steady])
         plan = StepPlan(
             step=self.last.step + 1,
             groups=(*deltas, *arrivals),
@@ -201,14 +211,16 @@ class RunModel:
             finished_request_ids=tuple(key.request_id for key in ended),
             num_tokens=len(steady) + len(deltas),
             continuing=tuple(steady),
-            continuing_token_ids=tuple(9 if self._is_odd() else sampled.get(key, 8) for key in steady),
+            continuing_token_ids=appended.token_ids,
+            continuing_num_ids=appended.num_ids,
             continuing_blocks=tuple(
                 (place, self.chance.randrange(2**17)) for place in range(len(steady)) if self.chance.random() < 0.1
             ),
         )
         events = (FinishTransfers((self.last.block_ops.transfer,)),) if self.last.block_ops.transfer else ()
         self.last = plan
-        return StepMessage(plan.step, events, plan, tuple(sampled.values()), bytes(16))
+        ids = SampledIds.of(sampled.values())
+        return StepMessage(plan.step, events, plan, ids.token_ids, bytes(16), ids.num_ids)
 
     def _is_odd(self) -> bool:
         return self.chance.random() > self.regularity
@@ -221,9 +233,9 @@ class RunModel:
         ]
         return BlockOps(*kinds, transfer=self.last.step + 1 if kinds[3] or kinds[4] else 0)
 
-    def _fork(self, key: SequenceKey, token_id: int) -> SequenceGroupMetadataDelta:
+    def _fork(self, key: SequenceKey, token_ids: tuple[int, ...]) -> SequenceGroupMetadataDelta:
         return SequenceGroupMetadataDelta(
-            key.request_id, (SequenceDataDelta(key.sample_index, (token_id,), 0, (4, 5, 6), 40, 1, 1),)
+            key.request_id, (SequenceDataDelta(key.sample_index, token_ids, 0, (4, 5, 6), 40, 1, 1),)
         )
 
     def _chunks(self) -> list[SequenceGroupMetadataDelta]:

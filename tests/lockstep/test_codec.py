@@ -33,6 +33,7 @@ from spmd_worker.sequence.metadata import (
     SequenceGroupMetadataDelta,
 )
 from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
@@ -61,7 +62,8 @@ FULL_PLAN = StepPlan(
     finished_request_ids=(1,),
     num_tokens=15,
     continuing=(SequenceKey(1, 1), SequenceKey(2, 0), SequenceKey(5, 0)),
-    continuing_token_ids=(11, 21, 31),
+    continuing_token_ids=(11, 21, 31, 32),
+    continuing_num_ids=(1, 1, 2),
     continuing_blocks=((0, 90), (2, 91)),
 )
 PLAN_OF_NOBODY = StepPlan(9)
@@ -74,8 +76,9 @@ FULL_MESSAGE = StepMessage(
         *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no")),
     ),
     plan=FULL_PLAN,
-    sampled_token_ids=(11, 21, 31),
+    sampled_token_ids=(11, 21, 31, 32),
     digest=bytes(range(32)),
+    num_sampled_ids=(1, 1, 2),
 )
 
 
@@ -110,9 +113,10 @@ def test_any_messages_in_a_row_come_back_equal(found, are_consecutive):
 
 
 @pytest.mark.parametrize("regularity", [0.5, 0.9, 1.0])
-@pytest.mark.parametrize("seed", range(20))
-def test_a_run_comes_back_step_by_step_equal(seed, regularity):
-    run, encoder, decoder = RunModel(random.Random(seed), regularity), Encoder(), Decoder()
+@pytest.mark.parametrize("nums_of_ids", [(1,), (0, 1, 1, 1, 3)])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_run_comes_back_step_by_step_equal(seed, regularity, nums_of_ids):
+    run, encoder, decoder = RunModel(random.Random(seed), regularity, nums_of_ids), Encoder(), Decoder()
     for _ in range(40):
         message = run.next_message()
         assert decoder.decode(encoder.encode(message)) == message
@@ -351,8 +355,9 @@ def test_a_fork_goes_on_from_the_ids_of_one_row():
     for plan, ids in zip((prompt, forked, together, one_ended), sampled):
         message = StepMessage(plan.step, (), plan, ids, b"")
         assert decoder.decode(encoder.encode(message)) == message
-    # Version, flags, step, two checksums, digest, 3 ids, events, which fields of the plan and its tokens, what goes on.
-    assert sizes[2] == 3 + 8 + 1 + (1 + 2 + 3) + 2 + (1 + 2) + 3
+    # Version, flags, step, two checksums, digest, 3 ids and none else, events, which fields of the plan and its tokens,
+    # what goes on.
+    assert sizes[2] == 3 + 8 + 1 + (1 + 2 + 3) + 1 + 2 + (1 + 2) + 3
 
 
 def test_message_and_plan_must_be_of_one_step():
@@ -427,3 +432,35 @@ def test_after_a_gap_in_the_steps_a_message_stands_alone():
     encoder.encode(with_plan())
     later = dataclasses.replace(FULL_MESSAGE, step=20, plan=dataclasses.replace(FULL_PLAN, step=20))
     assert decode_message(encoder.encode(later)) == later
+
+
+def test_ids_given_to_several_sequences_cost_their_numbers_and_no_more():
+    """What was given to each goes on as it was given, also where one ended: no id and no key is written twice."""
+    keys = tuple(SequenceKey(number, 0) for number in range(20))
+    before = StepPlan(4, num_tokens=20, continuing=keys, continuing_token_ids=(7,) * 20)
+    given = SampledIds.of([(), (1, 2, 3), *[(number,) for number in range(18)]])
+    after = given.without([3])
+    plan = StepPlan(
+        5,
+        num_tokens=21,
+        continuing=keys[:3] + keys[4:],
+        continuing_token_ids=after.token_ids,
+        continuing_num_ids=after.num_ids,
+    )
+    encoder, decoder = Encoder(), Decoder()
+    decoder.decode(encoder.encode(StepMessage(4, (), before, (), b"")))
+    message = StepMessage(5, (), plan, given.token_ids, b"", given.num_ids)
+    data = encoder.encode(message)
+    assert decoder.decode(data) == message
+    # Ids and numbers, a byte each with a count and two bytes of a column; what is dropped; 20 for the rest.
+    assert len(data) <= (21 + 3) + (20 + 3) + 4 + 20
+
+
+@pytest.mark.parametrize("num_ids", [b"\x02\x01\x00\x01\x01", b"\x01\x01\x00\x04", b"\x02\x01\x01\x00\x05"])
+def test_numbers_that_do_not_share_out_the_ids_are_refused(num_ids):
+    good = encode_message(StepMessage(1, (), StepPlan(1), (5, 6, 7), b"", (1, 2)))
+    # A count and a dense column of numbers: (1, 1), (4,), (-1, 4) in place of (1, 2).
+    bad = good.replace(b"\x02\x01\x00\x01\x02", num_ids, 1)
+    assert bad != good
+    with pytest.raises(MessageError, match=r"num_sampled_ids shares out"):
+        decode_message(refit(bad))

@@ -1,21 +1,14 @@
-"""What goes on costs a few bytes; everything else still comes back; a plan cannot claim more ids than were sampled."""
+"""What goes on costs a few bytes; everything else still comes back."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_records import keys, words
 
-from spmd_worker.lockstep.wire.continuing_packing import read_continuing, sampling_keys, write_continuing
+from spmd_worker.lockstep.wire.continuing_packing import read_continuing, write_continuing
 from spmd_worker.lockstep.wire.message import MessageError
 from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
-from spmd_worker.sequence.metadata import (
-    SequenceData,
-    SequenceDataDelta,
-    SequenceGroupMetadata,
-    SequenceGroupMetadataDelta,
-)
-from spmd_worker.sequence.request import Request
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
 
@@ -24,18 +17,31 @@ LAST = (A, B, C, D)
 SAMPLED = (11, 12, 13, 14)
 
 
-def written(last, sampled, continuing, token_ids, blocks=()) -> bytes:
+def written(last, sampled, continuing, token_ids, blocks=(), num_ids=(), num_sampled_ids=()) -> bytes:
     writer = ByteWriter()
-    plan = StepPlan(5, continuing=continuing, continuing_token_ids=token_ids, continuing_blocks=blocks)
-    write_continuing(writer, plan, last, sampled)
+    plan = StepPlan(
+        5,
+        continuing=continuing,
+        continuing_token_ids=token_ids,
+        continuing_num_ids=num_ids,
+        continuing_blocks=blocks,
+    )
+    write_continuing(writer, plan, last, SampledIds(sampled, num_sampled_ids))
     return bytes(writer.data)
 
 
-def read(data, last=LAST, sampled=SAMPLED):
+def read_all(data, last=LAST, sampled=SAMPLED, num_sampled_ids=()):
     reader = ByteReader(data, len(data))
-    found = read_continuing(reader, last, sampled)
+    found = read_continuing(reader, last, SampledIds(sampled, num_sampled_ids))
     assert reader.num_left == 0
     return found
+
+
+def read(data, last=LAST, sampled=SAMPLED):
+    """Of sequences that were given one id each."""
+    keys, token_ids, num_ids, blocks = read_all(data, last, sampled)
+    assert num_ids == ()
+    return keys, token_ids, blocks
 
 
 @pytest.mark.parametrize(
@@ -49,13 +55,13 @@ def read(data, last=LAST, sampled=SAMPLED):
         # The last of the four takes block 7.
         (LAST, SAMPLED, ((3, 7),), b"\x03\x00\x01\x01\x00\x03\x10\x0e"),
         # A selection with other ids, which are written.
-        ((A, C), (11, 12), (), b"\x01\x02\x01\x00\x01\x03\x02\x01\x00\x0b\x0c\x00"),
+        ((A, C), (11, 12), (), b"\x01\x02\x01\x00\x01\x03\x02\x01\x00\x0b\x0c\x00\x00"),
         # Another order, one that did not sample, one listed twice: keys and ids are written.
-        ((B, A), (12, 11), (), b"\x00\x02\x01\x00\x0a\x0a\x01\x00\x01\x00\x02\x01\x00\x0c\x0b\x00"),
-        ((SequenceKey(9, 0),), (5,), (), b"\x00\x01\x01\x00\x09\x10\x00\x01\x01\x00\x05\x00"),
-        ((A, A), (11, 11), (), b"\x00\x02\x01\x00\x0a\x0a\x10\x00\x02\x01\x00\x0b\x0b\x00"),
+        ((B, A), (12, 11), (), b"\x00\x02\x01\x00\x0a\x0a\x01\x00\x01\x00\x02\x01\x00\x0c\x0b\x00\x00"),
+        ((SequenceKey(9, 0),), (5,), (), b"\x00\x01\x01\x00\x09\x10\x00\x01\x01\x00\x05\x00\x00"),
+        ((A, A), (11, 11), (), b"\x00\x02\x01\x00\x0a\x0a\x10\x00\x02\x01\x00\x0b\x0b\x00\x00"),
         # Numbers of keys and ids that differ have no meaning, but come back.
-        (LAST, (), (), b"\x01\x00\x00\x00"),
+        (LAST, (), (), b"\x01\x00\x00\x00\x00"),
     ],
 )
 def test_exact_bytes_of_what_goes_on(continuing, token_ids, blocks, data):
@@ -86,11 +92,30 @@ def test_everything_comes_back(data):
     if data.draw(st.booleans()):
         token_ids = data.draw(st.lists(words, max_size=8).map(tuple))
     blocks = data.draw(st.lists(st.tuples(words, words), max_size=3).map(tuple))
-    coded = written(last, sampled, continuing, token_ids, blocks)
-    assert read(coded, last, sampled) == (continuing, token_ids, blocks)
+    num_ids = data.draw(st.just(()) | st.lists(words, max_size=8).map(tuple))
+    coded = written(last, sampled, continuing, token_ids, blocks, num_ids)
+    assert read_all(coded, last, sampled) == (continuing, token_ids, num_ids, blocks)
     for length in range(len(coded)):
         with pytest.raises(MessageError):
-            read(coded[:length], last, sampled)
+            read_all(coded[:length], last, sampled)
+
+
+@pytest.mark.parametrize(
+    ("continuing", "token_ids", "num_ids", "data"),
+    [
+        # A was given none, B three, C and D one each: nothing is written but that all go on as they were given.
+        (LAST, (21, 22, 23, 13, 14), (0, 3, 1, 1), b"\x03\x00\x00"),
+        ((A, C, D), (13, 14), (0, 1, 1), b"\x03\x01\x01\x00\x01\x00"),
+        # Those left were given one each, so their numbers are left out, on both sides.
+        ((C, D), (13, 14), (), b"\x03\x02\x01\x00\x00\x01\x00"),
+        # B goes on with two of its three: ids and numbers are written.
+        ((B,), (21, 22), (2,), b"\x01\x03\x01\x00\x00\x02\x03\x02\x01\x00\x15\x16\x01\x01\x00\x02\x00"),
+    ],
+)
+def test_sequences_that_were_given_none_or_several_go_on_with_these(continuing, token_ids, num_ids, data):
+    sampled, num_sampled_ids = (21, 22, 23, 13, 14), (0, 3, 1, 1)
+    assert written(LAST, sampled, continuing, token_ids, (), num_ids, num_sampled_ids) == data
+    assert read_all(data, LAST, sampled, num_sampled_ids) == (continuing, token_ids, num_ids, ())
 
 
 @pytest.mark.parametrize(
@@ -117,36 +142,3 @@ def test_bytes_without_meaning_are_refused(data, problem):
 def test_places_of_nothing_are_refused():
     with pytest.raises(MessageError, match=r"dropped places \[0\] of 0"):
         read(b"\x03\x01\x01\x00\x00\x00", (), ())
-
-
-REQUEST = Request(7, (1, 2), SamplingParams(n=3), 0)
-
-
-def plan_of(num_snapshot_samples: int, num_delta_samples: int) -> StepPlan:
-    groups = (
-        SequenceGroupMetadataDelta(4, (SequenceDataDelta(2, (), 1, (), 8, 2, num_delta_samples),)),
-        SequenceGroupMetadata(REQUEST, (SequenceData(0, (), (1,), 0, 2, num_snapshot_samples),)),
-    )
-    return StepPlan(3, groups, continuing=(A, C), continuing_token_ids=(1, 2))
-
-
-@pytest.mark.parametrize(
-    ("plan", "num_sampled", "expected"),
-    [
-        (StepPlan(3, continuing=LAST), 4, LAST),
-        (plan_of(0, 0), 2, (A, C)),
-        (plan_of(1, 0), 3, (A, C, (7, 0))),
-        (plan_of(0, 1), 3, (A, C, (4, 2))),
-        (plan_of(3, 1), 6, (A, C, (4, 2), (7, 0), (7, 1), (7, 2))),
-        (StepPlan(3), 0, ()),
-        # Another number of ids than the plan asks for.
-        (StepPlan(3, continuing=LAST), 3, ()),
-        (StepPlan(3, continuing=LAST), 0, ()),
-        (StepPlan(3), 1, ()),
-        (plan_of(3, 1), 5, ()),
-        (plan_of(2**63 - 1, 1), 5, ()),
-        (plan_of(0, 2**63 - 1), 2, ()),
-    ],
-)
-def test_sampled_ids_belong_to_rows_in_plan_order_or_to_nobody(plan, num_sampled, expected):
-    assert sampling_keys(plan, num_sampled) == expected

@@ -131,8 +131,8 @@ DELTA = SequenceGroupMetadataDelta(2, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1
             with_plan(continuing=(SequenceKey(1, 2), SequenceKey(2, 0), SequenceKey(5, 0))),
             "continuing[0].sample_index: 1 on rank 0, 2 on rank 1",
         ),
-        (with_plan(continuing_token_ids=(11, 21, 33)), "continuing_token_ids[2]: 31 on rank 0, 33 on rank 1"),
-        (with_plan(continuing_token_ids=(11, 21)), "continuing_token_ids: 3 entries on rank 0, 2 on rank 1"),
+        (with_plan(continuing_token_ids=(11, 21, 33, 32)), "continuing_token_ids[2]: 31 on rank 0, 33 on rank 1"),
+        (with_plan(continuing_token_ids=(11, 21)), "continuing_token_ids: 4 entries on rank 0, 2 on rank 1"),
         (with_plan(continuing_blocks=((0, 90), (2, 92))), "continuing_blocks[1][1]: 91 on rank 0, 92 on rank 1"),
         (with_plan(continuing_blocks=((0, 90), (1, 91))), "continuing_blocks[1][0]: 2 on rank 0, 1 on rank 1"),
         (
@@ -150,7 +150,7 @@ DELTA = SequenceGroupMetadataDelta(2, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1
             "events[0]: Admit on rank 0, ResetPrefixCache on rank 1",
         ),
         (
-            dataclasses.replace(MESSAGE, sampled_token_ids=(11, 5, 31)),
+            dataclasses.replace(MESSAGE, sampled_token_ids=(11, 5, 31, 32)),
             "sampled_token_ids[1]: 21 on rank 0, 5 on rank 1",
         ),
         (
@@ -193,7 +193,7 @@ def test_a_group_of_several_sequences_names_the_sequence():
 
 
 def test_a_sampled_id_is_named_before_what_follows_from_it():
-    theirs = dataclasses.replace(with_plan(num_tokens=3), sampled_token_ids=(11, 5, 31))
+    theirs = dataclasses.replace(with_plan(num_tokens=3), sampled_token_ids=(11, 5, 31, 32))
     assert difference(MESSAGE, theirs).startswith("sampled_token_ids[1]")
 
 

@@ -116,7 +116,7 @@ def test_moves_and_events_of_different_kinds_do_not_run_together():
 
 
 def test_a_difference_is_remembered_for_ever():
-    changed = dataclasses.replace(FULL_MESSAGE, sampled_token_ids=(11, 22))
+    changed = dataclasses.replace(FULL_MESSAGE, sampled_token_ids=(11, 21, 31, 33))
     rest = [FULL_MESSAGE] * 5
     assert digest_of(changed, *rest) != digest_of(FULL_MESSAGE, *rest)
     assert digest_of(FULL_MESSAGE, *rest) == digest_of(FULL_MESSAGE, *rest)

@@ -77,7 +77,7 @@ def frozen(mirror: Mirror):
 
 def values_of(sequence: MirroredSequence):
     # `steady` holds the sequence itself.
-    return [getattr(sequence, spec.name) for spec in dataclasses.fields(sequence) if spec.name != "steady"]
+    return [getattr(sequence, spec.name) for spec in dataclasses.fields(sequence) if spec.name != "decode_row"]
 
 
 def test_a_snapshot_is_held_and_returned_in_plan_order():

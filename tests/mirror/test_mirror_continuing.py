@@ -11,6 +11,7 @@ from test_mirror import BLOCK_SIZE, NUM_BLOCKS, delta, frozen, plan, snapshot
 
 from spmd_worker.mirror.mirror import Mirror, MirrorError
 from spmd_worker.sequence.metadata import SequenceData, SequenceDataDelta
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
 
@@ -237,3 +238,58 @@ def test_every_small_change_of_a_plan_is_either_refused_whole_or_followed(mirror
         else:
             assert sum(row.num_scheduled_tokens for row in rows) == changed.num_tokens, path
     assert num_refused > 20
+
+
+# Of 1 and 3: none or several ids. 1 holds 5 tokens in two blocks of 4, 3 holds 4 in one.
+
+
+def uneven(rows, blocks=(), **fields) -> StepPlan:
+    """Keys with the ids that each was given."""
+    ids = SampledIds.of([token_ids for _, token_ids in rows])
+    changes = {
+        "continuing": tuple(key for key, _ in rows),
+        "continuing_token_ids": ids.token_ids,
+        "continuing_num_ids": ids.num_ids,
+        "continuing_blocks": tuple(blocks),
+        "num_tokens": sum(max(len(token_ids), 1) for _, token_ids in rows),
+    }
+    return StepPlan(8, **{**changes, **fields})
+
+
+def test_sequences_go_on_with_none_and_several_ids(mirror):
+    first, second = mirror.apply(uneven([(KEY_OF_1, ()), (KEY_OF_3, (70, 71, 72, 73, 74))], blocks=[(1, 9), (1, 8)]))
+    assert (first.num_scheduled_tokens, first.sequence.num_computed_tokens, first.num_samples) == (1, 4, 1)
+    assert (second.num_scheduled_tokens, second.sequence.num_computed_tokens, second.num_samples) == (5, 4, 1)
+    assert mirror.state()[KEY_OF_1] == ((), (0, 1), 5)
+    assert mirror.state()[KEY_OF_3] == ((70, 71, 72, 73, 74), (5, 9, 8), 9)
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        (uneven([(KEY_OF_1, (1, 2, 3, 4))]), "lists it without a block for token 8"),
+        (uneven([(KEY_OF_3, (1, 2, 3, 4, 5))], blocks=[(0, 9)]), "lists it without a block for token 8"),
+        (uneven([(KEY_OF_1, (1, 2))], num_tokens=1), "field num_tokens is 1, its rows compute 2"),
+        (uneven([(KEY_OF_1, ())], num_tokens=0), "field num_tokens is 0, its rows compute 1"),
+        (uneven([(KEY_OF_1, (1, 2))], continuing_num_ids=(3,)), "has 2 entries, not the 3 that continuing_num_ids"),
+        (uneven([(KEY_OF_1, (1, 2))], continuing_num_ids=(1, 1)), "continuing_num_ids has 2 entries from 1 on"),
+        (uneven([(KEY_OF_1, (1, 2))], continuing_num_ids=(-1,)), "continuing_num_ids has 1 entries from -1 on"),
+        (uneven([(KEY_OF_2, ())]), "lists it computed to 3"),
+    ],
+)
+def test_numbers_of_ids_that_do_not_follow_are_refused(mirror, bad, problem):
+    before = frozen(mirror)
+    with pytest.raises(MirrorError, match=problem):
+        mirror.apply(bad)
+    assert frozen(mirror) == before
+
+
+def test_who_was_given_no_id_may_copy_the_block_of_its_last_token(mirror):
+    """A delta that begins one token back, which nobody else may do."""
+    repeats = delta(1, SequenceDataDelta(0, (), 1, (8,), 4, 1, 1))
+    with pytest.raises(MirrorError, match="num_computed_tokens is 3, the mirror expects 5"):
+        mirror.apply(plan(8, delta(1, SequenceDataDelta(0, (), 0, (8, 9), 3, 2, 1))))
+    with pytest.raises(MirrorError, match="num_computed_tokens is 4, the mirror expects 5"):
+        mirror.apply(plan(8, delta(1, SequenceDataDelta(0, (1,), 1, (8,), 4, 2, 1))))
+    (row,) = mirror.apply(plan(8, repeats))
+    assert (row.num_scheduled_tokens, row.sequence.num_computed_tokens) == (1, 4)

@@ -27,6 +27,7 @@ from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
 from spmd_worker.sequence.metadata import SequenceDataDelta, SequenceGroupMetadataDelta
 from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sampled import SampledIds, sample_indices, sampling_keys
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import Sequence, SequenceGroup, SequenceKey, SequenceStatus
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -74,8 +75,9 @@ class History:
     chunked: bool
     max_output_tokens: int = 20
     ways: Ways = Ways()
+    nums_of_ids: tuple[int, ...] = (1,)
     next_request_id: int = 0
-    last_sampled: tuple[int, ...] = ()
+    last_sampled: SampledIds = field(default_factory=SampledIds)
     encoder: Encoder = field(default_factory=Encoder)
     decoder: Decoder = field(default_factory=Decoder)
     digests: tuple[ChainedDigest, ChainedDigest] = field(default_factory=lambda: (ChainedDigest(), ChainedDigest()))
@@ -93,14 +95,15 @@ class History:
         for event in events:
             leader.handle(event)
         plan = leader.schedule()
-        digest = self.digests[0].update(Record(plan, events, self.last_sampled))
-        data = self.encoder.encode(StepMessage(plan.step, events, plan, self.last_sampled, digest))
+        digest = self.digests[0].update(Record(plan, events, *self.last_sampled))
+        token_ids, num_ids = self.last_sampled
+        data = self.encoder.encode(StepMessage(plan.step, events, plan, token_ids, digest, num_ids))
         message = self.decoder.decode(data)
         for event in message.events:
             follower.handle(event)
         own_plan = follower.schedule()
         assert own_plan == message.plan == plan
-        own_digest = self.digests[1].update(Record(own_plan, message.events, message.sampled_token_ids))
+        own_digest = self.digests[1].update(Record(own_plan, message.events, *message.sampled))
         assert own_digest == message.digest
         if plan.block_ops.transfer:
             self.transfers.append(plan.block_ops.transfer)
@@ -108,11 +111,19 @@ class History:
         self._compare(plan, scheduled)
         self._count(plan)
         if not plan.has_rows:
-            self.last_sampled = ()
+            self.last_sampled = SampledIds()
             return
-        self.last_sampled = tuple(self.chance.randrange(6) for each in scheduled for _ in range(each.num_samples))
+        keys = [
+            (each.sequence.request.request_id, index)
+            for each in scheduled
+            for index in sample_indices(each.sequence.sample_index, each.num_samples)
+        ]
+        assert keys == list(sampling_keys(plan))
+        nums = [self.chance.choice(self.nums_of_ids) for _ in keys]
+        self.last_sampled = SampledIds.of([[self.chance.randrange(6) for _ in range(num)] for num in nums])
         for scheduler in self.schedulers:
-            scheduler.apply(StepResult(plan.step, self.last_sampled))
+            token_ids, num_ids = self.last_sampled
+            scheduler.apply(StepResult(plan.step, token_ids, num_token_ids=num_ids))
         follower.check_integrity()
 
     def _compare(self, plan: StepPlan, scheduled: tuple[ScheduledSequence, ...]) -> None:
@@ -136,7 +147,7 @@ class History:
             key: (
                 tuple(sequence.output_token_ids[: sequence.num_sent_tokens]),
                 tuple(sequence.table.block_ids),
-                sequence.num_computed_tokens,
+                sequence.num_computed_tokens + sequence.repeats_last,
             )
             for key, sequence in alive.items()
             if sequence.status is SequenceStatus.RUNNING and sequence.is_known
@@ -154,7 +165,7 @@ class History:
             output_token_ids, _, num_computed_tokens = state
             assert sequence.is_known, sequence.key
             assert output_token_ids == tuple(sequence.output_token_ids[: sequence.num_sent_tokens]), sequence.key
-            assert num_computed_tokens == sequence.num_computed_tokens, sequence.key
+            assert num_computed_tokens == sequence.num_computed_tokens + sequence.repeats_last, sequence.key
         else:
             waits = (SequenceStatus.PREEMPTED, SequenceStatus.LOADING, SequenceStatus.WAITING)
             assert sequence.status in waits, sequence.key
@@ -180,6 +191,8 @@ class History:
             ("snapshots", len(rows) - len(deltas)),
             ("finished", len(plan.finished_sequences)),
             ("mixed", bool(plan.continuing and plan.groups)),
+            ("continuing by none", plan.continuing_num_ids.count(0)),
+            ("continuing by several", sum(num_ids > 1 for num_ids in plan.continuing_num_ids)),
         ):
             self.seen[name] = self.seen.get(name, 0) + number
 
@@ -221,8 +234,9 @@ def rows_of(plan: StepPlan) -> list[SequenceKey]:
     return [*plan.continuing, *listed]
 
 
-def run_history(seed: int, num_steps: int, max_output_tokens: int = 20) -> History:
-    history = History(random.Random(seed), bool(seed & 1), max_output_tokens, WAYS[seed // 2 % len(WAYS)])
+def run_history(seed: int, num_steps: int, max_output_tokens: int = 20, nums_of_ids: tuple[int, ...] = (1,)) -> History:
+    ways = WAYS[seed // 2 % len(WAYS)]
+    history = History(random.Random(seed), bool(seed & 1), max_output_tokens, ways, nums_of_ids)
     for _ in range(num_steps):
         history.step(history.random_events())
     for _ in range(2000):
@@ -237,15 +251,27 @@ def run_history(seed: int, num_steps: int, max_output_tokens: int = 20) -> Histo
 
 
 def test_the_mirror_holds_what_the_scheduler_holds_in_random_histories():
+    seen = seen_in_histories(nums_of_ids=(1,))
+    assert seen.pop("continuing by none") == seen.pop("continuing by several") == 0
+    # Negative control: the histories reach the states in which a mirror could go wrong.
+    assert min(seen.values()) > 50, seen
+
+
+def test_the_mirror_holds_what_the_scheduler_holds_where_a_step_gives_none_one_or_several_ids():
+    """Ids are made up, so a stop id, or the most tokens, is found in the middle of several."""
+    seen = seen_in_histories(nums_of_ids=(0, 1, 1, 3))
+    assert min(seen.values()) > 20, seen
+
+
+def seen_in_histories(nums_of_ids: tuple[int, ...]) -> dict[str, int]:
     seen: dict[str, int] = {}
     for seed in range(96):
-        history = run_history(seed, num_steps=25)
+        history = run_history(seed, num_steps=25, nums_of_ids=nums_of_ids)
         counters = history.schedulers[0].counters
         history.seen["recomputed"] = counters.num_preemptions - counters.num_swapped_out
         history.seen["found tokens"] = counters.num_cached_prompt_tokens
         seen = {name: seen.get(name, 0) + number for name, number in history.seen.items()}
-    # Negative control: the histories reach the states in which a mirror could go wrong.
-    assert min(seen.values()) > 50, seen
+    return seen
 
 
 def test_the_mirror_holds_what_the_scheduler_holds_in_short_random_histories():

@@ -33,6 +33,7 @@ from spmd_worker.sequence.events import (
     concern_workers,
 )
 from spmd_worker.sequence.request import Request, RequestId, random_stream
+from spmd_worker.sequence.sampled import SampledIds, sampling_keys
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import FinishReason, SequenceGroup, SequenceKey, SequenceStatus
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -116,7 +117,16 @@ def pressure_events() -> dict[int, list[Event]]:
 class LoggedRun:
     """The engine's loop on rank 0, one call of `step` a step; transfers end in the step after the next."""
 
-    def __init__(self, path: Path, header: StepLogHeader = HEADER, *, has_digests: bool = True, new_decoder=None):
+    def __init__(
+        self,
+        path: Path,
+        header: StepLogHeader = HEADER,
+        *,
+        has_digests: bool = True,
+        new_decoder=None,
+        nums_of_ids: tuple[int, ...] = (1,),
+    ):
+        """Each sequence is given one of `nums_of_ids` ids a step."""
         limits = SchedulerLimits(
             header.max_num_seqs,
             header.max_num_batched_tokens,
@@ -137,12 +147,12 @@ class LoggedRun:
         self.plans: list[StepPlan] = []
         self.ended: list[SequenceGroup] = []
         self.aborted: list[tuple[RequestId, SequenceStatus]] = []
-        self._has_digests = has_digests
+        self._has_digests, self._nums_of_ids = has_digests, nums_of_ids
         self._max_under_way = header.pipeline_parallel_size
-        self._in_flight: deque[tuple[StepPlan, tuple[int, ...], tuple[Event, ...]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, SampledIds, tuple[Event, ...]]] = deque()
         self._encoder, self._digest = Encoder(self._max_under_way), ChainedDigest()
         self._last_events: tuple[Event, ...] = ()
-        self._sampled: tuple[int, ...] = ()
+        self._sampled = SampledIds()
         self._transfers: list[int] = [0, 0]
 
     def step(self, *events: Event, plant=None) -> None:
@@ -154,20 +164,22 @@ class LoggedRun:
         number = self._transfers.pop(0)
         if number:
             events = (FinishTransfers((number,)), *events)
-        digest = self._digest.update(Record(plan, self._last_events, self._sampled))
-        message = StepMessage(plan.step, events, plan, self._sampled, digest if self._has_digests else b"")
+        digest = self._digest.update(Record(plan, self._last_events, *self._sampled))
+        token_ids, num_ids = self._sampled
+        message = StepMessage(plan.step, events, plan, token_ids, digest if self._has_digests else b"", num_ids)
         self.log.write(self._encoder.encode(message))
         self.plans.append(plan)
-        self._last_events, self._sampled = events, ()
+        self._last_events, self._sampled = events, SampledIds()
         self._in_flight.append((plan, self._sample(plan), events))
         leaves_none = concern_workers(events) or not self.scheduler.has_unfinished
         while self._in_flight and (len(self._in_flight) == self._max_under_way or leaves_none):
             self._settle(*self._in_flight.popleft())
 
-    def _settle(self, plan: StepPlan, sampled: tuple[int, ...], events: tuple[Event, ...]) -> None:
-        self._sampled += sampled
+    def _settle(self, plan: StepPlan, sampled: SampledIds, events: tuple[Event, ...]) -> None:
+        self._sampled = self._sampled.joined(sampled)
         if plan.has_rows:
-            self.ended += self.scheduler.apply(StepResult(plan.step, sampled))
+            result = StepResult(plan.step, sampled.token_ids, num_token_ids=sampled.num_ids)
+            self.ended += self.scheduler.apply(result)
         for event in events:
             aborted = self.scheduler.handle(event)
             self.ended += [aborted] if aborted is not None else []
@@ -182,17 +194,16 @@ class LoggedRun:
         self.step(Close())
         self.log.close()
 
-    def _sample(self, plan: StepPlan) -> tuple[int, ...]:
-        rows = [(key, 1) for key in plan.continuing]
-        for group in plan.groups:
-            rows += [((group.request_id, data.sample_index), data.num_samples) for data in group.sequences]
-        # The scheduler has counted what the step computes: the next position is the sampled token's.
+    def _sample(self, plan: StepPlan) -> SampledIds:
+        # The scheduler has counted what the step computes: the next position is the first sampled token's.
         positions = {sequence.key: sequence.num_computed_tokens for sequence in self.scheduler.running}
-        return tuple(
-            fake_token_id(request_id, sample_index + fork, positions[request_id, sample_index])
-            for (request_id, sample_index), num_samples in rows
-            for fork in range(num_samples)
-        )
+        rows = []
+        for request_id, sample_index in sampling_keys(plan):
+            # Forks are not there yet and are computed as far as sample 0.
+            position = positions.get((request_id, sample_index), positions.get((request_id, 0), 0))
+            num_ids = self._nums_of_ids[fake_token_id(request_id, sample_index, plan.step) % len(self._nums_of_ids)]
+            rows.append([fake_token_id(request_id, sample_index, position + offset) for offset in range(num_ids)])
+        return SampledIds.of(rows)
 
 
 def fake_token_id(request_id: int, sample_index: int, position: int) -> int:
@@ -208,13 +219,13 @@ def write_log(
     abort_when: Sequence[SequenceStatus] = (),
     **changes: object,
 ) -> LoggedRun:
-    """A whole run until everything is answered; `changes` are to the header, or `has_digests`.
+    """A whole run until everything is answered; `changes` are to the header, or `has_digests` or `nums_of_ids`.
 
     `abort_when`: from step 10 on, a request of which some sequence is in the first of these states is aborted; then one
     in the next.
     """
-    has_digests = changes.pop("has_digests", True)
-    run = LoggedRun(path, replace(HEADER, **changes), has_digests=has_digests)
+    options = {name: changes.pop(name) for name in ("has_digests", "nums_of_ids") if name in changes}
+    run = LoggedRun(path, replace(HEADER, **changes), **options)
     events_by_step = dict(standard_events() if events_by_step is None else events_by_step)
     step, states = 0, list(abort_when)
     while events_by_step or run.scheduler.has_unfinished:

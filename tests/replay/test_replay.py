@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from logged_run import (
     HEADER,
+    PRESSURE,
     LoggedRun,
+    fake_token_id,
     is_aborted,
     pressure_events,
     request,
@@ -33,7 +35,6 @@ from spmd_worker.replay.replay import (
     first_log_difference,
     header_differences,
     read_messages,
-    sampled_keys,
 )
 from spmd_worker.replay.step_log import StepLogWriter, read_step_log
 from spmd_worker.sequence.events import (
@@ -47,6 +48,7 @@ from spmd_worker.sequence.events import (
 )
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadataDelta
 from spmd_worker.sequence.request import Request, RequestId, random_stream
+from spmd_worker.sequence.sampled import sampling_keys
 from spmd_worker.sequence.step import StepPlan
 
 
@@ -264,7 +266,7 @@ def test_a_log_cut_at_any_message_replays_up_to_there(tmp_path: Path):
         assert (replay.num_steps, replay.num_equal_digests, replay.is_closed) == (count, count, False)
         assert [step.plan for step in steps] == run.plans[:count]
         if count == 17:
-            assert [step.sampled_token_ids is None for step in steps] == [False] * 16 + [True]
+            assert [step.sampled is None for step in steps] == [False] * 16 + [True]
             assert steps[-1].ended == ()
 
 
@@ -363,13 +365,41 @@ def test_stop_strings_need_the_tokenizer_and_are_found_with_it(tmp_path: Path):
         list(Replay(log.header, None).steps(log.messages()))
 
 
+@pytest.mark.parametrize("changes", [{}, {"pipeline_parallel_size": 2}, PRESSURE], ids=("one", "pipeline", "pressure"))
+def test_a_run_that_gave_none_one_or_several_ids_a_step_is_replayed(tmp_path: Path, changes: dict[str, object]):
+    run = write_log(tmp_path / "log", nums_of_ids=(0, 1, 1, 3), **changes)
+    nums = [num_ids for plan in run.plans for num_ids in plan.continuing_num_ids]
+    assert min(nums.count(num_ids) for num_ids in (0, 1, 3)) > 10
+    log = read_step_log(tmp_path / "log")
+    replay = Replay(log.header, None)
+    ended = [group for step in replay.steps(log.messages()) for group in step.ended]
+    assert replay.num_equal_digests == replay.num_steps == len(run.plans)
+    assert [[each.output_token_ids for each in group.sequences] for group in ended] == [
+        [each.output_token_ids for each in group.sequences] for group in run.ended
+    ]
+    # A sequence's ids are those of its positions, whatever the number that came in a step, so each is where it belongs.
+    for group in ended:
+        for each in group.sequences:
+            first = len(group.request.prompt_token_ids)
+            request_id, sample_index = each.key
+            expected = [fake_token_id(request_id, sample_index, first + at) for at in range(len(each.output_token_ids))]
+            assert each.output_token_ids == expected
+
+
+def test_logs_that_gave_different_numbers_of_ids_differ_by_what_a_sequence_was_given(tmp_path: Path):
+    for name, nums_of_ids in (("A", (1,)), ("B", (1, 1, 1, 3))):
+        write_log(tmp_path / name, nums_of_ids=nums_of_ids)
+    found = first_log_difference(read_step_log(tmp_path / "A"), read_step_log(tmp_path / "B"), ("A", "B"))
+    assert re.fullmatch(r"step \d+ sampled for request \d+, sample \d+: (\d+) in A, \1, \d+, \d+ in B", found)
+
+
 def test_sampled_places_name_request_sample_and_position_in_the_order_of_the_ids(tmp_path: Path):
     run = write_log(tmp_path / "log")
     log = read_step_log(tmp_path / "log")
     found: dict[tuple[int, int], dict[int, int]] = {}
     for step in Replay(log.header, None).steps(log.messages()):
-        assert [place[:2] for place in step.places] == sampled_keys(step.plan)
-        for place, token_id in zip(step.places, step.sampled_token_ids or (), strict=True):
+        assert [place[:2] for place in step.places] == list(sampling_keys(step.plan))
+        for place, token_id in zip(step.places, step.sampled.token_ids, strict=True):
             found.setdefault((place.request_id, place.sample_index), {})[place.position] = token_id
     for group in run.ended:
         for sequence in group.sequences:

@@ -13,6 +13,7 @@ from spmd_worker.sequence.events import Close
 from spmd_worker.sequence.metadata import SequenceData, SequenceGroupMetadata
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.request import Request
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import FinishReason, SequenceKey
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -381,3 +382,107 @@ def test_check_integrity_sees_blocks_that_are_lost(monkeypatch: pytest.MonkeyPat
     run.admit(4, max_tokens=2)
     with pytest.raises(AssertionError, match="0 tables list it"):
         run.finish()
+
+
+def give(run: Run, *rows: tuple[int, ...]) -> StepPlan:
+    """One step that gives each sequence it samples for these ids; its plan, checked by the mirror."""
+    plan = run.scheduler.schedule()
+    run.mirror.apply(plan)
+    ids = SampledIds.of(rows)
+    for group in run.scheduler.apply(StepResult(plan.step, ids.token_ids, num_token_ids=ids.num_ids)):
+        run.ended[group.request.request_id] = group
+    run.scheduler.check_integrity()
+    return plan
+
+
+def test_sequences_continue_by_none_one_or_several_ids():
+    run = Run()
+    for _ in range(3):
+        run.admit(5)
+    keys = ((0, 0), (1, 0), (2, 0))
+    give(run, (), (11,), (21, 22, 23))
+    plan = give(run, (1,), (), (24,))
+    assert (plan.continuing, plan.groups, plan.num_tokens) == (keys, (), 1 + 1 + 3)
+    assert (plan.continuing_token_ids, plan.continuing_num_ids) == ((11, 21, 22, 23), (0, 1, 3))
+    plan = give(run, (2,), (12,), (25,))
+    assert (plan.continuing_token_ids, plan.continuing_num_ids) == ((1, 24), (1, 0, 1))
+    plan = give(run, (3,), (13,), (26,))
+    # All were given one: as if nothing had been.
+    assert (plan.continuing_token_ids, plan.continuing_num_ids, plan.num_tokens) == ((2, 12, 25), (), 3)
+    outputs = [sequence.output_token_ids for sequence in run.scheduler.running]
+    assert outputs == [[1, 2, 3], [11, 12, 13], [21, 22, 23, 24, 25, 26]]
+
+
+def test_who_is_given_no_id_computes_its_last_token_again():
+    run = Run()
+    run.admit(4)
+    give(run, (7,))
+    first, second = give(run, ()), give(run, (8,))
+    assert first.num_tokens == second.num_tokens == 1
+    assert (second.continuing, second.continuing_num_ids) == (((0, 0),), (0,))
+    assert run.mirror.state()[0, 0][2] == run.scheduler.running[0].num_computed_tokens == 5
+
+
+def test_several_ids_take_the_blocks_that_they_reach_into():
+    run = Run()
+    run.admit(4, max_tokens=20)
+    give(run, tuple(range(9)))
+    plan = give(run, (9,))
+    assert plan.continuing_num_ids == (9,)
+    assert [index for index, _ in plan.continuing_blocks] == [0, 0, 0]
+
+
+def test_more_ids_than_a_step_may_compute_are_computed_in_chunks():
+    run = Run(max_num_batched_tokens=4, max_num_seqs=2)
+    run.admit(4, max_tokens=20)
+    give(run, tuple(range(6)))
+    plan = give(run)
+    (data,) = plan.groups[0].sequences
+    assert (data.appended_token_ids, data.num_scheduled_tokens, data.num_samples) == ((0, 1, 2, 3, 4, 5), 4, 0)
+    plan = give(run, (6,))
+    assert (plan.num_tokens, plan.groups[0].sequences[0].appended_token_ids) == (2, ())
+    assert give(run, (7,)).continuing_token_ids == (6,)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "output", "reason"),
+    [
+        ({"stop_token_ids": [12]}, [11, 12], FinishReason.STOP),
+        ({"max_tokens": 2}, [11, 12], FinishReason.LENGTH),
+        ({"stop_token_ids": [12], "min_tokens": 3}, [11, 12, 12], FinishReason.STOP),
+        ({"stop_token_ids": [14], "max_tokens": 4}, [11, 12, 12, 13], FinishReason.LENGTH),
+    ],
+)
+def test_a_stop_condition_cuts_in_the_middle_of_the_ids(sampling, output, reason):
+    run = Run()
+    run.admit(4, **sampling)
+    run.admit(4)
+    give(run, (11, 12, 12, 13, 14), (1, 2, 3))
+    (sequence,) = run.ended[0].sequences
+    assert (sequence.output_token_ids, sequence.finish_reason) == (output, reason)
+    assert run.scheduler.counters.num_output_tokens == len(output) + 3
+    # What the others were given is theirs, also where the one before was cut.
+    plan = give(run, (4,))
+    assert (plan.finished_request_ids, plan.continuing, plan.continuing_token_ids) == ((0,), ((1, 0),), (1, 2, 3))
+
+
+def test_forks_are_given_ids_of_their_own():
+    run = Run()
+    run.admit(5, n=3)
+    give(run, (1, 2), (), (31,))
+    give(run, (3,), (21, 22), (32,))
+    give(run, (4,), (), (33,))
+    outputs = {each.sample_index: each.output_token_ids for each in run.scheduler.running}
+    assert outputs == {0: [1, 2, 3, 4], 1: [21, 22], 2: [31, 32, 33]}
+
+
+def test_log_probabilities_go_with_the_ids_that_are_kept():
+    run = Run()
+    run.admit(4, logprobs=0, max_tokens=2)
+    run.admit(4)
+    plan = run.scheduler.schedule()
+    entries = ({5: Logprob(-1.0, 1)}, {6: Logprob(-2.0, 1)}, {7: Logprob(-4.0, 1)}, None)
+    (group,) = run.scheduler.apply(StepResult(plan.step, (5, 6, 7, 8), entries, num_token_ids=(3, 1)))
+    assert group.sequences[0].cumulative_logprob == -3.0
+    assert group.sequences[0].logprobs == list(entries[:2])
+    assert run.scheduler.running[0].output_token_ids == [8]

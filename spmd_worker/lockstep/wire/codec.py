@@ -11,7 +11,7 @@ first message on. A message with nothing before it stands alone (`encode_message
     signed          step
     4 bytes         checksum of the message before, if bit 0; else of the layout of the records
     blob            digest
-    counted         sampled token ids
+    counted ...     sampled token ids, and how many each sequence was given (none where each was given one)
     records         events, and the plan but for its step and the continuing sequences: see `record_codec.py`
     continuing      see `continuing_packing.py`
     4 bytes         CRC-32 of everything before
@@ -25,16 +25,13 @@ from dataclasses import dataclass
 from typing import Final
 from zlib import crc32
 
-from spmd_worker.lockstep.wire.continuing_packing import (
-    Keys,
-    read_continuing,
-    sampling_keys,
-    write_continuing,
-)
+from spmd_worker.lockstep.wire.continuing_packing import Keys, read_continuing, write_continuing
 from spmd_worker.lockstep.wire.message import MessageError, StepMessage
 from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.lockstep.wire.record_codec import RecordCodec, codec_of
 from spmd_worker.sequence.events import Event
+from spmd_worker.sequence.record_checks import check_num_ids
+from spmd_worker.sequence.sampled import SampledIds, num_sampling, sampling_keys
 from spmd_worker.sequence.step import StepPlan
 
 VERSION: Final = 3
@@ -43,7 +40,7 @@ _CHECKSUM: Final = struct.Struct("<I")
 _MAX_DIGEST_BYTES: Final = 64
 # These are coded by hand, because it pays: against the ids in the same message, a sequence that goes on costs no byte,
 # and its columns would cost 5 or more.
-_CONTINUING: Final = ("continuing", "continuing_token_ids", "continuing_blocks")
+_CONTINUING: Final = ("continuing", "continuing_token_ids", "continuing_num_ids", "continuing_blocks")
 _EVENTS: Final = codec_of(tuple[Event, ...])
 _PLAN: Final = RecordCodec(StepPlan, without=("step", *_CONTINUING))
 _LAYOUT: Final = _CHECKSUM.pack(crc32(f"{_EVENTS.layout}; {_PLAN.layout}".encode()))
@@ -51,8 +48,8 @@ _LAYOUT: Final = _CHECKSUM.pack(crc32(f"{_EVENTS.layout}; {_PLAN.layout}".encode
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The message before, and the plans whose samples are still to come, oldest first; its own is the last. What they
-    sampled is numbered when it is known how many ids that were (`sampling_keys`).
+    """The message before, and the plans whose samples are still to come, oldest first; its own is the last. Whose
+    ids they sampled is worked out when it is known how many sequences were given ids (`_last_keys`).
     """
 
     checksum: bytes
@@ -84,8 +81,8 @@ class Encoder:
         writer = ByteWriter()
         _write_head(writer, message, base)
         _PLAN.write(writer, (message.plan,))
-        last_keys = _last_keys(base, message.sampled_token_ids, self._num_in_flight)
-        write_continuing(writer, message.plan, last_keys, message.sampled_token_ids)
+        last_keys = _last_keys(base, message.sampled, self._num_in_flight)
+        write_continuing(writer, message.plan, last_keys, message.sampled)
         checksum = _CHECKSUM.pack(crc32(writer.data))
         self._base = _next_base(base, checksum, message.plan, self._num_in_flight)
         return bytes(writer.data + checksum)
@@ -105,16 +102,20 @@ class Decoder:
         digest = reader.blob()
         if len(digest) > _MAX_DIGEST_BYTES:
             raise MessageError(f"a digest of {len(digest)} bytes")
-        sampled_token_ids = reader.counted()
+        sampled = SampledIds(reader.counted(), reader.counted())
         (events,) = _EVENTS.read(reader, 1)
         values = _PLAN.read_fields(reader)
-        last_keys = _last_keys(base, sampled_token_ids, self._num_in_flight)
-        values |= zip(_CONTINUING, read_continuing(reader, last_keys, sampled_token_ids))
+        try:
+            check_num_ids("num_sampled_ids", sampled.num_ids, sampled.token_ids)
+        except ValueError as error:
+            raise MessageError(str(error)) from None
+        last_keys = _last_keys(base, sampled, self._num_in_flight)
+        values |= zip(_CONTINUING, read_continuing(reader, last_keys, sampled))
         plan = StepPlan(step, **values)
         if reader.num_left:
             raise MessageError(f"{reader.num_left} bytes left over")
         self._base = _next_base(base, data[-_CHECKSUM.size :], plan, self._num_in_flight)
-        return StepMessage(step, events, plan, sampled_token_ids, digest)
+        return StepMessage(step, events, plan, sampled.token_ids, digest, sampled.num_ids)
 
     def _read_head(self, reader: ByteReader) -> tuple[int, _Base | None]:
         """The step, and the message before it if this one is coded against that."""
@@ -147,10 +148,14 @@ def decode_message(data: bytes) -> StepMessage:
     return Decoder().decode(data)
 
 
-def _last_keys(base: _Base | None, sampled_token_ids: tuple[int, ...], num_in_flight: int) -> Keys:
-    """Whose the sampled ids are that a message carries, as far as the messages before tell."""
+def _last_keys(base: _Base | None, sampled: SampledIds, num_in_flight: int) -> Keys:
+    """Whose the sampled ids are that a message carries, as far as the messages before tell.
+
+    Nobody's where the plan samples for another number of sequences. So a plan that claims any number of samples in a
+    few bytes costs nothing: there are as many keys as ids, or numbers of ids, that somebody has written down.
+    """
     plan = None if base is None else base.sampled_plan(num_in_flight)
-    return () if plan is None else sampling_keys(plan, len(sampled_token_ids))
+    return sampling_keys(plan) if plan is not None and num_sampling(plan) == sampled.num_sequences else ()
 
 
 def _next_base(base: _Base | None, checksum: bytes, plan: StepPlan, num_in_flight: int) -> _Base:
@@ -176,4 +181,5 @@ def _write_head(writer: ByteWriter, message: StepMessage, base: _Base | None) ->
     writer.data += _LAYOUT if base is None else base.checksum
     writer.blob(message.digest)
     writer.counted(message.sampled_token_ids)
+    writer.counted(message.num_sampled_ids)
     _EVENTS.write(writer, (message.events,))

@@ -1,22 +1,23 @@
-"""The sequences in decoding that continues as bytes, coded against what the plan before sampled.
+"""The continuing sequences of a plan as bytes, coded against what the plan before sampled.
 
-They mostly are those that sampled in the last step, in the same order, each appending what it sampled: then only the
+They mostly are those that sampled in the last step, in the same order, each appending what it was given: then only the
 places of those that dropped out are written, and no ids at all, because the sampled ids are in the message once
 already.
 
     byte            bit 0: a selection of the last step's samples; bit 1: the appended ids are what those sampled
     dropped         counted places, if bit 0; else the keys as pairs
-    dense           counted appended ids, unless bit 1
-    pairs           (place, block) of the blocks taken
+    counted ...     appended ids, and how many each sequence has (none where each has one), unless bit 1
+    pairs           (index, block) of the blocks taken
 """
 
 from itertools import pairwise
-from typing import Final, TypeVar
+from typing import Final
 
 from kv_cache.block import BlockId
 from spmd_worker.lockstep.wire.message import MessageError
 from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
 
@@ -24,35 +25,15 @@ _IS_SELECTION: Final = 1
 _ARE_SAMPLED: Final = 2
 
 Keys = tuple[SequenceKey, ...]
-_Value = TypeVar("_Value")
 
 
-def sampling_keys(plan: StepPlan, num_sampled: int) -> Keys:
-    """Which sequence each of the `num_sampled` ids belongs to that this plan sampled, in the order of the ids; forks
-    get numbers after their own.
-
-    Empty where the plan asks for another number of ids. So a plan that claims any number of samples in a few bytes
-    costs nothing: there are as many keys as ids that somebody has written down.
-    """
-    rows = [(group.request_id, data) for group in plan.groups for data in group.sequences]
-    if len(plan.continuing) + sum([data.num_samples for _, data in rows]) != num_sampled:
-        return ()
-    if not rows:
-        return plan.continuing
-    first_samples = [
-        SequenceKey(request_id, data.sample_index + offset)
-        for request_id, data in rows
-        for offset in range(data.num_samples)
-    ]
-    return (*plan.continuing, *first_samples)
-
-
-def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sampled_token_ids: tuple[int, ...]) -> None:
-    """`last_keys` are the `sampling_keys` of the plan before, `sampled_token_ids` what they sampled."""
+def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sampled: SampledIds) -> None:
+    """`last_keys` are the `sampling_keys` of the plan before, `sampled` the ids they were given."""
     dropped = _dropped_indices(plan.continuing, last_keys)
     are_sampled = False
     if dropped is not None:
-        are_sampled = plan.continuing_token_ids == _without(sampled_token_ids[: len(last_keys)], dropped)
+        given = (sampled if last_keys else SampledIds()).without(dropped)
+        are_sampled = given == (plan.continuing_token_ids, plan.continuing_num_ids)
     writer.byte((dropped is not None) * _IS_SELECTION + are_sampled * _ARE_SAMPLED)
     if dropped is None:
         write_pairs(writer, plan.continuing)
@@ -60,13 +41,14 @@ def write_continuing(writer: ByteWriter, plan: StepPlan, last_keys: Keys, sample
         writer.counted(tuple(dropped))
     if not are_sampled:
         writer.counted(plan.continuing_token_ids)
+        writer.counted(plan.continuing_num_ids)
     write_pairs(writer, plan.continuing_blocks)
 
 
 def read_continuing(
-    reader: ByteReader, last_keys: Keys, sampled_token_ids: tuple[int, ...]
-) -> tuple[Keys, tuple[int, ...], tuple[tuple[int, BlockId], ...]]:
-    """Keys, appended ids and blocks taken: the inverse of `write_continuing`, with the same arguments."""
+    reader: ByteReader, last_keys: Keys, sampled: SampledIds
+) -> tuple[Keys, tuple[int, ...], tuple[int, ...], tuple[tuple[int, BlockId], ...]]:
+    """Keys, appended ids, how many each has, blocks taken: the inverse of `write_continuing`, with its arguments."""
     flags = reader.byte()
     if flags not in (0, _IS_SELECTION, _IS_SELECTION + _ARE_SAMPLED):
         raise MessageError(f"unknown flags {flags:#x} of continuing sequences")
@@ -77,10 +59,10 @@ def read_continuing(
     else:
         keys = tuple([SequenceKey(RequestId(first), second) for first, second in read_pairs(reader)])
     if flags & _ARE_SAMPLED:
-        token_ids = _without(sampled_token_ids[: len(last_keys)], dropped)
+        given = (sampled if last_keys else SampledIds()).without(dropped)
     else:
-        token_ids = reader.counted()
-    return keys, token_ids, tuple([(place, BlockId(block)) for place, block in read_pairs(reader)])
+        given = SampledIds(reader.counted(), reader.counted())
+    return keys, *given, tuple([(index, BlockId(block)) for index, block in read_pairs(reader)])
 
 
 def write_pairs(writer: ByteWriter, pairs: tuple[tuple[int, int], ...]) -> None:
@@ -113,9 +95,9 @@ def _read_dropped(reader: ByteReader, num_places: int) -> list[int]:
     return dropped
 
 
-def _without(values: tuple[_Value, ...], dropped: list[int]) -> tuple[_Value, ...]:
-    """The values at all other places."""
+def _without(keys: Keys, dropped: list[int]) -> Keys:
+    """The keys at all other places."""
     if not dropped:
-        return values
+        return keys
     gone = dict.fromkeys(dropped)
-    return tuple([value for place, value in enumerate(values) if place not in gone])
+    return tuple([key for place, key in enumerate(keys) if place not in gone])

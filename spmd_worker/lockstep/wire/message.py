@@ -6,6 +6,8 @@ Knows nothing about bytes (`codec.py`) or about how they travel.
 from dataclasses import dataclass
 
 from spmd_worker.sequence.events import Event
+from spmd_worker.sequence.record_checks import check_num_ids
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.step import StepPlan
 
 
@@ -15,7 +17,8 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """Step number, events that enter with it, the plan, and the ids sampled in the step before, in that plan's order.
+    """Step number, events that enter with it, the plan, and the ids sampled in the step before, in that plan's order
+    (`sequence/sampled.py`); `num_sampled_ids` says how many each sequence was given, empty where each was given one.
 
     `digest` is rank 0's chained digest of all that up to and with this step; empty where digests are switched off.
     """
@@ -25,6 +28,13 @@ class StepMessage:
     plan: StepPlan
     sampled_token_ids: tuple[int, ...]
     digest: bytes
+    num_sampled_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.step == self.plan.step, f"message of step {self.step} carries the plan of step {self.plan.step}"
+        check_num_ids("StepMessage.num_sampled_ids", self.num_sampled_ids, self.sampled_token_ids)
+
+    @property
+    def sampled(self) -> SampledIds:
+        """The sampled ids, to be shared out."""
+        return SampledIds(self.sampled_token_ids, self.num_sampled_ids)

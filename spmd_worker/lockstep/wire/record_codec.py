@@ -94,6 +94,7 @@ class RecordCodec(Codec):
         hints = get_type_hints(record, include_extras=True)
         specs = [spec for spec in fields(record) if spec.name not in without]
         self._record, self._names = record, tuple([spec.name for spec in specs])
+        self._getters = [(name, attrgetter(name)) for name in self._names]
         self._codecs = {name: codec_of(hints[name]) for name in self._names}
         self._defaults = {spec.name: spec.default for spec in specs if spec.default is not MISSING}
         self._takes_positions = not without and not any(spec.kw_only for spec in specs)
@@ -106,14 +107,19 @@ class RecordCodec(Codec):
         """See `Codec.write`."""
         if not values:
             return
-        columns = {name: list(map(attrgetter(name), values)) for name in self._names}
-        left_out = [name for name, default in self._defaults.items() if _are_all(columns[name], default)]
+        bits, bit, columns = 0, 1, []
+        for name, getter in self._getters:
+            column = list(map(getter, values))
+            if name in self._defaults:
+                is_given = not _are_all(column, self._defaults[name])
+                bits, bit = bits | bit * is_given, bit << 1
+                if not is_given:
+                    continue
+            columns.append((name, column))
         if self._defaults:
-            given = [bit for bit, name in enumerate(self._defaults) if name not in left_out]
-            writer.unsigned(sum([1 << bit for bit in given]))
-        for name, column in columns.items():
-            if name not in left_out:
-                self._codecs[name].write(writer, column, is_dense=is_dense and name == self._dense_name)
+            writer.unsigned(bits)
+        for name, column in columns:
+            self._codecs[name].write(writer, column, is_dense=is_dense and name == self._dense_name)
 
     def read(self, reader: ByteReader, num_values: int, *, is_dense: bool = False) -> list[Any]:
         """See `Codec.read`. Raises MessageError also for values that the record refuses."""
