@@ -2,9 +2,9 @@
 
 A block's keys and values depend on its own tokens, on all tokens before them, on the weights and on the adapter. So a
 name is a hash of the name before it and the block's tokens, and the first is made from a root that stands for weights
-and adapter. No seed of the process enters: ranks, and a later run, come to the same names. Knows tokens. Knows nothing
-of which blocks exist. The chaining is vLLM's (`hash_block_tokens`); 128 bits make a collision unthinkable by accident,
-and the person string keeps these hashes apart from others of the same bytes.
+and adapter. No seed of the process enters: ranks, and a later run, come to the same names. The chaining is vLLM's
+(`hash_block_tokens`); 128 bits make a collision unthinkable by accident, and the person string keeps these hashes apart
+from others of the same bytes.
 """
 
 import struct

@@ -1,7 +1,4 @@
-"""The moves of whole blocks that come before a step's forward pass: a value that travels from scheduler to worker.
-
-Knows block numbers. Knows nothing of tables, tensors or why a block moves.
-"""
+"""The moves of whole blocks that come before a step's forward pass: a value that travels from scheduler to worker."""
 
 from dataclasses import dataclass
 
@@ -43,9 +40,9 @@ class BlockOps:
     copy: tuple[tuple[BlockId, BlockId], ...] = ()
     """(device source, device destination)."""
     store: tuple[tuple[BlockId, int], ...] = ()
-    """(device block, the connector's place)."""
+    """(device block, the connector's slot)."""
     load: tuple[tuple[int, BlockId], ...] = ()
-    """(the connector's place, device block)."""
+    """(the connector's slot, device block)."""
     transfer: int = 0
     """Number of the transfer that the stores and loads make; 0 where there are none."""
 

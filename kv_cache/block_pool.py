@@ -1,7 +1,4 @@
-"""The blocks of one memory: which are free, how many tables list each of the others, and what can be found in them.
-
-Knows block numbers, counts and names of contents. Knows nothing of tables or tokens, nor whose memory it is.
-"""
+"""The blocks of one memory: which are free, how many tables list each of the others, and what can be found in them."""
 
 from collections.abc import Iterable, Sequence
 

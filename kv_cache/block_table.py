@@ -1,6 +1,6 @@
 """One sequence's map from logical to physical blocks, and the change of it that a delta carries.
 
-Knows block numbers and positions. Who owns a block, and when one is copied, is the cache manager's business.
+Who owns a block, and when one is copied, is the cache manager's business.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """The tensors of the cache and the moves of whole blocks between and within them.
 
-Knows block numbers and bytes. Knows nothing of tables, and never looks inside a block: how one layer's keys and values
-are packed in `block_shape` is the attention backend's business.
+Knows nothing of tables, and never looks inside a block: how one layer's keys and values are packed in `block_shape` is
+the attention backend's business.
 
 Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
         host_cache   [num_layers, num_host_blocks, *block_shape].

@@ -1,7 +1,4 @@
-"""What the scheduler asks of the cache: the device's tables, and the ways out of the device and back.
-
-Knows tables and names of contents. Knows nothing of requests, queues, policy or tensors.
-"""
+"""What the scheduler asks of the cache: the device's tables, and the ways out of the device and back."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -43,7 +40,7 @@ class CacheManager(DeviceTables):
     @property
     def num_tier_blocks(self) -> int:
         """Blocks that the connector can keep."""
-        return 0 if self._transfers is None else self._transfers.num_places
+        return 0 if self._transfers is None else self._transfers.num_slots
 
     @property
     def num_used_host_blocks(self) -> int:
@@ -127,12 +124,12 @@ class CacheManager(DeviceTables):
         )
         if num_wanted == 0 or not self.can_start(prefix, num_tokens, keep_watermark=True):
             return None
-        places = self._transfers.reserve(rest[:num_wanted])
+        slots = self._transfers.reserve(rest[:num_wanted])
         # Not evicted for what comes after it.
         self._pool.share(prefix)
         block_ids = self._take(num_wanted)
         self._pool.release(reversed(prefix))
-        return self._transfers.load(rest[:num_wanted], places, block_ids)
+        return self._transfers.load(rest[:num_wanted], slots, block_ids)
 
     def finish_transfer(self, number: int) -> None:
         """Every rank has finished a transfer: what it loaded can be found from now on."""

@@ -1,6 +1,6 @@
 """How many blocks a rank's memory holds, and why that many, in words.
 
-Knows bytes that somebody else measured. Knows nothing of devices; ranks agree on the smallest number elsewhere.
+Knows nothing of devices; ranks agree on the smallest number elsewhere.
 """
 
 from dataclasses import dataclass

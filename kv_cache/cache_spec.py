@@ -1,6 +1,6 @@
 """Bytes of the cache on one rank: layers x key-value heads x head size x dtype.
 
-Knows sizes only. How keys and values are packed inside a block belongs to the attention backend.
+How keys and values are packed inside a block belongs to the attention backend.
 """
 
 from dataclasses import dataclass

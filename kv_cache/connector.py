@@ -4,7 +4,7 @@ A connector has two halves. The half here decides; every rank of a replica has o
 answers must be a function of those calls alone. The other half (`TransferEngine`) moves this rank's bytes and says when
 it has. A transfer is what one step stores and loads; it counts when every rank has finished it, which is an event from
 rank 0 (`CacheManager.finish_transfer`): no replica may act on what its own device has done. The division is vLLM's
-(KVConnectorBase_V1), cut to three verbs. Knows names and places. Knows nothing of tensors.
+(KVConnectorBase_V1), cut to three verbs.
 """
 
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from typing import NewType, Protocol
 
 from kv_cache.block import BlockHash, BlockId
 
-Place = NewType("Place", int)
+TierSlot = NewType("TierSlot", int)
 """Where a connector keeps one block: the same number on every rank."""
 
 
 class Connector(Protocol):
-    """Decides. A place that was given for storing or loading stays reserved until the transfer has finished."""
+    """Decides. A slot that was given for storing or loading stays reserved until the transfer has finished."""
 
     @property
-    def num_places(self) -> int:
+    def num_slots(self) -> int:
         """Blocks it can keep."""
 
     def lookup(self, hashes: Sequence[BlockHash]) -> int:
         """How many of the leading names it could load now."""
 
-    def store(self, block_hash: BlockHash) -> Place | None:
-        """A place for a block that is about to lose its contents; None where it is not wanted or has no room."""
+    def store(self, block_hash: BlockHash) -> TierSlot | None:
+        """A slot for a block that is about to lose its contents; None where it is not wanted or has no room."""
 
-    def load(self, hashes: Sequence[BlockHash]) -> list[Place]:
+    def load(self, hashes: Sequence[BlockHash]) -> list[TierSlot]:
         """Where the blocks of these names are, all of which `lookup` has counted."""
 
-    def finish(self, stored: Sequence[tuple[BlockHash, Place]], loaded: Sequence[Place]) -> None:
+    def finish(self, stored: Sequence[tuple[BlockHash, TierSlot]], loaded: Sequence[TierSlot]) -> None:
         """A transfer has ended on every rank: what it stored may be looked up, what it read is reserved no more."""
 
     def forget(self) -> None:
@@ -46,10 +46,10 @@ class TransferEngine(Protocol):
     """Moves this rank's share of the bytes: `store`, the step's other moves, `load`, all before the forward pass."""
 
     def store(self, number: int, pairs: Sequence[tuple[BlockId, int]]) -> None:
-        """(device block, place): the blocks' contents as they are now are kept, whatever is written to them next."""
+        """(device block, slot): the blocks' contents as they are now are kept, whatever is written to them next."""
 
     def load(self, number: int, pairs: Sequence[tuple[int, BlockId]]) -> None:
-        """(place, device block): nobody reads or writes the blocks before the transfer has finished."""
+        """(slot, device block): nobody reads or writes the blocks before the transfer has finished."""
 
     def finished(self) -> tuple[int, ...]:
         """Numbers of transfers that this rank has finished since the last call, in order."""
@@ -64,15 +64,17 @@ class Transfers:
     def __init__(self, connector: Connector) -> None:
         self._connector = connector
         self._number = 1
-        self._stores: list[tuple[BlockHash, BlockId, Place]] = []
-        self._loads: list[tuple[BlockHash, BlockId, Place]] = []
-        self._in_flight: dict[int, tuple[list[tuple[BlockHash, Place]], list[tuple[BlockHash, BlockId, Place]]]] = {}
+        self._stores: list[tuple[BlockHash, BlockId, TierSlot]] = []
+        self._loads: list[tuple[BlockHash, BlockId, TierSlot]] = []
+        self._in_flight: dict[
+            int, tuple[list[tuple[BlockHash, TierSlot]], list[tuple[BlockHash, BlockId, TierSlot]]]
+        ] = {}
         self._loading: dict[BlockHash, int] = {}
 
     @property
-    def num_places(self) -> int:
-        """See `Connector.num_places`."""
-        return self._connector.num_places
+    def num_slots(self) -> int:
+        """See `Connector.num_slots`."""
+        return self._connector.num_slots
 
     def lookup(self, hashes: Sequence[BlockHash]) -> int:
         """See `Connector.lookup`."""
@@ -83,34 +85,34 @@ class Transfers:
         return self._loading.get(block_hash)
 
     def store(self, block_hash: BlockHash, block_id: BlockId) -> None:
-        """A device block is about to lose its contents: keep them if there is a place."""
-        place = self._connector.store(block_hash)
-        if place is not None:
-            self._stores.append((block_hash, block_id, place))
+        """A device block is about to lose its contents: keep them if there is a slot."""
+        slot = self._connector.store(block_hash)
+        if slot is not None:
+            self._stores.append((block_hash, block_id, slot))
 
-    def reserve(self, hashes: Sequence[BlockHash]) -> list[Place]:
+    def reserve(self, hashes: Sequence[BlockHash]) -> list[TierSlot]:
         """See `Connector.load`. Comes before device blocks are taken for them: what these evict is stored, and must not
         drive out what is about to be loaded.
         """
         return self._connector.load(hashes)
 
-    def load(self, hashes: Sequence[BlockHash], places: Sequence[Place], block_ids: Sequence[BlockId]) -> int:
+    def load(self, hashes: Sequence[BlockHash], slots: Sequence[TierSlot], block_ids: Sequence[BlockId]) -> int:
         """Bring blocks into device blocks, which the transfer owns until it has finished; returns its number."""
-        self._loads += zip(hashes, block_ids, places, strict=True)
+        self._loads += zip(hashes, block_ids, slots, strict=True)
         self._loading.update(dict.fromkeys(hashes, self._number))
         return self._number
 
     def take(self) -> tuple[int, tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]:
-        """The step's transfer: its number (0: none), its (device block, place) and its (place, device block) pairs."""
+        """The step's transfer: its number (0: none), its (device block, slot) and its (slot, device block) pairs."""
         if not (self._stores or self._loads):
             return 0, (), ()
         number, stores, loads = self._number, self._stores, self._loads
-        self._in_flight[number] = ([(block_hash, place) for block_hash, _, place in stores], loads)
+        self._in_flight[number] = ([(block_hash, slot) for block_hash, _, slot in stores], loads)
         self._number, self._stores, self._loads = number + 1, [], []
         return (
             number,
-            tuple((block_id, place) for _, block_id, place in stores),
-            tuple((place, block_id) for _, block_id, place in loads),
+            tuple((block_id, slot) for _, block_id, slot in stores),
+            tuple((slot, block_id) for _, block_id, slot in loads),
         )
 
     def finish(self, number: int) -> list[tuple[BlockHash | None, BlockId]]:
@@ -120,7 +122,7 @@ class Transfers:
         """
         assert number in self._in_flight, f"transfer {number} is not under way: {list(self._in_flight)}"
         stored, loaded = self._in_flight.pop(number)
-        self._connector.finish(stored, [place for _, _, place in loaded])
+        self._connector.finish(stored, [slot for _, _, slot in loaded])
         arrived: list[tuple[BlockHash | None, BlockId]] = []
         for block_hash, block_id, _ in loaded:
             is_wanted = self._loading.get(block_hash) == number

@@ -1,7 +1,7 @@
 """The tables of sequences in the device's memory: room, growth, sharing, copy-on-write, contents found again.
 
-Knows tables, positions and names of contents. Knows nothing of requests, queues, policy or tensors, and never reads a
-token: it answers from counts and names, so a step can be planned before the values of the one before it are known.
+Knows nothing of requests, queues, policy or tensors, and never reads a token: it answers from counts and names, so a
+step can be planned before the values of the one before it are known.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,6 @@
 """The free blocks of one memory in eviction order.
 
-Knows how blocks are linked. Knows nothing of reference counts: the pool decides which block is free.
+Knows nothing of reference counts: the pool decides which block is free.
 """
 
 from array import array

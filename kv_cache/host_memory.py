@@ -1,7 +1,6 @@
 """Blocks of a cache in host memory, and the moves of whole blocks between them and the device.
 
-Knows block numbers and bytes. Knows nothing of why a block moves: sequences that are preempted and prefixes that lost
-their place are moved alike.
+Knows nothing of why a block moves: sequences that are preempted and prefixes that lost their place are moved alike.
 
 Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
         tensor       [num_layers, num_blocks, *block_shape],

@@ -2,7 +2,7 @@
 
 The system hands out memory page by page when it is first written, and in a virtual machine its host may do so too, at a
 gigabyte a second or less: a job would spend a tenth of its time on first writes. While a program imports and loads, a
-core has nothing to do. Knows bytes. Knows nothing about caches.
+core has nothing to do.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """A connector that keeps evicted prefix blocks in host memory and brings them back: the half that moves bytes.
 
-Knows places and blocks. What is where, and when it goes, is decided by `host_tier.py`.
+What is where, and when it goes, is decided by `host_tier.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,20 +16,20 @@ class HostTierEngine:
     So what `finished` tells is true at once on this rank; the blocks are used when every rank has said so.
     """
 
-    def __init__(self, cache_engine: CacheEngine, num_places: int) -> None:
-        """Takes host memory for `num_places` blocks of an allocated cache; it goes with this object."""
-        self._memory = new_host_memory(cache_engine.device_cache, num_places)
-        self._num_places = num_places
+    def __init__(self, cache_engine: CacheEngine, num_slots: int) -> None:
+        """Takes host memory for `num_slots` blocks of an allocated cache; it goes with this object."""
+        self._memory = new_host_memory(cache_engine.device_cache, num_slots)
+        self._num_slots = num_slots
         self._finished: list[int] = []
 
     def store(self, number: int, pairs: Sequence[tuple[BlockId, int]]) -> None:
-        """See `TransferEngine.store`. Raises ValueError, before anything moves, for a place that does not exist."""
-        self._check(place for _, place in pairs)
+        """See `TransferEngine.store`. Raises ValueError, before anything moves, for a slot that does not exist."""
+        self._check(slot for _, slot in pairs)
         self._memory.move_out(pairs)
 
     def load(self, number: int, pairs: Sequence[tuple[int, BlockId]]) -> None:
-        """See `TransferEngine.load`. Raises ValueError, before anything moves, for a place that does not exist."""
-        self._check(place for place, _ in pairs)
+        """See `TransferEngine.load`. Raises ValueError, before anything moves, for a slot that does not exist."""
+        self._check(slot for slot, _ in pairs)
         self._memory.move_in(pairs)
         if number:
             self._finished.append(number)
@@ -39,7 +39,7 @@ class HostTierEngine:
         finished, self._finished = tuple(self._finished), []
         return finished
 
-    def _check(self, places: Iterable[int]) -> None:
-        for place in places:
-            if not 0 <= place < self._num_places:
-                raise ValueError(f"place {place} of the host tier does not exist, there are {self._num_places}")
+    def _check(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if not 0 <= slot < self._num_slots:
+                raise ValueError(f"slot {slot} of the host tier does not exist, there are {self._num_slots}")

@@ -1,7 +1,4 @@
-"""The moves that the step being planned will make before it computes: collected as they are decided, handed out once.
-
-Knows block numbers. Knows nothing of tables or of why a block moves.
-"""
+"""The moves that the step being planned will make before it computes: collected as they are decided, handed out once."""
 
 from collections.abc import Iterable
 

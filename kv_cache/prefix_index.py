@@ -1,7 +1,4 @@
-"""Which block holds which contents: name -> block, for one memory.
-
-Knows names and block numbers. Knows nothing of who uses a block or of when its contents go.
-"""
+"""Which block holds which contents: name -> block, for one memory."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,8 +1,4 @@
-"""Host memory for sequences that was preempted: which host block holds which of their blocks.
-
-Knows host blocks and names of contents. Knows nothing of the device's blocks but their numbers, nor of who is
-preempted.
-"""
+"""Host memory for sequences that was preempted: which host block holds which of their blocks."""
 
 from collections.abc import Sequence
 

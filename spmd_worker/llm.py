@@ -1,7 +1,7 @@
 """What people import: text in, text out.
 
 In a plain script one process is the whole world; in a script under torchrun every rank makes the same calls and every
-rank gets every output. Knows prompts and messages. Knows nothing about steps, ranks or blocks.
+rank gets every output.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Which code this is: the version, and a fingerprint of every source file.
 
-Ranks that run different code are found at start. Knows its own files only.
+Ranks that run different code are found at start.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
 """The demo model's tokenizer: all 256 bytes, one token for each word that every prompt repeats, and a ChatML template.
 
-Any UTF-8 text encodes and decodes to itself. Knows nothing of torch, of transformers or of how the model is trained.
+Any UTF-8 text encodes and decodes to itself.
 """
 
 import json

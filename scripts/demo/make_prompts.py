@@ -3,7 +3,7 @@
     python scripts/demo/make_prompts.py --out scripts/demo
 
 Each task has as many rows as every other, in mixed order; one row in eight asks in the chat form. The files are the
-same bytes on every machine. Knows nothing of tokens or models.
+same bytes on every machine.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Reads plain output rows only. An answer is right when its text, without surrounding whitespace, is the expected text.
 Exits with 1 when the share right is below --at-least, when rows are missing, unknown or repeated, or when a file is
-malformed. Knows nothing of torch, tokens or models.
+malformed.
 """
 
 import argparse

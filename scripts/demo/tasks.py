@@ -1,8 +1,7 @@
 """The demo model's four tasks: prompts, their right answers, and which of them training may never see.
 
 Everything here is a function of a seed and of the text of a prompt, on any machine and under any Python: the generator
-is written out below, and whether a prompt is held out is decided by a digest of its text. Knows nothing of tokens or
-models.
+is written out below, and whether a prompt is held out is decided by a digest of its text.
 """
 
 import hashlib

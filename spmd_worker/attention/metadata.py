@@ -1,7 +1,7 @@
 """Where each token of a step stands: in which sequence, at which position, in which block of the cache.
 
 S: sequences; T: tokens; B: blocks of the longest table. Built once a step by `runner/batch_builder.py` and passed as an
-argument to every layer. Knows nothing about heads, dtypes or packing.
+argument to every layer.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """The batch job: rows in, rows out, in input order, whatever single rows do.
 
 Rank 0 reads, admits, writes and reports; the other ranks follow, or answer rows too where there are several replicas
-(`shared_job.py`). Rows are admitted as the engine empties, so memory is bounded by what runs and not by the file. Knows
-files and rows. Knows nothing about steps' insides.
+(`shared_job.py`). Rows are admitted as the engine empties, so memory is bounded by what runs and not by the file.
 """
 
 import logging

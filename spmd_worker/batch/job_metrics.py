@@ -1,6 +1,6 @@
 """What a job came to, as `metrics.json` has it: what every rank reports, added up.
 
-A report is JSON, because it travels to rank 0. Knows counters. Knows nothing about rows or files.
+A report is JSON, because it travels to rank 0.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""The two ends of a job, both on rank 0: rows of the input that are not done yet, answers into the journal.
-
-Knows files, counts and the progress display. Knows nothing about engines or who answers a row.
-"""
+"""The two ends of a job, both on rank 0: rows of the input that are not done yet, answers into the journal."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

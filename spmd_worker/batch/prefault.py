@@ -1,7 +1,6 @@
 """Begins to commit the memory of a job's cache while the program starts: about as much as the job will need.
 
-A guess from the size of the input; too little costs a little time later, too much some memory. Knows a configuration,
-files' sizes and a model's. Knows nothing about what is committed.
+A guess from the size of the input; too little costs a little time later, too much some memory.
 """
 
 import logging

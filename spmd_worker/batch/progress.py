@@ -1,6 +1,6 @@
 """Shows people how far a job is, and what it came to.
 
-Knows counts, a clock and a text stream. Knows nothing about rows, files or ranks: whoever calls it is rank 0.
+Knows nothing about rows, files or ranks: whoever calls it is rank 0.
 """
 
 import os

@@ -6,8 +6,7 @@
     answers/R/N   message N of replica R: output lines, with what they came to
 
 Whoever draws a number has that chunk for itself, so nothing is handed out twice and nobody is asked. A message is a
-line of JSON that says how long its parts are, and then the parts. Knows chunks and messages. Knows nothing about what
-rows mean.
+line of JSON that says how long its parts are, and then the parts.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Rows through one engine: every row that is admitted comes back as its output line, whatever it holds.
-
-Knows rows and an engine. Knows nothing about where rows come from, the order of lines or who writes them.
-"""
+"""Rows through one engine: every row that is admitted comes back as its output line, whatever it holds."""
 
 from spmd_worker.batch.input.row_parser import resolve
 from spmd_worker.batch.output.row_answer import RowAnswer, error_result

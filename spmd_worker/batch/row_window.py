@@ -1,7 +1,7 @@
 """Rows read ahead of the replicas that will draw them: the longest first, in chunks that shrink towards the end.
 
 What is held is bounded by rows and bytes, because the file may be larger than memory: rows are in order of length only
-within what had been read when more were needed. Knows rows. Knows nothing about replicas but their number.
+within what had been read when more were needed.
 """
 
 from collections.abc import Callable

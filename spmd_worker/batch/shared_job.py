@@ -1,8 +1,7 @@
 """A job in several replicas: rank 0 reads, hands rows out, takes answers in and writes; all replicas draw and answer.
 
 Replicas draw chunks when they have room, so none waits for another and the faster does more. Rank 0's replica draws as
-the others do. Files are rank 0's alone: rows and answers of the others travel through the launcher's store. Knows rows,
-rounds and engines. Knows nothing about steps' insides.
+the others do. Files are rank 0's alone: rows and answers of the others travel through the launcher's store.
 """
 
 import time

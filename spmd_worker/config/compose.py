@@ -1,8 +1,7 @@
 """From the values in `conf/` and the overrides of a command line to a frozen `RunConfig`, and back to text.
 
 Hydra composes and does nothing else: it is given no job to run, so it makes no folder, sets up no logging and sweeps
-over nothing. What it refuses is said again in one sentence: the key, the value, the rule, the way out. Knows Hydra and
-OmegaConf, which nothing else does. Knows nothing about ranks, or about who typed the overrides.
+over nothing. What it refuses is said again in one sentence: the key, the value, the rule, the way out.
 """
 
 import dataclasses

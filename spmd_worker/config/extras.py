@@ -1,7 +1,4 @@
-"""Optional packages: who needs one that is not there is told which extra brings it.
-
-Knows names of packages and extras. Knows nothing about what they are used for.
-"""
+"""Optional packages: who needs one that is not there is told which extra brings it."""
 
 from typing import NoReturn
 

@@ -1,9 +1,8 @@
 """Every key of a run, typed, checked and frozen.
 
 The defaults stand here and nowhere else; `conf/` holds named sets of values, Hydra merges them with the command line,
-and `config_compose.py` turns the result into a `RunConfig`. Knows names, types and rules. Knows nothing about Hydra,
-files, models or ranks: rules that need a model or a world (a tensor-parallel size that must divide the heads) live
-where those are known.
+and `config_compose.py` turns the result into a `RunConfig`. Knows nothing about Hydra, files, models or ranks: rules
+that need a model or a world (a tensor-parallel size that must divide the heads) live where those are known.
 """
 
 import dataclasses

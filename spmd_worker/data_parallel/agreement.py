@@ -1,7 +1,4 @@
-"""Before a call runs: whether every rank of an engine makes the same call and has its prompts ready and all the same.
-
-Knows prompts as token ids and parameters. Knows nothing about who answers them.
-"""
+"""Before a call runs: whether every rank of an engine makes the same call and has its prompts ready and all the same."""
 
 import json
 from collections.abc import Callable, Sequence

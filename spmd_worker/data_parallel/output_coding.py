@@ -1,7 +1,6 @@
 """Outputs as bytes, for the ranks of other replicas, and back: equal to the last bit.
 
 JSON, with token ids that are keys as first entries of lists, because the order of a position's tokens has a meaning.
-Knows the records of outputs. Knows nothing about how they travel.
 """
 
 import json

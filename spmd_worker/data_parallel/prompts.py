@@ -2,7 +2,6 @@
 
 Every rank knows the whole list. A replica's leader takes the next prompts from the shared counter, longest first, while
 there is room; the other ranks of its replica follow its steps. No replica waits for another before all is answered.
-Knows engines and rounds. Knows nothing about text or files.
 """
 
 from collections.abc import Callable

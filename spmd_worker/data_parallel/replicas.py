@@ -1,7 +1,4 @@
-"""The replicas of one engine, as each of its ranks sees them: rounds of shared work, and how an error reaches all.
-
-Knows engines and the launcher's store. Knows nothing about what is shared out.
-"""
+"""The replicas of one engine, as each of its ranks sees them: rounds of shared work, and how an error reaches all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

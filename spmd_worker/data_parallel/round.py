@@ -6,8 +6,7 @@
     finished   how many replicas have no work left; the last one sets `over`
     failed     the first replica that failed sets `failure` to what happened
 
-Replicas never wait for one another before the end of a round. Knows counters and a clock. Knows nothing about prompts,
-rows or devices.
+Replicas never wait for one another before the end of a round.
 """
 
 import time

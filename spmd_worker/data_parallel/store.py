@@ -1,7 +1,6 @@
 """The launcher's store as replicas use it: whole numbers that only grow, and bytes of any length.
 
-The store takes values up to 8 MiB, so longer ones travel in pieces. Nothing that is read is unpickled. Knows keys and
-bytes. Knows nothing about what they mean, or who keeps them.
+The store takes values up to 8 MiB, so longer ones travel in pieces. Nothing that is read is unpickled.
 """
 
 from typing import Final, Protocol

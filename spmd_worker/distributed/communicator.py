@@ -1,6 +1,6 @@
 """One group of ranks and the collectives the layers need, as an argument to whoever uses it.
 
-A group of one costs nothing and needs no torch.distributed. Knows nothing about models or the layout.
+A group of one costs nothing and needs no torch.distributed.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Without this every rank would compute with as many threads as the node has cores, or, as torchrun sets it, with one. A
 user's own word wins: SPMD_WORKER_THREADS, OMP_NUM_THREADS, OpenMP's variables of binding, or a binding of each rank by
-a wrapper (numactl, srun). Knows the kernel's and the launcher's ways. Knows nothing about torch.
+a wrapper (numactl, srun).
 """
 
 import os

@@ -1,6 +1,6 @@
 """What torchrun told this process: its rank, the world, where the store is.
 
-Reads the environment once and never writes it. Knows nothing about torch.
+Reads the environment once and never writes it.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Joining the groups: this rank's tensor-parallel and pipeline-parallel group, and one on the CPU for control.
 
 When the caller has initialised torch.distributed already, its world is used, sub-groups are made beside its own, and
-only those are destroyed. Knows nothing about what travels over the groups.
+only those are destroyed.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,6 @@
 """Which network interface ranks talk over: loopback on one node, else the one that reaches the launcher's store.
 
-Left to itself gloo takes the interface that the host's name resolves to, which may lead outside, or nowhere. Knows
-sockets and environment variables. Knows nothing about torch.
+Left to itself gloo takes the interface that the host's name resolves to, which may lead outside, or nowhere.
 """
 
 import os

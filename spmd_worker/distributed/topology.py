@@ -1,6 +1,6 @@
 """Which rank does what: world = data x pipeline x tensor, tensor innermost.
 
-Pure arithmetic, and the one place where the factorisation is checked. Knows nothing about torch, processes or networks.
+Pure arithmetic, and the one place where the factorisation is checked.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ because only rank 0 touches the outside world.
 A pipeline of d stages has d steps in flight: the ranks agree on a step at the same time, and stage s executes it s
 steps later, so that all stages compute at once. What a step sampled, and its events, are taken in d - 1 steps later, on
 all ranks at the same place between the same steps; at once where no request waits for what is in flight, and where
-workers change after a step (`worker_events.py`). Knows how the parts fit together and no part's inside.
+workers change after a step (`worker_events.py`).
 """
 
 import logging

@@ -1,8 +1,4 @@
-"""Groups that ended -> what callers get: text, finish reasons, log-probabilities with their tokens' text.
-
-Knows sequences and the tokenizer, and which of more samples than were asked for are the best. Knows nothing about
-scheduling.
-"""
+"""Groups that ended -> what callers get: text, finish reasons, log-probabilities with their tokens' text."""
 
 import math
 

@@ -1,7 +1,7 @@
 """The steps that are agreed on and not taken in yet: one, or as many as a pipeline has stages.
 
 Every rank agrees on a step at the same time; the ranks of stage s execute it s steps later, so that all stages compute
-at once. Knows the order in which steps run, and whose result counts. Knows nothing about what they compute.
+at once.
 """
 
 from collections import deque

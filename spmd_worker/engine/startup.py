@@ -1,8 +1,7 @@
 """Starting an engine: every rank builds its replica, and what must be the same everywhere is compared first.
 
 Configuration, code and model first, then files and memory phase by phase, each agreed on by all ranks, so that one
-rank's failure is every rank's error and nobody is waited for in vain. Knows how the parts are made. Knows nothing about
-steps.
+rank's failure is every rank's error and nobody is waited for in vain.
 """
 
 import platform

@@ -1,6 +1,6 @@
 """What each step was, for `steps.csv`: differences of the running totals, read once a step on rank 0.
 
-Knows the scheduler's counters, the cache's counts and the step's times. Decides nothing.
+Decides nothing.
 """
 
 from dataclasses import astuple

@@ -1,8 +1,7 @@
 """Which requests an engine can answer at all: checked once, before anything is queued, so that one costs the others
 nothing.
 
-Knows prompts, sampling parameters and limits. Knows nothing about ranks or steps. Imports no torch, for the reader of
-rows.
+Imports no torch, for the reader of rows.
 """
 
 from collections.abc import Iterable, Sequence

@@ -2,7 +2,7 @@
 
 Three steps: with the first every worker prepares, the second takes the answers up to rank 0, and with the third all
 commit, or all undo when one refused. No later step is in flight on any stage when workers prepare, commit or undo, so
-all of them change between the same two steps. Knows what each rank is asked. Knows nothing about what an event does.
+all of them change between the same two steps.
 """
 
 from typing import Any

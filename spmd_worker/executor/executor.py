@@ -1,6 +1,6 @@
 """What an engine runs steps on: one or several workers behind one interface.
 
-Knows how to reach workers. Knows nothing about scheduling or requests. Names follow vLLM's.
+Names follow vLLM's.
 """
 
 import logging

@@ -2,7 +2,7 @@
 ranks).
 
 Each rank has an executor of one: `rpc_rank` 0, its own global rank. What has to be the same everywhere is agreed over
-the control group. Knows nothing about who started the ranks.
+the control group.
 """
 
 from spmd_worker.distributed.communicator import single_group

@@ -1,8 +1,6 @@
 """Worker processes on this node, started by this process, which itself computes nothing: no launcher is needed.
 
 The workers make a world of their own among themselves; a step is one message to all of them and one answer from each.
-Knows what an engine asks of an executor. Knows nothing about how processes are started, watched and ended
-(`worker_pool.py`).
 """
 
 import atexit

@@ -1,7 +1,7 @@
 """The result handler: one thread that reads what all workers answer and resolves the futures that wait for it.
 
 A worker's end is reported only after everything it had sent was read, so its own abort message come before the news of
-its death. Knows futures, frames and the ends of processes. Knows nothing about what calls mean.
+its death.
 """
 
 import itertools

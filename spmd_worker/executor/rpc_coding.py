@@ -2,7 +2,7 @@
 
 Numbers, texts, lists and null are themselves; an object has one key, which says what it is: `tuple`, `bytes` (base64),
 `dict` (pairs, so keys keep their types), or the name of one of our own records. What is none of these is refused on the
-side that sends it, and nothing that arrives names code. Knows values. Knows nothing about sockets.
+side that sends it, and nothing that arrives names code.
 """
 
 import base64

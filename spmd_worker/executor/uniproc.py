@@ -1,7 +1,4 @@
-"""One worker in this process, and no other ranks.
-
-Knows one wrapper. Knows nothing about launchers.
-"""
+"""One worker in this process, and no other ranks."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,6 @@
 """The task and result queue of one worker process: frames (`lockstep/transport/frames.py`) on a Unix socket pair.
 
-Frames arrive in the order in which they were sent; their number is the call's. Knows sockets. Knows nothing about what
-payloads mean.
+Frames arrive in the order in which they were sent; their number is the call's.
 """
 
 import socket

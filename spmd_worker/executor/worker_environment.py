@@ -1,7 +1,6 @@
 """The environment of worker processes: where their own world meets, and how many threads each computes with.
 
-Everything listens on loopback, because the workers are on one node. Knows the names of variables. Knows nothing about
-what workers do.
+Everything listens on loopback, because the workers are on one node.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """The driver's end of one worker process: its start, its queue, its lines, its end.
 
 Two threads belong to a worker. The monitor starts the process and waits for its end, so that the kernel, which ties a
-worker's life to the thread that started it, ties it to one that stays. The other copies the worker's lines. Knows one
-process. Knows nothing about results, or about other workers.
+worker's life to the thread that started it, ties it to one that stays. The other copies the worker's lines.
 """
 
 import os

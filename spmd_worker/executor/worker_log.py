@@ -2,7 +2,7 @@
 
 The driver reads both streams of each worker through pipes, so what C libraries write, and what a dying interpreter
 writes, has its prefix too. A line that is written in pieces is one line; what a worker leaves unfinished when it ends
-is ended here. Knows bytes and streams. Knows nothing about what is written.
+is ended here.
 """
 
 import os

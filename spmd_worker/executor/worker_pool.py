@@ -2,7 +2,7 @@
 
 A call goes to all workers, in one order for all callers, because workers that take collective calls in different orders
 wait for each other for ever. When one worker ends that was not asked to, every waiter is told which and how, the others
-are ended, and the pool stays failed. Knows processes and calls. Knows nothing about models or steps.
+are ended, and the pool stays failed.
 """
 
 import itertools

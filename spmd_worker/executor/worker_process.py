@@ -1,8 +1,7 @@
 """A worker process of the multiprocess executor: takes tasks from its queue, one after another, and answers each.
 
 Started by `worker_handle.py` with its end of a socket pair. Ends when it is asked to, and at once when the driver is
-gone. Imports no torch: that comes with the worker, once this process has its environment. Knows tasks and answers.
-Knows nothing about what a step computes.
+gone. Imports no torch: that comes with the worker, once this process has its environment.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The hot operations of a decoder layer behind one interface, so that a device can bring its own.
 
 T: tokens of the step; H: hidden size; D: head size. Every operation is row-wise: what is computed for one token does
-not depend on the tokens beside it. Knows nothing about layers, attention or ranks.
+not depend on the tokens beside it.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""What a layer is built with: its group of ranks, its device's kernels, where its parameters live.
-
-Knows nothing about architectures.
-"""
+"""What a layer is built with: its group of ranks, its device's kernels, where its parameters live."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
 """Comparing what each rank was given, before anything depends on it: configuration, code, model, prompts.
 
-Values are canonical JSON, so equal text means equal values. Knows nothing about how the texts travelled.
+Values are canonical JSON, so equal text means equal values.
 """
 
 import json

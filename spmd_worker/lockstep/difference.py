@@ -1,8 +1,4 @@
-"""Where two ranks first differ, in words.
-
-Knows records and walks them generically, field by field in the order of declaration, so that a new field cannot be
-forgotten. Knows nothing about ranks but their numbers, or about how a record came here.
-"""
+"""Where two ranks first differ, in words."""
 
 import struct
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Every replica plans and digests by itself; a follower sends its digest to rank 0, which compares all of them with its
 own before it sends the step's message: rank 0's plan, the ids it sampled in the last step, and new events. So no step
 runs anywhere unless all ranks agreed on it, for one short answer and one message. The digest is chained: equal now
-means equal ever since. Knows plans and events. Knows nothing about what they lead to.
+means equal ever since.
 """
 
 from collections import deque

@@ -1,7 +1,4 @@
-"""A rank's answer to a step beside its digest: the transfers it has finished, and whether it prepared a worker event.
-
-Knows numbers of transfers, and rank 0's book of them. Knows nothing about what is transferred, or how answers come.
-"""
+"""A rank's answer to a step beside its digest: the transfers it has finished, and whether it prepared a worker event."""
 
 import struct
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Only this process's own memory and what is free at one moment are trusted, becau
 meanwhile: nothing here compares two readings of the whole device but to see what else this process took, and no
 difference is ever less than nothing. On the CPU the largest step, which would take seconds of every start, runs only
 where its memory decides about the number of blocks.
-
-Knows a function that runs the largest step. Knows nothing about models.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Memory of this machine and of this process, as the kernel tells it.
 
-Reads /proc and the limits of the control groups this process is in. Knows nothing about devices other than the host.
+Reads /proc and the limits of the control groups this process is in.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What memory a run comes to: swap space, blocks of a rank.
 
-Knows sizes and rules. Both the run and its plan in words (`plan_text.py`) take them from here.
+Both the run and its plan in words (`plan_text.py`) take them from here.
 """
 
 from dataclasses import replace

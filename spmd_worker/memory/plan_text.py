@@ -1,7 +1,7 @@
 """The layout and memory plan of a run, in words, made without weights, devices or other ranks.
 
-Ranks that hold the same share one line. Knows sizes and the memory this machine has now. A GPU's memory is measured by
-the run itself, which alone may touch it: the plan says what GPUs of common sizes would hold.
+Ranks that hold the same share one line. A GPU's memory is measured by the run itself, which alone may touch it: the
+plan says what GPUs of common sizes would hold.
 """
 
 from dataclasses import dataclass

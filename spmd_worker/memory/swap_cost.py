@@ -1,7 +1,7 @@
 """What swapping a block costs against computing its tokens again, from sizes alone.
 
 Replicas decide by it, so it is made of counts and constants and never of a measurement of this run. The tensor-parallel
-size cancels: each rank computes its share of the tokens and moves its share of the block. Knows sizes.
+size cancels: each rank computes its share of the tokens and moves its share of the block.
 """
 
 from typing import Final

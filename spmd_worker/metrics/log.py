@@ -1,6 +1,6 @@
 """Log lines that say which rank speaks: everything from rank 0, warnings and worse from the others.
 
-Configures the runtime's own logger and no other. Knows nothing about what is logged.
+Configures the runtime's own logger and no other.
 """
 
 import logging

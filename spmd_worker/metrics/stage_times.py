@@ -3,7 +3,6 @@
 A stage is busy while it prepares or computes a step, and not while it waits for what the stage before it makes of the
 step, or for a step: that is the bubble. The clock is the host's: on a GPU, where calls return before the work is done,
 a stage looks idler than it is.
-Knows clocks and a file's format. Knows nothing about what is computed.
 """
 
 import csv

@@ -1,7 +1,6 @@
 """What each step was, one line of `steps.csv`: when, how long by phase, how full the batch and the cache were.
 
-Times are measured and differ from run to run; the counts do not. Knows the file's format, and is told every number.
-Knows nothing about who counts them or what is drawn of them (`report_page.py`, `timeline.py`).
+Times are measured and differ from run to run; the counts do not.
 """
 
 from pathlib import Path

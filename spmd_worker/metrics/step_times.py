@@ -1,6 +1,6 @@
 """Where the time of the steps goes, on this rank: a few sums, read at the end of a run; and where the step is now.
 
-Knows a clock, and whom to tell. Knows nothing about what is timed; nothing that is decided may depend on it.
+Knows nothing about what is timed; nothing that is decided may depend on it.
 """
 
 import time

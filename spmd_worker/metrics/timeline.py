@@ -1,8 +1,7 @@
 """The steps as a Chrome trace event file, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Each step is a slice with its phases inside it; blocks, sequences and tokens are counters; preemptions, returns from the
-host and cache hits are marks on a track of their own; each stage of a pipeline has a track of what it computed. Knows
-step statistics and the format. Knows nothing about files of the run.
+host and cache hits are marks on a track of their own; each stage of a pipeline has a track of what it computed.
 """
 
 import json

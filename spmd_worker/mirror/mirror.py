@@ -1,7 +1,7 @@
 """The worker's copy of what the scheduler knows: sequences by request id, kept up to date by the plans of the steps.
 
 A plan is checked whole before it changes anything (`plan_check.py`): a plan that is refused leaves the mirror as it
-was. Knows plans and the size of the cache. Knows nothing about how a plan arrived, or about what is computed from it.
+was.
 """
 
 from kv_cache.block import BlockId

@@ -1,7 +1,4 @@
-"""The records of a mirror: what a worker knows of a sequence, and what a step computes of it.
-
-Knows requests and tokens. Knows nothing about how the records are kept up to date.
-"""
+"""The records of a mirror: what a worker knows of a sequence, and what a step computes of it."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

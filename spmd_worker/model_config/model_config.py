@@ -1,8 +1,7 @@
 """The sizes everything below needs, read from a model folder's `config.json`.
 
-One decoder architecture, of which every family states only its difference (`FAMILIES`). Knows Hugging Face's key names,
-old and new. Knows nothing about torch, tensors, ranks or weights, so that a plan can be made without them. A model
-folder is data: code it carries (`auto_map`) is never run, and quantised checkpoints are refused rather than misread.
+One decoder architecture, of which every family states only its difference (`FAMILIES`). A model folder is data: code it
+carries (`auto_map`) is never run, and quantised checkpoints are refused rather than misread.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """A model as its checkpoint has it, for code that looks at weights by name and changes them: `LLM.apply_model`.
 
 A tree of torch modules without a forward pass. Its parameters have the checkpoint's names, this rank's slices as their
-shapes, and the weights' values, and are made when they are first asked for. Knows nothing of how layers pack.
+shapes, and the weights' values, and are made when they are first asked for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping

@@ -1,7 +1,4 @@
-"""The weights of this rank by checkpoint name: read them, and write new ones over them one at a time.
-
-Knows slices and the layers that hold them. Knows nothing of files, of other ranks or of how a layer packs.
-"""
+"""The weights of this rank by checkpoint name: read them, and write new ones over them one at a time."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Architecture name -> model class.
 
-Knows which class builds which architecture. The families' differences are data (`model_shape.FAMILIES`), so today one
-class builds them all.
+The families' differences are data (`model_shape.FAMILIES`), so today one class builds them all.
 """
 
 from typing import Final

@@ -1,7 +1,4 @@
-"""What happened to one request, step by step, in words: what `spmd-worker-replay --row` prints.
-
-Knows replayed steps and the scheduler between them. Knows nothing about logs, or where the words go.
-"""
+"""What happened to one request, step by step, in words: what `spmd-worker-replay --row` prints."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

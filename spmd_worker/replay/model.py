@@ -1,8 +1,7 @@
 """Recomputes the token ids of a step log on one rank, whatever the number of ranks that made it.
 
 The plans are the log's, so every step computes exactly what the run's step computed; its ids are compared with the
-log's, which stay what the next step goes on from: one different id shows once. Knows workers and plans. Knows nothing
-about schedulers.
+log's, which stay what the next step goes on from: one different id shows once.
 """
 
 from collections.abc import Iterable, Iterator

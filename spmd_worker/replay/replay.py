@@ -1,8 +1,7 @@
 """Runs a step log again: scheduler, cache and mirror on one process, without weights, against every plan and digest.
 
 A replica is a pure function of (state, events, sampled ids), and the log holds events and sampled ids, so replaying
-gives the same plans or shows where they part. Knows the order in which the engine calls its parts. Knows nothing about
-torch, ranks or models (`replay_model.py` recomputes the ids), nor how anything is shown.
+gives the same plans or shows where they part.
 """
 
 from collections import deque

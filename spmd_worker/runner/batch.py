@@ -1,7 +1,6 @@
 """Scheduled sequences -> the tensors of one forward pass.
 
-A batch is flat: the tokens of all sequences one after another, in plan order, with no padding. Knows mirrors and
-positions. Knows nothing about models or sampling rules.
+A batch is flat: the tokens of all sequences one after another, in plan order, with no padding.
 
     token_ids   a0 a1 a2 | b7 | c3 c4      sequence a computes its prompt, b decodes, c computes a chunk
     positions    0  1  2 |  7 |  3  4

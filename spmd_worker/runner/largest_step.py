@@ -1,6 +1,6 @@
 """The step that needs most memory, made up: what a profile runs.
 
-Knows counts, and a model's layers. The tokens are all zero; no request behind them exists.
+The tokens are all zero; no request behind them exists.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """One step on one rank's device: batch, forward pass, logits of the rows that sample, token ids.
 
 The forward pass and the choice of tokens are two calls, so that something else (a grammar mask) can be computed while
-the device works. Knows a model, a cache and a sampler. Knows nothing about ranks' roles, queues or text.
+the device works.
 """
 
 from collections import deque

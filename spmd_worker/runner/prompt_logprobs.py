@@ -1,7 +1,5 @@
 """Log-probabilities of prompt tokens, for the rows that ask.
 
-Knows hidden states of one step and which of them belong to a prompt. Knows nothing about how tokens are chosen.
-
 T: tokens of the step; V: vocabulary.
 """
 

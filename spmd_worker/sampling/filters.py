@@ -2,7 +2,7 @@
 
 Each filter finds a threshold for its row and drops everything below it, so that ties are kept or dropped together and
 the outcome depends on the row's values alone, not on the order in which a sort leaves equal ones. The order is vLLM's:
-min-p, top-k, then top-p of what top-k left. Knows nothing about ranks or randomness.
+min-p, top-k, then top-p of what top-k left.
 
 V: vocabulary. All logits are already divided by the temperature.
 """

@@ -1,7 +1,5 @@
 """Log-probabilities of chosen and likeliest tokens.
 
-Knows float32 log-probabilities of whole vocabularies. Knows nothing about how a token was chosen.
-
 K: rows; V: vocabulary.
 """
 

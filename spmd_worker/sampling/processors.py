@@ -1,7 +1,6 @@
 """What changes logits before a token is chosen: minimum length, bias, penalties.
 
 Each row is changed by its own parameters and tokens only. The order is vLLM's: minimum length, bias, penalties.
-Knows nothing about temperature, filters or ranks.
 
 K: rows; V: vocabulary.
 """

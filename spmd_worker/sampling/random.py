@@ -2,7 +2,6 @@
 
 Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) on numpy's unsigned integers, so the
 same numbers come out on every rank, machine and device, in any batch. The host's generators are never read or written.
-Knows nothing about logits.
 """
 
 from typing import Final

@@ -1,7 +1,4 @@
-"""One row to sample: what the sampler needs to know of a sequence, and nothing of where it stands in the batch.
-
-Knows token ids and sampling parameters. Knows nothing about logits.
-"""
+"""One row to sample: what the sampler needs to know of a sequence, and nothing of where it stands in the batch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

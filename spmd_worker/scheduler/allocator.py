@@ -1,8 +1,7 @@
 """Where the keys and values of sequences are: on the device, on the host, to be found in the cache, or nowhere.
 
 The one place that moves a sequence between these and keeps its record in step: table, host table, names of its blocks,
-how much of it is computed. Knows sequences and the cache. Knows nothing about queues, budgets or who should are
-preempted.
+how much of it is computed.
 """
 
 from collections.abc import Iterable

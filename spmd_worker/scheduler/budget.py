@@ -1,7 +1,4 @@
-"""What one step may still take: tokens and sequences.
-
-Knows two counts. Knows nothing about who spends them.
-"""
+"""What one step may still take: tokens and sequences."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""Makes a replica of the scheduler with its cache manager and its stop checker: for an engine, and for a replay.
-
-Knows how the parts are made. Knows nothing about where their sizes come from.
-"""
+"""Makes a replica of the scheduler with its cache manager and its stop checker: for an engine, and for a replay."""
 
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Whether a scheduler's queues, its sequences' states and its cache agree: a walk over everything, for tests and
 checks.
 
-Knows sequences and blocks. Changes nothing.
+Changes nothing.
 """
 
 from kv_cache.cache_manager import CacheManager

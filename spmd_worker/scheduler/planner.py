@@ -1,7 +1,6 @@
 """What the next step computes: who is preempted, who goes on, who joins.
 
-Decides from counts, and from the names of blocks whose tokens are known; token values do not enter. Knows queues, room
-and budgets. Knows nothing about what was sampled, or how a step is told and executed.
+Decides from counts, and from the names of blocks whose tokens are known; token values do not enter.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """Who is served first and who is preempted: first come, first served, in logical order of admission.
 
-Knows sequence keys. Knows no clock: ties cannot occur, because keys are unique and the same on every rank.
+Knows no clock: ties cannot occur, because keys are unique and the same on every rank.
 """
 
 from bisect import insort

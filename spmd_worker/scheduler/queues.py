@@ -1,7 +1,4 @@
-"""Who runs, who waits, and for what: the state that planning and applying share.
-
-Knows sequences and their order. Knows nothing about blocks or budgets.
-"""
+"""Who runs, who waits, and for what: the state that planning and applying share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,8 +1,7 @@
 """When a sequence ends: end-of-sequence ids, stop ids, stop strings, length.
 
 A pure function of a sequence's own tokens, so every replica decides alike. Stop strings are looked for in the text as
-it grows, also across token boundaries; only sequences that have them are decoded here. Knows nothing about queues or
-blocks.
+it grows, also across token boundaries; only sequences that have them are decoded here.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """What the workers' mirrors are told of a step: snapshots of what they do not know, deltas of what they do.
 
-The one place where a plan takes token values from sequences. Knows decisions and what was sent before. Knows nothing
-about how a step was decided.
+The one place where a plan takes token values from sequences.
 """
 
 from collections.abc import Sequence as Sized

@@ -1,7 +1,5 @@
 """Sampling parameters of rows that do not say: the run's configuration, then the model's own advice, then vLLM's
 defaults.
-
-Knows the keys of `generation_config.json`. Knows nothing about rows or files.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""What a caller gets back: requests and their completions, in the field's usual names.
-
-Knows token ids, text and log-probabilities. Knows nothing about scheduling or devices.
-"""
+"""What a caller gets back: requests and their completions, in the field's usual names."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

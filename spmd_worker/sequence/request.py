@@ -1,7 +1,4 @@
-"""One admitted request: what a replica needs to know of a row, and nothing of where the row came from.
-
-Knows token ids and sampling parameters. Knows nothing about text, files or ranks.
-"""
+"""One admitted request: what a replica needs to know of a row, and nothing of where the row came from."""
 
 import operator
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """What a row asks of the sampler, checked on construction.
 
-Knows the vocabulary of sampling and its rules. Knows nothing about logits, tokenizers or ranks: whether a token id lies
-inside the vocabulary is checked at admission, where the vocabulary is known (`check_vocabulary`).
+Knows nothing about logits, tokenizers or ranks: whether a token id lies inside the vocabulary is checked at admission,
+where the vocabulary is known (`check_vocabulary`).
 """
 
 import math

@@ -1,8 +1,7 @@
 """One sample of one request as the scheduler sees it: its tokens, how many are computed, which blocks hold them.
 
 A `Sequence` is what is scheduled, preempted and finished; a `SequenceGroup` is the request with its sequences, of which
-one computes the prompt and the others fork from it when the first tokens are sampled. Knows nothing about queues or
-devices.
+one computes the prompt and the others fork from it when the first tokens are sampled.
 """
 
 from dataclasses import dataclass, field

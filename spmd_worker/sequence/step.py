@@ -1,7 +1,4 @@
-"""The two records in which the scheduler and the devices meet: what a step computes, and what came of it.
-
-Knows nothing about how a step is decided, sent or executed.
-"""
+"""The two records in which the scheduler and the devices meet: what a step computes, and what came of it."""
 
 from dataclasses import dataclass
 from typing import Final

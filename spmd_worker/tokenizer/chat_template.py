@@ -1,10 +1,9 @@
 """Renders a conversation with a model's chat template, in Jinja's sandbox and within bounds.
 
-Knows Jinja and the names that chat templates expect (those of transformers' `apply_chat_template`). Knows nothing about
-tokenizers or files. A template comes with a model folder and is not trusted: it sees plain JSON values only, reaches no
-Python attribute, and its loops, calls and text are counted, so that a mistake or a bomb ends in an error and not in a
-job that hangs. `strftime_now` is left undefined on purpose: an answer must not depend on the day it was computed.
-Templates that ask `strftime_now is defined` take their own constant date; others get an error that says so.
+A template comes with a model folder and is not trusted: it sees plain JSON values only, reaches no Python attribute,
+and its loops, calls and text are counted, so that a mistake or a bomb ends in an error and not in a job that hangs.
+`strftime_now` is left undefined on purpose: an answer must not depend on the day it was computed. Templates that ask
+`strftime_now is defined` take their own constant date; others get an error that says so.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Text to token ids and back, from the files of a model folder.
 
-Knows tokenizer.json, tokenizer_config.json, special_tokens_map.json and where a chat template may lie. Knows nothing
-about requests, models or ranks. Ids equal those of transformers' fast tokenizer for the same folder; transformers
-itself is never imported, and nothing in the folder is executed but the chat template, in its sandbox.
+Ids equal those of transformers' fast tokenizer for the same folder; transformers itself is never imported, and nothing
+in the folder is executed but the chat template, in its sandbox.
 """
 
 import io

@@ -2,7 +2,7 @@
 
 Reads with `preadv` into the tensor that is returned, not through a memory map: a file that shrinks meanwhile is an
 error message instead of a SIGBUS, what is read is what is counted, and network file systems see a few large reads
-instead of page faults. Knows nothing of models, ranks or parameters.
+instead of page faults.
 """
 
 import json

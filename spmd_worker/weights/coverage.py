@@ -1,6 +1,6 @@
 """Checks that a checkpoint and a model fit each other, name by name and element by element, before anything is copied.
 
-Works on names, shapes and rectangles. Knows nothing of files or tensors.
+Works on names, shapes and rectangles.
 """
 
 from collections.abc import Callable, Mapping, Sequence

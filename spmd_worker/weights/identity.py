@@ -1,7 +1,4 @@
-"""Whether ranks read the same weights: by the files they open where those are the same, else by content.
-
-Knows files and checkpoints. Knows nothing about ranks.
-"""
+"""Whether ranks read the same weights: by the files they open where those are the same, else by content."""
 
 import platform
 from hashlib import blake2b

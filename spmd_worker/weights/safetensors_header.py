@@ -1,7 +1,7 @@
 """Reads the header of a safetensors file and checks every claim in it before anything is used.
 
 Format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape, data_offsets}}, then the data buffer,
-which the tensors must cover without overlap or hole. Knows nothing of torch, of folders or of models.
+which the tensors must cover without overlap or hole.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Which kernels and which attention a rank computes with.
 
-Knows what was built for which device. Says once a process, in the log, when it must take something slower or less
-exact.
+Says once a process, in the log, when it must take something slower or less exact.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Which device a rank computes on.
 
-Knows what torch finds on this machine. Does not change the process's current device or thread counts.
+Does not change the process's current device or thread counts.
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""A model as a readable tree: modules, and the shapes and dtypes of this rank's parameters.
-
-Knows torch modules in general and no model in particular.
-"""
+"""A model as a readable tree: modules, and the shapes and dtypes of this rank's parameters."""
 
 import math
 

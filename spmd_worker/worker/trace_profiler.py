@@ -1,7 +1,4 @@
-"""A rank's torch profiler: on between two worker events, then one trace file, which Perfetto opens.
-
-Knows torch's profiler and a folder. Knows nothing about steps.
-"""
+"""A rank's torch profiler: on between two worker events, then one trace file, which Perfetto opens."""
 
 import logging
 import os

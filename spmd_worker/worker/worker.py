@@ -1,7 +1,6 @@
 """One rank: its device, its groups, its shard of the model, its cache, its mirror of the scheduler.
 
-A step is a plan in and token ids out. Knows the run's configuration and its own place among the ranks. Knows nothing
-about requests' text, files other than the checkpoint, or who decides what runs.
+A step is a plan in and token ids out.
 """
 
 import logging
@@ -141,10 +140,10 @@ class Worker(WorkerBase):
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
         self._runner = self._new_runner(self._cache_engine, self._clock)
 
-    def initialize_host_tier(self, num_places: int) -> None:
+    def initialize_host_tier(self, num_slots: int) -> None:
         """See `WorkerBase.initialize_host_tier`."""
         assert self._cache_engine is not None, "initialize_cache comes first"
-        self._tier_engine = HostTierEngine(self._cache_engine, num_places)
+        self._tier_engine = HostTierEngine(self._cache_engine, num_slots)
 
     def expect_step(self, num_tokens: int) -> None:
         """See `WorkerBase.expect_step`."""

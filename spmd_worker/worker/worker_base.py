@@ -66,8 +66,8 @@ class WorkerBase(ABC):
         """Allocate the cache; the numbers are the same on every rank."""
 
     @abstractmethod
-    def initialize_host_tier(self, num_places: int) -> None:
-        """Host memory for `num_places` prefix blocks that lose their place; after `initialize_cache`, if at all."""
+    def initialize_host_tier(self, num_slots: int) -> None:
+        """Host memory for `num_slots` prefix blocks that lose their place; after `initialize_cache`, if at all."""
 
     def compile_or_warm_up_model(self) -> None:  # noqa: B027  # where a first run costs what every run costs
         """Run what will be run, so that the first step is like the others; once, after the cache is there."""

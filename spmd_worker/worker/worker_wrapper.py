@@ -1,8 +1,7 @@
 """One worker behind names: an executor's handle on a rank, before the worker itself exists.
 
 `rpc_rank` is the rank in this executor (0 under an external launcher, whose executors have one worker each),
-`global_rank` the rank in the world; they are different on purpose. Knows how to build a worker, of which classes and
-after which plug-ins, and how to call it. Knows nothing about steps. Imports no torch before it builds a worker.
+`global_rank` the rank in the world; they are different on purpose. Imports no torch before it builds a worker.
 """
 
 import logging

@@ -99,7 +99,7 @@ class PlainWorker(WorkerBase):
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self.num_initialized = (num_device_blocks, num_host_blocks)
 
-    def initialize_host_tier(self, num_places: int) -> None:
+    def initialize_host_tier(self, num_slots: int) -> None:
         return None
 
     def compile_or_warm_up_model(self) -> None:

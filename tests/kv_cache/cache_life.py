@@ -220,12 +220,12 @@ def end_everything(simulation: CacheSimulation):
 
 
 LIVES = [
-    (12_000, OPERATIONS, {"num_blocks": 8, "block_size": 4, "num_host_blocks": 6, "num_places": 6}),
-    (12_000, OPERATIONS, {"num_blocks": 16, "block_size": 2, "num_host_blocks": 9, "num_places": 12}),
-    (12_000, OPERATIONS, {"num_blocks": 16, "block_size": 1, "num_host_blocks": 12, "num_places": 6}),
-    (8_000, MANY_LOADS, {"num_blocks": 8, "block_size": 3, "num_host_blocks": 3, "num_places": 20}),
-    (8_000, MANY_LOADS, {"num_blocks": 10, "block_size": 2, "num_host_blocks": 3, "num_places": 5}),
-    (30_000, MANY_FORKS, {"num_blocks": 7, "block_size": 4, "num_host_blocks": 2, "num_places": 3}),
+    (12_000, OPERATIONS, {"num_blocks": 8, "block_size": 4, "num_host_blocks": 6, "num_slots": 6}),
+    (12_000, OPERATIONS, {"num_blocks": 16, "block_size": 2, "num_host_blocks": 9, "num_slots": 12}),
+    (12_000, OPERATIONS, {"num_blocks": 16, "block_size": 1, "num_host_blocks": 12, "num_slots": 6}),
+    (8_000, MANY_LOADS, {"num_blocks": 8, "block_size": 3, "num_host_blocks": 3, "num_slots": 20}),
+    (8_000, MANY_LOADS, {"num_blocks": 10, "block_size": 2, "num_host_blocks": 3, "num_slots": 5}),
+    (30_000, MANY_FORKS, {"num_blocks": 7, "block_size": 4, "num_host_blocks": 2, "num_slots": 3}),
 ]
 
 

@@ -33,11 +33,11 @@ class Memories:
 
     order = ("swap_out", "store", "copy", "swap_in", "load")
 
-    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, num_places: int) -> None:
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int, num_slots: int) -> None:
         self.block_size = block_size
         self.device = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.host = [[NOTHING] * block_size for _ in range(num_host_blocks)]
-        self.places = [[NOTHING] * block_size for _ in range(num_places)]
+        self.places = [[NOTHING] * block_size for _ in range(num_slots)]
         self.in_flight: dict[int, tuple[list[tuple[list[int], int]], list[tuple[int, int]]]] = {}
 
     def execute(self, block_ops: BlockOps) -> None:
@@ -113,8 +113,8 @@ class CacheSimulation:
         self.manager = manager
         self.block_size = manager.block_size
         self.tier = manager._transfers._connector if manager._transfers is not None else None
-        num_places = self.tier.num_places if self.tier is not None else 0
-        self.memories = memories(manager.block_size, manager.num_blocks, manager.num_host_blocks, num_places)
+        num_slots = self.tier.num_slots if self.tier is not None else 0
+        self.memories = memories(manager.block_size, manager.num_blocks, manager.num_host_blocks, num_slots)
         self.sequences: dict[str, SimulatedSequence] = {}
         self.root = root_hash()
         self.fresh: list[int] = []
@@ -386,14 +386,14 @@ def make_simulation(
     block_size=4,
     *,
     num_host_blocks=0,
-    num_places=0,
+    num_slots=0,
     watermark_blocks=0,
     manager=CacheManager,
     memories=Memories,
     tier=HostTier,
 ) -> CacheSimulation:
     """`manager`, `memories` and `tier` are classes: broken ones must be noticed."""
-    connector = tier(num_places) if num_places else None
+    connector = tier(num_slots) if num_slots else None
     return CacheSimulation(
         manager(num_blocks, block_size, watermark_blocks, num_host_blocks=num_host_blocks, connector=connector),
         memories,

@@ -62,13 +62,13 @@ class NaiveMemory:
 class NaiveCache:
     """Tables by key. A transfer is a dict of lists: what it stores, and names, places and blocks of what it loads."""
 
-    def __init__(self, num_blocks, block_size, watermark_blocks, num_host_blocks, num_places):
+    def __init__(self, num_blocks, block_size, watermark_blocks, num_host_blocks, num_slots):
         self.num_blocks, self.block_size, self.watermark = num_blocks, block_size, watermark_blocks
-        self.has_connector = num_places > 0
+        self.has_connector = num_slots > 0
         self.tables, self.host_tables, self.read_by_step = {}, {}, []
         self.device = NaiveMemory(num_blocks, lambda: [*self.tables.values(), *self.loading_blocks()])
         self.host = NaiveMemory(num_host_blocks, lambda: [*self.host_tables.values(), self.read_by_step])
-        self.tier = NaiveMemory(num_places, self.reserved_places)
+        self.tier = NaiveMemory(num_slots, self.reserved_places)
         # What a block will hold when the step has run, where that is not what it holds now.
         self.arrives, self.leaves = {}, {}
         self.fresh = []

@@ -26,7 +26,7 @@ class CacheManagerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(4, 12),
         block_size=st.integers(1, 4),
         num_host_blocks=st.integers(0, 9),
-        num_places=st.integers(0, 6),
+        num_slots=st.integers(0, 6),
         watermark_blocks=st.integers(0, 2),
     )
     def make(self, **sizes):

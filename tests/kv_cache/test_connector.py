@@ -20,7 +20,7 @@ class EndlessShelf:
         self.num_given = len(names)
         self.calls = []
 
-    num_places = 100
+    num_slots = 100
 
     def lookup(self, hashes):
         num_found = 0
@@ -139,9 +139,9 @@ def test_a_load_of_a_transfer_that_is_not_there_is_found():
 NAMES = hash_blocks(root_hash(), [1, 2, 3, 4, 5, 6, 7, 8], 2)
 
 
-def manager_with_stored_chain(num_blocks=4, num_places=4):
+def manager_with_stored_chain(num_blocks=4, num_slots=4):
     """Blocks of 2 tokens. The first three blocks of a chain are in places 2, 1 and 0, and nothing is on the device."""
-    manager, table = CacheManager(num_blocks, 2, connector=HostTier(num_places)), BlockTable()
+    manager, table = CacheManager(num_blocks, 2, connector=HostTier(num_slots)), BlockTable()
     manager.extend(table, 0, 6)
     manager.name_blocks(table, NAMES[:3], 0, 0)
     manager.take_block_ops()
@@ -244,7 +244,7 @@ def test_a_load_does_not_drive_out_its_own_source():
     """The device blocks that a load takes evict others, which are stored. They took the very places that the load was
     about to read, when these were reserved only afterwards.
     """
-    manager, table = manager_with_stored_chain(num_places=3), BlockTable()
+    manager, table = manager_with_stored_chain(num_slots=3), BlockTable()
     manager.extend(table, 0, 8)
     manager.name_blocks(table, hash_blocks(root_hash(), [9] * 8, 2), 0, 0)
     manager.take_block_ops()

@@ -7,9 +7,9 @@ from kv_cache.host_tier import HostTier
 A, B, C, D, E = b"a", b"b", b"c", b"d", b"e"
 
 
-def tier_with(*names, num_places=3):
+def tier_with(*names, num_slots=3):
     """`names` are stored one after the other, and every rank has them."""
-    tier = HostTier(num_places)
+    tier = HostTier(num_slots)
     for name in names:
         store(tier, name)
     tier.check_integrity()
@@ -25,7 +25,7 @@ def store(tier, name):
 def test_a_block_can_be_found_once_every_rank_has_stored_it():
     tier = HostTier(3)
     assert tier.store(A) == 0
-    assert (tier.lookup([A]), tier._pool.num_named_blocks, tier.num_places) == (0, 0, 3)
+    assert (tier.lookup([A]), tier._pool.num_named_blocks, tier.num_slots) == (0, 0, 3)
     tier.finish([(A, 0)], [])
     assert (tier.lookup([A]), tier._pool.num_named_blocks) == (1, 1)
     assert tier.load([A]) == [0]
@@ -70,7 +70,7 @@ def test_of_blocks_stored_by_one_transfer_the_first_to_lose_its_place_goes_first
 
 
 def test_a_place_that_is_read_is_not_given_away_before_the_transfer_ends():
-    tier = tier_with(A, num_places=1)
+    tier = tier_with(A, num_slots=1)
     places = tier.load([A])
     assert tier.store(B) is None
     assert tier.lookup([A]) == 1
@@ -87,7 +87,7 @@ def test_a_place_that_is_stored_to_is_not_given_away_before_the_transfer_ends():
 
 
 def test_a_place_may_be_read_by_two_transfers_at_once():
-    tier = tier_with(A, num_places=1)
+    tier = tier_with(A, num_slots=1)
     assert (tier.load([A]), tier.load([A])) == ([0], [0])
     tier.finish([], [0])
     assert tier.store(B) is None
@@ -129,7 +129,7 @@ def test_what_is_stored_again_after_it_was_forgotten_is_the_new_one():
 
 
 def test_forgotten_places_that_are_read_stay_reserved_until_the_transfer_ends():
-    tier = tier_with(A, num_places=1)
+    tier = tier_with(A, num_slots=1)
     places = tier.load([A])
     tier.forget()
     assert tier.store(B) is None

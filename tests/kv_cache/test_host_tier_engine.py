@@ -19,7 +19,7 @@ def engine() -> CacheEngine:
 
 
 def test_a_stored_block_comes_back_into_another_block_in_every_layer(engine: CacheEngine):
-    tier = HostTierEngine(engine, num_places=2)
+    tier = HostTierEngine(engine, num_slots=2)
     before = engine.device_cache.clone()
     tier.store(1, ((1, 0), (2, 1)))
     tier.load(1, ())
@@ -34,7 +34,7 @@ def test_a_stored_block_comes_back_into_another_block_in_every_layer(engine: Cac
 
 
 def test_a_step_without_transfers_finishes_none(engine: CacheEngine):
-    tier = HostTierEngine(engine, num_places=2)
+    tier = HostTierEngine(engine, num_slots=2)
     tier.store(0, ())
     tier.load(0, ())
     assert tier.finished() == ()
@@ -42,10 +42,10 @@ def test_a_step_without_transfers_finishes_none(engine: CacheEngine):
 
 @pytest.mark.parametrize("place", [-1, 2])
 def test_a_place_that_does_not_exist_is_refused_before_anything_moves(engine: CacheEngine, place: int):
-    tier = HostTierEngine(engine, num_places=2)
+    tier = HostTierEngine(engine, num_slots=2)
     before = engine.device_cache.clone()
-    with pytest.raises(ValueError, match=f"place {place} of the host tier does not exist, there are 2"):
+    with pytest.raises(ValueError, match=f"slot {place} of the host tier does not exist, there are 2"):
         tier.store(1, ((0, 0), (1, place)))
-    with pytest.raises(ValueError, match=f"place {place} of the host tier does not exist, there are 2"):
+    with pytest.raises(ValueError, match=f"slot {place} of the host tier does not exist, there are 2"):
         tier.load(1, ((0, 1), (place, 2)))
     assert torch.equal(engine.device_cache, before)

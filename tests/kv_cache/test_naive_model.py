@@ -25,13 +25,13 @@ class Pair:
     """A manager and its model. Every operation asks both and compares what they say."""
 
     def __init__(self, random, sizes, manager=CacheManager):
-        num_blocks, block_size, watermark_blocks, num_host_blocks, num_places = sizes
+        num_blocks, block_size, watermark_blocks, num_host_blocks, num_slots = sizes
         self.random, self.block_size = random, block_size
-        connector = HostTier(num_places) if num_places else None
+        connector = HostTier(num_slots) if num_slots else None
         self.manager = manager(
             num_blocks, block_size, watermark_blocks, num_host_blocks=num_host_blocks, connector=connector
         )
-        self.naive = NaiveCache(num_blocks, block_size, watermark_blocks, num_host_blocks, num_places)
+        self.naive = NaiveCache(num_blocks, block_size, watermark_blocks, num_host_blocks, num_slots)
         self.sequences = {}
         self.num_started = 0
 

@@ -19,10 +19,10 @@ Cells = list[list[int]]
 class VisibleCache:
     """`run_step` for each step, `finish_transfer` for each transfer, `forget` where nothing old may be found later."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, num_places: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, num_slots: int) -> None:
         self._block_size = block_size
         self._device, self._host, self._places = (
-            [[RUBBISH] * block_size for _ in range(count)] for count in (num_blocks, num_host_blocks, num_places)
+            [[RUBBISH] * block_size for _ in range(count)] for count in (num_blocks, num_host_blocks, num_slots)
         )
         self._transfers: dict[int, tuple[Cells, BlockOps]] = {}
         # A cell's number -> (the number of the cell before it, token, epoch), and the other way round.

@@ -36,8 +36,8 @@ class FakeWorker(WorkerBase):
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self._note("initialize_cache", num_device_blocks, num_host_blocks)
 
-    def initialize_host_tier(self, num_places: int) -> None:
-        self._note("initialize_host_tier", num_places)
+    def initialize_host_tier(self, num_slots: int) -> None:
+        self._note("initialize_host_tier", num_slots)
 
     def compile_or_warm_up_model(self) -> None:
         self._note("compile_or_warm_up_model")

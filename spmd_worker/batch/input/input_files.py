@@ -1,11 +1,9 @@
 """The files that `job.input` names, and each as a stream of bytes or rows.
 
-    -                          standard input
-    rows.jsonl                 a file, plain or compressed: what its name ends in says which (.gz, .zst)
-    parts/*.jsonl.gz           all files that match, in the order of their names
-    rows.parquet               a row group at a time, each of its rows as a line of JSON
-
-Knows names and formats of files. Knows nothing about what is in a line.
+-                          standard input
+rows.jsonl                 a file, plain or compressed: what its name ends in says which (.gz, .zst)
+parts/*.jsonl.gz           all files that match, in the order of their names
+rows.parquet               a row group at a time, each of its rows as a line of JSON
 """
 
 import glob

@@ -1,8 +1,4 @@
-"""Reads a row of the OpenAI batch format: custom_id, method, url, body.
-
-Knows which keys of a body mean which sampling parameter, which are accepted and ignored, and which ask for something
-this runtime does not do. Knows nothing about files, tokenizers or how the answer is written.
-"""
+"""Reads a row of the OpenAI batch format: custom_id, method, url, body."""
 
 from collections.abc import Mapping
 from typing import Any, Final

@@ -1,7 +1,4 @@
-"""Checks the values both row shapes share: prompts, messages, sampling parameters, known keys.
-
-Knows JSON values and SamplingParams. Knows nothing about the shapes themselves, files or tokenizers.
-"""
+"""Checks the values both row shapes share: prompts, messages, sampling parameters, known keys."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,6 @@
 """Turns one line into a Row, and a Row into an EncodedRow; whatever is wrong becomes a RowError, never an exception.
 
-Knows the plain row shape, the sampling defaults and the limits of the model. The OpenAI shape is read in
-`openai_request.py`. Knows nothing about files, engines or ranks.
+The OpenAI shape is read in `openai_request.py`.
 """
 
 from collections.abc import Mapping

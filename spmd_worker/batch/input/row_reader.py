@@ -1,6 +1,6 @@
 """Reads the rows of a job's input one by one, with bounded memory.
 
-Knows lines and bytes. Knows nothing about JSON: a line may hold anything.
+Knows nothing about JSON: a line may hold anything.
 """
 
 import sys

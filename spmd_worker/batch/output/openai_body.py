@@ -1,8 +1,7 @@
 """Builds the bodies of OpenAI responses: completions and chat completions.
 
-Knows outputs and the two shapes in which log-probabilities are written. Knows nothing about files or errors. Every
-value follows from the row alone: `created` is 0 and ids carry the row's index, so that a job that is run again, or
-resumed, writes the same bytes. What depends on the other rows of the run (tokens found in the prefix cache) is left
+Every value follows from the row alone: `created` is 0 and ids carry the row's index, so that a job that is run again,
+or resumed, writes the same bytes. What depends on the other rows of the run (tokens found in the prefix cache) is left
 out.
 """
 

@@ -1,10 +1,8 @@
 """The job's output: a file that appears under its name when it is complete, in the format that its name ends in.
 
-    answers.jsonl         a line a row
-    answers.jsonl.gz      the same, compressed (.zst too); the same lines make the same bytes
-    answers.parquet       a row a row: index, custom_id, outputs, token counts, error, and the line of JSON itself
-
-Knows lines and formats of files. Knows nothing about engines or the journal of a run.
+answers.jsonl         a line a row
+answers.jsonl.gz      the same, compressed (.zst too); the same lines make the same bytes
+answers.parquet       a row a row: index, custom_id, outputs, token counts, error, and the line of JSON itself
 """
 
 import contextlib

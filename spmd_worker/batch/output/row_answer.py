@@ -1,7 +1,4 @@
-"""What a row came to: its output line, and the counts that the job's metrics add up.
-
-Knows nothing about engines or files.
-"""
+"""What a row came to: its output line, and the counts that the job's metrics add up."""
 
 from dataclasses import dataclass
 

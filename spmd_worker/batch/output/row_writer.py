@@ -1,7 +1,4 @@
-"""Formats output rows: an answer or an error becomes a line.
-
-Knows the two output shapes. Knows nothing about engines or files.
-"""
+"""Formats output rows: an answer or an error becomes a line."""
 
 import json
 from typing import Any, Final

@@ -1,7 +1,4 @@
-"""The places of a job: what it reads, what it writes, checked before anything is started.
-
-Knows the `job` keys and files. Knows nothing about rows or engines.
-"""
+"""The places of a job: what it reads, what it writes, checked before anything is started."""
 
 from pathlib import Path
 from typing import Final

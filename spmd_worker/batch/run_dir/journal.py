@@ -4,8 +4,7 @@
     journal      a header, then a record a row: which row, where its line is, what it came to
 
 A commit makes lines durable before the records that name them, so a record that is there can be relied on. Whatever
-follows the last whole record, lines or half of one, is cut off when the journal is opened again. Knows bytes, rows'
-numbers and files. Knows nothing about engines or what is in a line.
+follows the last whole record, lines or half of one, is cut off when the journal is opened again.
 """
 
 import os

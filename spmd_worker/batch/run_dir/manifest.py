@@ -1,7 +1,7 @@
 """What a job is: everything that its answers depend on, written to the run directory before the first row.
 
 A job that goes on from what the run directory holds must be the same job; how many ranks compute it, with how much
-memory and in which steps, may differ. Knows configurations and fingerprints. Knows nothing about rows or engines.
+memory and in which steps, may differ.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""What an output came from, for whoever doubts it: digests of the output and of everything that it depends on.
-
-Knows manifests and digests. Knows nothing about rows or engines.
-"""
+"""What an output came from, for whoever doubts it: digests of the output and of everything that it depends on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""One writer a run directory: a lock that ends with its process, however that ends.
-
-Knows files. Knows nothing about what is written.
-"""
+"""One writer a run directory: a lock that ends with its process, however that ends."""
 
 import fcntl
 import os

@@ -1,7 +1,6 @@
 """What a run writes down of its steps: the step log while it runs, and each rank's last records when ranks diverge.
 
-Both have the format of `replay/step_log.py`, so `spmd-worker-replay` reads both. Knows an engine and a folder. Knows
-nothing about rows.
+Both have the format of `replay/step_log.py`, so `spmd-worker-replay` reads both.
 """
 
 import logging

@@ -3,8 +3,7 @@
 A call and the tensors it needs cost 10 to 20 microseconds each in Python; a layer has seven, and in a step of few
 tokens they take as long as the products. Where there is no such call for a model, its modules run as they are.
 
-Knows addresses and sizes. Knows nothing about architectures beyond the order of a decoder layer's operations. The
-structures are those of `layers.cpp`, field by field.
+The structures are those of `layers.cpp`, field by field.
 
 T: tokens; H: hidden size; Hq, Hkv: query and key-value heads of this rank; D: head size; I: intermediate size of it.
 """

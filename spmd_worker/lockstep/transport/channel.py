@@ -1,7 +1,7 @@
 """How control messages cross the ranks of one replica: bytes from rank 0 to all, and bytes from each to all.
 
 Over the CPU (gloo) control group, whose timeout bounds every wait. Only lengths and bytes travel, never objects, so
-nothing is unpickled. Knows nothing about what the bytes mean.
+nothing is unpickled.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
 The listening socket is bound to loopback when the replica lives on one node and to the launcher's own interface
 otherwise, never to all interfaces; it closes when everybody has come. Whoever connects must show a random token that
-travelled over the launcher's group. Knows sockets. Knows nothing about steps.
+travelled over the launcher's group.
 """
 
 import hmac

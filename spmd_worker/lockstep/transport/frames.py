@@ -6,8 +6,7 @@
     length  4 bytes, little-endian
     payload
 
-One protocol for ranks (`FrameKind`) and for worker processes (`executor/worker_channel.py` has their kinds). Knows
-sockets. Knows nothing about what payloads mean, and never unpickles one.
+One protocol for ranks (`FrameKind`) and for worker processes (`executor/worker_channel.py` has their kinds).
 """
 
 import socket

@@ -2,8 +2,7 @@
 
 Each follower sends its answer up, rank 0 its message down: one small send each, no spinning, the same code across
 nodes, and a dead peer is seen at once. A heartbeat from rank 0 says how many messages it has sent, so a lost one is
-noticed within a second and not at the timeout. Whoever fails says so to the others before it leaves (`abort`). Knows
-frames and bytes. Knows nothing about plans.
+noticed within a second and not at the timeout. Whoever fails says so to the others before it leaves (`abort`).
 
 `lockstep/transport/connect.py` makes one.
 """

@@ -1,7 +1,4 @@
-"""What rank 0 says to every rank of its replica in one step, as a value.
-
-Knows nothing about bytes (`codec.py`) or about how they travel.
-"""
+"""What rank 0 says to every rank of its replica in one step, as a value."""
 
 from dataclasses import dataclass
 

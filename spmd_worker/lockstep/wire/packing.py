@@ -1,7 +1,7 @@
 """Integers as few bytes: variable-length integers and columns of them, and the careful reading of both.
 
 Everything is little-endian. A reader never trusts a count: what it allocates is bounded by the bytes that are left or
-by a bound its caller knows. Knows nothing of messages.
+by a bound its caller knows.
 
 A column of n integers (n is known to both sides) is nothing at all when n is 0, else a mode byte and then:
 

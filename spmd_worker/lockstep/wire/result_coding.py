@@ -1,7 +1,6 @@
 """What a step sampled as bytes and back: from the last stage of a pipeline to the ranks that did not sample.
 
-Ids, log-probabilities and prompt log-probabilities, bit for bit; never logits. Knows nothing about how the bytes
-travel.
+Ids, log-probabilities and prompt log-probabilities, bit for bit; never logits.
 """
 
 from typing import Final

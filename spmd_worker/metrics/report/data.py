@@ -1,7 +1,7 @@
 """Steps condensed to what a page can show: columns of the charts, totals of the run, the slowest steps.
 
-A run of any length becomes at most so many columns, each of consecutive steps; counts are summed, so no preemption
-and no cache hit is lost. Knows step statistics. Knows nothing about how they are drawn or worded.
+A run of any length becomes at most so many columns, each of consecutive steps; counts are summed, so no preemption and
+no cache hit is lost.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Numbers, durations and shares as people read them. Knows nothing about what they are of."""
+"""Numbers, durations and shares as people read them."""
 
 
 def count(value: float, noun: str = "") -> str:

@@ -1,7 +1,7 @@
 """What a run came to, in figures with words beside them, and why its slowest steps were slow.
 
 Steps tell most; `metrics.json` tells what only the end of a run knows (rows, errors, tokens computed again), and is
-empty for a run that was killed. Knows steps, totals and metrics. Knows nothing about HTML.
+empty for a run that was killed.
 """
 
 from collections.abc import Mapping
