@@ -31,8 +31,8 @@ from spmd_worker.process import children_of, parent_of, start_time_of, variables
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.05
-REPORT_S: Final = 1.0
-"""How long rank 0 has to report before any living rank may."""
+REPORT_S: Final = 2.0
+"""How long rank 0 has to report before any living rank may: longer than until it knows of an alarm and of the cause."""
 
 LEAVE_S: Final = 2.0
 """How long after the diagnosis the main thread may take to return by itself, and the rank that failed to end first."""

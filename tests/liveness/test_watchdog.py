@@ -124,6 +124,17 @@ def test_an_exception_of_one_rank_ends_all_with_one_report(make, tmp_path: Path,
     assert records[0].traceback == ""
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.2, 0.3, 0.6])
+def test_rank_0_reports_whenever_another_rank_fails(make, after_s: float):
+    """It reads an alarm up to a period after it was raised; the rank that failed once took over just before."""
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.time.advance(5.0 + after_s)
+    ranks.all[1].fail(ValueError("boom"))
+    ranks.wait_for_exits(2)
+    assert [each._exchange.is_reporter for each in ranks.all] == [True, False]
+
+
 def test_a_rank_that_fails_because_of_another_is_not_the_one(make, capsys):
     ranks = make(2)
     ranks.start((0, 1))
