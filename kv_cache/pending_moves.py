@@ -1,4 +1,4 @@
-"""The moves that the step being planned will make before it computes: collected as they are decided, handed out once."""
+"""The moves that the step being planned will make before it computes: collected as they are decided, taken once."""
 
 from collections.abc import Iterable
 

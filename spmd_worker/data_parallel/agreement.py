@@ -1,4 +1,4 @@
-"""Before a call runs: whether every rank of an engine makes the same call and has its prompts ready and all the same."""
+"""Before a call runs: whether every rank of an engine makes it, with prompts that are ready and all the same."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A rank's answer to a step beside its digest: the transfers it has finished, and whether it prepared a worker event."""
+"""A rank's answer to a step beside its digest: transfers that it has finished, and how it prepared a worker event."""
 
 import struct
 from collections.abc import Sequence
