@@ -138,7 +138,7 @@ def test_without_a_fault_the_same_job_ends_well_and_leaves_no_record(tmp_path: P
         "lock",
         "manifest.json",
         "metrics.json",
-        "proof.json",
+        "provenance.json",
         "steps.csv",
     ]
 

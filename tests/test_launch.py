@@ -226,7 +226,7 @@ def test_a_thousand_rows_with_a_hundred_bad_ones_of_ten_kinds_have_a_thousand_an
         *("answers", "answers/out.jsonl", "answers/out.jsonl.run"),
         *(
             f"answers/out.jsonl.run/{name}"
-            for name in ("lock", "manifest.json", "metrics.json", "proof.json", "steps.csv")
+            for name in ("lock", "manifest.json", "metrics.json", "provenance.json", "steps.csv")
         ),
         "rows.jsonl",
     ]

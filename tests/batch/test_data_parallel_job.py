@@ -116,7 +116,7 @@ def check_same(folder: Path, alone: Path, num_replicas: int) -> None:
         assert len(replicas) == num_replicas
         assert sum(each["output_tokens"] for each in replicas) == ours["output_tokens"]
         files = sorted(path.name for path in (folder / f"{name}.run").iterdir())
-        assert files == ["lock", "manifest.json", "metrics.json", "proof.json", "steps.csv"]
+        assert files == ["lock", "manifest.json", "metrics.json", "provenance.json", "steps.csv"]
     shared = metrics_of(folder, "mixed")
     assert min(each["rows"] for each in shared["replicas"]) > 0, "every replica had its part"
     assert shared["output_tokens"] == metrics_of(alone, "mixed")["output_tokens"]

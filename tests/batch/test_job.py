@@ -214,7 +214,7 @@ def test_the_run_directory_is_where_it_was_asked_for(tmp_path: Path):
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     run(config_of(tmp_path, run_dir=str(tmp_path / "deep" / "run"), output=str(tmp_path / "answers" / "out.jsonl")))
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    names = ("lock", "manifest.json", "metrics.json", "proof.json", "steps.csv")
+    names = ("lock", "manifest.json", "metrics.json", "provenance.json", "steps.csv")
     assert found == ["answers/out.jsonl", *(f"deep/run/{name}" for name in names), "rows.jsonl"]
 
 

@@ -1,4 +1,4 @@
-"""What a job leaves beside its output: a proof, a file for Prometheus, nothing that others may read or that leaks."""
+"""What a job leaves beside its output: its provenance, a file for Prometheus, nothing that others may read or that leaks."""
 
 import hashlib
 import json
@@ -46,34 +46,34 @@ def run(config: RunConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(config.job.output or "").read_text().splitlines()]
 
 
-def proof_of(config: RunConfig) -> dict[str, Any]:
-    proof: dict[str, Any] = json.loads(Path(f"{config.job.output}.run", "proof.json").read_text())
-    return proof
+def provenance_of(config: RunConfig) -> dict[str, Any]:
+    provenance: dict[str, Any] = json.loads(Path(f"{config.job.output}.run", "provenance.json").read_text())
+    return provenance
 
 
 def test_the_proof_names_the_output_and_all_that_it_depends_on(tmp_path: Path):
     write_rows(tmp_path)
     config = config_of(tmp_path)
     run(config)
-    proof = proof_of(config)
+    provenance = provenance_of(config)
     output = (tmp_path / "out.jsonl").read_bytes()
-    assert proof["output"] == {
+    assert provenance["output"] == {
         "path": str(tmp_path / "out.jsonl"),
         "lines": 6,
         "bytes": len(output),
         "sha256": hashlib.sha256(output).hexdigest(),
     }
-    assert proof["seed"] == 0
-    assert proof["layout"] == {
+    assert provenance["seed"] == 0
+    assert provenance["layout"] == {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
         "pipeline_layers": None,
     }
-    assert re.fullmatch("[0-9a-f]{16,}", proof["replicas"][0]["digest_chain_head"])
-    assert proof["replicas"][0]["steps"] > 0
-    assert {"model.path", "job.input", "tokenizer", "version of torch", "version of the code"} <= set(proof["answers"])
-    assert len(proof["starts"]) == 1
+    assert re.fullmatch("[0-9a-f]{16,}", provenance["replicas"][0]["digest_chain_head"])
+    assert provenance["replicas"][0]["steps"] > 0
+    assert {"model.path", "job.input", "tokenizer", "version of torch", "version of the code"} <= set(provenance["answers"])
+    assert len(provenance["starts"]) == 1
 
 
 def test_the_chain_head_is_the_same_for_the_same_job_and_another_for_another(tmp_path: Path):
@@ -84,7 +84,7 @@ def test_the_chain_head_is_the_same_for_the_same_job_and_another_for_another(tmp
         write_rows(folder, rows)
         config = config_of(folder)
         run(config)
-        heads.append(proof_of(config)["replicas"][0]["digest_chain_head"])
+        heads.append(provenance_of(config)["replicas"][0]["digest_chain_head"])
     assert heads[0] == heads[1] != heads[2]
 
 
@@ -93,10 +93,10 @@ def test_the_proof_of_a_compressed_output_is_of_its_lines(tmp_path: Path, name: 
     write_rows(tmp_path)
     config = config_of(tmp_path)
     run(config)
-    plain = proof_of(config)["output"]
+    plain = provenance_of(config)["output"]
     packed = config_of(tmp_path, output=str(tmp_path / name))
     run_job(packed, RankEnvironment())
-    assert proof_of(packed)["output"] | {"path": ""} == plain | {"path": ""}
+    assert provenance_of(packed)["output"] | {"path": ""} == plain | {"path": ""}
 
 
 def read_prometheus(path: Path) -> dict[str, float]:
@@ -267,5 +267,5 @@ def test_nothing_that_a_job_writes_or_says_holds_prompts_outputs_or_the_environm
         path.name: path.read_bytes().decode("utf-8", "replace") for path in (tmp_path / "out.jsonl.run").iterdir()
     }
     written |= {"stdout": done.stdout, "stderr": done.stderr}
-    assert {"manifest.json", "metrics.json", "proof.json", "steps.csv"} <= set(written)
+    assert {"manifest.json", "metrics.json", "provenance.json", "steps.csv"} <= set(written)
     assert [(name, secret) for name, said in written.items() for secret in secrets if secret in said] == []

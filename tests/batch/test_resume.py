@@ -124,7 +124,7 @@ def test_a_run_that_has_ended_keeps_nothing_twice_and_starts_anew(tmp_path: Path
     for _ in range(2):
         assert run(config_of(tmp_path))["resumed_rows"] == 0
         names = sorted(path.name for path in (tmp_path / "out.jsonl.run").iterdir())
-        assert names == ["lock", "manifest.json", "metrics.json", "proof.json", "steps.csv"]
+        assert names == ["lock", "manifest.json", "metrics.json", "provenance.json", "steps.csv"]
 
 
 @pytest.mark.parametrize("change", ["seed", "sampling.temperature", "job.max_rows", "model.dtype"])

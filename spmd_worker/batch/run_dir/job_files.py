@@ -10,7 +10,7 @@ from spmd_worker.errors import ConfigError
 
 MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"
-PROVENANCE_NAME: Final = "proof.json"
+PROVENANCE_NAME: Final = "provenance.json"
 
 
 def check_job(job: JobConfig) -> None:

@@ -26,7 +26,7 @@ def write_provenance(
     """`replicas` is, of each in this start of the job, `steps` and `digest_chain_head`: the digest of every plan that
     its ranks agreed on, chained, so that a replay of its step log must come to the same. Raises OSError.
     """
-    proof = {
+    provenance = {
         "format_version": FORMAT_VERSION,
         "output": {"path": output, "lines": digest.num_lines, "bytes": digest.num_bytes, "sha256": digest.sha256},
         "version": manifest["version"],
@@ -39,4 +39,4 @@ def write_provenance(
         "overridden": manifest["overridden"],
         "starts": manifest["starts"],
     }
-    write_json(run_dir / PROVENANCE_NAME, proof)
+    write_json(run_dir / PROVENANCE_NAME, provenance)
