@@ -16,7 +16,7 @@ bin=$root/.venv/bin
 
 # More processes than cores: many tests wait, for a timeout or for a process. A file's tests stay in one process, because
 # they share what takes long to make. The order is tests/conftest.py's: pytest-xdist's own would begin the longest last.
-processes=(-n 4 --dist loadfile --no-loadscope-reorder)
+processes=(-n 3 --dist loadfile --no-loadscope-reorder)
 markers="not matrix and not stress and not gpu"
 arguments=()
 for argument in "$@"; do

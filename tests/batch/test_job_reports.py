@@ -1,4 +1,4 @@
-"""What a job leaves beside its output: its provenance, a file for Prometheus, nothing that others may read or that leaks."""
+"""What a job leaves beside its output: its provenance, a file for Prometheus, nothing that leaks or others may read."""
 
 import hashlib
 import json
@@ -72,7 +72,9 @@ def test_the_proof_names_the_output_and_all_that_it_depends_on(tmp_path: Path):
     }
     assert re.fullmatch("[0-9a-f]{16,}", provenance["replicas"][0]["digest_chain_head"])
     assert provenance["replicas"][0]["steps"] > 0
-    assert {"model.path", "job.input", "tokenizer", "version of torch", "version of the code"} <= set(provenance["answers"])
+    assert {"model.path", "job.input", "tokenizer", "version of torch", "version of the code"} <= set(
+        provenance["answers"]
+    )
     assert len(provenance["starts"]) == 1
 
 

@@ -17,10 +17,12 @@ class GroupedWorker(PlainWorker):
     """`PlainWorker` with groups, and as many samples as a plan asks for."""
 
     def init_device(self) -> None:
-        self.groups = join_groups(self.layout, self.environment, torch.device("cpu"), self.config.executor.timeout_s)
+        self.groups = join_groups(
+            self.resolved.layout, self.environment, torch.device("cpu"), self.resolved.config.executor.timeout_s
+        )
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        self.mirror = Mirror(num_device_blocks, self.config.cache.block_size)
+        self.mirror = Mirror(num_device_blocks, self.resolved.config.cache.block_size)
 
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         num_samples = sum(row.num_samples for row in self.mirror.apply(plan))

@@ -14,6 +14,7 @@ from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ConfigError, WorkerError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.multiproc import MultiprocExecutor
+from spmd_worker.resolved import resolve_again
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepPlan, StepResult
 
@@ -216,11 +217,11 @@ def test_the_world_changes_its_size_and_processes_that_stay_keep_their_pid():
         executor.initialize_from_config(9, 3)
         first = executor.worker_pids
         executor.execute_model(StepPlan(step=1))
-        executor.reinitialize_distributed(ParallelConfig(1))
+        executor.reinitialize_distributed(resolve_again(executor.resolved, ParallelConfig(1)))
         assert executor.worker_pids == first[:1]
         assert executor.collective_rpc("place") == [(first[0], 1, RankEnvironment(0, 1, 0, 1, True, "127.0.0.1"))]
         assert executor.execute_model(StepPlan(step=2)).token_ids == (0, 2)
-        executor.reinitialize_distributed(ParallelConfig(4))
+        executor.reinitialize_distributed(resolve_again(executor.resolved, ParallelConfig(4)))
         places = executor.collective_rpc("place")
         assert [(size, environment.rank) for _, size, environment in places] == [(4, 0), (4, 1), (4, 2), (4, 3)]
         assert places[0][0] == first[0]
@@ -232,6 +233,6 @@ def test_the_world_changes_its_size_and_processes_that_stay_keep_their_pid():
 def test_a_world_size_that_does_not_divide_the_model_changes_nothing(executor: MultiprocExecutor):
     before = executor.worker_pids
     with pytest.raises(ConfigError, match=re.escape("parallel.tensor_parallel_size=3 does not divide this model")):
-        executor.reinitialize_distributed(ParallelConfig(3))
+        executor.reinitialize_distributed(resolve_again(executor.resolved, ParallelConfig(3)))
     assert executor.worker_pids == before
     assert executor.collective_rpc("nap", args=(0,)) == [0, 1]

@@ -141,7 +141,7 @@ def test_forgotten_places_that_are_read_stay_reserved_until_the_transfer_ends():
 def test_a_block_on_its_way_to_a_free_place_is_found_by_the_check():
     tier = HostTier(2)
     tier._storing[A] = 1
-    with pytest.raises(AssertionError, match="61 is stored in place 1, which is free"):
+    with pytest.raises(AssertionError, match="61 is stored in slot 1, which is free"):
         tier.check_integrity()
 
 

@@ -176,8 +176,8 @@ def block_count(place: Place, arguments: list[str]) -> None:
     """A rank that builds its scheduler for fewer blocks than were agreed on."""
     if place.is_victim:
         right = engine_start.new_scheduler
-        engine_start.new_scheduler = lambda config, shape, tokenizer, sizes, device: right(
-            config, shape, tokenizer, sizes._replace(num_blocks=sizes.num_blocks - 1), device
+        engine_start.new_scheduler = lambda limits, sizes, *rest: right(
+            limits, sizes._replace(num_blocks=sizes.num_blocks - 1), *rest
         )
 
 

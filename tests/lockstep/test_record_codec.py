@@ -48,6 +48,7 @@ class Tree:
     rows: tuple[tuple[int, float], ...] = ()
     by_id: tuple[dict[int, Pair] | None, ...] = ()
     name: str = ""
+    payload: bytes = b""
 
 
 leaves = st.builds(Leaf, small | words, st.lists(words, max_size=3).map(tuple), floats | st.just(0.0))
@@ -61,6 +62,7 @@ trees = st.builds(
     rows=st.lists(st.tuples(small, floats), max_size=4).map(tuple),
     by_id=st.lists(st.none() | st.dictionaries(words, pairs, max_size=2), max_size=3).map(tuple),
     name=texts,
+    payload=st.binary(max_size=5),
 )
 
 
@@ -104,6 +106,7 @@ def test_different_records_have_different_bytes(pair):
         (bool, [True] * 50),
         (float, [0.5] * 50),
         (str, [""] * 50),
+        (bytes, [b""] * 50),
         (int | None, [None] * 50),
         (Integer65, [0] * 50),
         (tuple[int, ...], [()] * 50),
@@ -172,7 +175,7 @@ def test_one_float_does_not_stand_for_a_list_of_them():
         read(codec_of(float), bytes(9), 2, is_dense=True)
 
 
-@pytest.mark.parametrize("hint", [bytes, list[int], set[int], Any, int | str, tuple[int | Empty, ...]], ids=str)
+@pytest.mark.parametrize("hint", [complex, list[int], set[int], Any, int | str, tuple[int | Empty, ...]], ids=str)
 def test_a_type_without_bytes_is_refused_by_name(hint):
     with pytest.raises((TypeError, AssertionError)):
         codec_of(hint)

@@ -28,7 +28,6 @@ from kv_cache.block import BlockId
 from spmd_worker.errors import ReplayDivergedError, ReplayError
 from spmd_worker.lockstep.wire.codec import Decoder, Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
-from spmd_worker.replay import replay as replay_module
 from spmd_worker.replay.replay import (
     Replay,
     find_request,
@@ -37,6 +36,7 @@ from spmd_worker.replay.replay import (
     read_messages,
 )
 from spmd_worker.replay.step_log import StepLogWriter, read_step_log
+from spmd_worker.scheduler import step_order
 from spmd_worker.sequence.events import (
     Abort,
     Admit,
@@ -168,7 +168,7 @@ def test_a_run_with_worker_events_replays_with_no_step_in_flight_while_workers_c
     replay = replay_all(tmp_path / "log")
     assert replay.num_equal_digests == replay.num_steps == len(run.plans)
     # Negative control: a replay that keeps steps in flight there leads elsewhere.
-    monkeypatch.setattr(replay_module, "concern_workers", lambda events: False)
+    monkeypatch.setattr(step_order, "concern_workers", lambda events: False)
     with pytest.raises(ReplayError) if num_stages > 1 else nullcontext():
         replay_all(tmp_path / "log")
 

@@ -230,7 +230,5 @@ def test_unknown_keys_other_versions_and_other_json_are_refused():
         StepLogError, match="format version 2; this code reads version 3: replay the log with the version"
     ):
         header_from_json({**value, "format_version": 2})
-    with pytest.raises(StepLogError, match="no JSON object"):
-        header_from_json([])
     with pytest.raises(StepLogError, match="num_blocks"):
         header_from_json({**value, "num_blocks": True})

@@ -197,7 +197,7 @@ WHAT_THE_LIBRARY_TAKES = {
     "a name that stands twice": (
         b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
         8,
-        "has the key 'a' twice",
+        "the key 'a' appears twice",
     ),
     "an unknown key": (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":1}}', 8, "exactly the keys"),
     "a size that overflows": (

@@ -103,7 +103,7 @@ def test_a_class_that_cannot_be_used_is_an_error_with_its_key(key: str, name: st
 
 
 def test_no_class_is_the_default_class():
-    with pytest.raises(TypeError, match=r"Worker\.__init__\(\) missing 4 required positional arguments"):
+    with pytest.raises(TypeError, match=r"Worker\.__init__\(\) missing 2 required positional arguments"):
         WorkerWrapper().init_worker([{"worker_cls": None}])
 
 
