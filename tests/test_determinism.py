@@ -166,6 +166,7 @@ def test_a_row_does_not_depend_on_the_number_of_threads(checkpoint, dtype, plain
         torch.set_num_threads(threads)
 
 
+@pytest.mark.matrix
 def test_a_row_does_not_depend_on_the_hash_seed_of_the_process(checkpoint):
     script = (
         "import json, sys; sys.path[:0] = sys.argv[2:]\n"

@@ -124,6 +124,7 @@ def check_same(folder: Path, alone: Path, num_replicas: int) -> None:
     assert sum(each["rows"] for each in metrics_of(folder, "empty")["replicas"]) == 0
 
 
+@pytest.mark.matrix
 def test_two_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path):
     done = run_on_ranks(tmp_path, 2, "parallel.data_parallel_size=2")
     check_same(tmp_path, alone, 2)

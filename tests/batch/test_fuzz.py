@@ -140,6 +140,7 @@ def hypothetical(count: int) -> list[bytes]:
     return rows
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_rows", [2_000, pytest.param(10_000, marks=pytest.mark.stress)])
 def test_fuzzed_rows_get_one_object_each_in_order_and_the_job_ends_well(tmp_path: Path, num_rows: int):
     chance = random.Random(SEED)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ranks
 from reference_models import checkpoint_folder, mixed_prompts
 
@@ -74,6 +75,7 @@ def answers_of_two_ranks(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.matrix
 def test_two_ranks_give_way_alike_and_answer_as_one_that_had_room(tmp_path: Path):
     by_rank = answers_of_two_ranks(tmp_path)
     assert by_rank[0] == by_rank[1]

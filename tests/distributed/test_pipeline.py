@@ -117,6 +117,7 @@ def test_four_stages_are_one_rank_bit_for_bit(tmp_path: Path):
     check(by_rank, expected, [[0, 1], [1, 2], [2, 3], [3, 4]])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "before", [pytest.param("", marks=pytest.mark.matrix), SHARING], ids=["few elements", "shared rows"]
 )

@@ -146,6 +146,7 @@ def run(source: str, num_ranks: int, folder: Path | None = None, **variables: st
     return ranks.run_ranks(START + source, num_ranks, LIMIT_S, arguments=arguments, env=variables)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(size, marks=pytest.mark.matrix) for size in (3, 4))])
 def test_many_rounds_of_all_kinds_and_sizes_give_what_they_should(num_ranks: int):
     """Also with more ranks than cores, slots that are far too small, and ranks that come late."""

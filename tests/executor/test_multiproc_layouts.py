@@ -42,6 +42,7 @@ def alone() -> list[RequestOutput]:
     return answers()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
     [

@@ -54,6 +54,7 @@ def num_kept(folder: Path) -> int:
     return len(list(read_journal(folder / "out.jsonl.run")))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("numbers", "exit_codes"),
     [

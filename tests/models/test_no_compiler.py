@@ -39,6 +39,7 @@ def generate(environment: dict[str, str]) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.matrix
 def test_without_a_compiler_it_works_and_says_so_once(environment: dict[str, str]):
     done = generate(environment)
     assert done.returncode == 0, done.stderr

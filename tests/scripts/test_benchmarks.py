@@ -31,6 +31,7 @@ def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
 
 
+@pytest.mark.matrix
 def test_throughput_has_its_parts_its_floor_and_the_ids(rows: Path, tmp_path: Path):
     done = run("bench_throughput.py", MODEL, rows, *SETTINGS, "--ids", tmp_path / "ids.json")
     assert done.returncode == 0, done.stderr

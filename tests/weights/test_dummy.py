@@ -102,6 +102,7 @@ def test_values_and_the_hosts_generators_do_not_know_of_each_other():
     assert all(torch.equal(value, first[name]) for name, value in reassemble(1).items())
 
 
+@pytest.mark.matrix
 def test_values_do_not_depend_on_the_process_its_hash_seed_or_its_threads():
     code = (
         "import hashlib, sys; sys.path.insert(0, 'tests/weights'); from test_dummy import reassemble\n"
