@@ -120,7 +120,7 @@ class Transfers:
 
         The name is None where `forget` came meanwhile.
         """
-        assert number in self._in_flight, f"transfer {number} is not under way: {list(self._in_flight)}"
+        assert number in self._in_flight, f"transfer {number} is not in flight: {list(self._in_flight)}"
         stored, loaded = self._in_flight.pop(number)
         self._connector.finish(stored, [slot for _, _, slot in loaded])
         arrived: list[tuple[BlockHash | None, BlockId]] = []

@@ -1,4 +1,4 @@
-"""Host memory for sequences that was preempted: which host block holds which of their blocks."""
+"""Host memory for sequences that were preempted: which host block holds which of their blocks."""
 
 from collections.abc import Sequence
 

@@ -728,7 +728,7 @@ def lockstep_summary(results: list[LockstepResult]) -> dict[str, Any]:
 
 
 def bench_lockstep(options: argparse.Namespace) -> int:
-    """What agreeing on a step costs: everything of a step but the model, in decoding that continues.
+    """What agreeing on a step costs: everything of a step but the model, while sequences decode.
 
     For each number of ranks it starts that many processes under torchrun. Every rank runs the project's own scheduler,
     lockstep channel and mirror; sampled ids are made up. Medians, in microseconds:

@@ -108,7 +108,7 @@ def compare(folder: Path, prompts: list[list[int]], num_tokens: int, dtype: str,
 
 
 def print_table(results: list[Comparison]) -> None:
-    print(f"{'dtype':<10}{'tokens':>8}{'same':>8}{'worst lead':>14}{'worst logprob':>16}{'tokens/s':>12}  verdict")
+    print(f"{'dtype':<10}{'tokens':>8}{'same':>8}{'worst lead':>14}{'worst logprob':>16}{'tokens/s':>12}  result")
     for each in results:
         numbers = f"{each.num_tokens:>8}{each.num_same_tokens:>8}{each.worst_lead:>14.2e}"
         rest = f"{each.worst_logprob_difference:>16.2e}{each.tokens_per_s:>12.0f}"

@@ -200,7 +200,7 @@ class LLM:
         why; the LLM is as it was before.
         """
         self.llm_engine.check_open()
-        agree_on_call(self.llm_engine, "worker_event", name, payload, reset_prefix_cache)
+        agree_on_call(self.llm_engine, "worker_event", lambda: (name, payload, reset_prefix_cache))
         return self.llm_engine.worker_event(name, payload, [ResetPrefixCache()] if reset_prefix_cache else [])
 
     def start_profile(self, folder: str | Path) -> None:
@@ -245,13 +245,18 @@ class LLM:
         worker processes. Raises RuntimeError while requests are unanswered, saying how many, and ConfigError for sizes
         that cannot run here; the LLM is as it was before. What fails later closes it.
         """
-        parallel = ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers)
-        self.llm_engine.check_idle()
-        agree_on_call(self.llm_engine, "reinitialize_distributed", parallel)
+        engine = self.llm_engine
+        engine.check_open()
+
+        def prepare() -> ParallelConfig:
+            engine.check_idle()
+            return ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers)
+
+        parallel = agree_on_call(engine, "reinitialize_distributed", prepare)
         try:
-            restarted = restart_engine(self.llm_engine, parallel)
+            restarted = restart_engine(engine, parallel)
         except BaseException:
-            if self.llm_engine.is_closed:
+            if engine.is_closed:
                 self.close()
             raise
         # First, or the old engine would give back what the new one has.

@@ -14,8 +14,8 @@ from spmd_worker.native import build
 from spmd_worker.native.library import NativeLibrary, load, native_library
 
 NATIVE = "native"
-WITHOUT_AMX = "native without matrix unit"
-EMULATED = "native with an emulated matrix unit"
+WITHOUT_AMX = "native without AMX"
+EMULATED = "native with emulated AMX"
 EMULATE = "-DSPMD_EMULATED_AMX"
 
 

@@ -71,7 +71,7 @@ class CpuBackend:
         self._attend = library.functions[f"attend_{dtype_name(dtype)}"]
         self._attend_projected = library.functions[f"attend_projected_{dtype_name(dtype)}"]
         self._may_use_unit = library.has_amx
-        self.arithmetic = f"{library.instruction_set}, matrix unit {'in use' if library.has_amx else 'not used'}"
+        self.arithmetic = f"{library.instruction_set}, AMX {'in use' if library.has_amx else 'not used'}"
         # All layers of a step come with the same metadata: it is converted and checked at the first.
         self._checked: _CheckedMetadata | None = None
 

@@ -188,7 +188,7 @@ def _lockstep(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _preemptions(metrics: Mapping[str, Any]) -> str | None:
-    """How many was preempted, how, and what share of the tokens was computed again because of it."""
+    """How many sequences were preempted, how, and what share of the tokens was computed again because of it."""
     count, by_swap = metrics.get("preemptions"), metrics.get("preemptions_by_swap")
     if not count or by_swap is None:
         return _count(metrics, "preemptions")

@@ -1,4 +1,4 @@
-"""Before a call runs: whether every rank of an engine makes it, with prompts that are ready and all the same."""
+"""Before a call runs: whether every rank of an engine is ready to make it, with the same prompts or arguments."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ class EncodedPrompt(Protocol):
 
 
 _Prompt = TypeVar("_Prompt", bound=EncodedPrompt)
+_Prepared = TypeVar("_Prepared")
 
 
 def agree_on_prompts(
@@ -31,19 +32,42 @@ def agree_on_prompts(
     """What `prepare` returns, once every rank has the same; `call` is what the user called. Every rank of the engine
     makes the same call.
 
-    One exchange, in which each rank sends digests of its prompts or the error that `prepare` raised. Where it raised
-    anywhere, nothing is answered and the engine can be used again: the rank raises its own error, the others
-    RankFailedError with the words of the first. Where a rank does not come, RankFailedError names it, and this engine
-    has ended. Raises RanksDisagreeError, naming prompt, field and both values, unless every rank gives equal prompts;
-    they are not compared with `executor.digest_every` 0.
+    One exchange (`_exchange`), in which each rank sends digests of its prompts. Raises RanksDisagreeError, naming
+    prompt, field and both values, unless every rank gives equal prompts; they are not compared with
+    `executor.digest_every` 0.
+    """
+    compares = engine.config.executor.digest_every > 0
+    prompts, digests = _exchange(engine, call, prepare, lambda own: _digests(own) if compares else [])
+    _check_digests(engine, digests, prompts)
+    return prompts
+
+
+def agree_on_call(engine: LLMEngine, call: str, prepare: Callable[[], _Prepared]) -> _Prepared:
+    """As `agree_on_prompts`, of a call whose arguments, which `prepare` returns, can cross processes
+    (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank gives equal arguments.
+    """
+    arguments, calls = _exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode())
+    if engine.config.executor.digest_every:
+        check_equal("calls", [each.encode() for each in calls])
+    return arguments
+
+
+def _exchange(
+    engine: LLMEngine, call: str, prepare: Callable[[], _Prepared], answer_of: Callable[[_Prepared], Any]
+) -> tuple[_Prepared, list[Any]]:
+    """What `prepare` returns, and each rank's answer, in rank order: JSON values; none in an engine of one rank.
+
+    Each rank sends its answer or the error that `prepare` raised. Where it raised anywhere, nothing is done and the
+    engine can be used again: the rank raises its own error, the others RankFailedError with the words of the first.
+    Where a rank does not come, RankFailedError names it, and this engine has ended.
     """
     channel = engine.engine_channel
     if channel.size == 1:
-        return prepare()
+        return prepare(), []
     own_error: Exception | None = None
     try:
-        prompts = prepare()
-        ready: dict[str, Any] = {"digests": _digests(prompts) if engine.config.executor.digest_every else []}
+        prepared = prepare()
+        ready = {"answer": answer_of(prepared)}
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         own_error = error
         ready = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}
@@ -61,8 +85,7 @@ def agree_on_prompts(
             failed = RankFailedError(f"rank {rank} failed before {call}: {answer['error']}")
             failed.names_cause = True
             raise failed
-    _check_digests(engine, [answer["digests"] for answer in answers], prompts)
-    return prompts
+    return prepared, [answer["answer"] for answer in answers]
 
 
 def _check_digests(
@@ -74,16 +97,6 @@ def _check_digests(
             own = canonical({f"prompts[{index}]": _as_json(*prompts[index])})
             check_equal("prompts", engine.engine_channel.gather(own))
     check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in digests])
-
-
-def agree_on_call(engine: LLMEngine, method: str, *args: Any) -> None:
-    """Raise RanksDisagreeError unless every rank of the engine makes the same call. `args` can cross processes.
-
-    Compares nothing with `executor.digest_every` 0.
-    """
-    channel = engine.engine_channel
-    if engine.config.executor.digest_every and channel.size > 1:
-        check_equal("calls", channel.gather(encode_value([method, *args])))
 
 
 def _digests(prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]) -> list[str]:

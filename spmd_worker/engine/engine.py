@@ -305,27 +305,21 @@ class LLMEngine:
             channel.close()
 
     def explain(self, error: Exception) -> BaseException:
-        """What to raise for an exchange with other ranks that failed outside `step`: an error that names the cause,
-        where another rank is it. This engine can answer nothing afterwards.
+        """Tell the other ranks of an error in a step, or in an exchange with them. Returns what to raise: where another
+        rank is the cause, an error that names it. This engine can answer nothing afterwards.
         """
         self._is_mid_step = True
-        return self._explain(error)
-
-    def tell(self, error: BaseException) -> None:
-        """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""
-        if not self._is_mid_step:
-            self.lockstep.explain(error)
-
-    def _explain(self, error: Exception) -> BaseException:
-        """Tell the other ranks of an error. Returns what to raise: where another rank is the cause, an error that names
-        it.
-        """
         known: Exception = error
         if self.watchdog is not None and not isinstance(error, AbortedError):
             self.watchdog.fail(error)
             cause = self.watchdog.find_cause(error)
             known = RankFailedError(cause) if cause is not None else error
         return self.lockstep.explain(known)
+
+    def tell(self, error: BaseException) -> None:
+        """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""
+        if not self._is_mid_step:
+            self.lockstep.explain(error)
 
     def _step(self) -> list[SequenceGroup]:
         """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
@@ -334,7 +328,7 @@ class LLMEngine:
         try:
             ended = self._run_step()
         except Exception as error:  # told to the other ranks, which may be waiting for this one, then raised again
-            explained = self._explain(error)
+            explained = self.explain(error)
             if explained is error:
                 raise
             raise explained from error

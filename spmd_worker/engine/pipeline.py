@@ -16,7 +16,7 @@ from spmd_worker.sequence.step import StepResult
 
 
 @dataclass(slots=True)
-class _StepUnderWay:
+class _StepInFlight:
     """`result` is what this rank's executor makes of the step, None until it begins."""
 
     agreed: AgreedStep
@@ -30,7 +30,7 @@ class StepPipeline:
     def __init__(self, executor: Executor, channel: ControlChannel, num_shards: int) -> None:
         self._executor, self._channel = executor, channel
         self._num_stages = num_stages = executor.max_concurrent_batches
-        self._steps: deque[_StepUnderWay] = deque()
+        self._steps: deque[_StepInFlight] = deque()
         # An executor of all stages hands every step on at once.
         has_own_stage = num_stages > 1 and channel.size > 1
         self._stage = channel.rank // num_shards if has_own_stage else 0
@@ -49,7 +49,7 @@ class StepPipeline:
     def add(self, agreed: AgreedStep) -> None:
         """Every rank's next step. Executes the one whose turn it is on this rank's stage, if there is one."""
         assert not self.is_full, agreed.plan.step
-        self._steps.append(_StepUnderWay(agreed))
+        self._steps.append(_StepInFlight(agreed))
         if 0 < self._stage <= len(self._steps):
             self._expect(self._steps[-self._stage])
         if self._stage < len(self._steps):
@@ -65,13 +65,13 @@ class StepPipeline:
         assert result is not None, plan.step
         return step.agreed, self._shared(result) if self._sampling_rank and plan.has_rows else result
 
-    def _expect(self, step: _StepUnderWay) -> None:
+    def _expect(self, step: _StepInFlight) -> None:
         """What the stage before sends of this step may come while this rank computes the step before."""
         if not step.is_expected and step.agreed.plan.has_rows:
             step.is_expected = True
             self._executor.collective_rpc("expect_step", args=(step.agreed.plan.num_tokens,))
 
-    def _execute(self, step: _StepUnderWay) -> None:
+    def _execute(self, step: _StepInFlight) -> None:
         step.result = self._executor.execute_model(step.agreed.plan, non_block=self._num_stages > 1)
 
     def _shared(self, result: StepResult) -> StepResult:

@@ -88,7 +88,6 @@ def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
     of the world calls this. Raises RuntimeError while requests are unanswered and ConfigError for a layout that cannot
     run here, with everything as it was; any later failure is for good.
     """
-    engine.check_open()
     engine.check_idle()
     executor, watchdog = engine.executor, engine.watchdog
     assert watchdog is not None, "an engine that was started has one"

@@ -26,7 +26,7 @@ class WorkerEvents:
 
     def new(self, name: str, payload: Any) -> WorkerEvent:
         """The next event. Raises ValueError for what can name no method, TypeError for what cannot cross processes."""
-        if not name.isidentifier():
+        if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(f"worker event {name!r}: give the NAME of workers' methods prepare_NAME and commit_NAME")
         if self.open is not None:
             raise RuntimeError(f"worker event {self.open.name!r} was interrupted: close this LLM and make a new one")

@@ -113,7 +113,7 @@ class WorkerPool:
             self._failure_is_over.set()
 
     def wait_until_ended(self) -> None:
-        """After `fail`, which may be in flight in another thread: until the workers have been ended."""
+        """After `fail`, which may still run in another thread: until the workers have been ended."""
         if self.failure is not None and not self._results.is_current_thread:
             self._failure_is_over.wait(_TERM_S + _KILL_S)
 

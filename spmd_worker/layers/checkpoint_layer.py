@@ -3,6 +3,7 @@
 A region is in the parameter as it is before its layer packs it, which `WeightSlice.destination` speaks of too.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -11,12 +12,12 @@ from spmd_worker.kernels.api import Kernels
 from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
 
 
-class CheckpointLayer(nn.Module):
+class CheckpointLayer(nn.Module, ABC):
     """A layer whose parameters a checkpoint fills."""
 
+    @abstractmethod
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """What of which checkpoint tensors this rank holds, and where. `prefix` is this layer's name."""
-        raise NotImplementedError(type(self).__name__)
 
     def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
         """What of the parameters no checkpoint fills."""

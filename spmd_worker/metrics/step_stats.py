@@ -34,7 +34,7 @@ class StepStats(NamedTuple):
     num_tokens: int
     """Tokens computed."""
     num_decode_tokens: int
-    """Of those, the ones in decoding that continues; the rest are prompt tokens, or tokens computed again."""
+    """Of those, the ones of sequences that continue; the rest are prompt tokens, or tokens computed again."""
     num_sampled_tokens: int
     num_blocks_used: int
     num_blocks_cached: int
@@ -59,7 +59,7 @@ class StepStats(NamedTuple):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens computed outside decoding that continues."""
+        """Tokens of prompts, and tokens computed again."""
         return self.num_tokens - self.num_decode_tokens
 
     @property

@@ -11,7 +11,7 @@
 
 #if defined(__AVX512BF16__) && defined(SPMD_AVX512) && defined(__linux__) && \
     ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(SPMD_EMULATED_AMX))
-#define SPMD_MATRIX_UNIT 1
+#define SPMD_HAS_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
 

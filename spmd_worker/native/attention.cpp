@@ -132,7 +132,7 @@ struct Attention {
   void run_tile(
       const Item& item, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, int& unit_rows,
       Scratch& scratch) const {
-#if defined(SPMD_MATRIX_UNIT)
+#if defined(SPMD_HAS_AMX)
     if constexpr (Type::kPair == 2)
       if (has_unit) {
         for (int64_t row = item.first_row; row < item.end_row; row += kUnitRows)
@@ -152,7 +152,7 @@ struct Attention {
     }
   }
 
-#if defined(SPMD_MATRIX_UNIT)
+#if defined(SPMD_HAS_AMX)
   void run_rows_amx(
       const Item& item, int64_t row, int64_t number, const Tile<Element>& tile, const Tile<Element>* next,
       int& unit_rows, Scratch& scratch) const {
@@ -300,7 +300,7 @@ struct Attention {
 #pragma omp for schedule(dynamic, chunk)
       for (int64_t index = 0; index < count; ++index)
         run(all[index], index + 1 < count ? &all[index + 1] : nullptr, unit_rows);
-#if defined(SPMD_MATRIX_UNIT)
+#if defined(SPMD_HAS_AMX)
       if (unit_rows > 0) amx::release();
 #endif
     }

@@ -9,7 +9,7 @@
 #include "attention_scratch.h"
 #include "amx.h"
 
-#if defined(SPMD_MATRIX_UNIT)
+#if defined(SPMD_HAS_AMX)
 
 namespace {
 

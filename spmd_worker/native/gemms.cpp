@@ -19,7 +19,7 @@
 #include "amx.h"
 #include "gemm.h"
 
-#if defined(SPMD_MATRIX_UNIT)
+#if defined(SPMD_HAS_AMX)
 
 namespace {
 
@@ -308,7 +308,7 @@ void multiply_all(const Product& gemm, const RowArgmax* argmax, int num_threads)
 extern "C" void spmd_gemm_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads) {
-#if defined(SPMD_MATRIX_UNIT)
+#if defined(SPMD_HAS_AMX)
   multiply_all(
       {x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, is_gated != 0}, nullptr, int(num_threads));
 #else
@@ -322,7 +322,7 @@ extern "C" void spmd_gemm_bfloat16(
 extern "C" void spmd_gemm_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, int64_t count, float* values, int64_t* places, int64_t num_threads) {
-#if defined(SPMD_MATRIX_UNIT)
+#if defined(SPMD_HAS_AMX)
   std::fill_n(values, num_rows, -kInfinity), std::fill_n(places, num_rows, 0);
   const RowArgmax argmax = {count, values, places};
   multiply_all(

@@ -18,7 +18,7 @@
 #include "amx.h"
 #include "gemm.h"
 
-#if defined(SPMD_MATRIX_UNIT)
+#if defined(SPMD_HAS_AMX)
 
 namespace {
 
@@ -240,7 +240,7 @@ void multiply_all(const Product& gemm, int num_threads) {
 extern "C" void spmd_gemm_float32(
     const float* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const float* packed, int64_t num_outputs,
     const float* bias, float* to, int64_t is_gated, int64_t num_threads) {
-#if defined(SPMD_MATRIX_UNIT)
+#if defined(SPMD_HAS_AMX)
   multiply_all(
       {x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, is_gated != 0}, int(num_threads));
 #else

@@ -41,7 +41,7 @@ class SchedulerLimits:
     num_virtual_engines: int = 1
 
 
-def _place_of(decision: Decision) -> tuple[int, int]:
+def _service_order_of(decision: Decision) -> tuple[int, int]:
     return service_order(decision.sequence)
 
 
@@ -49,8 +49,8 @@ class Planner:
     """One step: where the blocks do not suffice for all that run, those with the least computed work are preempted
     until they do. Then the running sequences, in service order. What is left of the token budget goes to the waiting.
 
-    With several steps in flight, a sequence whose next token is being sampled cannot go on, and is not put out either:
-    its token would come for one that is no longer there. All others can, whatever is in flight: stages execute steps in
+    With several steps in flight, a sequence whose next token is being sampled cannot go on and is not preempted: its
+    token would come for one that is no longer there. All others can, whatever is in flight: stages execute steps in
     order, so what a later step reads has been written.
     """
 
@@ -69,7 +69,7 @@ class Planner:
             # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
             self._decide_waiting(budget, decisions)
         # A plan lists each group once: what joins beside others of its group is told, and sampled, beside them.
-        decisions.others.sort(key=_place_of)
+        decisions.others.sort(key=_service_order_of)
         return decisions
 
     def _most_tokens(self) -> int:
@@ -149,13 +149,13 @@ class Planner:
                 self._go_on(sequence, min(num_tokens, budget.num_tokens), budget, decisions)
 
     def _go_on(self, sequence: Sequence, num_tokens: int, budget: StepBudget, decisions: Decisions) -> None:
-        """Who computes just what it was given continues, if its table only grows; a copied block is told of."""
+        """Who computes just what it was given continues, if its table only grows; a copied block needs a delta."""
         first, num_ids = sequence.num_computed_tokens, len(sequence.output_token_ids) - sequence.num_sent_tokens
         is_all = num_tokens == sequence.num_uncomputed_tokens
         continues = sequence.is_known and is_all and (num_ids == num_tokens or sequence.repeats_last)
         may_lack_room = len(self._queues.running) == 1 or self._limits.num_virtual_engines > 1
         if may_lack_room and not self._cache.can_extend(sequence.table, first, first + num_tokens):
-            # Nobody is left to are preempted: transfers or steps in flight hold the blocks, and end by themselves.
+            # Nobody is left to be preempted: transfers or steps in flight hold the blocks, and end by themselves.
             return
         num_blocks = sequence.table.num_blocks
         decision = self._take(sequence, num_tokens, budget)
@@ -201,7 +201,7 @@ class Planner:
         return self._allocator.has_room(sequence, prefix, keep_watermark=not is_alone)
 
     def _set_watermark(self, num_running: int) -> None:
-        """Whoever joins leaves running sequences some blocks to grow into, and room for those that wait for a transfer:
+        """What joins leaves running sequences some blocks to grow into, and room for those that wait for a transfer:
         else later ones would take it, and what was loaded would be evicted before it is used.
         """
         num_spared = self._limits.watermark_blocks_per_sequence * num_running

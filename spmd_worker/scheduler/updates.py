@@ -1,4 +1,4 @@
-"""What the workers' mirrors are told of a step: snapshots of what they do not know, deltas of what they do.
+"""What a step sends to the workers' mirrors: snapshots of what they do not know, deltas of what they do.
 
 The one place where a plan takes token values from sequences.
 """
@@ -53,7 +53,7 @@ class Decisions:
 
 
 def given_ids(decisions: Decisions) -> SampledIds:
-    """What each continuing sequence appends. Marks it as told."""
+    """What each continuing sequence appends. Marks it as sent."""
     if decisions.uneven:
         rows = [sequence.output_token_ids[sequence.num_sent_tokens :] for sequence in decisions.continuing]
         for sequence, row in zip(decisions.continuing, rows):
@@ -65,7 +65,7 @@ def given_ids(decisions: Decisions) -> SampledIds:
 
 
 def group_updates(decisions: Sized[Decision]) -> tuple[GroupUpdate, ...]:
-    """One update a group, in the order of its first decision. Marks what is told as known."""
+    """One update a group, in the order of its first decision. Marks what is sent as known."""
     by_request: dict[RequestId, list[Decision]] = {}
     for decision in decisions:
         by_request.setdefault(decision.sequence.request.request_id, []).append(decision)

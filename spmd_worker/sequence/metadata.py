@@ -1,8 +1,8 @@
 """What a worker is told of a sequence group: everything once, then only what changed.
 
 A snapshot (`SequenceGroupMetadata`) introduces a group or replaces what was known of the sequences it lists (after they
-were preempted and lost their blocks). A delta (`SequenceGroupMetadataDelta`) appends. Decoding that continues needs
-neither: see `StepPlan.continuing`. `lockstep/wire/codec.py` packs these records, `mirror/mirror.py` applies them.
+were preempted and lost their blocks). A delta (`SequenceGroupMetadataDelta`) appends. A sequence that continues
+needs neither: see `StepPlan.continuing`. `lockstep/wire/codec.py` packs these records, `mirror/mirror.py` applies them.
 """
 
 from dataclasses import dataclass

@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose keys and values are still to be computed; 1 in decoding that continues."""
+        """Tokens whose keys and values are still to be computed; 1 while it decodes."""
         return self.num_prompt_tokens + len(self.output_token_ids) - self.num_computed_tokens
 
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:

@@ -28,6 +28,9 @@ CALLS = {
     "on both": lambda: llm.generate(PROMPTS, [GREEDY] * (3 + RANK), use_tqdm=False),
     "a request of rank 0 alone": lambda: with_request_of_rank_0(),
     "a long text on rank 1": lambda: llm.generate(FailingList() if RANK else PROMPTS, GREEDY, use_tqdm=False),
+    "a payload on rank 1": lambda: llm.worker_event("swap", {1} if RANK else 1),
+    "sizes on rank 1": lambda: llm.reinitialize_distributed(tensor_parallel_size="2" if RANK else 2),
+    "a request of rank 0 alone at a restart": lambda: with_request_of_rank_0(llm.reinitialize_distributed),
     "version of text": lambda: llm.set_weight_version("x"),
     "version too large": lambda: llm.set_weight_version(2**70),
     "abort of None": lambda: llm.llm_engine.abort_request(None),
@@ -40,12 +43,12 @@ class FailingList(list):
         raise KeyError("\\ud800" + 5000 * "x")
 
 
-def with_request_of_rank_0():
+def with_request_of_rank_0(call=lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False)):
     engine = llm.llm_engine
     if RANK == 0:
         request_id = engine.add_request([1, 2], GREEDY)
     try:
-        return llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        return call()
     finally:
         if RANK == 0:
             engine.abort_request(request_id)
@@ -80,6 +83,11 @@ PARAMETERS = "ValueError: {} sampling params for 2 prompts: give one, or one for
 WAITS = "RuntimeError: 1 requests of llm_engine.add_request are not answered yet: call llm_engine.step until they are"
 NO_PROMPTS = "TypeError: prompts is a int: give a prompt or a list of prompts"
 NO_MESSAGES = "TypeError: messages is a str: give a list of messages, or a list of such lists"
+NO_PAYLOAD = (
+    "TypeError: a value of type set cannot cross processes, because nothing is unpickled from a wire: numbers, texts, "
+    "bytes, lists, tuples and dicts can"
+)
+NO_SIZE = "ConfigError: parallel.tensor_parallel_size='2' must be a whole number"
 FAILED = "RankFailedError: rank {} failed before {}: {}"
 EXPECTED = {
     "parameters on rank 1": (FAILED.format(1, "generate", PARAMETERS.format(3)), PARAMETERS.format(3)),
@@ -87,6 +95,9 @@ EXPECTED = {
     "a chat on rank 1": (FAILED.format(1, "chat", NO_MESSAGES), NO_MESSAGES),
     "on both": (PARAMETERS.format(3), PARAMETERS.format(4)),
     "a request of rank 0 alone": (WAITS, FAILED.format(0, "generate", WAITS)),
+    "a payload on rank 1": (FAILED.format(1, "worker_event", NO_PAYLOAD), NO_PAYLOAD),
+    "sizes on rank 1": (FAILED.format(1, "reinitialize_distributed", NO_SIZE), NO_SIZE),
+    "a request of rank 0 alone at a restart": (WAITS, FAILED.format(0, "reinitialize_distributed", WAITS)),
 }
 ALIKE = {
     "version of text": "TypeError: version='x' is a str: give a whole number",

@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=
 DRAWN = SamplingParams(temperature=1.0, n=2, max_tokens=24, ignore_eos=True)
 PROMPTS = mixed_prompts(10, 60, seed=3)
 PARAMS = [GREEDY if index % 2 else DRAWN for index in range(len(PROMPTS))]
-# So few blocks that sequences are preempted to each other.
+# So few blocks that sequences are preempted.
 SETTINGS: dict[str, Any] = {
     "num_blocks": 30,
     "max_model_len": 190,

@@ -41,7 +41,7 @@ def kernels(request):
     return made
 
 
-@pytest.mark.skipif(not HAS_AMX, reason="the processor has no matrix unit to compare with")
+@pytest.mark.skipif(not HAS_AMX, reason="the processor has no AMX to compare with")
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -225,7 +225,7 @@ def float32_error(kernels: PackedKernels, num_inputs: int, num_outputs: int) -> 
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
-def test_float32_by_the_matrix_unit_is_as_exact_as_by_float32_instructions(kernels, num_inputs, num_outputs):
+def test_float32_by_amx_is_as_exact_as_by_float32_instructions(kernels, num_inputs, num_outputs):
     """A chain of steps as long as the inputs, against one that oneDNN cuts as it likes: within twice of each other."""
     ours, onednns = (float32_error(each, num_inputs, num_outputs) for each in (kernels, PackedKernels()))
     assert ours < 2 * onednns
@@ -265,7 +265,7 @@ def test_rows_may_be_a_view_and_may_be_none(kernels, dtype):
     assert kernels.linear(x[:0], packed, None).shape == (0, 64)
 
 
-def test_without_the_matrix_unit_products_are_onednns(kernels):
+def test_without_amx_products_are_onednns(kernels):
     library = dataclasses.replace(library_for(NATIVE), has_amx=False)
     assert CpuKernels(library).pack(numbers(64, 64, dtype=torch.bfloat16)).is_mkldnn
     assert PackedKernels().pack(numbers(64, 64, dtype=torch.float32)).is_mkldnn

@@ -95,11 +95,11 @@ def test_transfers_may_finish_in_any_order():
 def test_a_transfer_finishes_once_and_not_before_its_step_is_handed_out():
     transfers = Transfers(EndlessShelf(A))
     load(transfers, [A], [7])
-    with pytest.raises(AssertionError, match=r"transfer 1 is not under way: \[\]"):
+    with pytest.raises(AssertionError, match=r"transfer 1 is not in flight: \[\]"):
         transfers.finish(1)
     transfers.take()
     transfers.finish(1)
-    with pytest.raises(AssertionError, match=r"transfer 1 is not under way: \[\]"):
+    with pytest.raises(AssertionError, match=r"transfer 1 is not in flight: \[\]"):
         transfers.finish(1)
 
 

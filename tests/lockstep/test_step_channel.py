@@ -209,7 +209,7 @@ def test_bytes_that_are_no_frame_are_a_damaged_message_on_either_end():
         assert error_of(LostMessageError, leader.collect, 1).startswith("rank 0 cannot read what rank 1 sent")
 
 
-# Last words.
+# A rank that leaves says why.
 
 
 def test_a_ranks_last_words_are_heard_after_it_left():

@@ -132,7 +132,7 @@ def test_the_comparison_sees_layers_that_were_joined_otherwise(change: Any):
     ("why", "model_config", "arguments"),
     [
         ("a norm of queries and keys", replace(PLAIN, has_qk_norm=True), {}),
-        ("no matrix unit", PLAIN, {"instruction_set": WITHOUT_AMX}),
+        ("no AMX", PLAIN, {"instruction_set": WITHOUT_AMX}),
         ("a product that does not fit the unit", replace(PLAIN, intermediate_size=104), {}),
         ("another attention", PLAIN, {"backend": SdpaBackend()}),
         ("a group without shared memory", PLAIN, {"group": GroupHandle((0, 1), 0, None)}),

@@ -202,7 +202,7 @@ def test_nothing_is_brought_where_it_would_leave_less_than_the_watermark():
     assert run.step() == [Row(2, 0, 0, 13, 1)], "alone it may run all the same"
 
 
-def test_one_that_runs_alone_waits_for_the_blocks_that_a_transfer_holds_and_does_not_give_way():
+def test_one_that_runs_alone_waits_for_the_blocks_that_a_transfer_holds_and_is_not_preempted():
     run = evicted_run(num_blocks=8, transfer_steps=9)
     run.admit(11, max_tokens=12)
     run.step()

@@ -1,5 +1,5 @@
 """What requests find in the cache, step by step: blocks of the same beginning, of the same step, of earlier answers,
-and of their own from before they was preempted.
+and of their own from before they were preempted.
 
 A row of a step is (request, sample, first token, tokens, samples): what was found is what a row does not begin with.
 Blocks hold 4 tokens. That what was found holds the right contents is checked in every step (`visible_cache.py`).

@@ -83,7 +83,7 @@ def test_a_half_computed_prompt_gives_way_like_any_other():
     assert run.steps(2) == [[Row(1, 0, 0, 4, 0)], [Row(1, 0, 4, 4, 0)]]
 
 
-def test_only_as_many_give_way_as_the_step_needs():
+def test_only_as_many_are_preempted_as_the_step_needs():
     run = started(Run(num_blocks=6), 4, 4, 16)
     run.admit(1)
     run.step()
@@ -181,7 +181,7 @@ class WatchedRun(Run):
     def _check(self, before: dict, victims: list) -> None:
         most = max(before.values())
         first_with_most = min(key for key in before if before[key] == most)
-        assert first_with_most not in victims, f"{first_with_most} gave way with {most} computed tokens"
+        assert first_with_most not in victims, f"{first_with_most} was preempted with {most} computed tokens"
         # Those who stayed would have lost more, or as much and come first.
         assert max((before[key], tuple(-each for each in key)) for key in victims) < min(
             (before[key], tuple(-each for each in key)) for key in before if key not in victims
@@ -191,7 +191,7 @@ class WatchedRun(Run):
 @settings(max_examples=150)
 @given(limits, operations)
 def test_the_most_computed_work_never_gives_way_while_others_run(limits: dict[str, Any], operations: list[Operation]):
-    # With several steps in flight, those whose tokens are being sampled do not are preempted either.
+    # With several steps in flight, those whose tokens are being sampled are not preempted either.
     play(new_run({**limits, "virtual_engines": 1}, WatchedRun), operations)
 
 
@@ -215,7 +215,7 @@ def test_the_property_sees_other_victims(monkeypatch: pytest.MonkeyPatch, choose
     assert run.num_seen > 3
 
 
-# What is left free, so that those who run do not are preempted at once.
+# What is left free, so that those who run are not preempted at once.
 
 
 def test_who_joins_leaves_a_block_for_each_that_runs():

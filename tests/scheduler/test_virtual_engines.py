@@ -1,4 +1,4 @@
-"""Several steps in flight: who may go on, who may are preempted, and that nobody's answer depends on it."""
+"""Several steps in flight: who may go on, who may be preempted, and that nobody's answer depends on it."""
 
 import random
 
@@ -55,9 +55,9 @@ def test_the_pieces_of_a_prompt_follow_one_another_without_waiting():
     assert [run.step() for _ in range(3)] == [[(0, 0, 0, 8, 0)], [(0, 0, 8, 8, 0)], [(0, 0, 16, 4, 1)]]
 
 
-def test_a_sequence_whose_token_is_being_sampled_does_not_go_on_and_does_not_give_way():
+def test_a_sequence_whose_token_is_being_sampled_does_not_go_on_and_is_not_preempted():
     run = started(2, 2, num_blocks=7, max_model_len=24)
-    # Both fill their blocks together; one has to are preempted while the other's token is in flight.
+    # Both fill their blocks together; one has to be preempted while the other's token is in flight.
     run.finish(by_place)
     assert run.scheduler.counters.num_preemptions > 0
     for request in (0, 1):

@@ -31,7 +31,7 @@ def doctor(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Of a run that is in flight."""
+    """Of a run that has not ended."""
     with StepStatsWriter(tmp_path / STEP_STATS_NAME) as writer:
         for stats in STEPS:
             writer.write(stats)
