@@ -5,7 +5,7 @@ other limits sample the same ids in other steps.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +17,8 @@ from spmd_worker.lockstep.difference import Record
 from spmd_worker.lockstep.digest import ChainedDigest
 from spmd_worker.lockstep.wire.codec import Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
-from spmd_worker.replay.step_log import StepLogHeader, StepLogWriter
+from spmd_worker.replay.replay import Replay, read_messages
+from spmd_worker.replay.step_log import StepLogHeader, StepLogWriter, read_step_log
 from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
@@ -251,3 +252,23 @@ def write_pressure_log(path: Path, **changes: object) -> LoggedRun:
 def is_aborted(group: SequenceGroup) -> bool:
     """Whether any sample ended by an abort."""
     return any(sequence.finish_reason is FinishReason.ABORT for sequence in group.sequences)
+
+
+def replay_all(path: Path) -> Replay:
+    log = read_step_log(path)
+    replay = Replay(log.header, tokenizer=None)
+    for _ in replay.steps(log.messages()):
+        replay.scheduler.check_integrity()
+    return replay
+
+
+def rewrite(source: Path, target: Path, change: Callable[[StepMessage], StepMessage | None]) -> Path:
+    """A log whose messages `change` may alter or leave out, well coded all the same: rank 0 wrote it so."""
+    log = read_step_log(source)
+    encoder = Encoder()
+    with StepLogWriter(target, log.header) as writer:
+        for message in read_messages(log.messages()):
+            changed = change(message)
+            if changed is not None:
+                writer.write(encoder.encode(changed))
+    return target

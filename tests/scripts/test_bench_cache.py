@@ -15,12 +15,12 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    return import_module("bench_runtime")
+    return import_module("control_path.cache")
 
 
 @pytest.mark.matrix
 def test_it_prints_a_row_for_each_state_and_operation_and_ends_in_one_json_line(bench, capsys):
-    code = bench.main(["cache", "--blocks", "1000,2000", "--rounds", "20"])
+    code = import_module("bench_runtime").main(["cache", "--blocks", "1000,2000", "--rounds", "20"])
     *rows, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     # Which of the two it is, is a matter of time.
