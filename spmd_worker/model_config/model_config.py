@@ -181,11 +181,6 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     return ModelFiles(model_config_of(config, path), generation, digest)
 
 
-def read_model_config(model_folder: Path) -> ModelConfig:
-    """`read_model_files` for those who need no more."""
-    return read_model_files(model_folder).model_config
-
-
 def _json_object(text: bytes, path: Path) -> dict[str, Any]:
     """The object that `path` must hold. Raises ModelConfigError naming the file."""
     try:

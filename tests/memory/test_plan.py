@@ -12,7 +12,7 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_config
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_files
 from spmd_worker.resolved import ResolvedRun, resolve
 
 
@@ -119,6 +119,6 @@ def test_a_plan_reads_nothing_but_the_config_file(tmp_path: Path):
     config = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 50, "hidden_size": 8, "intermediate_size": 16}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    text = describe_plan(make_plan(resolved(run(device="cuda"), read_model_config(tmp_path), 2)))
+    text = describe_plan(make_plan(resolved(run(device="cuda"), read_model_files(tmp_path).model_config, 2)))
     assert "Qwen2ForCausalLM" in text
     assert "measured when the run starts" in text

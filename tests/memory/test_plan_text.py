@@ -11,7 +11,7 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_config
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.resolved import ResolvedRun, resolve
 
 GIB = 2**30
@@ -36,7 +36,7 @@ LLAMA_8B = {
 @pytest.fixture
 def model_config(tmp_path: Path) -> ModelConfig:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    return read_model_config(tmp_path)
+    return read_model_files(tmp_path).model_config
 
 
 @pytest.fixture(autouse=True)

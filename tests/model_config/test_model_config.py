@@ -18,7 +18,7 @@ from spmd_worker.model_config.model_config import (
     ModelConfig,
     RopeParameters,
     model_config_of,
-    read_model_config,
+    read_model_files,
 )
 
 MODEL_TYPES = {
@@ -114,7 +114,7 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(
     """A Mistral config without `sliding_window` or `num_key_value_heads` once ran without window, with 32 heads."""
     keys = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture], **extra}
     theirs = AutoConfig.from_pretrained(write_folder(tmp_path, **keys))
-    ours = read_model_config(tmp_path)
+    ours = read_model_files(tmp_path).model_config
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_size == (getattr(theirs, "head_dim", None) or 64 // 32)
     assert ours.rms_norm_eps == theirs.rms_norm_eps
@@ -184,12 +184,12 @@ def test_yarn_takes_the_length_and_factor_that_are_left_out_from_the_others():
 
 
 def test_end_of_sequence_ids_of_generation_config_replace_those_of_config(tmp_path: Path):
-    assert read_model_config(write_folder(tmp_path / "1", eos_token_id=3)).eos_token_ids == (3,)
-    assert read_model_config(write_folder(tmp_path / "2", {"eos_token_id": [4, 5]}, eos_token_id=3)).eos_token_ids == (
-        4,
-        5,
-    )
-    assert read_model_config(write_folder(tmp_path / "3", {"top_p": 0.5}, eos_token_id=3)).eos_token_ids == (3,)
+    def ids(name: str, generation: dict[str, Any] | None = None) -> tuple[int, ...]:
+        return read_model_files(write_folder(tmp_path / name, generation, eos_token_id=3)).model_config.eos_token_ids
+
+    assert ids("1") == (3,)
+    assert ids("2", {"eos_token_id": [4, 5]}) == (4, 5)
+    assert ids("3", {"top_p": 0.5}) == (3,)
 
 
 def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
@@ -199,7 +199,7 @@ def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
 
 def error_result(folder: Path) -> str:
     with pytest.raises(ModelConfigError) as caught:
-        read_model_config(folder)
+        read_model_files(folder)
     return str(caught.value)
 
 

@@ -27,7 +27,7 @@ from reference_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from spmd_worker.model_config.model_config import ModelConfig, RopeParameters, read_model_config
+from spmd_worker.model_config.model_config import ModelConfig, RopeParameters, read_model_files
 
 TOLERANCE = 1e-4
 # Around the block size of 16, beyond every window, and (the last) beyond the 48 positions of the dynamic checkpoints.
@@ -125,7 +125,7 @@ BREAKS: list[tuple[str, str, Break]] = [
 @pytest.mark.parametrize(("name", "what", "break_it"), BREAKS, ids=[f"{name}: {what}" for name, what, _ in BREAKS])
 def test_the_comparison_sees_a_model_that_is_read_wrongly(name: str, what: str, break_it: Break):
     folder = checkpoint_folder(name)
-    logits = prompt_logits(load_model(folder, break_it(read_model_config(folder))), PROMPTS)
+    logits = prompt_logits(load_model(folder, break_it(read_model_files(folder).model_config)), PROMPTS)
     assert worst_error(name, logits) > TOLERANCE, what
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from logged_run import HEADER, LoggedRun, pressure_events, request, write_log, write_pressure_log
+from tools_main import tool
 
 from spmd_worker.replay.history import RowHistory
 from spmd_worker.replay.replay import Replay
@@ -22,11 +23,12 @@ Script = Callable[..., str]
 @pytest.fixture
 def run_script(capsys: pytest.CaptureFixture[str]) -> Script:
     """What spmd_worker.tools.replay prints with these arguments; it must end well."""
-    main = import_module("spmd_worker.tools.replay").main
+    replay = tool("replay", capsys)
 
     def run(*arguments: object) -> str:
-        assert main([str(argument) for argument in arguments]) == 0
-        return capsys.readouterr().out
+        code, output, _ = replay(*arguments)
+        assert code == 0
+        return output
 
     return run
 
