@@ -2,8 +2,8 @@
 
 Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, `initialize_cache`,
 `initialize_host_tier` if at all, `compile_or_warm_up_model`, then for each step `execute_model` and, when that returned
-nothing, `sample_tokens`; between two steps `prepare_event` and, after the next step, `end_event`; `shutdown` last. Names
-follow vLLM's. Imports no torch when it runs, so that a process can learn its environment before torch reads it.
+nothing, `sample_tokens`; between two steps `prepare_event` and, after the next step, `end_event`; `shutdown` last.
+Names follow vLLM's. Imports no torch when it runs, so that a process can learn its environment before torch reads it.
 
 A worker event NAME is up to three methods of the worker, its own or an extension's:
 
