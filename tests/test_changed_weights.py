@@ -75,7 +75,7 @@ def test_weights_changed_on_two_ranks_answer_as_a_checkpoint_with_the_change(
     checkpoint: str, layout: str, instruction_set: str, dtype: str
 ):
     arguments = [*folders(checkpoint, ALL), dtype, layout, instruction_set]
-    done = ranks.run_forked([ranks.REPOSITORY / "tests/changed_weights.py", *arguments], 2, timeout_s=120)
+    done = ranks.run_forked([ranks.REPOSITORY / "tests/changed_weights.py", *arguments], 2, timeout_s=240)
     assert done.returncode == 0, done.output
 
 

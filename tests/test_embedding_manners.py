@@ -40,7 +40,7 @@ from spmd_worker.errors import ConfigError, ModelConfigError, RankFailedError, R
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 PROMPTS = ["copy a b c =", "reverse d e f g =", "sort 21 87 57 ="]
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 SETTLE_S = 20.0
 
 Check = Callable[[], None]

@@ -38,7 +38,7 @@ BUDGETS = (0.9, 0.5, 0.7, 0.6)
 MEMORY_BYTES = 16 << 20
 """What each rank is told its machine has, so that budgets and not need decide on the number of blocks."""
 LOGPROB_TOLERANCE = 1e-4
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 Report = dict[str, Any]
 

@@ -19,7 +19,7 @@ import launch
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-START_S = 90.0
+START_S = 240.0
 DEMO = [f"model.path={MODEL}", "cache.num_blocks=512", "device=cpu"]
 SMALL_CACHE = (
     "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 256: "

@@ -176,7 +176,7 @@ llm.close()
 
 def test_a_rank_that_never_makes_the_call_is_named_and_the_engine_answers_nothing_more():
     """It once was an error of gloo's, which named nobody."""
-    done = ranks.run_ranks(WITHOUT_RANK_1, 2, timeout_s=120, arguments=[checkpoint_folder("llama3")])
+    done = ranks.run_ranks(WITHOUT_RANK_1, 2, timeout_s=240, arguments=[checkpoint_folder("llama3")])
     assert done.returncode == 0, done.output
     first, second = done.stdout.splitlines()
     assert first.startswith("RankFailedError: rank 1 is gone: "), done.output

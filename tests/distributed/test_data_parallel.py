@@ -231,7 +231,7 @@ with LLM(folder, data_parallel_size=2, **settings) as llm:
 @pytest.mark.matrix
 def test_a_world_twice_as_large_has_two_engines_with_replicas_and_prompts_of_their_own(tmp_path: Path):
     folder = checkpoint_folder("llama3")
-    done = ranks.run_ranks(SEVERAL, 4, timeout_s=120, arguments=[folder, json.dumps(SETTINGS), tmp_path])
+    done = ranks.run_ranks(SEVERAL, 4, timeout_s=240, arguments=[folder, json.dumps(SETTINGS), tmp_path])
     assert done.returncode == 0, done.output
     answers = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert answers[0] == answers[1]
@@ -267,6 +267,6 @@ except Exception as error:
 
 @pytest.mark.matrix
 def test_a_replica_that_hangs_is_named_after_the_timeout(tmp_path: Path):
-    done = ranks.run_ranks(SILENT, 2, timeout_s=60, arguments=[checkpoint_folder("llama3"), json.dumps(SETTINGS)])
+    done = ranks.run_ranks(SILENT, 2, timeout_s=240, arguments=[checkpoint_folder("llama3"), json.dumps(SETTINGS)])
     assert done.returncode != 0
     assert "rank 0: RankFailedError: replica 1 is silent: no sign of life in 2 s" in done.stdout, done.output

@@ -18,7 +18,7 @@ from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.replay.step_log import read_step_log
 
 PLANTS = Path(__file__).with_name("plants.py")
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 STRESSED = ("seed", "prompt_seed", "dropped_message")
 NUM_ROWS = 4
 

@@ -22,7 +22,7 @@ from spmd_worker.distributed.topology import Stage
 from spmd_worker.kernels.cpu import layers
 from spmd_worker.model_config.model_config import ModelConfig
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
 
 UNFUSED = {
