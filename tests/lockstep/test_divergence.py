@@ -202,7 +202,7 @@ def test_a_rank_that_hangs_in_a_collective_ends_soon_after_the_launcher_wants_it
             dist.all_reduce(torch.ones(1), group=hanging)
         time.sleep(60)
     """
-    done = ranks.run_ranks(source, 3, 60.0, under_torchrun=True)
+    done = ranks.run_ranks(source, 3, 240.0, under_torchrun=True)
     assert sorted(re.findall(r"exitcode +: (\S+) ", done.stderr)) == ["143", "143", "3"], done.output
 
 
@@ -285,7 +285,7 @@ def check_torchrun(name: str, folder: Path, num_ranks: int) -> None:
         os._exit(exit_code)
     """
     path = os.pathsep.join(map(str, (PLANTS.parent, ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
-    done = ranks.run_ranks(source, num_ranks, 60.0, [name, folder], env={"PYTHONPATH": path}, under_torchrun=True)
+    done = ranks.run_ranks(source, num_ranks, 240.0, [name, folder], env={"PYTHONPATH": path}, under_torchrun=True)
     assert done.returncode == 1, done.output
     assert len(re.findall(r"exitcode +: 70 ", done.stderr)) == num_ranks, done.output
     assert "exitcode  : -15" not in done.stderr, done.output
