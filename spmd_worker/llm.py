@@ -76,6 +76,7 @@ class LLM:
         enable_chunked_prefill: bool = True,
         load_format: str = "auto",
         logprobs_mode: str = "raw_logprobs",
+        allow_nonfinite: bool = False,
         distributed_executor_backend: str = "auto",
         worker_cls: str | None = None,
         worker_extension_cls: str | None = None,
@@ -100,7 +101,7 @@ class LLM:
         executor = _given(timeout_s=timeout_s, worker_cls=worker_cls, worker_extension_cls=worker_extension_cls)
         path = os.fspath(model) if isinstance(model, os.PathLike) else model
         config = RunConfig(
-            model=ModelOptions(path, dtype, max_model_len, load_format, logprobs_mode),
+            model=ModelOptions(path, dtype, max_model_len, load_format, logprobs_mode, allow_nonfinite),
             parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers),
             executor=ExecutorConfig(backend=distributed_executor_backend, **executor),
             cache=CacheConfig(**cache),

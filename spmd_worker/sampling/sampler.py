@@ -3,7 +3,8 @@
 Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by
 inverting the cumulative distribution with one counter-based uniform a row. Only rows that need whole vocabularies
 (filters, penalties, log-probabilities) have their logits gathered. A row's token depends on its own logits, parameters
-and key alone.
+and key alone. A row with a logit that is NaN or infinite, or with none above minus infinity, gets `NON_FINITE` in place
+of an id; every rank says so of the same rows, because each looks at the largest logits of all shards.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
@@ -24,6 +25,7 @@ from spmd_worker.sampling.processors import process_logits
 from spmd_worker.sampling.random import uniforms
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.sampled import NON_FINITE
 
 Value = TypeVar("Value")
 
@@ -78,7 +80,8 @@ class Sampler:
         """As `sample` for rows that are all plainly greedy, given each row's largest logit of this rank, [R], and its
         column in this rank's shard.
         """
-        return Sampled(tuple(self._best(values, columns, self._group)[1].long().tolist()), ())
+        best_values, best_ids = self._best(values, columns, self._group)
+        return Sampled(tuple(_where_finite(best_values, best_ids).tolist()), ())
 
     def gather(self, logits: Tensor) -> Tensor:
         """[K, Vs] on each rank -> float32 [K, V] on every rank; a new tensor that may be changed."""
@@ -89,7 +92,9 @@ class Sampler:
 
     def _sample_whole(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[K, V] on every rank: each computes the same, so nothing is exchanged."""
-        wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs]
+        # Before they are processed: a row may forbid every token that it has.
+        is_finite = self._kernels.largest(logits)[0].isfinite().tolist()
+        wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs and is_finite[index]]
         reported = log_softmax(logits[wants]) if wants and self._logprobs_mode == "raw_logprobs" else None
         process_logits(logits, rows, self._eos_token_ids)
         for values, row in zip(logits, rows, strict=True):
@@ -100,18 +105,23 @@ class Sampler:
         if wants and reported is None:
             reported = log_softmax(logits[wants] / _temperatures([rows[index] for index in wants], logits.device))
         alone = GroupHandle(ranks=(0,), rank=0, group=None)
-        chosen = self._choose(logits, rows, alone)
+        ids = self._choose(logits, rows, alone, forbidden_id=0)
+        chosen = [token_id if finite else NON_FINITE for token_id, finite in zip(ids, is_finite, strict=True)]
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         for place, index in enumerate(wants):
             assert reported is not None, wants
             logprobs[index] = token_logprobs(reported[place], chosen[index], rows[index].sampling.logprobs or 0)
         return Sampled(tuple(chosen), tuple(logprobs))
 
-    def _choose(self, logits: Tensor, rows: list[SampleRow], group: GroupHandle) -> list[int]:
-        """Greedy or by inverting the cumulative distribution; `logits` are shards, or whole for a group of one."""
+    def _choose(
+        self, logits: Tensor, rows: list[SampleRow], group: GroupHandle, forbidden_id: int = NON_FINITE
+    ) -> list[int]:
+        """Greedy or by inverting the cumulative distribution; `logits` are shards, or whole for a group of one.
+
+        `forbidden_id` is for rows without a finite largest logit, which have no distribution to draw from.
+        """
         best_values, best_ids = self._best(*self._kernels.largest(logits), group)
-        chosen: list[int] = best_ids.long().tolist()
-        # A row all of whose tokens are forbidden, or whose model overflowed, has no distribution to draw from.
+        chosen: list[int] = _where_finite(best_values, best_ids, forbidden_id).tolist()
         is_drawable = best_values.isfinite().tolist()
         drawn = [index for index, row in enumerate(rows) if is_drawable[index] and not row.sampling.is_greedy]
         if drawn:
@@ -153,6 +163,11 @@ def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHa
     candidates = group.all_gather(found)
     owner = owner.clamp(max=group.size - 1).unsqueeze(0)
     return [int(token_id) for token_id in candidates.gather(0, owner).squeeze(0).tolist()]
+
+
+def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> Tensor:
+    """Int64 [R]: ids, but `otherwise` where the value is not finite."""
+    return torch.where(values.isfinite(), ids.long(), otherwise)
 
 
 def _temperatures(rows: list[SampleRow], device: torch.device) -> Tensor:

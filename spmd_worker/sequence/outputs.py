@@ -1,7 +1,10 @@
 """What a caller gets back: requests and their completions, in the field's usual names."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+NON_FINITE_LOGITS: Final = "non_finite_logits"
+"""`RequestOutput.error_code` where the model's logits were NaN or infinite."""
 
 
 class Logprob(NamedTuple):
@@ -35,7 +38,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its completions. A request that was refused has `error` and no outputs."""
+    """A request with its completions. One that was refused, or could not be answered to its end, has `error`, what is
+    the matter, `error_code`, its kind in one word, and no outputs.
+    """
 
     request_id: str
     prompt: str | None
@@ -45,3 +50,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_code: str | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
 from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.coverage import check_coverage
@@ -42,11 +43,13 @@ def load_weights(
     checkpoint: Checkpoint,
     *,
     ignorable: Callable[[str], bool] = nothing_ignorable,
+    allows_nonfinite: bool = False,
 ) -> LoadReport:
     """Fill every parameter of `model` from the checkpoint, converting to the parameters' dtypes.
 
     Holds at most 16 MB of file data at a time. Raises CheckpointError before anything is touched when names,
-    shapes, dtypes or coverage are wrong; and, halfway, when a file cannot be read.
+    shapes, dtypes or coverage are wrong; and, halfway, when a file cannot be read, or, unless `allows_nonfinite`, for
+    an element that is NaN or infinite in the parameter's dtype.
     """
     start_s, num_bytes_before = time.perf_counter(), checkpoint.num_bytes_read
     parameters = parameters_by_name(model)
@@ -55,7 +58,7 @@ def load_weights(
     for piece in slices:
         checkpoint.dtype(piece.checkpoint_name)
     for piece in sorted(wanted, key=lambda piece: (checkpoint.position(piece.checkpoint_name), piece.source)):
-        _load_slice(parameters[piece.parameter_name], piece, checkpoint)
+        _load_slice(parameters[piece.parameter_name], piece, checkpoint, allows_nonfinite)
     fill_paddings(parameters, paddings)
     num_tensors = len({piece.checkpoint_name for piece in wanted})
     return LoadReport(num_tensors, checkpoint.num_bytes_read - num_bytes_before, time.perf_counter() - start_s)
@@ -87,9 +90,32 @@ def fill_paddings(parameters: Mapping[str, nn.Parameter], paddings: Sequence[Pad
             parameters[padding.parameter_name].data[tuple(slice(*bounds) for bounds in padding.destination)].zero_()
 
 
-def _load_slice(parameter: nn.Parameter, piece: WeightSlice, checkpoint: Checkpoint) -> None:
+def _load_slice(parameter: nn.Parameter, piece: WeightSlice, checkpoint: Checkpoint, allows_nonfinite: bool) -> None:
     name = piece.checkpoint_name
     max_elements = _BLOCK_BYTES // checkpoint.dtype(name).itemsize
     for block in split_region(piece.checkpoint_shape, piece.source, max_elements):
         destination = move_block(block, piece.source, piece.destination)
-        copy_region(parameter, destination, checkpoint.read(name, block))
+        values = checkpoint.read(name, block)
+        if not allows_nonfinite and not is_finite(values, parameter.dtype):
+            raise CheckpointError(_describe_nonfinite(checkpoint, name, block, values, parameter.dtype))
+        copy_region(parameter, destination, values)
+
+
+def is_finite(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether every element, rounded to `dtype`, is a finite number."""
+    # Bounds are NaN where an element is, and are rounded as the elements will be.
+    return values.numel() == 0 or bool(torch.stack(values.aminmax()).to(dtype).isfinite().all())
+
+
+def _describe_nonfinite(
+    checkpoint: Checkpoint, name: str, block: Rectangle, values: torch.Tensor, dtype: torch.dtype
+) -> str:
+    troubles = values.to(dtype).isfinite().logical_not().nonzero()
+    index = [start + offset for (start, _), offset in zip(block, troubles[0].tolist(), strict=True)]
+    value = float(values[tuple(troubles[0].tolist())])
+    file_name, _ = checkpoint.position(name)
+    return (
+        f"{checkpoint.folder / file_name}: tensor {name!r} has {value:g} at {index}, which is not finite in {dtype}: "
+        f"the file is damaged or its training diverged; set model.allow_nonfinite=true to load it all the same (rows "
+        f"whose logits are not finite are error rows), or another model.dtype where the value is only too large"
+    )

@@ -101,7 +101,14 @@ class Worker(WorkerBase):
             fill_dummy(model, slices, paddings)
         else:
             with Checkpoint.open(self.resolved.model_folder) as checkpoint:
-                report = load_weights(model, slices, paddings, checkpoint, ignorable=model.is_ignorable)
+                report = load_weights(
+                    model,
+                    slices,
+                    paddings,
+                    checkpoint,
+                    ignorable=model.is_ignorable,
+                    allows_nonfinite=self.config.model.allow_nonfinite,
+                )
             logger.info(
                 "loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds
             )

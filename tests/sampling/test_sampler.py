@@ -16,6 +16,7 @@ from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
+from spmd_worker.sequence.sampled import NON_FINITE
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 VOCAB_SIZE = 211
@@ -128,14 +129,8 @@ def test_the_largest_of_each_shard_gives_what_all_its_logits_give(size: int):
     logits = (2 * torch.randn(60, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).round()
     logits[3] = -torch.inf
 
-    def run(group: GroupHandle) -> Sampled:
-        shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
-        mine = torch.full((len(logits), shard.size), -torch.inf)
-        mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
-        return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample_argmax(*mine.max(dim=1))
-
     expected = whole(logits, [row(temperature=0)] * len(logits))
-    assert on_ranks(size, run) == [expected] * size
+    assert on_ranks(size, lambda group: argmax_of(group, logits)) == [expected] * size
     # Negative control: without the shards' beginnings, or with the last of equal values, other ids come out.
     last = VOCAB_SIZE - 1 - logits.flip(1).argmax(dim=1)
     assert tuple(last.tolist()) != expected.token_ids
@@ -286,15 +281,43 @@ def test_no_parameters_lead_outside_the_vocabulary(mode: str, logprobs: int | No
         assert [each.token_ids for each in sharded(logits, rows, size, mode)] == [sampled.token_ids] * size
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_logits_of_a_model_that_overflowed_lead_nowhere_else_either(value: float):
+@pytest.mark.parametrize("part", [slice(0, 1), slice(50, 53), slice(VOCAB_SIZE - 1, VOCAB_SIZE), slice(0, VOCAB_SIZE)])
+def test_a_row_whose_logits_are_not_finite_gets_no_id_on_any_rank_and_its_neighbours_theirs(
+    part: slice, value: float, size: int
+):
     logits, rows = mixed(len(KINDS))
-    logits[:, 50:] = value
-    neighbours, _ = mixed(len(KINDS))
-    token_ids = whole(torch.cat((logits, neighbours)), rows + rows).token_ids
-    assert all(0 <= token < VOCAB_SIZE for token in token_ids)
-    assert token_ids[len(KINDS) :] == whole(neighbours, rows).token_ids, "the rows beside it are as they were"
-    assert sharded(logits, rows, 2)[0].token_ids == sharded(logits, rows, 2)[1].token_ids
+    clean = whole(logits.clone(), rows)
+    neighbours = logits.clone()
+    logits[:, part] = value
+    sampled = sharded(torch.cat((logits, neighbours)), rows + rows, size)
+    assert sampled == sampled[:1] * size
+    token_ids, logprobs = sampled[0].token_ids, sampled[0].logprobs
+    # Of tokens that are impossible there may be some: those that are left are chosen from.
+    is_left = value == -float("inf") and part != slice(0, VOCAB_SIZE)
+    assert [token == NON_FINITE for token in token_ids[: len(KINDS)]] == [not is_left] * len(KINDS)
+    assert is_left or logprobs[: len(KINDS)] == (None,) * len(KINDS)
+    assert token_ids[len(KINDS) :] == clean.token_ids, "the rows beside it are as they were"
+    argmaxes = on_ranks(size, lambda group: argmax_of(group, torch.cat((logits, neighbours))))
+    greedy = [row(temperature=0)] * (2 * len(KINDS))
+    assert argmaxes == [whole(torch.cat((logits, neighbours)), greedy)] * size
+
+
+def argmax_of(group: GroupHandle, logits: torch.Tensor) -> Sampled:
+    """What `sample_argmax` says of a rank's shard."""
+    shard = VocabularyShard(VOCAB_SIZE, group.size, group.rank)
+    mine = torch.full((len(logits), shard.size), -torch.inf)
+    mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
+    return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample_argmax(*mine.max(dim=1))
+
+
+def test_the_tests_see_a_sampler_that_takes_what_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampler_module, "_where_finite", lambda values, ids, otherwise=-1: ids.long())
+    with pytest.raises(AssertionError):
+        test_a_row_whose_logits_are_not_finite_gets_no_id_on_any_rank_and_its_neighbours_theirs(
+            slice(0, 1), float("nan"), 1
+        )
 
 
 def test_a_row_is_uniform_where_it_is_as_hot_as_can_be():
