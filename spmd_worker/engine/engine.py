@@ -186,7 +186,8 @@ class LLMEngine:
         request_id = RequestId(self.num_requests)
         row = self.num_requests if index is None else whole_number("index", index)
         stream = random_stream(self.config.seed, sampling.seed, custom_id, row)
-        request = Request(request_id, tuple(prompt_token_ids), sampling, stream)
+        regime = self.model_config.rope_regime(len(prompt_token_ids))
+        request = Request(request_id, tuple(prompt_token_ids), sampling, stream, regime)
         self.num_requests += 1
         self._prompts[request_id] = prompt
         self._events.append(Admit(request))

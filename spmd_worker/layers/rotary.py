@@ -5,7 +5,11 @@ Computed once a step for all layers. Knows positions; knows nothing about querie
 With `dynamic` scaling (NTK) the base depends on how long the sequence is when a token is computed. To keep the promise
 that a row's answer depends on the row alone, a token's base is a function of its position and its row's prompt length
 only: the prompt's tokens take the base of the whole prompt, each later token the base of the length it makes. That is
-also what Hugging Face's models do when they compute a prompt whole and then one token at a time.
+also what Hugging Face's models do when they compute a prompt whole and then one token at a time, so a row that grows
+past the model's own length while it decodes has the keys that it has there: those before the crossing stay as they are.
+
+What angles depend on besides positions is the row's regime (`ModelConfig.rope_regime`) and nothing else, because the
+names of cached blocks hold the regime and nothing else of a row but its tokens.
 
 T: tokens of the step; D: head size.
 """
@@ -26,16 +30,16 @@ class RotaryEmbedding:
         self._frequencies = inverse_frequencies(rope, head_size).to(device)
         self._amplitude = attention_factor(rope)
 
-    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """int64 [T] positions and prompt lengths -> cosines and sines [T, D / 2] in `dtype`, computed in float32."""
-        turns = positions.float().unsqueeze(1) * self._frequencies_at(positions, prompt_lengths)
+    def angles(self, positions: Tensor, regimes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """int64 [T] positions and regimes -> cosines and sines [T, D / 2] in `dtype`, computed in float32."""
+        turns = positions.float().unsqueeze(1) * self._frequencies_at(positions, regimes)
         return (turns.cos() * self._amplitude).to(dtype), (turns.sin() * self._amplitude).to(dtype)
 
-    def _frequencies_at(self, positions: Tensor, prompt_lengths: Tensor) -> Tensor:
+    def _frequencies_at(self, positions: Tensor, regimes: Tensor) -> Tensor:
         """[D / 2], or [T, D / 2] where tokens differ."""
         if self._rope.rope_type != "dynamic":
             return self._frequencies
-        lengths = torch.maximum(positions + 1, prompt_lengths).clamp(min=self._max_positions).double()
+        lengths = torch.maximum(positions + 1, regimes).clamp(min=self._max_positions).double()
         growth = self._rope.factor * lengths / self._max_positions - (self._rope.factor - 1)
         base = self._rope.rope_theta * growth ** (self._head_size / (self._head_size - 2))
         exponents = _exponents(self._head_size).to(positions.device)

@@ -129,6 +129,15 @@ class ModelConfig:
         )
         return max(self.max_position_embeddings, int(base * self.rope.factor))
 
+    def rope_regime(self, num_prompt_tokens: int) -> int:
+        """What the rotary angles of a row depend on besides positions, as one number, fixed at admission.
+
+        `dynamic` scaling: the prompt's length where that is more than the model's own, tokens: its tokens take the base
+        of the whole prompt. 0 where positions say all.
+        """
+        is_stretched = self.rope.rope_type == "dynamic" and num_prompt_tokens > self.max_position_embeddings
+        return num_prompt_tokens if is_stretched else 0
+
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied embeddings counted once."""

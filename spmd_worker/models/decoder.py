@@ -123,14 +123,15 @@ class DecoderStack(nn.Module):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        prompt_lengths: Tensor,
+        rope_regimes: Tensor,
         cache: Tensor,
         metadata: AttentionMetadata,
         incoming: Tensor | None = None,
         *,
         is_fused: bool = True,
     ) -> Tensor:
-        """int64 [T] ids, positions and lengths of the rows' prompts; `cache` [layers, blocks, ...] -> [T, hidden].
+        """int64 [T] ids, positions and their rows' regimes (`Request.rope_regime`); `cache` [layers, blocks, ...] ->
+        [T, hidden].
 
         `incoming` is what the stage before gave, and every stage but the last gives to the next: the residual stream
         [T, hidden]. It becomes this stage's own.
@@ -139,7 +140,7 @@ class DecoderStack(nn.Module):
         bits: for a step in which something is added to some of them (an adapter). It is all layers' in one call else,
         or attention and gates with what is before them.
         """
-        cos, sin = self._rotary.angles(positions, prompt_lengths, self._dtype)
+        cos, sin = self._rotary.angles(positions, rope_regimes, self._dtype)
         residual = self.embed_tokens(token_ids) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first is given the residual stream"
         x = None
@@ -181,7 +182,7 @@ class DecoderForCausalLM(nn.Module):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        prompt_lengths: Tensor,
+        rope_regimes: Tensor,
         cache: Tensor,
         metadata: AttentionMetadata,
         incoming: Tensor | None = None,
@@ -189,7 +190,7 @@ class DecoderForCausalLM(nn.Module):
         is_fused: bool = True,
     ) -> Tensor:
         """See `DecoderStack.forward`."""
-        hidden: Tensor = self.model(token_ids, positions, prompt_lengths, cache, metadata, incoming, is_fused=is_fused)
+        hidden: Tensor = self.model(token_ids, positions, rope_regimes, cache, metadata, incoming, is_fused=is_fused)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

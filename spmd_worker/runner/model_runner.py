@@ -72,7 +72,7 @@ class ModelRunner:
         batch = build_batch(scheduled, self._block_size, self._device)
         cache = self._cache_engine.device_cache
         incoming = None if self._model.stage.is_first else self._receive(len(batch.token_ids))
-        tokens = (batch.token_ids, batch.positions, batch.prompt_lengths)
+        tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
         hidden = self._model(*tokens, cache, batch.attention, incoming, is_fused=is_fused)
         if self._sampler is None:
             self._send(hidden)

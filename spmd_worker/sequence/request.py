@@ -15,12 +15,17 @@ RequestId = NewType("RequestId", int)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A row at admission. `stream` is the key of its random numbers, 64 bits (see `random_stream`)."""
+    """A row at admission. `stream` is the key of its random numbers, 64 bits (see `random_stream`).
+
+    `rope_regime` is all that its rotary angles depend on besides positions (see `ModelConfig.rope_regime`): fixed here,
+    so that whatever becomes of the row, its keys are made one way and its cached blocks named for it.
+    """
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stream: Integer65
+    rope_regime: int = 0
 
     def __post_init__(self) -> None:
         """Check what callers give. A wrong type would be found when a step's message is coded, and end every rank."""
