@@ -5,13 +5,14 @@ from typing import Any
 
 _OFFERED = {
     "LLM": "spmd_worker.llm",
+    "EngineArgs": "spmd_worker.compat.engine_args",
     "SamplingParams": "spmd_worker.sequence.sampling_params",
     "RequestOutput": "spmd_worker.sequence.outputs",
     "CompletionOutput": "spmd_worker.sequence.outputs",
     "WorkerEventError": "spmd_worker.engine.worker_events",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "WorkerEventError"]
+__all__ = ["LLM", "CompletionOutput", "EngineArgs", "RequestOutput", "SamplingParams", "WorkerEventError"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,6 @@ In a plain script one process is the whole world; in a script under torchrun eve
 rank gets every output.
 """
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -14,15 +13,8 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from spmd_worker.config.schema import (
-    CacheConfig,
-    ExecutorConfig,
-    ModelOptions,
-    ParallelConfig,
-    RunConfig,
-    SchedulerConfig,
-    checked_value,
-)
+from spmd_worker.compat.engine_args import EngineArgs, run_config
+from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
@@ -48,9 +40,10 @@ class LLM:
     forgotten, or open when the interpreter ends, is closed then.
 
     Arguments are named and mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
-    `host_tier_gib` are GiB of host memory a rank. Arguments are checked as a command line's are: ConfigError names the
-    key, as a command line has it, the value and the rule. Raises ConfigError, ModelConfigError, TokenizerError or
-    CheckpointError before anything is computed.
+    `host_tier_gib` are GiB of host memory a rank. vLLM's other keywords are taken too: docs/vllm.md says what each does
+    here, and why some are refused. Arguments are checked as a command line's are: ConfigError names the key, as a
+    command line has it, the value and the rule. Raises ConfigError, ModelConfigError, TokenizerError or CheckpointError
+    before anything is computed, TypeError for a keyword that nobody knows.
     """
 
     def __init__(
@@ -61,8 +54,8 @@ class LLM:
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
         pipeline_layers: list[int] | None = None,
-        dtype: str = "auto",
-        seed: int = 0,
+        dtype: Any = "auto",
+        seed: int | None = 0,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -71,46 +64,59 @@ class LLM:
         num_blocks: int | None = None,
         swap_space: float | None = None,
         host_tier_gib: float | None = None,
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = True,
         preemption_mode: str | None = None,
-        enable_chunked_prefill: bool = True,
+        enable_chunked_prefill: bool | None = True,
         load_format: str = "auto",
         logprobs_mode: str = "raw_logprobs",
         allow_nonfinite: bool = False,
-        distributed_executor_backend: str = "auto",
-        worker_cls: str | None = None,
-        worker_extension_cls: str | None = None,
+        distributed_executor_backend: str | type | None = "auto",
+        worker_cls: str | type | None = None,
+        worker_extension_cls: str | type | None = None,
         timeout_s: float | None = None,
         device: str = "auto",
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
-        cache = _given(
-            block_size=block_size,
-            num_blocks=num_blocks,
-            gpu_memory_utilization=gpu_memory_utilization,
-            swap_space_gib=swap_space,
-            host_tier_gib=host_tier_gib,
-            enable_prefix_caching=enable_prefix_caching,
-        )
-        scheduler = _given(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, preemption_mode=preemption_mode
-        )
-        # Checked before it is compared, here already.
-        max_num_seqs = checked_value("scheduler.max_num_seqs", max_num_seqs, int | None)
-        if max_num_seqs is not None and max_num_batched_tokens is None:
-            scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
-        executor = _given(timeout_s=timeout_s, worker_cls=worker_cls, worker_extension_cls=worker_extension_cls)
-        path = os.fspath(model) if isinstance(model, os.PathLike) else model
-        config = RunConfig(
-            model=ModelOptions(path, dtype, max_model_len, load_format, logprobs_mode, allow_nonfinite),
-            parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers),
-            executor=ExecutorConfig(backend=distributed_executor_backend, **executor),
-            cache=CacheConfig(**cache),
-            scheduler=SchedulerConfig(enable_chunked_prefill=enable_chunked_prefill, **scheduler),
-            device=device,
-            seed=seed,
-        )
+        arguments = {
+            "model": model,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "data_parallel_size": data_parallel_size,
+            "pipeline_layers": pipeline_layers,
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "swap_space": swap_space,
+            "host_tier_gib": host_tier_gib,
+            "enable_prefix_caching": enable_prefix_caching,
+            "preemption_mode": preemption_mode,
+            "enable_chunked_prefill": enable_chunked_prefill,
+            "load_format": load_format,
+            "logprobs_mode": logprobs_mode,
+            "allow_nonfinite": allow_nonfinite,
+            "distributed_executor_backend": distributed_executor_backend,
+            "worker_cls": worker_cls,
+            "worker_extension_cls": worker_extension_cls,
+            "timeout_s": timeout_s,
+            "device": device,
+            "generation_config": generation_config,
+            "override_generation_config": override_generation_config,
+        }
+        config = run_config({**arguments, **others})
         self.llm_engine: LLMEngine = start_engine(read_run(config))
         self._open()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
+        """As `LLM(**vars(engine_args))`."""
+        return cls(**vars(engine_args))
 
     def _open(self) -> None:
         # When the engine is forgotten or the interpreter ends. Process groups have threads, and torch may abort the
@@ -398,8 +404,3 @@ def _as_conversations(messages: Any) -> list[Any]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise TypeError(f"messages is a {type(messages).__name__}: give a list of messages, or a list of such lists")
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """The arguments that were given; the others keep the configuration's defaults."""
-    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,62 @@
+"""Writes docs/vllm.md, what differs from vLLM, from the tables that the code reads.
+
+python scripts/vllm_table.py [OUT.md]
+"""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
+
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
+
+HEAD = """# Names of vLLM
+
+Written by `python scripts/vllm_table.py` from the tables that the code reads; do not edit it. A script for vLLM
+0.32 runs here with `from spmd_worker import LLM, SamplingParams` in the place of vLLM's line, or fails with one of
+these sentences.
+
+## `LLM(...)`, `EngineArgs(...)`
+
+A keyword that neither knows is a TypeError that names the nearest one.
+"""
+
+TITLES = {
+    Effect.SAME: "Keywords that mean the same",
+    Effect.RENAMED: "Keywords that have another name here",
+    Effect.OURS: "Keywords that exist only here",
+    Effect.REFUSED: "Keywords that are refused, unless they ask for nothing",
+    Effect.NONE: "Keywords without effect (said once, in the log, at debug level)",
+}
+
+
+def main(arguments: list[str]) -> None:
+    target = Path(arguments[0]) if arguments else TARGET
+    target.write_text(document(), encoding="utf-8")
+
+
+def document() -> str:
+    """The whole file."""
+    return "\n".join([HEAD, *[section(effect, KEYWORDS.values()) for effect in TITLES]])
+
+
+def section(effect: Effect, rows: Iterable[Keyword]) -> str:
+    """One effect's rows; those with the same words share a line."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.effect is effect:
+            names.setdefault(words_of(row), []).append(f"`{row.name}`")
+    lines = [f"| {' '.join(found)} | {words} |" for words, found in names.items()]
+    return "\n".join([f"### {TITLES[effect]}", "", "| keyword | here |", "| --- | --- |", *lines, ""])
+
+
+def words_of(row: Keyword) -> str:
+    """The second column of a row."""
+    values = ", ".join([f"{theirs} is {ours}" for theirs, ours in row.values.items() if theirs])
+    renamed = f"`{row.ours}`" if row.effect is Effect.RENAMED else ""
+    return "; ".join([part for part in (renamed, row.words, values) if part])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

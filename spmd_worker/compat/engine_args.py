@@ -1,0 +1,137 @@
+"""The arguments of `LLM(...)`, with vLLM's names, as the configuration that a command line makes; and `EngineArgs`,
+which holds them until then.
+"""
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from spmd_worker.compat.keywords import KEYWORDS, own_arguments
+from spmd_worker.config.schema import (
+    CacheConfig,
+    ExecutorConfig,
+    ModelOptions,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    SchedulerConfig,
+    checked_value,
+)
+from spmd_worker.errors import ConfigError
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+_GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
+    ModelOptions: {"dtype": "", "max_model_len": "", "load_format": "", "logprobs_mode": "", "allow_nonfinite": ""},
+    ParallelConfig: {
+        "tensor_parallel_size": "",
+        "pipeline_parallel_size": "",
+        "data_parallel_size": "",
+        "pipeline_layers": "",
+    },
+    ExecutorConfig: {
+        "distributed_executor_backend": "backend",
+        "timeout_s": "",
+        "worker_cls": "",
+        "worker_extension_cls": "",
+    },
+    CacheConfig: {
+        "block_size": "",
+        "num_blocks": "",
+        "gpu_memory_utilization": "",
+        "swap_space": "swap_space_gib",
+        "host_tier_gib": "",
+        "enable_prefix_caching": "",
+    },
+    SchedulerConfig: {
+        "max_num_seqs": "",
+        "max_num_batched_tokens": "",
+        "enable_chunked_prefill": "",
+        "preemption_mode": "",
+    },
+    RunConfig: {"device": "", "seed": ""},
+}
+"""Which arguments each group of the configuration has; "" where it has them under the same name."""
+
+_VLLM_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "repetition_penalty")
+"""What a model's generation_config.json could say of sampling parameters."""
+
+
+def run_config(arguments: Mapping[str, Any]) -> RunConfig:
+    """What `LLM(**arguments)` runs; None keeps the configuration's default. Raises ConfigError, naming the key as a
+    command line has it, the value and the rule; TypeError for a keyword that nobody knows.
+    """
+    model = arguments.get("model")
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    own = own_arguments({name: value for name, value in arguments.items() if name != "model"}, model)
+    # Checked before it is compared, here already.
+    max_num_seqs = checked_value("scheduler.max_num_seqs", own.get("max_num_seqs"), int | None)
+    if max_num_seqs is not None and own.get("max_num_batched_tokens") is None:
+        own["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
+    return RunConfig(
+        model=ModelOptions(model, **_of_group(ModelOptions, own)),
+        parallel=ParallelConfig(**_of_group(ParallelConfig, own)),
+        executor=ExecutorConfig(**_of_group(ExecutorConfig, own)),
+        cache=CacheConfig(**_of_group(CacheConfig, own)),
+        scheduler=SchedulerConfig(**_of_group(SchedulerConfig, own)),
+        sampling=_default_sampling(own.get("generation_config"), own.get("override_generation_config")),
+        **_of_group(RunConfig, own),
+    )
+
+
+def _of_group(group: type, own: Mapping[str, Any]) -> dict[str, Any]:
+    return {key or name: own[name] for name, key in _GROUPS[group].items() if own.get(name) is not None}
+
+
+def _default_sampling(source: Any, overrides: Any) -> SamplingConfig:
+    """Defaults of prompts without parameters, where they are not those of the model folder's generation_config.json."""
+    if source not in (None, "auto", "vllm"):
+        raise ConfigError(
+            f"generation_config={source!r} must be auto (the model folder's generation_config.json) or vllm (vLLM's "
+            f"defaults): override_generation_config sets single keys"
+        )
+    defaults = SamplingParams()
+    values = {name: getattr(defaults, name) for name in _VLLM_DEFAULTS} if source == "vllm" else {}
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ConfigError(f"override_generation_config={overrides!r} must be a dict")
+    given = dict(overrides or {})
+    if "max_new_tokens" in given:
+        given["max_tokens"] = given.pop("max_new_tokens")
+    if given.pop("do_sample", True) is False:
+        given |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    known = [spec.name for spec in fields(SamplingConfig)]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"override_generation_config has {unknown[0]!r}, which is no default of rows here: give "
+            f"{', '.join(known)}, max_new_tokens or do_sample"
+        )
+    return SamplingConfig(**{**values, **given})
+
+
+def _with_fields(made: Any) -> Any:
+    """A dataclass with `model` and every keyword of the table, so that scripts can list them and take them apart."""
+    made.__annotations__ = {"model": str, **dict.fromkeys(KEYWORDS, Any)}
+    for row in KEYWORDS.values():
+        setattr(made, row.name, row.default)
+    parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
+    parameters += [
+        inspect.Parameter(row.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=row.default, annotation=Any)
+        for row in KEYWORDS.values()
+    ]
+    made.__signature__ = inspect.Signature(parameters)
+    return dataclass(init=False)(made)
+
+
+@_with_fields
+class EngineArgs:
+    """The arguments of `LLM(...)` as fields, for `LLM(**vars(args))`, `LLM.from_engine_args` and
+    `LLMEngine.from_engine_args`. Fields may be set until then, and are checked then.
+    """
+
+    def __init__(self, model: Any, **arguments: Any) -> None:
+        """Raises TypeError for a keyword that nobody knows, naming the nearest."""
+        own_arguments(dict.fromkeys(arguments), model)
+        defaults = {row.name: row.default for row in KEYWORDS.values()}
+        vars(self).update({"model": model, **defaults, **arguments})

@@ -1,0 +1,246 @@
+"""vLLM's keywords of `LLM(...)` and `EngineArgs(...)`: each means something, nothing, or is refused in words."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+import torch
+from reference_models import checkpoint_folder
+
+from spmd_worker import LLM, EngineArgs, SamplingParams
+from spmd_worker.compat import keywords
+from spmd_worker.compat.engine_args import run_config
+from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
+from spmd_worker.config.schema import RunConfig
+from spmd_worker.errors import ConfigError
+from spmd_worker.executor.uniproc import UniProcExecutor
+from spmd_worker.worker.worker import Worker
+
+FOLDER = "a model"
+
+# The named parameters of vLLM 0.32's LLM, without those that LLM alone has there.
+VLLM_LLM = (
+    "runner",
+    "convert",
+    "tokenizer",
+    "tokenizer_mode",
+    "skip_tokenizer_init",
+    "trust_remote_code",
+    "allowed_local_media_path",
+    "allowed_media_domains",
+    "tensor_parallel_size",
+    "dtype",
+    "quantization",
+    "revision",
+    "tokenizer_revision",
+    "seed",
+    "gpu_memory_utilization",
+    "cpu_offload_gb",
+    "offload_group_size",
+    "offload_num_in_group",
+    "offload_prefetch_step",
+    "offload_params",
+    "enforce_eager",
+    "enable_return_routed_experts",
+    "return_sampling_mask",
+    "disable_custom_all_reduce",
+    "hf_token",
+    "hf_overrides",
+    "mm_processor_kwargs",
+    "pooler_config",
+    "structured_outputs_config",
+    "profiler_config",
+    "attention_config",
+    "kv_cache_memory_bytes",
+    "compilation_config",
+    "quantization_config",
+    "logits_processors",
+    "spec_method",
+    "spec_model",
+    "spec_tokens",
+)
+
+# What a trainer's colocate mode passes, and what an inference script of another framework asks the signature for.
+TRAINER: dict[str, Any] = {
+    "tensor_parallel_size": 1,
+    "gpu_memory_utilization": 0.3,
+    "max_model_len": None,
+    "max_num_seqs": 16,
+    "distributed_executor_backend": "external_launcher",
+    "seed": 3,
+    "max_num_batched_tokens": 4096,
+    "logprobs_mode": "processed_logprobs",
+    "enable_sleep_mode": False,
+    "model_impl": "vllm",
+    "quantization": None,
+    "trust_remote_code": False,
+}
+ASKED_FOR = (
+    "enable_sleep_mode",
+    "disable_cascade_attn",
+    "load_format",
+    "mm_processor_cache_gb",
+    "speculative_config",
+    "logprobs_mode",
+    "quantization",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "limit_mm_per_prompt",
+    "enable_expert_parallel",
+)
+
+
+def config(**arguments: Any) -> RunConfig:
+    return run_config({"model": FOLDER, **arguments})
+
+
+def parameters_of(made: Callable[..., object]) -> dict[str, Any]:
+    named = list(inspect.signature(made).parameters.values())
+    return {each.name: each.default for each in named if each.kind is not inspect.Parameter.VAR_KEYWORD}
+
+
+def named_by_llm(table: Mapping[str, Keyword]) -> dict[str, Any]:
+    return {row.name: row.default for row in table.values() if row.effect in (Effect.SAME, Effect.OURS)}
+
+
+def test_every_keyword_that_means_something_is_a_parameter_of_llm_with_the_tables_default():
+    assert named_by_llm(KEYWORDS) == {
+        name: default for name, default in parameters_of(LLM).items() if name not in ("self", "model")
+    }
+
+
+def test_that_comparison_sees_a_row_that_is_missing():
+    """Negative control."""
+    assert named_by_llm({name: row for name, row in KEYWORDS.items() if name != "dtype"}) != named_by_llm(KEYWORDS)
+
+
+@pytest.mark.parametrize("name", [*VLLM_LLM, *ASKED_FOR, *TRAINER])
+def test_what_vllm_names_is_in_the_table(name: str):
+    assert KEYWORDS[name].words or KEYWORDS[name].effect is Effect.SAME
+    assert name in inspect.signature(EngineArgs).parameters
+
+
+@pytest.mark.parametrize("row", KEYWORDS.values(), ids=list(KEYWORDS))
+def test_a_keyword_at_its_default_or_at_none_changes_nothing(row: Keyword):
+    assert config(**{row.name: row.default}) == config()
+    assert config(**{row.name: None}) == config()
+
+
+REFUSED = [row for row in KEYWORDS.values() if row.effect is Effect.REFUSED]
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=[row.name for row in REFUSED])
+def test_what_is_refused_says_key_value_and_reason_and_takes_what_asks_for_nothing(row: Keyword):
+    value = not row.default if isinstance(row.default, bool) else "something"
+    with pytest.raises(ConfigError) as refused:
+        config(**{row.name: value})
+    assert str(refused.value) == f"{row.name}={value!r} is refused: {row.words}"
+    assert len(row.words) > 30
+    for neutral in ({}, [], (), "", *row.neutral):
+        assert config(**{row.name: neutral}) == config()
+
+
+def test_true_is_no_one_and_one_is_not_true():
+    for given in ({"cpu_offload_gb": True}, {"decode_context_parallel_size": True}, {"enable_lora": 1}):
+        with pytest.raises(ConfigError, match="is refused"):
+            config(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "group", "key", "expected"),
+    [
+        ({"dtype": torch.bfloat16}, "model", "dtype", "bfloat16"),
+        ({"dtype": torch.float32}, "model", "dtype", "float32"),
+        ({"dtype": "half"}, "model", "dtype", "float16"),
+        ({"dtype": "float"}, "model", "dtype", "float32"),
+        ({"dtype": "auto"}, "model", "dtype", "auto"),
+        ({"load_format": "safetensors"}, "model", "load_format", "auto"),
+        ({"distributed_executor_backend": None}, "executor", "backend", "auto"),
+        ({"distributed_executor_backend": "mp"}, "executor", "backend", "multiproc"),
+        ({"distributed_executor_backend": "uni"}, "executor", "backend", "uniproc"),
+        ({"distributed_executor_backend": "external_launcher"}, "executor", "backend", "external_launcher"),
+        (
+            {"distributed_executor_backend": UniProcExecutor},
+            "executor",
+            "backend",
+            "spmd_worker.executor.uniproc.UniProcExecutor",
+        ),
+        ({"worker_cls": Worker}, "executor", "worker_cls", "spmd_worker.worker.worker.Worker"),
+        ({"worker_cls": "auto"}, "executor", "worker_cls", None),
+        ({"worker_extension_cls": ""}, "executor", "worker_extension_cls", None),
+        ({"num_gpu_blocks_override": 77}, "cache", "num_blocks", 77),
+        ({"num_gpu_blocks_override": 77, "num_blocks": 77}, "cache", "num_blocks", 77),
+        ({"distributed_timeout_seconds": 9}, "executor", "timeout_s", 9.0),
+        ({"enable_prefix_caching": None}, "cache", "enable_prefix_caching", True),
+        ({"enable_chunked_prefill": False}, "scheduler", "enable_chunked_prefill", False),
+        ({"max_num_seqs": 4096}, "scheduler", "max_num_batched_tokens", 4096),
+        ({"generation_config": "vllm"}, "sampling", "max_tokens", 16),
+        ({"generation_config": "vllm"}, "sampling", "temperature", 1.0),
+        ({"override_generation_config": {"max_new_tokens": 5}}, "sampling", "max_tokens", 5),
+        ({"override_generation_config": {"do_sample": False}}, "sampling", "temperature", 0.0),
+    ],
+)
+def test_values_of_vllm_are_values_here(given: dict[str, Any], group: str, key: str, expected: object):
+    assert getattr(getattr(config(**given), group), key) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_num_seq": 3}, "LLM has no keyword max_num_seq: did you mean max_num_seqs?"),
+        ({"tensor_paralel_size": 2}, "LLM has no keyword tensor_paralel_size: did you mean tensor_parallel_size?"),
+        ({"frobnicate": 1}, "LLM has no keyword frobnicate: docs/vllm.md lists those there are"),
+    ],
+)
+def test_a_keyword_that_nobody_knows_names_the_nearest(given: dict[str, Any], message: str):
+    for made in (LLM, EngineArgs):
+        with pytest.raises(TypeError) as refused:
+            made(checkpoint_folder("llama3"), **given)
+        assert str(refused.value) == message
+
+
+def test_values_that_no_setting_has_are_the_command_lines_sentence():
+    for given, words in (
+        ({"distributed_executor_backend": "ray"}, "executor.backend=ray is not one of auto"),
+        ({"dtype": torch.int8}, "model.dtype=int8 is not one of auto"),
+        ({"generation_config": "folder"}, "generation_config='folder' must be auto"),
+        ({"override_generation_config": {"eos_token_id": 3}}, "override_generation_config has 'eos_token_id'"),
+        ({"num_blocks": 3, "num_gpu_blocks_override": 4}, "num_gpu_blocks_override=4 and num_blocks=3 are one setting"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            config(**given)
+
+
+def test_what_is_without_effect_is_said_once_and_at_debug_level(caplog: pytest.LogCaptureFixture):
+    keywords._said.clear()
+    with caplog.at_level(logging.DEBUG, logger="spmd_worker.compat.keywords"):
+        for _ in range(3):
+            config(enforce_eager=True, max_seq_len_to_capture=8192, revision=None)
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert record.getMessage().startswith("LLM: enforce_eager=True is without effect here: there are no CUDA graphs")
+
+
+def test_engine_args_are_fields_that_can_be_listed_set_and_taken_apart():
+    made = EngineArgs(FOLDER, max_num_seqs=4, dtype="half")
+    made.seed = 7
+    assert [spec.name for spec in fields(made)] == ["model", *KEYWORDS]
+    assert asdict(made) == vars(made)
+    assert run_config(asdict(made)) == config(max_num_seqs=4, dtype="float16", seed=7)
+    assert (EngineArgs(FOLDER), made) == (EngineArgs(FOLDER), made)
+    assert EngineArgs(FOLDER) != made
+
+
+def test_a_trainers_and_a_scripts_arguments_make_an_engine():
+    folder = checkpoint_folder("llama3")
+    trainer = {**TRAINER, "distributed_executor_backend": None, "dtype": torch.float32, "hf_overrides": {}}
+    with LLM(model=str(folder), tokenizer=str(folder), enforce_eager=True, num_blocks=64, **trainer) as llm:
+        expected = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    arguments = EngineArgs(str(folder), num_gpu_blocks_override=64, generation_config="vllm")
+    with LLM.from_engine_args(arguments) as llm:
+        assert llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False) == expected
+        assert llm.get_default_sampling_params() == SamplingParams()

@@ -1,0 +1,33 @@
+"""docs/vllm.md is what scripts/vllm_table.py writes of the code's tables."""
+
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+from ranks import REPOSITORY
+
+from spmd_worker.compat.keywords import KEYWORDS
+
+WRITTEN = (REPOSITORY / "docs" / "vllm.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def vllm_table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    return import_module("vllm_table")
+
+
+def test_the_table_in_the_docs_is_current(vllm_table: ModuleType):
+    assert vllm_table.document() == WRITTEN, "run python scripts/vllm_table.py"
+
+
+def test_every_keyword_stands_in_it_once():
+    for name in KEYWORDS:
+        assert WRITTEN.count(f"`{name}`") >= 1, name
+
+
+def test_that_comparison_sees_another_table(vllm_table: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    left = {name: row for name, row in KEYWORDS.items() if name != "quantization"}
+    monkeypatch.setattr(vllm_table, "KEYWORDS", left)
+    assert vllm_table.document() != WRITTEN
