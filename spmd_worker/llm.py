@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from tqdm import tqdm
 
@@ -20,7 +20,7 @@ from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
-from spmd_worker.errors import ChatTemplateError, ConfigError
+from spmd_worker.errors import ChatTemplateError, ConfigError, PromptsRefusedError
 from spmd_worker.sequence.events import ResetPrefixCache
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import as_token_ids
@@ -33,6 +33,10 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 
 Messages = Sequence[Mapping[str, Any]]
+
+OnError = Literal["raise", "row"]
+
+_ON_ERROR: Final = get_args(OnError)
 
 
 class LLM:
@@ -129,10 +133,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One output a prompt, in order. A prompt that cannot be answered gets an output with `error`; the rest is
-        answered.
+        """One output a prompt, in order. Prompts that can never be answered (too long for the model, ...) raise
+        PromptsRefusedError, a ValueError that names all of them, before anything is computed; with `on_error="row"`
+        each of them gets an output with `error` and no completions, and the rest is answered.
+
+        A prompt whose parameters have no `seed` draws by the engine's seed, the number of the call and its index in it:
+        another call draws other numbers, and a program that runs again draws the same ones.
 
         Under torchrun every rank of an engine, those of all its replicas, must pass the same prompts:
         RanksDisagreeError names the first that differs. Every rank gets every output. What one rank raises before any
@@ -140,7 +149,11 @@ class LLM:
         engine can be used again.
         """
         return self._run(
-            "generate", lambda: [self._encode(prompt) for prompt in _as_list(prompts)], sampling_params, use_tqdm
+            "generate",
+            lambda: [self._encode(prompt) for prompt in _as_list(prompts)],
+            sampling_params,
+            on_error,
+            use_tqdm,
         )
 
     def chat(
@@ -149,6 +162,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`."""
@@ -156,6 +170,7 @@ class LLM:
             "chat",
             lambda: [self._render(each, add_generation_prompt) for each in _as_conversations(messages)],
             sampling_params,
+            on_error,
             use_tqdm,
         )
 
@@ -289,6 +304,7 @@ class LLM:
         call: str,
         encode: Callable[[], list["_Encoded"]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        on_error: OnError,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         engine, replicas = self.llm_engine, self._replicas
@@ -299,22 +315,30 @@ class LLM:
 
         def prepare() -> list[tuple[_Encoded, SamplingParams]]:
             engine.check_idle()
+            if on_error not in _ON_ERROR:
+                raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
             encoded = encode()
             return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
 
-        agreed = agree_on_prompts(engine, call, prepare)
-        outputs: dict[int, RequestOutput] = {}
+        number = engine.num_calls
+        agreed = agree_on_prompts(engine, call, prepare, {"on_error": on_error, "number of the call": number})
         prompts: list[RoundPrompt] = []
+        outputs: dict[int, RequestOutput] = {}
+        reasons: dict[int, str] = {}
         for index, (each, sampling) in enumerate(agreed):
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
                 engine.check_request(each.token_ids, sampling)
-                prompts.append(RoundPrompt(index, each.text, each.token_ids, sampling))
+                prompts.append(RoundPrompt(number, index, each.text, each.token_ids, sampling))
             except ValueError as error:
+                reasons[index] = str(error)
                 outputs[index] = RequestOutput(
-                    str(index), each.text, list(each.token_ids), finished=True, error=str(error)
+                    str(index), each.text, list(each.token_ids), finished=True, error=reasons[index]
                 )
+        if reasons and on_error == "raise":
+            raise PromptsRefusedError(call, len(agreed), reasons)
+        engine.num_calls += 1
         answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
         with _Bar(total=len(prompts), desc="prompts", disable=not (use_tqdm and engine.is_first_rank)) as bar:
             outputs |= answer(prompts, bar.update)

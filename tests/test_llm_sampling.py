@@ -116,16 +116,40 @@ def test_four_greedy_samples_are_one_answer_four_times(llm: LLM):
     assert row == single * 4
 
 
-def test_a_rows_randomness_is_named_by_its_seed_or_by_the_jobs_and_its_place(llm: LLM):
-    prompts = [PROMPTS[0]] * 4
-    by_place = tokens(run(llm, prompts, SAMPLED))
-    assert len(dict.fromkeys(tuple(row[0]) for row in by_place)) == 4
-    assert tokens(run(llm, prompts, SAMPLED)) == by_place, "a second call names its rows alike"
-    seeded = tokens(run(llm, prompts, replace(SAMPLED, seed=3)))
-    assert seeded == [seeded[0]] * 4
-    with LLM(checkpoint_folder(NAME), num_blocks=300, seed=1) as other:
-        assert tokens(run(other, prompts, SAMPLED)) != by_place
-        assert tokens(run(other, prompts, replace(SAMPLED, seed=3))) == seeded
+def draws_of_a_program(seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """All answers to one prompt, drawn without seeds, four in each of two calls and one each by two requests; and with
+    one seed, four in a call and one by a request.
+    """
+    prompts, seeded = [PROMPTS[0]] * 4, replace(SAMPLED, seed=3)
+    with LLM(checkpoint_folder(NAME), num_blocks=300, seed=seed) as llm:
+        engine = llm.llm_engine
+
+        def by_request(sampling: SamplingParams) -> list[int]:
+            engine.add_request(PROMPTS[0], sampling)
+            (output,) = [output for _ in range(13) for output in engine.step()]
+            return output.outputs[0].token_ids
+
+        requested = [by_request(SAMPLED)]
+        called = [row for _ in range(2) for (row,) in tokens(run(llm, prompts, SAMPLED))]
+        requested.append(by_request(SAMPLED))
+        return [*called, *requested], [*(row for (row,) in tokens(run(llm, prompts, seeded))), by_request(seeded)]
+
+
+def test_each_row_of_each_call_draws_its_own_numbers_and_a_rerun_draws_them_again():
+    drawn, seeded = draws_of_a_program()
+    assert len(dict.fromkeys(map(tuple, drawn))) == 10
+    assert seeded == [seeded[0]] * 5
+    assert draws_of_a_program() == (drawn, seeded)
+    others, seeded_too = draws_of_a_program(seed=1)
+    assert not dict.fromkeys(map(tuple, others)).keys() & dict.fromkeys(map(tuple, drawn)).keys()
+    assert seeded_too == seeded
+
+
+def test_without_the_number_of_the_call_a_second_call_draws_the_same(llm: LLM):
+    """Negative control: so it once was, and a trainer saw one rollout for ever."""
+    first, second = (tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) for _ in range(2))
+    llm.llm_engine.num_calls -= 1
+    assert tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) == second != first
 
 
 def test_the_hosts_generators_are_bit_identical_before_and_after():

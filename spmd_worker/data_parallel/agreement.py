@@ -1,7 +1,7 @@
 """Before a call runs: whether every rank of an engine is ready to make it, with the same prompts or arguments."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any, Final, Protocol, TypeVar
@@ -27,18 +27,22 @@ _Prepared = TypeVar("_Prepared")
 
 
 def agree_on_prompts(
-    engine: LLMEngine, call: str, prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]]
+    engine: LLMEngine,
+    call: str,
+    prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]],
+    settings: Mapping[str, Any],
 ) -> list[tuple[_Prompt, SamplingParams]]:
-    """What `prepare` returns, once every rank has the same; `call` is what the user called. Every rank of the engine
-    makes the same call.
+    """What `prepare` returns, once every rank has the same; `call` is what the user called, `settings` (JSON values)
+    what is the same for all of its prompts. Every rank of the engine makes the same call.
 
-    One exchange (`_exchange`), in which each rank sends digests of its prompts. Raises RanksDisagreeError, naming
-    prompt, field and both values, unless every rank gives equal prompts; they are not compared with
-    `executor.digest_every` 0.
+    One exchange (`_exchange`), in which each rank sends its settings and digests of its prompts. Raises
+    RanksDisagreeError, naming setting, or prompt and field, and both values, unless every rank gives equal ones;
+    prompts are not compared with `executor.digest_every` 0.
     """
     compares = engine.config.executor.digest_every > 0
-    prompts, digests = _exchange(engine, call, prepare, lambda own: _digests(own) if compares else [])
-    _check_digests(engine, digests, prompts)
+    prompts, answers = _exchange(engine, call, prepare, lambda own: [dict(settings), _digests(own) if compares else []])
+    check_equal("calls", [canonical(given) for given, _ in answers])
+    _check_digests(engine, [digests for _, digests in answers], prompts)
     return prompts
 
 

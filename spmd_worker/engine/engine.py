@@ -47,7 +47,7 @@ from spmd_worker.sequence.events import (
     WorkerEvent,
 )
 from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.request import Request, RequestId, random_stream, whole_number
+from spmd_worker.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup
@@ -117,6 +117,9 @@ class LLMEngine:
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
         self.num_requests = 0
+        self.num_calls = 0
+        """Lists of prompts that were given to this engine: the same on every rank."""
+        self._num_unnamed = 0
         self._sampled = SampledIds()
         self._finished_transfers: tuple[int, ...] = ()
         self._worker_events = WorkerEvents(executor)
@@ -179,13 +182,18 @@ class LLMEngine:
         prompt: str | None = None,
         custom_id: str | None = None,
         index: int | None = None,
+        call: int = 0,
     ) -> RequestId:
-        """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index`, else the order of
-        requests names its randomness.
+        """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index` in call number
+        `call`, else the order of requests that have neither names its randomness.
         """
         request_id = RequestId(self.num_requests)
-        row = self.num_requests if index is None else whole_number("index", index)
-        stream = random_stream(self.config.seed, sampling.seed, custom_id, row)
+        if custom_id is None and index is None:
+            stream = unnamed_stream(self.config.seed, sampling.seed, self._num_unnamed)
+            self._num_unnamed += 1
+        else:
+            row = 0 if index is None else whole_number("index", index)
+            stream = random_stream(self.config.seed, sampling.seed, custom_id, row, call)
         regime = self.model_config.rope_regime(len(prompt_token_ids))
         request = Request(request_id, tuple(prompt_token_ids), sampling, stream, regime)
         self.num_requests += 1
@@ -298,6 +306,11 @@ class LLMEngine:
         """Give back memory and groups. Idempotent; every rank calls it."""
         self.is_closed = True
         self.release()
+
+    def continue_from(self, engine: "LLMEngine") -> None:
+        """Go on counting where `engine`, in whose place this one stands, ended: no number names two things."""
+        self.num_requests, self.num_calls = engine.num_requests, engine.num_calls
+        self._num_unnamed = engine._num_unnamed
 
     def retire(self) -> None:
         """Close, and leave executor and watchdog to the engine that goes on with them."""

@@ -1,17 +1,18 @@
 """Logits of vocabulary shards -> token ids, the same on every rank of the tensor-parallel group.
 
 Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by
-inverting the cumulative distribution with one counter-based uniform a row. Only rows that need whole vocabularies
-(filters, penalties, log-probabilities) have their logits gathered. A row's token depends on its own logits, parameters
-and key alone. A row with a logit that is NaN or infinite, or with none above minus infinity, gets `NON_FINITE` in place
-of an id; every rank says so of the same rows, because each looks at the largest logits of all shards.
+inverting the cumulative distribution with one counter-based uniform a row. Their log-probabilities come from the
+shards too (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties) have their logits
+gathered. A row's token depends on its own logits, parameters and key alone. A row with a logit that is NaN or
+infinite, or with none above minus infinity, gets `NON_FINITE` in place of an id; every rank says so of the same rows,
+because each looks at the largest logits of all shards.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
 from spmd_worker.sampling.processors import process_logits
 from spmd_worker.sampling.random import uniforms
 from spmd_worker.sampling.row import SampleRow
+from spmd_worker.sampling.shard_logprobs import log_masses, shard_logprobs
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.sampled import NON_FINITE
 
@@ -39,6 +41,23 @@ class Sampled:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
+
+
+class _Choice(NamedTuple):
+    """Parallel to the rows: their tokens, and what was found out on the way, [K] each.
+
+    `columns` int64: of the largest logit in this rank's shard; `largest` float64: of the vocabulary; `masses` float64:
+    the sum over the vocabulary of exp((logit - largest) / temperature), NaN for rows that were not drawn.
+    """
+
+    token_ids: list[int]
+    columns: Tensor
+    largest: Tensor
+    masses: Tensor
+
+    def of(self, indices: list[int]) -> "_Choice":
+        """Of the rows named."""
+        return _Choice([self.token_ids[i] for i in indices], *(each[indices] for each in self[1:]))
 
 
 class Sampler:
@@ -62,12 +81,14 @@ class Sampler:
         simple: list[int] = []
         others: list[int] = []
         for index, row in enumerate(rows):
-            (others if row.needs_all_logits else simple).append(index)
+            is_whole = self._group.size == 1 and row.sampling.needs_logprobs
+            (others if row.needs_all_logits or is_whole else simple).append(index)
         token_ids = [-1] * len(rows)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if simple:
-            chosen = self._choose(_rows_of(logits, simple), [rows[index] for index in simple], self._group)
-            _scatter(chosen, simple, token_ids)
+            sampled = self._sample_shards(_rows_of(logits, simple), [rows[index] for index in simple])
+            _scatter(sampled.token_ids, simple, token_ids)
+            _scatter(sampled.logprobs, simple, logprobs)
         if others:
             whole = self.gather(_rows_of(logits, others))
             sampled = self._sample_whole(whole, [rows[index] for index in others])
@@ -90,6 +111,47 @@ class Sampler:
         shards = self._group.all_gather(logits)
         return shards.transpose(0, 1).flatten(1)[:, : self._vocab_size].to(torch.float32, copy=True)
 
+    def _sample_shards(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        """[K, Vs], of rows that need no more than maxima and sums."""
+        choice = self._choose(logits, rows, self._group)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        wants = [
+            index
+            for index, row in enumerate(rows)
+            if row.sampling.needs_logprobs and choice.token_ids[index] != NON_FINITE
+        ]
+        if wants:
+            reported = self._report(_rows_of(logits, wants), [rows[index] for index in wants], choice.of(wants))
+            _scatter(reported, wants, logprobs)
+        return Sampled(tuple(choice.token_ids), tuple(logprobs))
+
+    def _report(self, logits: Tensor, rows: list[SampleRow], choice: _Choice) -> list[TokenLogprobs]:
+        """Log-probabilities of rows that all want some."""
+        drawn_by = _temperatures(rows, logits.device)
+        temperatures = torch.ones_like(drawn_by) if self._logprobs_mode == "raw_logprobs" else drawn_by
+        masses = choice.masses.log()
+        # A draw by the same temperature has summed already.
+        is_unknown = (choice.masses.isnan() | (temperatures != drawn_by).squeeze(1)).tolist()
+        unknown = [index for index, is_one in enumerate(is_unknown) if is_one]
+        if unknown:
+            masses[unknown] = log_masses(
+                _rows_of(logits, unknown),
+                choice.columns[unknown],
+                choice.largest[unknown],
+                temperatures[unknown],
+                self._group,
+            )
+        return shard_logprobs(
+            logits,
+            choice.token_ids,
+            [row.sampling.logprobs or 0 for row in rows],
+            choice.largest,
+            masses,
+            temperatures,
+            self._group,
+            max(0, min(logits.shape[1], self._vocab_size - self._shard_start)),
+        )
+
     def _sample_whole(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[K, V] on every rank: each computes the same, so nothing is exchanged."""
         # Before they are processed: a row may forbid every token that it has.
@@ -105,7 +167,7 @@ class Sampler:
         if wants and reported is None:
             reported = log_softmax(logits[wants] / _temperatures([rows[index] for index in wants], logits.device))
         alone = GroupHandle(ranks=(0,), rank=0, group=None)
-        ids = self._choose(logits, rows, alone, forbidden_id=0)
+        ids = self._choose(logits, rows, alone, forbidden_id=0).token_ids
         chosen = [token_id if finite else NON_FINITE for token_id, finite in zip(ids, is_finite, strict=True)]
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         for place, index in enumerate(wants):
@@ -115,21 +177,23 @@ class Sampler:
 
     def _choose(
         self, logits: Tensor, rows: list[SampleRow], group: GroupHandle, forbidden_id: int = NON_FINITE
-    ) -> list[int]:
+    ) -> _Choice:
         """Greedy or by inverting the cumulative distribution; `logits` are shards, or whole for a group of one.
 
         `forbidden_id` is for rows without a finite largest logit, which have no distribution to draw from.
         """
-        best_values, best_ids = self._best(*self._kernels.largest(logits), group)
+        values, columns = self._kernels.largest(logits)
+        best_values, best_ids = self._best(values, columns, group)
         chosen: list[int] = _where_finite(best_values, best_ids, forbidden_id).tolist()
+        masses = torch.full_like(best_values, torch.nan)
         is_drawable = best_values.isfinite().tolist()
         drawn = [index for index, row in enumerate(rows) if is_drawable[index] and not row.sampling.is_greedy]
         if drawn:
             drawn_rows = [rows[index] for index in drawn]
             first = self._first_id(group)
-            ids = _draw(_rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
+            ids, masses[drawn] = _draw(_rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
             _scatter(ids, drawn, chosen)
-        return chosen
+        return _Choice(chosen, columns, best_values, masses)
 
     def _best(self, values: Tensor, columns: Tensor, group: GroupHandle) -> tuple[Tensor, Tensor]:
         """Each rank's largest values and their columns, [R] -> the largest of all and its id, [R] each; equal values
@@ -145,8 +209,12 @@ class Sampler:
         return self._shard_start if group.size > 1 else 0
 
 
-def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int) -> list[int]:
-    """The id at which the mass, summed in the order of ids in float64, passes a uniform share of the whole."""
+def _draw(
+    logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int
+) -> tuple[list[int], Tensor]:
+    """The id at which the mass, summed in the order of ids in float64, passes a uniform share of the whole, and that
+    whole, float64 [K].
+    """
     device = logits.device
     temperatures = _temperatures(rows, device).double()
     mass = torch.exp((logits.double() - largest.unsqueeze(1)) / temperatures).cumsum(dim=-1)
@@ -162,7 +230,7 @@ def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHa
     found = torch.minimum(local, last) + first
     candidates = group.all_gather(found)
     owner = owner.clamp(max=group.size - 1).unsqueeze(0)
-    return [int(token_id) for token_id in candidates.gather(0, owner).squeeze(0).tolist()]
+    return [int(token_id) for token_id in candidates.gather(0, owner).squeeze(0).tolist()], before[-1]
 
 
 def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> Tensor:

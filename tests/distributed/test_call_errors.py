@@ -27,6 +27,10 @@ CALLS = {
     "a chat on rank 1": lambda: llm.chat("hello" if RANK else [], GREEDY, use_tqdm=False),
     "on both": lambda: llm.generate(PROMPTS, [GREEDY] * (3 + RANK), use_tqdm=False),
     "a request of rank 0 alone": lambda: with_request_of_rank_0(),
+    "prompts that are refused": lambda: llm.generate([PROMPTS[0], [], [999]], GREEDY, use_tqdm=False),
+    "rows on rank 1 alone": lambda: llm.generate(
+        [PROMPTS[0], []], GREEDY, use_tqdm=False, on_error="row" if RANK else "raise"
+    ),
     "a long text on rank 1": lambda: llm.generate(FailingList() if RANK else PROMPTS, GREEDY, use_tqdm=False),
     "a payload on rank 1": lambda: llm.worker_event("swap", {1} if RANK else 1),
     "sizes on rank 1": lambda: llm.reinitialize_distributed(tensor_parallel_size="2" if RANK else 2),
@@ -124,6 +128,23 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_rank_raises_its_own_error_and_the_others_name_it(reports, name: str, digest_every: int):
     assert tuple(report[f"{name}, {digest_every}"][0] for report in reports) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("digest_every", [1, 0])
+def test_prompts_that_are_refused_are_the_same_error_on_every_rank(reports, digest_every: int):
+    first, second = (report[f"prompts that are refused, {digest_every}"][:2] for report in reports)
+    assert first == second
+    assert first[0].startswith("PromptsRefusedError: 2 of 3 prompts cannot be answered, and none was:")
+    assert first[1] == 1
+
+
+@pytest.mark.parametrize("digest_every", [1, 0])
+def test_what_is_done_with_refused_prompts_is_the_same_on_every_rank(reports, digest_every: int):
+    for report in reports:
+        assert report[f"rows on rank 1 alone, {digest_every}"][0] == (
+            "RanksDisagreeError: ranks were given different calls: "
+            'on_error is "raise" on rank 0, "row" on rank 1; start every rank with the same'
+        )
 
 
 @pytest.mark.parametrize("digest_every", [1, 0])
