@@ -5,7 +5,8 @@ rank gets every output.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
+from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
@@ -127,6 +129,7 @@ class LLM:
         # process when it takes them down with the interpreter.
         self._release = weakref.finalize(self.llm_engine, self.llm_engine.release, is_closed=False)
         self._replicas = open_replicas(self.llm_engine)
+        self._turns: Turns | None = None
 
     def generate(
         self,
@@ -134,6 +137,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_error: OnError = "raise",
+        gather: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One output a prompt, in order. Prompts that can never be answered (too long for the model, ...) raise
@@ -146,13 +150,16 @@ class LLM:
         Under torchrun every rank of an engine, those of all its replicas, must pass the same prompts:
         RanksDisagreeError names the first that differs. Every rank gets every output. What one rank raises before any
         prompt is answered, such as TypeError or ValueError for its arguments, is RankFailedError on the others, and the
-        engine can be used again.
+        engine can be used again. With `gather` every rank passes prompts of its own, as many as it likes or none, and
+        gets their outputs only; prompts that are refused are that rank's error, and no bar is shown. In `turns` every
+        call is one of those, and not every rank needs to make it.
         """
         return self._run(
             "generate",
             lambda: [self._encode(prompt) for prompt in _as_list(prompts)],
             sampling_params,
             on_error,
+            gather,
             use_tqdm,
         )
 
@@ -163,6 +170,7 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         on_error: OnError = "raise",
+        gather: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`."""
@@ -171,8 +179,33 @@ class LLM:
             lambda: [self._render(each, add_generation_prompt) for each in _as_conversations(messages)],
             sampling_params,
             on_error,
+            gather,
             use_tqdm,
         )
+
+    @contextmanager
+    def turns(self) -> Iterator[None]:
+        """A block in which each rank calls `generate` and `chat` with prompts of its own, as often as it likes, without
+        the others having to call them as often: for loops over tools or environments, whose number of turns differs.
+
+        Every rank of the engine enters and leaves the block. A call waits until every other rank has called too or is
+        at the end of its block, for `timeout_s` at most; a rank at the end of its block takes part in the calls of the
+        others until all have come there. An error that leaves the block on one rank ends it on all: the others get
+        RankFailedError with its words from the call they make or from the end of their block. The engine can be used
+        again.
+        """
+        self.llm_engine.check_open()
+        if self._turns is not None:
+            raise RuntimeError("turns are not taken inside turns: leave the block first")
+        turns = self._turns = Turns(self.llm_engine, self._replicas)
+        try:
+            yield
+            turns.leave()
+        except Exception as error:
+            turns.fail(error)
+            raise
+        finally:
+            self._turns = None
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ConfigError for a model folder without one."""
@@ -305,6 +338,7 @@ class LLM:
         encode: Callable[[], list["_Encoded"]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_error: OnError,
+        gather: bool,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         engine, replicas = self.llm_engine, self._replicas
@@ -313,36 +347,68 @@ class LLM:
         if replicas is not None:
             replicas.check_whole()
 
-        def prepare() -> list[tuple[_Encoded, SamplingParams]]:
+        def prepare() -> _Given:
             engine.check_idle()
             if on_error not in _ON_ERROR:
                 raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
             encoded = encode()
             return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
 
+        if gather or self._turns is not None:
+            return self._answer_own(call, prepare, on_error)
         number = engine.num_calls
-        agreed = agree_on_prompts(engine, call, prepare, {"on_error": on_error, "number of the call": number})
-        prompts: list[RoundPrompt] = []
-        outputs: dict[int, RequestOutput] = {}
-        reasons: dict[int, str] = {}
-        for index, (each, sampling) in enumerate(agreed):
-            try:
-                if each.error is not None:
-                    raise ValueError(each.error)
-                engine.check_request(each.token_ids, sampling)
-                prompts.append(RoundPrompt(number, index, each.text, each.token_ids, sampling))
-            except ValueError as error:
-                reasons[index] = str(error)
-                outputs[index] = RequestOutput(
-                    str(index), each.text, list(each.token_ids), finished=True, error=reasons[index]
-                )
-        if reasons and on_error == "raise":
-            raise PromptsRefusedError(call, len(agreed), reasons)
+        given = agree_on_prompts(engine, call, prepare, {"on_error": on_error, "number of the call": number})
+        outputs = self._refused(call, given, on_error)
+        prompts = [
+            RoundPrompt(number, index, each.text, each.token_ids, sampling)
+            for index, (each, sampling) in enumerate(given)
+            if index not in outputs
+        ]
         engine.num_calls += 1
         answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
         with _Bar(total=len(prompts), desc="prompts", disable=not (use_tqdm and engine.is_first_rank)) as bar:
             outputs |= answer(prompts, bar.update)
-        return [outputs[index] for index in range(len(agreed))]
+        return [outputs[index] for index in range(len(given))]
+
+    def _answer_own(self, call: str, prepare: Callable[[], "_Given"], on_error: OnError) -> list[RequestOutput]:
+        """Of prompts that only this rank has."""
+        given: _Given = []
+        outputs: dict[int, RequestOutput] = {}
+        accepted: list[int] = []
+
+        def prepare_own() -> list[OwnPrompt]:
+            given.extend(prepare())
+            outputs.update(self._refused(call, given, on_error))
+            accepted.extend(index for index in range(len(given)) if index not in outputs)
+            return [OwnPrompt(given[index][0].token_ids, given[index][1]) for index in accepted]
+
+        if self._turns is None:
+            answered = answer_own(self.llm_engine, self._replicas, f"{call}(gather=True)", prepare_own)
+        else:
+            # What this rank raises here is nobody else's business: it may ask again.
+            answered = self._turns.ask(prepare_own())
+        for index, output in zip(accepted, answered, strict=True):
+            output.request_id, output.prompt = str(index), given[index][0].text
+            outputs[index] = output
+        return [outputs[index] for index in range(len(given))]
+
+    def _refused(self, call: str, given: "_Given", on_error: OnError) -> dict[int, RequestOutput]:
+        """Outputs with errors, by index, of the prompts that can never be answered. Raises PromptsRefusedError where
+        `on_error` says so.
+        """
+        outputs = {}
+        for index, (each, sampling) in enumerate(given):
+            try:
+                if each.error is not None:
+                    raise ValueError(each.error)
+                self.llm_engine.check_request(each.token_ids, sampling)
+            except ValueError as error:
+                outputs[index] = RequestOutput(
+                    str(index), each.text, list(each.token_ids), finished=True, error=str(error)
+                )
+        if outputs and on_error == "raise":
+            raise PromptsRefusedError(call, len(given), {index: str(each.error) for index, each in outputs.items()})
+        return outputs
 
     def _encode(self, prompt: Prompt) -> "_Encoded":
         if isinstance(prompt, Mapping):
@@ -404,6 +470,10 @@ class _Encoded:
 
     def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
         self.text, self.token_ids, self.error = text, token_ids, error
+
+
+_Given = list[tuple[_Encoded, SamplingParams]]
+"""Prompts of one call with their parameters."""
 
 
 def _encoded_ids(token_ids: Any) -> _Encoded:
