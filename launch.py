@@ -20,6 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from spmd_worker.process import end_with_launcher, outlive_parent
+
+if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
+    # Before anything that takes its time: a rank must not outlive its launcher.
+    end_with_launcher()
+
 from spmd_worker.config.compose import as_plain, as_yaml, compose_run, named_sets
 from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.cores import look_at_node, share_cores, take_share
@@ -210,6 +216,8 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     signals = EndingSignals(lambda: watchdog.before_exit(), watchdog.signalled, patience_s)
     signals.install()
     watchdog.start()
+    # From now on the watchdog looks for the launcher, and ends this rank with its finished rows kept.
+    outlive_parent()
     try:
         run_job(config, environment, watchdog, resolved)
     except SpmdError as error:

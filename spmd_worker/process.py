@@ -1,15 +1,56 @@
 """Processes of this machine, as /proc shows them: when one was started, its parent, its variables, its state, and what
-a thread of this one has computed.
+a thread of this one has computed. And the one thing that the kernel does for a process here: end it with its parent.
 
-`None` stands for a process or thread that is not there; OSError is raised where nothing can be told, as when this
-process has too many files open.
+Needs the standard library alone: a rank imports it before everything else. `None` stands for a process or thread that
+is not there; OSError is raised where nothing can be told, as when this process has too many files open.
 """
 
+import ctypes
 import os
+import signal
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 _TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
+_PR_SET_PDEATHSIG: Final = 1
+_PF_EXITING: Final = 0x4
+_ORPHAN_EXIT_CODE: Final = 1
+_LAUNCHED_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, even while this one is stopped; at once,
+    with exit code 1, when `parent` is not its parent any more. Linux only; elsewhere this does nothing.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
+    if os.getppid() != parent:
+        # It was gone before the kernel was told.
+        os._exit(_ORPHAN_EXIT_CODE)
+
+
+def end_with_launcher(variables: Mapping[str, str] = os.environ) -> None:
+    """For a program of ours, first of all: `end_with_parent`, if torchrun started this process.
+
+    Other launchers end their processes themselves, and a shell that starts a program may end before it: they are not
+    looked at. Nor is this for a process that belongs to a caller's program.
+    """
+    if _LAUNCHED_VARIABLE not in variables:
+        return
+    parent = os.getppid()
+    if parent == 1 and not _may_be_launcher(1):
+        # Adopted by the first process of the machine: the launcher ended before this line.
+        os._exit(_ORPHAN_EXIT_CODE)
+    end_with_parent(parent)
+
+
+def outlive_parent() -> None:
+    """Take `end_with_parent` back, for a process that watches its parent itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def boot_id() -> str:
@@ -51,6 +92,27 @@ def state_of(pid: int) -> str | None:
     return None if fields is None else fields[0]
 
 
+def is_exiting(pid: int) -> bool:
+    """Whether the process has ended, or is about to: the kernel takes it down, which may take a while."""
+    fields = _stat_of(str(pid))
+    return fields is None or fields[0] in ("Z", "X") or bool(int(fields[6]) & _PF_EXITING)
+
+
+def age_s(start_time: int) -> float:
+    """Seconds since `start_time_of`."""
+    uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    return max(uptime_s - start_time / _TICKS_A_SECOND, 0.0)
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process, words apart by spaces; empty where there is none to be seen."""
+    try:
+        content = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return content.rstrip(b"\0").replace(b"\0", b" ").decode("utf-8", "replace")
+
+
 def cpu_seconds_of(native_id: int) -> float | None:
     """What a thread of this process, by the system's number, has computed so far; None where it cannot be told, too."""
     try:
@@ -85,3 +147,9 @@ def _stat_of(entry: str) -> list[str] | None:
         return None
     # The name, in parentheses, may hold anything, parentheses too.
     return text.rpartition(")")[2].split()
+
+
+def _may_be_launcher(pid: int) -> bool:
+    """Whether a process can be torchrun, which is a program of Python's."""
+    command = command_of(pid)
+    return "python" in command or "torch" in command

@@ -9,10 +9,12 @@ import sys
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from spmd_worker.batch.file_lock import ENDING
 from spmd_worker.batch.input.row_reader import RowReader
 from spmd_worker.batch.job_metrics import (
     ReplicaCounts,
@@ -31,9 +33,11 @@ from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.batch.run_dir.job_files import (
     METRICS_NAME,
     PROVENANCE_NAME,
+    check_files,
     check_job,
-    prepare_files,
     run_dir_of,
+    take_files,
+    try_output,
 )
 from spmd_worker.batch.run_dir.journal import RowJournal, remove_journal
 from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest
@@ -65,10 +69,16 @@ logger = logging.getLogger(__name__)
 class OpenRun:
     """What rank 0 holds while the job runs."""
 
+    lock: RunLock
     journal: RowJournal
     manifest: dict[str, Any]
     reader: RowReader
     tokenizer: Tokenizer | None
+
+    def before_exit(self) -> None:
+        """What is finished is kept, and whoever waits for the locks is told that they will be free."""
+        self.lock.note(ENDING)
+        self.journal.commit()
 
 
 def run_job(
@@ -92,17 +102,21 @@ def run_job(
         # Several engines would all read the same rows and write the same file.
         check_world_size(resolved.layout, environment.world_size)
     with ExitStack() as held:
-        run = _open_run(resolved, held) if environment.is_leader else None
+        run = _open_run(resolved, held, watchdog) if environment.is_leader else None
         _run(resolved, environment, watchdog, run, started_s)
 
 
-def _open_run(resolved: ResolvedRun, held: ExitStack) -> OpenRun:
+def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
     """The run directory is this job's until `held` ends; the journal has what is done, by an earlier start too."""
     config = resolved.config
     if config.job.prometheus_file:
         require_prometheus(config.job.prometheus_file)
-    run_dir = prepare_files(config.job)
-    held.enter_context(RunLock(run_dir))
+    check_files(config.job)
+    run_dir, lock = run_dir_of(config.job), held.enter_context(take_files(config.job))
+    if watchdog is not None:
+        watchdog.before_exit = partial(lock.note, ENDING)
+    try_output(config.job)
+    lock.note("reads the input")
     tokenizer = Tokenizer.open_if_present(resolved.model_folder)
     fingerprint = None if tokenizer is None else tokenizer.fingerprint()
     reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes)
@@ -125,7 +139,7 @@ def _open_run(resolved: ResolvedRun, held: ExitStack) -> OpenRun:
     held.callback(journal.close)
     if journal.num_rows:
         logger.info("%d rows were answered before this start; the job goes on with the others", journal.num_rows)
-    return OpenRun(journal, manifest, reader, tokenizer)
+    return OpenRun(lock, journal, manifest, reader, tokenizer)
 
 
 def _run(
@@ -136,6 +150,8 @@ def _run(
     started_s: float,
 ) -> None:
     config = resolved.config
+    if run is not None:
+        run.lock.note("joins the other ranks and loads the model")
     engine = start_engine(resolved, environment, watchdog, run.tokenizer if run is not None else None)
     loaded_s = time.perf_counter()
     try:
@@ -144,7 +160,8 @@ def _run(
             _follow(engine, replicas)
         else:
             if watchdog is not None:
-                watchdog.before_exit = run.journal.commit
+                watchdog.before_exit = run.before_exit
+            run.lock.note("answers rows")
             _lead(engine, replicas, config, run, started_s, loaded_s)
     except BaseException as error:  # told to the other ranks, before anything is taken down, and raised again
         if engine.watchdog is not None:
@@ -195,6 +212,7 @@ def _lead(
         reports = engine.engine_channel.gather(report_of_replica(engine, answered))
         if replicas is not None:
             replicas.forget_round()
+        run.lock.note("writes the output")
         digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows)
         output.is_complete = True
     metrics = job_metrics(output.counts, reports) | {

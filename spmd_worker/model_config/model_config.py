@@ -22,7 +22,7 @@ STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
 
 
 _MOST: Final = 2**31 - 1
-_MOST_LAYERS: Final = 10_000
+_MOST_LAYERS: Final = 1_024
 _MOST_AMOUNT: Final = 1e12
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
 
@@ -179,8 +179,8 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     path, generation_path = model_folder / "config.json", model_folder / "generation_config.json"
     if not path.exists():
         raise ModelConfigError(f"{path} does not exist: a model folder needs it")
-    text = path.read_bytes()
-    generation_text = generation_path.read_bytes() if generation_path.exists() else b""
+    text = _content(path)
+    generation_text = _content(generation_path) if generation_path.exists() else b""
     config = _json_object(text, path)
     _refuse_what_is_not_run(config, path)
     generation = _json_object(generation_text, generation_path) if generation_text else {}
@@ -188,6 +188,13 @@ def read_model_files(model_folder: Path) -> ModelFiles:
         config["eos_token_id"] = generation["eos_token_id"]
     digest = blake2b(b"%d\0%s%s" % (len(text), text, generation_text), digest_size=16).hexdigest()
     return ModelFiles(model_config_of(config, path), generation, digest)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return files.read_regular_file(path)
+    except OSError as error:
+        raise ModelConfigError(f"{path} cannot be read: {error}") from None
 
 
 def _json_object(text: bytes, path: Path) -> dict[str, Any]:
@@ -351,6 +358,10 @@ def _rope(reader: _Reader, max_positions: int) -> RopeParameters:
     theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
     theta = _positive_number(theta, f"{reader.path}: rope_theta")
     numbers = _rope_numbers(given, rope_type, reader, max_positions)
+    if rope_type == "yarn" and theta <= 1.0:
+        raise ModelConfigError(
+            f"{reader.path}: rope_theta={theta:g} must be above 1 with rope_type yarn: its logarithm divides"
+        )
     return RopeParameters(rope_type=rope_type, rope_theta=theta, truncate=truncate, **numbers)
 
 

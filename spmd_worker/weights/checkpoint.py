@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from spmd_worker.errors import CheckpointError
-from spmd_worker.files import JsonError, parse_json_object
+from spmd_worker.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.layers.weight_slice import Rectangle, is_inside
 from spmd_worker.weights.region import plan_read
 from spmd_worker.weights.safetensors_header import (
@@ -169,10 +169,10 @@ def _read_indexed_headers(folder: Path) -> dict[str, SafetensorsHeader]:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    with path.open("rb") as file:
-        text = file.read(MAX_HEADER_BYTES + 1)
-    if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path.name}: exceeds the limit of {MAX_HEADER_BYTES} bytes")
+    try:
+        text = read_regular_file(path, MAX_HEADER_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read: {error}") from None
     try:
         weight_map = parse_json_object(text).get("weight_map")
     except JsonError as error:

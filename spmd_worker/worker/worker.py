@@ -26,9 +26,10 @@ from spmd_worker.distributed.topology import stage_of
 from spmd_worker.errors import ConfigError
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.layers.context import LayerContext
+from spmd_worker.memory import host
 from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.memory.estimate import activation_bytes
-from spmd_worker.memory.plan import cache_spec_of, is_estimate_enough, size_rank
+from spmd_worker.memory.plan import cache_spec_of, check_weights_fit, is_estimate_enough, size_rank
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.models.decoder import DecoderForCausalLM
@@ -83,8 +84,11 @@ class Worker(WorkerBase):
             self.groups = replace(self.groups, tensor=tensor, pipeline=pipeline)
 
     def load_model(self) -> None:
-        """Raises CheckpointError before anything is filled when names, shapes or coverage are wrong."""
+        """Raises ConfigError, before anything is allocated, for weights that no memory here can hold, and
+        CheckpointError before anything is filled when names, shapes or coverage are wrong.
+        """
         assert self.groups is not None, "init_device comes first"
+        self._check_weights_fit()
         self._kernels, self._attention = choose_backends(
             self.device, getattr(torch, self.resolved.dtype), self.model_config.head_size, self.config.cache.block_size
         )
@@ -262,6 +266,12 @@ class Worker(WorkerBase):
         if self.resolved.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
             name = torch.cuda.get_device_name(self.device)
             raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
+
+    def _check_weights_fit(self) -> None:
+        rank, num_local_ranks, total = self.environment.rank, self.environment.local_world_size, host.total_bytes()
+        if self.device.type == "cuda":
+            num_local_ranks, total = 1, torch.cuda.mem_get_info(self.device)[1]
+        check_weights_fit(self.resolved, rank, num_local_ranks, total)
 
     def _measure(self) -> MemoryMeasurement:
         model = self.get_model()

@@ -41,7 +41,8 @@ def model_config(tmp_path: Path) -> ModelConfig:
 
 @pytest.fixture(autouse=True)
 def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host, "available_bytes", lambda: 64 * GIB)
+    for name in ("available_bytes", "total_bytes"):
+        monkeypatch.setattr(host, name, lambda: 64 * GIB)
 
 
 def text_of(model_config: ModelConfig, tensor_parallel_size: int, **config: object) -> list[str]:

@@ -3,6 +3,7 @@
 Knows nothing about JSON: a line may hold anything.
 """
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ class RowReader:
         if self.paths is None:
             return None
         return sum(
-            ParquetRows(path).num_rows if path.suffix == PARQUET_SUFFIX else sum(1 for _ in self._lines_of(path))
+            ParquetRows(path, self.max_line_bytes).num_rows
+            if path.suffix == PARQUET_SUFFIX
+            else sum(1 for _ in self._lines_of(path))
             for path in self.paths
         )
 
@@ -57,8 +60,7 @@ class RowReader:
 
     def _lines_of(self, path: Path) -> Iterator[bytes]:
         if path.suffix == PARQUET_SUFFIX:
-            for line in ParquetRows(path):
-                yield line[: self.max_line_bytes + 1]
+            yield from ParquetRows(path, self.max_line_bytes)
             return
         with open_input(path) as stream:
             yield from _rows(stream, self.max_line_bytes)
@@ -68,6 +70,24 @@ def _rows(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
     for line in _bounded_lines(stream, max_line_bytes):
         if len(line) > max_line_bytes or line.strip(_JSON_SPACE):
             yield line
+        else:
+            _skip_blank_lines(stream, max_line_bytes)
+
+
+def _skip_blank_lines(stream: BinaryIO, max_line_bytes: int) -> None:
+    """Those that the stream has in its buffer, and then those in the next: a compressed file may have very many."""
+    if not isinstance(stream, io.BufferedReader):
+        return
+    while ahead := stream.peek():
+        num_blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip(_JSON_SPACE + b"\n"))) + 1
+        # A line that is too long is a row, blank or not.
+        if not num_blank or (num_blank > max_line_bytes and _longest_line(ahead[:num_blank]) > max_line_bytes):
+            return
+        stream.read(num_blank)
+
+
+def _longest_line(lines: bytes) -> int:
+    return max(map(len, lines.split(b"\n")))
 
 
 def _bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
