@@ -10,7 +10,9 @@ from spmd_worker.sequence.outputs import Logprob, TokenLogprobs
 
 
 def token_logprobs(logprobs: Tensor, token_id: int, num_likeliest: int) -> TokenLogprobs:
-    """Float32 [V] -> the token's own entry first, then the likeliest; equal ones by ascending id."""
+    """Float32 [V] -> the token's own entry first, then the likeliest, all where it is -1; equal ones by ascending
+    id.
+    """
     chosen = logprobs[token_id]
     rank = int((logprobs > chosen).sum()) + 1
     entries: TokenLogprobs = {token_id: Logprob(float(chosen), rank)}
@@ -30,6 +32,8 @@ def _likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
     """
     if count == 0:
         return []
+    if count < 0:
+        count = logprobs.numel()
     threshold = torch.topk(logprobs, min(count, logprobs.numel())).values[-1]
     indices = torch.nonzero(logprobs >= threshold).squeeze(1).tolist()
     pairs = sorted(zip(indices, logprobs[indices].tolist()), key=lambda pair: (-pair[1], pair[0]))
