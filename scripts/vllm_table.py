@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
+from spmd_worker.sequence.sampling_params import DIFFERENT_FIELDS, REFUSED, SAMPLING_KEYS, WITHOUT_EFFECT
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
 
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> None:
 
 def document() -> str:
     """The whole file."""
-    return "\n".join([HEAD, *[section(effect, KEYWORDS.values()) for effect in TITLES]])
+    return "\n".join([HEAD, *[section(effect, KEYWORDS.values()) for effect in TITLES], sampling_section()])
 
 
 def section(effect: Effect, rows: Iterable[Keyword]) -> str:
@@ -49,6 +50,20 @@ def section(effect: Effect, rows: Iterable[Keyword]) -> str:
             names.setdefault(words_of(row), []).append(f"`{row.name}`")
     lines = [f"| {' '.join(found)} | {words} |" for words, found in names.items()]
     return "\n".join([f"### {TITLES[effect]}", "", "| keyword | here |", "| --- | --- |", *lines, ""])
+
+
+def sampling_section() -> str:
+    """The fields of `SamplingParams`."""
+    lines = ["## `SamplingParams`", "", "Fields with vLLM's meaning: " + ", ".join(map(code, SAMPLING_KEYS)) + ".", ""]
+    lines += ["| field | here |", "| --- | --- |"]
+    lines += [f"| {code(name)} | {words} |" for name, words in DIFFERENT_FIELDS.items()]
+    lines += [f"| {code(name)} | without effect: {words} |" for name, words in WITHOUT_EFFECT.items()]
+    lines += [f"| {code(name)} | refused: {words} |" for name, words in REFUSED.items()]
+    return "\n".join([*lines, ""])
+
+
+def code(name: str) -> str:
+    return f"`{name}`"
 
 
 def words_of(row: Keyword) -> str:

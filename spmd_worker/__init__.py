@@ -7,12 +7,21 @@ _OFFERED = {
     "LLM": "spmd_worker.llm",
     "EngineArgs": "spmd_worker.compat.engine_args",
     "SamplingParams": "spmd_worker.sequence.sampling_params",
+    "RequestOutputKind": "spmd_worker.sequence.sampling_params",
     "RequestOutput": "spmd_worker.sequence.outputs",
     "CompletionOutput": "spmd_worker.sequence.outputs",
     "WorkerEventError": "spmd_worker.engine.worker_events",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineArgs", "RequestOutput", "SamplingParams", "WorkerEventError"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "WorkerEventError",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -214,8 +214,10 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What prompts get that come without parameters: the model's generation_config.json, then vLLM's defaults."""
-        return self.llm_engine.default_sampling
+        """What prompts get that come without parameters: the model's generation_config.json, then vLLM's defaults. A
+        copy, which may be changed.
+        """
+        return self.llm_engine.default_sampling.clone()
 
     def collective_rpc(
         self,
@@ -401,6 +403,7 @@ class LLM:
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
+                each.token_ids = tuple(self.llm_engine.limits.truncate(each.token_ids, sampling))
                 self.llm_engine.check_request(each.token_ids, sampling)
             except ValueError as error:
                 outputs[index] = RequestOutput(
@@ -444,7 +447,7 @@ class LLM:
         self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
-            return [given or self.llm_engine.default_sampling] * num_prompts
+            return [(given or self.llm_engine.default_sampling).frozen()] * num_prompts
         if not isinstance(given, Sequence):
             raise TypeError(f"sampling_params is a {type(given).__name__}: give SamplingParams, or a list of them")
         if len(given) != num_prompts:
@@ -454,7 +457,7 @@ class LLM:
         for index, each in enumerate(given):
             if not isinstance(each, SamplingParams):
                 raise TypeError(f"sampling_params[{index}] is a {type(each).__name__}: give SamplingParams")
-        return list(given)
+        return [each.frozen() for each in given]
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only

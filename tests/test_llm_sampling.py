@@ -38,8 +38,8 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_checkpoint(tmp_path_factory.mktemp("text"))
 
 
-def run(llm: LLM, prompts: object, sampling: object = GREEDY) -> list[RequestOutput]:
-    return llm.generate(prompts, sampling, use_tqdm=False)
+def run(llm: LLM, prompts: object, sampling: object = GREEDY, **options: object) -> list[RequestOutput]:
+    return llm.generate(prompts, sampling, use_tqdm=False, **options)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -180,6 +180,116 @@ def test_penalties_bias_and_minimum_length_reach_the_sampler(llm: LLM):
     assert EOS_TOKEN_ID not in later.outputs[0].token_ids[:4]
 
 
+# What may not be sampled, and what alone may.
+
+
+def transformers_greedy(prompt: list[int], **arguments: object) -> list[int]:
+    model = reference_model(NAME)
+    ids = torch.tensor([prompt])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **arguments,
+    )
+    return made[0, len(prompt) :].tolist()
+
+
+def test_bad_words_and_allowed_tokens_give_what_transformers_generates(llm: LLM):
+    plain = [ids for (ids,) in tokens(run(llm, PROMPTS))]
+    # Of each answer its third token alone, its first two together, and the end of the prompt with its first.
+    words = [
+        [[ids[2]], ids[:2], [prompt[-1], ids[0]], [prompt[-1], 0, 1, 2, 3]]
+        for prompt, ids in zip(PROMPTS, plain, strict=True)
+    ]
+    ours = tokens(run(llm, PROMPTS, [replace(GREEDY, bad_words_ids=each) for each in words]))
+    for prompt, ids, each, (found,) in zip(PROMPTS, plain, words, ours, strict=True):
+        assert found == transformers_greedy(prompt, bad_words_ids=each)
+        assert found != ids
+    some = [3, 8, 50, 100, 150, 207, 210]
+    ours = tokens(run(llm, PROMPTS, replace(GREEDY, allowed_token_ids=some)))
+    for prompt, (found,) in zip(PROMPTS, ours, strict=True):
+        assert found == transformers_greedy(prompt, prefix_allowed_tokens_fn=lambda _batch, _ids: some)
+
+
+def test_sampled_rows_keep_to_what_is_allowed(llm: LLM):
+    allowed = replace(SAMPLED, n=4, allowed_token_ids=[3, 8, 50], top_p=0.9, logprobs=1)
+    found = tokens(run(llm, PROMPTS, allowed))
+    assert {token for samples in found for ids in samples for token in ids} == {3, 8, 50}
+    # What is reported is the model's own distribution, as everywhere.
+    never = replace(SAMPLED, n=4, bad_words_ids=[[each] for each in range(200)])
+    found = tokens(run(llm, PROMPTS, never))
+    assert min(token for samples in found for ids in samples for token in ids) >= 200
+
+
+def test_bad_words_are_never_written(text_folder: Path):
+    with LLM(text_folder, num_blocks=300) as llm:
+        params = replace(GREEDY, max_tokens=40)
+        (plain,) = run(llm, "hello world", params)
+        written = next(each for each in plain.outputs[0].text if each.isascii() and each.isalpha())
+        (other,) = run(llm, "hello world", replace(params, bad_words=[written]))
+        assert other.outputs[0].token_ids != plain.outputs[0].token_ids
+        (ids,) = {tuple(llm.get_tokenizer().encode(written, add_special_tokens=False))}
+        assert not set(ids) & set(other.outputs[0].token_ids)
+    with LLM(checkpoint_folder(NAME), num_blocks=300) as llm:
+        (refused,) = run(llm, PROMPTS[0], replace(GREEDY, bad_words=["a"]), on_error="row")
+        assert refused.error == "bad_words need a tokenizer.json in the model folder: use bad_words_ids"
+        (refused,) = run(llm, PROMPTS[0], replace(GREEDY, bad_words_ids=[[1, 211]]), on_error="row")
+        assert refused.error == "bad_words_ids: token id 211 is outside the vocabulary of 211 tokens"
+        (refused,) = run(llm, PROMPTS[0], replace(GREEDY, allowed_token_ids=[211]), on_error="row")
+        assert refused.error == "allowed_token_ids: token id 211 is outside the vocabulary of 211 tokens"
+
+
+def test_minus_one_is_the_log_probability_of_every_token(llm: LLM):
+    params = replace(GREEDY, logprobs=-1, prompt_logprobs=-1, max_tokens=3)
+    (output,) = run(llm, PROMPTS[0], params)
+    (completion,) = output.outputs
+    expected = log_softmax_after([*PROMPTS[0], *completion.token_ids])
+    check_entries(completion.logprobs, completion.token_ids, expected[len(PROMPTS[0]) - 1 : -1], 211)
+    check_entries(output.prompt_logprobs[1:], PROMPTS[0][1:], expected[: len(PROMPTS[0]) - 1], 211)
+
+
+def test_a_prompt_is_cut_to_its_last_tokens_before_its_length_is_looked_at(llm: LLM):
+    prompt = random_prompt(600, 3)
+    for length, kept in ((20, 20), (-1, 500)):
+        (cut,) = run(llm, [prompt], replace(GREEDY, truncate_prompt_tokens=length))
+        (expected,) = run(llm, [prompt[-kept:]])
+        assert cut.prompt_token_ids == prompt[-kept:]
+        assert tokens([cut]) == tokens([expected])
+    engine = llm.llm_engine
+    number = engine.add_request(prompt, replace(GREEDY, truncate_prompt_tokens=20))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [(each.request_id, each.prompt_token_ids) for each in outputs] == [(str(number), prompt[-20:])]
+
+
+def test_a_row_that_asks_takes_nothing_from_the_cache_and_leaves_what_it_computes(llm: LLM):
+    prompt = random_prompt(64, 77)
+    skips = replace(GREEDY, skip_reading_prefix_cache=True)
+    found = [run(llm, [prompt], params)[0] for params in (skips, skips, GREEDY)]
+    assert [each.num_cached_tokens for each in found] == [0, 0, 48]
+    assert tokens(found[:1]) == tokens(found[1:2]) == tokens(found[2:])
+
+
+def test_what_is_assigned_after_a_call_is_for_the_next(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    first = run(llm, PROMPTS[:1], params)
+    params.max_tokens, params.allowed_token_ids = 5, [9]
+    second = run(llm, PROMPTS[:1], params)
+    assert tokens(second) == [[[9] * 5]]
+    assert len(first[0].outputs[0].token_ids) == 3
+    params.min_tokens = 6
+    with pytest.raises(ValueError, match="min_tokens=6 must not exceed max_tokens=5"):
+        run(llm, PROMPTS[:1], params)
+    defaults = llm.get_default_sampling_params()
+    defaults.max_tokens = 1
+    assert llm.get_default_sampling_params().max_tokens != 1
+
+
 CHOICES = {
     "n": [1, 1, 1, 2, 5],
     "temperature": [0, 0, 1e-6, 1.1e-5, 0.5, 1, 2, 1e30, 1e300],
@@ -199,6 +309,11 @@ CHOICES = {
     "frequency_penalty": [0, 0, 2, -2],
     "repetition_penalty": [1, 1, 1.3, 1e-300, 1e300],
     "logit_bias": [{}, {}, {3: 100.0}, dict.fromkeys(range(320), -100.0)],
+    "allowed_token_ids": [None, None, [3], [5], list(range(320))],
+    "bad_words": [(), (), ("e", " the"), ("z", "naïve")],
+    "bad_words_ids": [(), (), ((5,),), ((3,), (3, 3)), tuple((each,) for each in range(320))],
+    "truncate_prompt_tokens": [None, None, -1, 1, 30],
+    "skip_reading_prefix_cache": [None, True, False],
 }
 
 
@@ -215,6 +330,8 @@ def test_no_row_whatever_it_asks_ends_the_engine_or_goes_unanswered(text_folder:
     for prompt, asked, output in zip(prompts, params, outputs, strict=True):
         assert output.error is None
         assert len(output.outputs) == asked.n
+        assert output.prompt_token_ids == prompt[len(prompt) - len(output.prompt_token_ids) :]
+        prompt = output.prompt_token_ids
         assert len(output.prompt_logprobs or prompt) == len(prompt)
         for completion in output.outputs:
             assert all(0 <= token < 320 for token in completion.token_ids)

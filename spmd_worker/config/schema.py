@@ -255,7 +255,7 @@ class RowLimits:
 
     `max_line_bytes` of its line, `max_nesting` levels of JSON, `max_prompt_tokens`, `max_n` samples (best_of too),
     `max_tokens` of output (of rows that name no number, the most they get), `max_stop_strings` (stop token ids too),
-    `max_logit_bias` entries.
+    `max_logit_bias` entries (of the lists of allowed tokens and bad words too).
     """
 
     max_line_bytes: int = 16 * 1024 * 1024

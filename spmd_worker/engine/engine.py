@@ -52,6 +52,7 @@ from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup
 from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.sequence.taken_params import taken_params
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class LLMEngine:
         self.num_calls = 0
         """Lists of prompts that were given to this engine: the same on every rank."""
         self._num_unnamed = 0
+        self._last_taken = (self.default_sampling, self.default_sampling)
         self._sampled = SampledIds()
         self._finished_transfers: tuple[int, ...] = ()
         self._worker_events = WorkerEvents(executor)
@@ -168,10 +170,11 @@ class LLMEngine:
         index: int | None = None,
     ) -> RequestId:
         """Check a request, raising ValueError or TypeError as `check_request` does, and queue it (`admit_request`)."""
-        self.check_request(prompt_token_ids, sampling)
         for name, text in (("prompt", prompt), ("custom_id", custom_id)):
             if not isinstance(text, str | None):
                 raise TypeError(f"{name} is a {type(text).__name__}: give text")
+        prompt_token_ids = self.limits.truncate(prompt_token_ids, sampling)
+        self.check_request(prompt_token_ids, sampling)
         return self.admit_request(prompt_token_ids, sampling, prompt=prompt, custom_id=custom_id, index=index)
 
     def admit_request(
@@ -195,11 +198,18 @@ class LLMEngine:
             row = 0 if index is None else whole_number("index", index)
             stream = random_stream(self.config.seed, sampling.seed, custom_id, row, call)
         regime = self.model_config.rope_regime(len(prompt_token_ids))
-        request = Request(request_id, tuple(prompt_token_ids), sampling, stream, regime)
+        request = Request(request_id, tuple(prompt_token_ids), self._taken(sampling), stream, regime)
         self.num_requests += 1
         self._prompts[request_id] = prompt
         self._events.append(Admit(request))
         return request_id
+
+    def _taken(self, sampling: SamplingParams) -> SamplingParams:
+        """Rows often share their parameters: the last ones are remembered."""
+        if sampling is not self._last_taken[0]:
+            frozen = sampling.frozen()
+            self._last_taken = (frozen, taken_params(frozen, self.tokenizer, self.model_config.vocab_size))
+        return self._last_taken[1]
 
     def abort_request(self, request_ids: str | int | Iterable[str | int]) -> None:
         """End one request or several at the next step; each output so far comes back with finish reason "abort".

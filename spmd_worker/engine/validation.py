@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from spmd_worker.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.taken_params import truncated_prompt
 
 _NO_REQUEST: Final = RequestId(-1)
 _MAX_ID_DIGITS: Final = 19
@@ -54,6 +55,14 @@ class RequestLimits:
     max_num_seqs: int
     has_tokenizer: bool
 
+    def truncate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Sequence[int]:
+        """What the parameters leave of a prompt (`truncate_prompt_tokens`). Raises TypeError for what is no request."""
+        check_sampling(sampling)
+        if sampling.truncate_prompt_tokens is None:
+            return prompt_token_ids
+        sampling.frozen()
+        return truncated_prompt(as_token_ids(prompt_token_ids), sampling, self.max_model_len)
+
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise RequestError for what is wrong first, TypeError for what is no request."""
         check_sampling(sampling)
@@ -65,7 +74,7 @@ class RequestLimits:
                 f"token id of more than 64 bits is outside the vocabulary of {self.vocab_size} tokens",
             ) from None
         self._check_prompt(token_ids)
-        self._check_sampling(sampling)
+        self._check_sampling(sampling.frozen())
 
     def _check_prompt(self, prompt_token_ids: tuple[int, ...]) -> None:
         if not prompt_token_ids:
@@ -93,6 +102,9 @@ class RequestLimits:
             )
         if sampling.stop and not self.has_tokenizer:
             message = "stop strings need a tokenizer.json in the model folder: use stop_token_ids"
+            raise RequestError("tokenizer_missing", message)
+        if sampling.bad_words and not self.has_tokenizer:
+            message = "bad_words need a tokenizer.json in the model folder: use bad_words_ids"
             raise RequestError("tokenizer_missing", message)
         try:
             sampling.check_vocabulary(self.vocab_size)

@@ -8,7 +8,7 @@ side that sends it, and nothing that arrives names code.
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, Final
 
 from kv_cache.cache_spec import CacheSpec
@@ -18,6 +18,7 @@ from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.outputs import Logprob
+from spmd_worker.sequence.record_checks import sent_fields
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.step import StepResult
 
@@ -126,6 +127,6 @@ _READERS: Final[dict[str, Callable[[Any], Any]]] = {
 
 def _field_names(record: type) -> tuple[str, ...]:
     if is_dataclass(record):
-        return tuple(spec.name for spec in fields(record))
+        return tuple(spec.name for spec in sent_fields(record))
     names: tuple[str, ...] = record._fields  # type: ignore[attr-defined]  # a NamedTuple's
     return names

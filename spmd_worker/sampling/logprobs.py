@@ -10,7 +10,9 @@ from spmd_worker.sequence.outputs import Logprob, TokenLogprobs
 
 
 def token_logprobs(logprobs: Tensor, token_id: int, num_likeliest: int) -> TokenLogprobs:
-    """Float32 [V] -> the token's own entry first, then the likeliest; equal ones by ascending id."""
+    """Float32 [V] -> the token's own entry first, then the likeliest, all where it is -1; equal ones by ascending
+    id.
+    """
     chosen = logprobs[token_id]
     rank = int((logprobs > chosen).sum()) + 1
     return entries_of(token_id, float(chosen), rank, likeliest(logprobs, num_likeliest))
@@ -35,6 +37,8 @@ def likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
     """
     if count == 0 or logprobs.numel() == 0:
         return []
+    if count < 0:
+        count = logprobs.numel()
     threshold = torch.topk(logprobs, min(count, logprobs.numel())).values[-1]
     indices = torch.nonzero(logprobs >= threshold).squeeze(1).tolist()
     pairs = sorted(zip(indices, logprobs[indices].tolist()), key=lambda pair: (-pair[1], pair[0]))

@@ -1,10 +1,12 @@
-"""What changes logits before a token is chosen: minimum length, bias, penalties.
+"""What changes logits before a token is chosen: masks, bias, penalties.
 
-Each row is changed by its own parameters and tokens only. The order is vLLM's: minimum length, bias, penalties.
+Each row is changed by its own parameters and tokens only. The order is vLLM's: allowed tokens, minimum length, bad
+words, bias, penalties. A mask that would leave no token at all is not applied.
 
 K: rows; V: vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -19,17 +21,33 @@ _LARGEST: Final = 1e30
 def process_logits(logits: Tensor, rows: list[SampleRow], eos_token_ids: tuple[int, ...]) -> None:
     """Change float32 [K, V] in place; row i belongs to `rows[i]`."""
     for row, values in zip(rows, logits, strict=True):
+        if row.sampling.allowed_token_ids is not None:
+            _allow_only(values, row.sampling.allowed_token_ids)
         if row.must_not_stop:
             _forbid(values, (*eos_token_ids, *row.sampling.stop_token_ids))
+        if row.sampling.bad_words_ids:
+            _forbid(values, row.bad_token_ids)
         if row.sampling.logit_bias:
             _add_bias(values, row.sampling.logit_bias)
         if row.sampling.has_penalties:
             _penalise(values, row)
 
 
-def _forbid(values: Tensor, token_ids: tuple[int, ...]) -> None:
-    if token_ids:
-        values[_index(token_ids, values)] = -torch.inf
+def _allow_only(values: Tensor, token_ids: tuple[int, ...]) -> None:
+    allowed = _index(token_ids, values)
+    kept = values[allowed]
+    values.fill_(-torch.inf)
+    values[allowed] = kept
+
+
+def _forbid(values: Tensor, token_ids: Sequence[int]) -> None:
+    if not token_ids:
+        return
+    forbidden = _index(token_ids, values)
+    before = values[forbidden]
+    values[forbidden] = -torch.inf
+    if values.max() == -torch.inf:
+        values[forbidden] = before
 
 
 def _add_bias(values: Tensor, biases: tuple[tuple[int, float], ...]) -> None:

@@ -22,6 +22,18 @@ class SampleRow(NamedTuple):
         return len(self.output_token_ids) < self.sampling.min_tokens
 
     @property
+    def bad_token_ids(self) -> list[int]:
+        """The tokens that would complete one of `bad_words_ids` now."""
+        sequences = self.sampling.bad_words_ids
+        num_before = max(map(len, sequences), default=1) - 1
+        num_outputs = len(self.output_token_ids)
+        tail: list[int] = []
+        if num_before > num_outputs:
+            tail += self.prompt_token_ids[max(len(self.prompt_token_ids) - (num_before - num_outputs), 0) :]
+        tail += self.output_token_ids[max(num_outputs - num_before, 0) :]
+        return [each[-1] for each in sequences if each[:-1] == tuple(tail[len(tail) - len(each) + 1 :])]
+
+    @property
     def is_plainly_greedy(self) -> bool:
         """Whether the largest logit is all there is to know."""
         return self.sampling.is_greedy and not self.needs_all_logits and not self.sampling.needs_logprobs
@@ -30,6 +42,6 @@ class SampleRow(NamedTuple):
     def needs_all_logits(self) -> bool:
         """Whether the choice depends on more than maxima and sums over vocabulary shards. Log-probabilities do not."""
         sampling = self.sampling
-        has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop
+        has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop or sampling.has_masks
         has_filters = sampling.has_filters and not sampling.is_greedy
         return has_processors or has_filters

@@ -53,15 +53,15 @@ class Allocator:
     def find_prefix(self, sequence: Sequence) -> list[BlockId]:
         """Blocks that hold the beginning of a sequence that has none. Its last token is always left to compute.
 
-        Log-probabilities of a prompt come from computing it, so a request that wants them finds nothing.
+        A request that wants its prompt computed finds nothing.
         """
-        if sequence.request.sampling.prompt_logprobs is not None:
+        if not sequence.request.sampling.reads_prefix_cache:
             return []
         return self._cache.find_prefix(self._findable(sequence))
 
     def load_prefix(self, sequence: Sequence, prefix: Sized[BlockId]) -> int | None:
         """The transfer that brings what comes after `prefix`, for which the sequence had better wait."""
-        if sequence.request.sampling.prompt_logprobs is not None:
+        if not sequence.request.sampling.reads_prefix_cache:
             return None
         return self._cache.load_prefix(prefix, self._findable(sequence), sequence.num_tokens)
 

@@ -5,7 +5,8 @@ token and step. `lockstep/wire/record_codec.py` derives the bytes of a record fr
 """
 
 import types
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import Field, fields
 from functools import cache
 from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,14 @@ INT65: Final = range(-(2**63), 2**64)
 
 Integer65 = Annotated[int, INT65]
 """A random seed or stream: 64 bits, signed or unsigned."""
+
+NOT_SENT: Final[Mapping[str, bool]] = {"is_sent": False}
+"""Metadata of a field of a dataclass that stays where it is: no rank, no digest and no log has it."""
+
+
+def sent_fields(record: Any) -> list["Field[Any]"]:
+    """The fields of a dataclass that other ranks get, in the order of declaration."""
+    return [spec for spec in fields(record) if spec.metadata.get("is_sent", True)]
 
 
 def check_fields(record: Any) -> None:

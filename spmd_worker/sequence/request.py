@@ -31,6 +31,7 @@ class Request:
         """Check what callers give. A wrong type would be found when a step's message is coded, and end every rank."""
         object.__setattr__(self, "prompt_token_ids", as_token_ids(self.prompt_token_ids))
         check_sampling(self.sampling)
+        object.__setattr__(self, "sampling", self.sampling.frozen())
         check_fields(self)
 
 

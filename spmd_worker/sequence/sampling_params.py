@@ -1,35 +1,111 @@
-"""What a row asks of the sampler, checked on construction.
+"""What a row asks of the sampler, checked on construction and again when a request takes it.
 
 Knows nothing about logits, tokenizers or ranks: whether a token id lies inside the vocabulary is checked at admission,
 where the vocabulary is known (`check_vocabulary`).
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from enum import Enum, IntEnum
+from typing import Any, ClassVar, Final
 
-from spmd_worker.sequence.record_checks import INT64, Integer65
+from spmd_worker.sequence.record_checks import INT64, NOT_SENT, Integer65, sent_fields
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """At or below this temperature sampling is greedy: dividing by less would overflow float32 logits."""
 
 MAX_LOGPROBS: Final = 64
-"""The most alternatives `logprobs` and `prompt_logprobs` may ask for."""
+"""The most alternatives `logprobs` and `prompt_logprobs` may ask for, unless they ask for all."""
 
 _MAX_SAMPLES: Final = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class RequestOutputKind(IntEnum):
+    """What a step gives of a request that has not ended: all of it so far, what is new of it, or nothing."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
+    "n": "at most 1024; a greedy row may have several, which are equal",
+    "best_of": "only here, as in older vLLM: so many samples run, and the likeliest `n` are returned",
+    "seed": "-1 is a seed like any other",
+    "logprobs": f"at most {MAX_LOGPROBS}, or -1; the same of `prompt_logprobs`",
+    "temperature": "has no upper end, and below 1e-5 is greedy",
+    "stop": "kept as a tuple, as all lists are",
+    "bad_words": "forbidden also where they begin in the prompt, as in transformers",
+    "bad_words_ids": "only here: bad words as token ids",
+    "truncate_prompt_tokens": "as in older vLLM; -1 leaves room for `max_tokens`",
+    "skip_reading_prefix_cache": "`prompt_logprobs` implies it",
+    "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
+}
+"""What a field does otherwise than in vLLM, in words."""
+
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    "extra_args": "kept for whoever reads it: nothing here does",
+    "flat_logprobs": "log-probabilities are a list with a dict for each position",
+    "spaces_between_special_tokens": "the tokenizers library decides, as in vLLM with a fast tokenizer",
+    "stream_interval": "every step that has new tokens gives an output, where `output_kind` asks for it",
+    "skip_clone": "a request always takes a copy",
+}
+"""Fields that a request does not read, and why."""
+
+REFUSED: Final[Mapping[str, str]] = {
+    "logits_processors": (
+        "ranks must agree on every logit and a log must replay it, which code of the caller's cannot promise: use "
+        "allowed_token_ids, bad_words or logit_bias"
+    ),
+    "structured_outputs": "constrained decoding does not exist here yet: leave it out, or use allowed_token_ids",
+    "guided_decoding": "constrained decoding does not exist here yet: leave it out, or use allowed_token_ids",
+    "use_beam_search": "beams are searched by LLM.beam_search: leave it out",
+    "thinking_token_budget": "nothing here knows where thinking ends: use max_tokens or stop",
+    "repetition_detection": "nothing here ends a row that repeats itself: use repetition_penalty or frequency_penalty",
+    "logprob_token_ids": "log-probabilities are those of the likeliest tokens: logprobs=-1 gives all",
+    "prompt_logprob_token_ids": "log-probabilities are those of the likeliest tokens: prompt_logprobs=-1 gives all",
+    "prompt_logprob_start": "prompt_logprobs reports the whole prompt: take the end of what it returns",
+    "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
+    "routed_experts_prompt_start": "no family with experts runs here: leave it out",
+}
+"""Fields that may not ask for anything, and the reason and the way out."""
+
+
+class _Freezable:
+    """Assignable until it is frozen; `_CONVERTERS` say how a field's value is kept."""
+
+    __slots__ = ("_is_frozen",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_is_frozen", False):
+            raise FrozenInstanceError(
+                f"{name}={value!r}: a request has taken these parameters; change a clone() of them"
+            )
+        convert = _CONVERTERS.get(name)
+        object.__setattr__(self, name, value if convert is None else convert(value))
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams(_Freezable):
     """How the tokens of one row are chosen and when they end. Names and meanings follow vLLM's.
 
     `temperature` 0 is greedy. `top_k` 0 and -1, `top_p` 1, `min_p` 0 switch their filter off. `seed` names the row's
     own random stream; without it the job's seed and the row's key do. `logprobs` k returns the log-probability of the
-    sampled token and of the k likeliest.
+    sampled token and of the k likeliest, -1 of all.
 
     `best_of` samples run and the `n` of the highest cumulative log-probability are returned, best first; of equal ones
     the earlier sample is better. None, or the same number as `n`, chooses nothing: `n` samples in their own order.
+
+    `allowed_token_ids` are the only tokens that may be sampled. `bad_words` never appear: neither alone nor after a
+    space, as the model's tokenizer spells them; `bad_words_ids` are the same as token ids, each a sequence whose last
+    token is forbidden where prompt and output end in those before it. What would leave no token at all to sample is not
+    forbidden. `truncate_prompt_tokens` k keeps the last k tokens of the prompt, -1 as many as leave room for
+    `max_tokens`. `skip_reading_prefix_cache`: nothing of the prompt is taken from the cache.
+
+    Fields may be assigned: a request takes a frozen copy, in which everything is checked again. What `WITHOUT_EFFECT`
+    and `REFUSED` name is here so that scripts for vLLM run, or say why not.
     """
 
     n: int = 1
@@ -50,19 +126,63 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = field(default=())
+    logit_bias: tuple[tuple[int, float], ...] = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    truncate_prompt_tokens: int | None = None
+    skip_reading_prefix_cache: bool | None = None
+    output_kind: RequestOutputKind = field(default=RequestOutputKind.FINAL_ONLY, metadata=NOT_SENT)
+    extra_args: dict[str, Any] | None = field(default=None, metadata=NOT_SENT)
+    flat_logprobs: bool = field(default=False, metadata=NOT_SENT)
+    spaces_between_special_tokens: bool = field(default=True, metadata=NOT_SENT)
+    stream_interval: int | None = field(default=None, metadata=NOT_SENT)
+    skip_clone: bool = field(default=False, metadata=NOT_SENT)
+    logits_processors: Any = field(default=None, metadata=NOT_SENT)
+    structured_outputs: Any = field(default=None, metadata=NOT_SENT)
+    guided_decoding: Any = field(default=None, metadata=NOT_SENT)
+    use_beam_search: Any = field(default=False, metadata=NOT_SENT)
+    thinking_token_budget: Any = field(default=None, metadata=NOT_SENT)
+    repetition_detection: Any = field(default=None, metadata=NOT_SENT)
+    logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    prompt_logprob_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    prompt_logprob_start: Any = field(default=None, metadata=NOT_SENT)
+    trace_decode_token_ids: Any = field(default=None, metadata=NOT_SENT)
+    routed_experts_prompt_start: Any = field(default=0, metadata=NOT_SENT)
+
+    __struct_fields__: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Normalise lists and mappings to tuples, then check every rule; ValueError names key, value and rule."""
-        object.__setattr__(self, "stop", _as_stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _as_token_ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _as_logit_bias(self.logit_bias))
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            object.__setattr__(self, name, _as_float(name, getattr(self, name)))
-        self._check_types()
-        self._check_ranges()
+        """Check every rule; ValueError names key, value and rule."""
+        self._check()
+
+    @staticmethod
+    def from_optional(**given: Any) -> "SamplingParams":
+        """Parameters in which None means the default."""
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def clone(self) -> "SamplingParams":
+        """A copy that may be changed. Raises ValueError where a field was assigned what breaks a rule."""
+        return replace(self, extra_args=deepcopy(self.extra_args))
+
+    def frozen(self) -> "SamplingParams":
+        """A copy that nobody can change, of what a request needs of this one; itself where it is one. Raises ValueError
+        where a field was assigned what breaks a rule.
+        """
+        if getattr(self, "_is_frozen", False):
+            return self
+        self._check()
+        copy = object.__new__(SamplingParams)
+        for name, value in [*_LOCAL_DEFAULTS, *[(name, getattr(self, name)) for name in _SENT]]:
+            object.__setattr__(copy, name, value)
+        object.__setattr__(copy, "_is_frozen", True)
+        return copy
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
+        """For `copy` and `pickle`: what comes out may be changed."""
+        return _from_fields, ({spec.name: getattr(self, spec.name) for spec in fields(self)},)
 
     @property
     def is_greedy(self) -> bool:
@@ -90,20 +210,48 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
+    def has_masks(self) -> bool:
+        """Whether some tokens are forbidden, here or there."""
+        return self.allowed_token_ids is not None or bool(self.bad_words_ids)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether what is cached of the prompt may be taken. Log-probabilities of a prompt come from computing it."""
+        return self.prompt_logprobs is None and not self.skip_reading_prefix_cache
+
+    @property
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p cut the distribution."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError where a token id lies outside `[0, vocab_size)`."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [i for i, _ in self.logit_bias])):
+        named = (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", [token_id for token_id, _ in self.logit_bias]),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words_ids", [token_id for sequence in self.bad_words_ids for token_id in sequence]),
+        )
+        for name, ids in named:
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise ValueError(f"{name}: token id {token_id} is outside the vocabulary of {vocab_size} tokens")
 
+    def _check(self) -> None:
+        self._check_types()
+        self._check_ranges()
+        for name, reason in REFUSED.items():
+            value = getattr(self, name)
+            # 0, False and what is empty ask for nothing, as None does.
+            if value:
+                raise ValueError(f"{name}={repr(value)[:80]} is refused: {reason}")
+
     def _check_types(self) -> None:
         integers = ("n", "top_k", "min_tokens")
-        optional_integers = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+        optional_integers = (
+            *("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"),
+            *("truncate_prompt_tokens", "stream_interval"),
+        )
         for name in integers + optional_integers:
             value = getattr(self, name)
             if value is None and name in optional_integers:
@@ -112,9 +260,13 @@ class SamplingParams:
                 raise ValueError(f"{name}={value!r} must be a whole number")
             if name != "seed" and value not in INT64:
                 raise ValueError(f"{name}={value} must fit 64 bits")
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
+        if not isinstance(self.skip_reading_prefix_cache, bool | None):
+            raise ValueError(
+                f"skip_reading_prefix_cache={self.skip_reading_prefix_cache!r} must be true, false or null"
+            )
 
     def _check_ranges(self) -> None:
         for name, is_valid, rule in self._rules():
@@ -137,23 +289,43 @@ class SamplingParams:
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "must fit 64 bits"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be 1 or more"),
             ("min_tokens", self.min_tokens >= 0, "must be 0 or more"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, _LOGPROBS_RULE),
+            ("logprobs", self.logprobs is None or -1 <= self.logprobs <= MAX_LOGPROBS, _LOGPROBS_RULE),
             (
                 "prompt_logprobs",
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                self.prompt_logprobs is None or -1 <= self.prompt_logprobs <= MAX_LOGPROBS,
                 _LOGPROBS_RULE,
             ),
+            (
+                "truncate_prompt_tokens",
+                self.truncate_prompt_tokens in (None, -1) or (self.truncate_prompt_tokens or 0) >= 1,
+                "must be a number of tokens, or -1 for as many as leave room for max_tokens",
+            ),
+            ("stream_interval", self.stream_interval is None or self.stream_interval >= 1, "must be 1 or more"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be from -2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be from -2 to 2"),
             ("repetition_penalty", self.repetition_penalty > 0.0, "must be above 0"),
         )
 
 
-_LOGPROBS_RULE: Final = f"must be from 0 to {MAX_LOGPROBS}"
+_LOGPROBS_RULE: Final = f"must be from 0 to {MAX_LOGPROBS}, or -1 for the whole vocabulary"
 _BEST_OF_HINT: Final = "raise best_of, lower n, or leave best_of out, which runs n samples and returns them all"
 
-SAMPLING_KEYS: Final = tuple(spec.name for spec in fields(SamplingParams))
+_FLAGS: Final = (
+    *("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"),
+    *("flat_logprobs", "spaces_between_special_tokens", "skip_clone"),
+)
+
+SAMPLING_KEYS: Final = tuple(spec.name for spec in sent_fields(SamplingParams))
 """Every key of a row that is a sampling parameter, in declaration order."""
+
+_SENT: Final = SAMPLING_KEYS
+_LOCAL_DEFAULTS: Final = tuple((spec.name, spec.default) for spec in fields(SamplingParams) if spec.name not in _SENT)
+
+SamplingParams.__struct_fields__ = tuple(spec.name for spec in fields(SamplingParams))
+
+
+def _from_fields(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**values)
 
 
 def _as_float(name: str, value: Any) -> float:
@@ -178,6 +350,43 @@ def _as_stop_strings(value: Any) -> tuple[str, ...]:
         except UnicodeEncodeError:
             raise ValueError(f"stop: {item!r} holds half of a surrogate pair, which UTF-8 cannot say") from None
     return tuple(strings)
+
+
+def _as_bad_words(value: Any) -> tuple[str, ...]:
+    """Each once, in order."""
+    words = (value,) if isinstance(value, str) else value if value is not None else ()
+    if not isinstance(words, list | tuple) or not all(isinstance(item, str) and item.strip() for item in words):
+        raise ValueError(f"bad_words={value!r} must be a list of words, none of which is empty")
+    return tuple(dict.fromkeys(words))
+
+
+def _as_bad_words_ids(value: Any) -> tuple[tuple[int, ...], ...]:
+    sequences = value if value is not None else ()
+    if not isinstance(sequences, list | tuple) or not all(
+        isinstance(item, list | tuple) and item for item in sequences
+    ):
+        raise ValueError(f"bad_words_ids={value!r} must be a list of lists of token ids, none of which is empty")
+    return tuple(dict.fromkeys([_as_token_ids("bad_words_ids", item) for item in sequences]))
+
+
+def _as_allowed_token_ids(value: Any) -> tuple[int, ...] | None:
+    """In ascending order, each once."""
+    if value is None:
+        return None
+    ids = _as_token_ids("allowed_token_ids", value)
+    if not ids:
+        raise ValueError("allowed_token_ids is empty: no token could be sampled; leave it out to allow all")
+    return tuple(sorted(dict.fromkeys(ids)))
+
+
+def _as_output_kind(value: Any) -> RequestOutputKind:
+    """Also of another library's enumeration with the same names."""
+    if isinstance(value, Enum) and value.name in RequestOutputKind.__members__:
+        return RequestOutputKind[value.name]
+    if isinstance(value, bool) or value not in list(RequestOutputKind):
+        known = ", ".join(RequestOutputKind.__members__)
+        raise ValueError(f"output_kind={value!r} must be a RequestOutputKind: {known}")
+    return RequestOutputKind(value)
 
 
 def _as_token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -213,3 +422,23 @@ def _as_bias_token(key: Any) -> int:
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
         return int(key)
     return _as_token_ids("logit_bias", (key,))[0]
+
+
+def _float_of(name: str) -> Callable[[Any], float]:
+    return lambda value: _as_float(name, value)
+
+
+_CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "stop": _as_stop_strings,
+    "stop_token_ids": lambda value: _as_token_ids("stop_token_ids", value),
+    "logit_bias": lambda value: _as_logit_bias(value),
+    "bad_words": _as_bad_words,
+    "bad_words_ids": _as_bad_words_ids,
+    "allowed_token_ids": _as_allowed_token_ids,
+    "output_kind": _as_output_kind,
+    **{
+        name: _float_of(name)
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    },
+}
+"""Lists and mappings become tuples, numbers floats, where a field is set."""

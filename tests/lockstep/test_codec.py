@@ -32,6 +32,7 @@ from spmd_worker.sequence.metadata import (
     SequenceGroupMetadata,
     SequenceGroupMetadataDelta,
 )
+from spmd_worker.sequence.record_checks import sent_fields
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -67,7 +68,17 @@ FULL_PLAN = StepPlan(
     continuing_blocks=((0, 90), (2, 91)),
 )
 PLAN_OF_NOBODY = StepPlan(9)
-FULL_SAMPLING = SamplingParams(n=2, best_of=3, max_tokens=50, stop_token_ids=(3, 4), logit_bias={5: 1.5, 6: -2.0})
+FULL_SAMPLING = SamplingParams(
+    n=2,
+    best_of=3,
+    max_tokens=50,
+    stop_token_ids=(3, 4),
+    logit_bias={5: 1.5, 6: -2.0},
+    allowed_token_ids=(7, 8),
+    bad_words=("bad", "word"),
+    bad_words_ids=((5, 6), (9,)),
+    skip_reading_prefix_cache=True,
+)
 FULL_MESSAGE = StepMessage(
     step=9,
     events=(
@@ -158,7 +169,7 @@ def test_every_field_of_every_record_is_among_the_changes():
     records += (Request, SamplingParams, StepPlan, BlockOps)
     listed = (SequenceData, SequenceDataDelta, SequenceGroupMetadata, SequenceGroupMetadataDelta)
     for record in (*records, *listed):
-        missing = {spec.name for spec in dataclasses.fields(record)} - changed
+        missing = {spec.name for spec in sent_fields(record)} - changed
         assert not missing, (record, missing)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spmd_worker.lockstep.wire.message import MessageError
 from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.lockstep.wire.record_codec import Codec, RecordCodec, codec_of
-from spmd_worker.sequence.record_checks import Integer65
+from spmd_worker.sequence.record_checks import NOT_SENT, Integer65
 
 words = st.integers(-(2**63), 2**63 - 1)
 small = st.integers(0, 3)
@@ -189,6 +189,18 @@ def test_a_list_of_records_that_may_take_no_bytes_is_refused():
 def test_a_value_of_no_class_of_the_union_is_refused():
     with pytest.raises(MessageError, match="Tree has no number: it is none of Leaf, Empty"):
         written(codec_of(Leaf | Empty), [Tree(leaves=())])
+
+
+def test_a_field_that_stays_where_it_is_does_not_travel():
+    @dataclass(frozen=True)
+    class Local:
+        a: int
+        kept: Any = field(default=None, metadata=NOT_SENT)
+
+    codec = codec_of(Local)
+    assert codec.layout == "Local(a: int)"
+    data = written(codec, [Local(3, kept=object())])
+    assert codec.read(ByteReader(data, len(data)), 1) == [Local(3)]
 
 
 def test_the_layout_tells_fields_types_and_defaults_apart():

@@ -78,6 +78,39 @@ PROCESSORS: dict[str, tuple[dict[str, object], Callable[[], list[theirs.LogitsPr
 }
 
 
+def bad_words(ids: list[list[int]]) -> theirs.LogitsProcessor:
+    return theirs.NoBadWordsLogitsProcessor(ids, eos_token_id=torch.tensor([210]))
+
+
+def allowed(ids: list[int]) -> theirs.LogitsProcessor:
+    return theirs.PrefixConstrainedLogitsProcessor(lambda _batch, _ids: ids, num_beams=1)
+
+
+# The context ends in ..., 50, 4, 4, 5, 200: beginnings that are there, are not, and are longer than all of it.
+BAD_WORDS = [
+    *([7], [200], [200, 9], [5, 200, 10], [4, 200, 11], [200, 200, 12], [1, 2, 2, 3, 50, 4, 4, 5, 200, 13]),
+    *([50, 4, 4, 5, 200, 14], [3, 4, 4, 5, 200, 15], [9, 1, 2, 2, 3, 50, 4, 4, 5, 200, 16], [*range(100, 150)]),
+]
+PROCESSORS |= {
+    "bad words": ({"bad_words_ids": BAD_WORDS}, lambda: [bad_words(BAD_WORDS)]),
+    "a bad word of one token": ({"bad_words_ids": [[0]]}, lambda: [bad_words([[0]])]),
+    "bad words that begin elsewhere": ({"bad_words_ids": [[4, 9], [5, 5]]}, lambda: [bad_words([[4, 9], [5, 5]])]),
+    "allowed tokens": ({"allowed_token_ids": [0, 210, 7]}, lambda: [allowed([0, 210, 7])]),
+    "allowed tokens, then bad words": (
+        {"allowed_token_ids": [0, 9, 7, 31], "bad_words_ids": BAD_WORDS},
+        lambda: [allowed([0, 9, 7, 31]), bad_words(BAD_WORDS)],
+    ),
+    "allowed tokens, then bias and penalty": (
+        {"allowed_token_ids": [4, 9], "logit_bias": {9: 3.0, 11: 5.0}, "repetition_penalty": 1.3},
+        lambda: [
+            allowed([4, 9]),
+            theirs.SequenceBiasLogitsProcessor({(9,): 3.0, (11,): 5.0}),
+            theirs.RepetitionPenaltyLogitsProcessor(1.3),
+        ],
+    ),
+}
+
+
 def processed(seed: int, sampling: dict[str, object]) -> torch.Tensor:
     values = random_logits(seed)
     row = SampleRow(SamplingParams(**sampling), 0, 0, len(PROMPT) + len(OUTPUT), PROMPT, OUTPUT)
@@ -99,6 +132,27 @@ def test_the_comparison_of_processors_sees_another_number():
     """Negative control."""
     expected = theirs.RepetitionPenaltyLogitsProcessor(1.71)(IDS, random_logits(0))
     assert not torch.allclose(processed(0, {"repetition_penalty": 1.7}), expected, rtol=1e-6)
+
+
+def test_the_comparison_of_masks_sees_a_beginning_that_is_one_token_off():
+    """Negative control."""
+    expected = bad_words([[5, 200, 10]])(IDS, random_logits(0))
+    assert torch.equal(processed(0, {"bad_words_ids": [[5, 200, 10]]}), expected)
+    assert not torch.equal(processed(0, {"bad_words_ids": [[4, 200, 10]]}), expected)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "left"),
+    [
+        ({"allowed_token_ids": [9], "bad_words_ids": [[9]]}, [9]),
+        ({"allowed_token_ids": [9, 10], "bad_words_ids": [[9], [200, 10]]}, [9, 10]),
+        ({"allowed_token_ids": [9, 10], "bad_words_ids": [[9], [201, 10]]}, [10]),
+        ({"allowed_token_ids": list(EOS), "min_tokens": 5}, list(EOS)),
+        ({"allowed_token_ids": [*EOS, 8], "min_tokens": 5}, [8]),
+    ],
+)
+def test_what_would_leave_no_token_is_not_forbidden(sampling: dict[str, object], left: list[int]):
+    assert torch.nonzero(processed(0, sampling)[0].isfinite()).flatten().tolist() == left
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])

@@ -57,6 +57,10 @@ KINDS = [
     {"temperature": 1.0, "min_tokens": 9},
     {"temperature": 0.7, "logprobs": 3},
     {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 0.0, "allowed_token_ids": [0, 9, 104, 105, 106, 210]},
+    {"temperature": 1.0, "allowed_token_ids": list(range(90, 130))},
+    {"temperature": 0.0, "bad_words_ids": [[each] for each in range(0, VOCAB_SIZE, 2)]},
+    {"temperature": 1.0, "bad_words_ids": [[7, each] for each in range(100, VOCAB_SIZE)], "top_k": 9},
 ]
 
 
@@ -253,6 +257,32 @@ def test_rows_that_overflowed_have_no_logprobs_and_harm_no_row_beside_them(value
     if value != -float("inf"):
         assert {found[0].token_ids[index] for index in range(0, len(rows), 3)} == {NON_FINITE}
         assert {found[0].logprobs[index] for index in range(0, len(rows), 3)} == {None}
+
+
+def test_a_forbidden_token_is_never_sampled_from_any_shard():
+    logits, _ = mixed(40)
+    odd = list(range(1, VOCAB_SIZE, 2))
+    for temperature in (0.0, 1.0):
+        only = [row(stream=index, temperature=temperature, allowed_token_ids=odd) for index in range(40)]
+        never = [
+            row(stream=index, temperature=temperature, bad_words_ids=[[each - 1] for each in (*odd, VOCAB_SIZE)])
+            for index in range(40)
+        ]
+        plain = [row(stream=index, temperature=temperature) for index in range(40)]
+        for size in (1, 2, 4):
+            for masked in (only, never):
+                (ids, *others) = [each.token_ids for each in sharded(logits, masked, size)]
+                assert all(each == ids for each in others)
+                assert set(ids) <= set(odd)
+            # Negative control: without the mask even ones come.
+            assert not set(sharded(logits, plain, size)[0].token_ids) <= set(odd)
+
+
+def test_a_row_with_a_mask_is_not_plainly_greedy():
+    """Or its step would take the largest logit before anything is forbidden."""
+    assert row(temperature=0.0).is_plainly_greedy
+    for masked in ({"allowed_token_ids": [1]}, {"bad_words_ids": [[1]]}):
+        assert not row(temperature=0.0, **masked).is_plainly_greedy
 
 
 def test_the_comparison_sees_shards_that_do_not_know_where_they_begin(monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ import pytest
 from ranks import REPOSITORY
 
 from spmd_worker.compat.keywords import KEYWORDS
+from spmd_worker.sequence.sampling_params import SamplingParams
 
 WRITTEN = (REPOSITORY / "docs" / "vllm.md").read_text(encoding="utf-8")
 
@@ -21,8 +22,8 @@ def test_the_table_in_the_docs_is_current(vllm_table: ModuleType):
     assert vllm_table.document() == WRITTEN, "run python scripts/vllm_table.py"
 
 
-def test_every_keyword_stands_in_it_once():
-    for name in KEYWORDS:
+def test_every_name_stands_in_it():
+    for name in (*KEYWORDS, *SamplingParams.__struct_fields__):
         assert WRITTEN.count(f"`{name}`") >= 1, name
 
 

@@ -32,7 +32,7 @@ from spmd_worker.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.errors import ChatTemplateError
 from spmd_worker.files import JsonError, parse_json_object
-from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
+from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
@@ -46,7 +46,7 @@ def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimi
     """The row on a line. `defaults` holds for every sampling key that the row does not give.
 
     In both shapes null means the default, but for the keys whose null has a meaning of its own: `best_of`, `seed`,
-    `max_tokens` (as many as the model's length allows), `logprobs`, `prompt_logprobs`.
+    `max_tokens` (as many as the model's length allows), `logprobs`, `prompt_logprobs`, and those whose null is off.
     """
     if len(line) > limits.max_line_bytes:
         message = f"the line is longer than limits.max_line_bytes={limits.max_line_bytes}"
@@ -80,10 +80,22 @@ def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
         ("entries of stop", len(sampling.stop), "max_stop_strings", limits.max_stop_strings),
         ("entries of stop_token_ids", len(sampling.stop_token_ids), "max_stop_strings", limits.max_stop_strings),
         ("entries of logit_bias", len(sampling.logit_bias), "max_logit_bias", limits.max_logit_bias),
+        (
+            "entries of allowed_token_ids",
+            len(sampling.allowed_token_ids or ()),
+            "max_logit_bias",
+            limits.max_logit_bias,
+        ),
+        ("entries of bad_words", len(sampling.bad_words), "max_logit_bias", limits.max_logit_bias),
+        ("entries of bad_words_ids", len(sampling.bad_words_ids), "max_logit_bias", limits.max_logit_bias),
     )
     for what, value, name, most in asked:
         if most is not None and value > most:
             raise RowProblem("limit_exceeded", f"{what}: {value} is more than limits.{name}={most}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) == -1:
+            message = f"{name}=-1 asks for the whole vocabulary, which is too much for a file: ask for {MAX_LOGPROBS}"
+            raise RowProblem("limit_exceeded", message)
 
 
 def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
@@ -121,6 +133,7 @@ def resolve(
     """
     try:
         text, token_ids = _encode(row.prompt, tokenizer)
+        token_ids = tuple(engine.truncate(token_ids, row.sampling))
         engine.check(token_ids, row.sampling)
         if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
             message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens="

@@ -25,7 +25,7 @@ import struct
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, is_dataclass
 from functools import cache
 from itertools import chain, islice
 from operator import attrgetter
@@ -33,7 +33,7 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_
 
 from spmd_worker.lockstep.wire.message import MessageError
 from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
-from spmd_worker.sequence.record_checks import INT65
+from spmd_worker.sequence.record_checks import INT65, sent_fields
 
 _MAX_WIDTH: Final = 9
 _SAME_FLOAT: Final = 0
@@ -88,11 +88,13 @@ def codec_of(hint: Any) -> Codec:
 
 
 class RecordCodec(Codec):
-    """A dataclass, but for the fields `without`, which somebody else writes."""
+    """A dataclass, but for the fields `without`, which somebody else writes, and those that stay where they are
+    (`NOT_SENT`).
+    """
 
     def __init__(self, record: Any, without: tuple[str, ...] = ()) -> None:
         hints = get_type_hints(record, include_extras=True)
-        specs = [spec for spec in fields(record) if spec.name not in without]
+        specs = [spec for spec in sent_fields(record) if spec.name not in without]
         self._record, self._names = record, tuple([spec.name for spec in specs])
         self._getters = [(name, attrgetter(name)) for name in self._names]
         self._codecs = {name: codec_of(hints[name]) for name in self._names}
