@@ -186,7 +186,9 @@ class LLMEngine:
         request_id = RequestId(self.num_requests)
         row = self.num_requests if index is None else whole_number("index", index)
         stream = random_stream(self.config.seed, sampling.seed, custom_id, row)
-        regime = self.model_config.rope_regime(len(prompt_token_ids))
+        num_tokens = len(prompt_token_ids)
+        most = min(num_tokens + (sampling.max_tokens or self.max_model_len), self.max_model_len)
+        regime = self.model_config.rope_regime(num_tokens, most)
         request = Request(request_id, tuple(prompt_token_ids), sampling, stream, regime)
         self.num_requests += 1
         self._prompts[request_id] = prompt
