@@ -76,7 +76,7 @@ class _Run:
 
     def _request(self, index: int) -> Request:
         prompt = tuple(self.prompts[index])
-        regime = self.model.model_config.rope_regime(len(prompt))
+        regime = self.model.model_config.rope_regime(len(prompt), len(prompt))
         return Request(RequestId(index), prompt, SamplingParams(temperature=0), index, regime)
 
     def has_more(self) -> bool:

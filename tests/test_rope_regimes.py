@@ -18,7 +18,7 @@ from run_folder import made_once
 import spmd_worker.scheduler.allocator as allocator_module
 from kv_cache.block_hash import root_hash
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.model_config.model_config import ROPE_TYPES
+from spmd_worker.model_config.rope import ROPE_TYPES
 
 MAX_POSITIONS = 32
 BLOCK_SIZE = 4
@@ -33,6 +33,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": MAX_POSITIONS,
+    },
+    # More than half of the rows may grow past the length from which on they take the long factors.
+    "longrope": {
+        "original_max_position_embeddings": 80,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
     },
     "yarn": {"factor": 8.0, "original_max_position_embeddings": MAX_POSITIONS},
 }
@@ -119,7 +125,8 @@ def check_way_was_taken(llm: LLM, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "rope_type", [each if each == "dynamic" else pytest.param(each, marks=pytest.mark.matrix) for each in ROPE_TYPES]
+    "rope_type",
+    [each if each in ("dynamic", "longrope") else pytest.param(each, marks=pytest.mark.matrix) for each in ROPE_TYPES],
 )
 def test_a_row_is_the_same_however_it_comes_to_its_keys(rope_type: str, way: str):
     rows = prompts()
@@ -140,12 +147,13 @@ def test_rows_of_one_regime_share_their_keys_and_others_do_not():
     assert cached == [0, 24, 0, 0, 36, 60, 24]
 
 
-def test_the_comparison_sees_names_without_the_regime(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_the_comparison_sees_names_without_the_regime(rope_type: str, monkeypatch: pytest.MonkeyPatch):
     """Negative control: names as they were, of tokens, weights and adapter alone."""
     monkeypatch.setattr(allocator_module, "root_hash", lambda weight_version, rope_regime: root_hash(weight_version))
     rows = prompts()
-    with make("dynamic") as llm:
-        assert [answers(llm, [row])[0] for row in rows] != cold("dynamic")
+    with make(rope_type) as llm:
+        assert [answers(llm, [row])[0] for row in rows] != cold(rope_type)
 
 
 def test_each_scaling_that_is_known_is_tried():

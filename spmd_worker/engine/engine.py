@@ -197,7 +197,9 @@ class LLMEngine:
         else:
             row = 0 if index is None else whole_number("index", index)
             stream = random_stream(self.config.seed, sampling.seed, custom_id, row, call)
-        regime = self.model_config.rope_regime(len(prompt_token_ids))
+        num_tokens = len(prompt_token_ids)
+        most = min(num_tokens + (sampling.max_tokens or self.max_model_len), self.max_model_len)
+        regime = self.model_config.rope_regime(num_tokens, most)
         request = Request(request_id, tuple(prompt_token_ids), self._taken(sampling), stream, regime)
         self.num_requests += 1
         self._prompts[request_id] = prompt

@@ -1,6 +1,6 @@
 """Architecture name -> model class.
 
-The families' differences are data (`model_shape.FAMILIES`), so today one class builds them all.
+The families' differences are data (`model_config/families/`), so today one class builds them all.
 """
 
 from typing import Final

@@ -77,10 +77,11 @@ def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ..
     return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
-def copy_region(parameter: nn.Parameter, destination: Rectangle, values: torch.Tensor) -> None:
-    """Copy `values` into a rectangle of a parameter, converting dtype and device; extents may differ by leading 1s."""
+def copy_block(parameter: nn.Parameter, piece: WeightSlice, block: Rectangle, values: torch.Tensor) -> None:
+    """Copy `values`, a block of a slice's source, to where it belongs, converting dtype and device."""
+    destination = move_block(piece.turned(block), piece.turned(piece.source), piece.destination)
     target = parameter.data[tuple(slice(*bounds) for bounds in destination)]
-    target.copy_(values.reshape(target.shape))
+    target.copy_((values.T if piece.is_transposed else values).reshape(target.shape))
 
 
 def fill_paddings(parameters: Mapping[str, nn.Parameter], paddings: Sequence[PaddingSlice]) -> None:
@@ -94,11 +95,10 @@ def _load_slice(parameter: nn.Parameter, piece: WeightSlice, checkpoint: Checkpo
     name = piece.checkpoint_name
     max_elements = _BLOCK_BYTES // checkpoint.dtype(name).itemsize
     for block in split_region(piece.checkpoint_shape, piece.source, max_elements):
-        destination = move_block(block, piece.source, piece.destination)
         values = checkpoint.read(name, block)
         if not allows_nonfinite and not is_finite(values, parameter.dtype):
             raise CheckpointError(_describe_nonfinite(checkpoint, name, block, values, parameter.dtype))
-        copy_region(parameter, destination, values)
+        copy_block(parameter, piece, block, values)
 
 
 def is_finite(values: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -3,11 +3,10 @@
 Pure arithmetic on the slices that the layers name; the parameters have no storage.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from model_configs import with_layers
 
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle
@@ -128,7 +127,7 @@ def test_vocabulary_shards_are_of_equal_size_and_own_every_id_once(vocab_size: i
 
 
 def test_nine_heads_on_two_ranks_are_refused_with_the_sizes_that_divide():
-    model_config = replace(new_shape(), num_heads=9, num_kv_heads=3)
+    model_config = with_layers(new_shape(), num_heads=9, num_kv_heads=3)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*9 attention heads.* are 1, 3 and 9"):
         check_divides(RankLayout(2), model_config)
     for size in (1, 3, 9):
@@ -148,4 +147,4 @@ def test_nine_heads_on_two_ranks_are_refused_with_the_sizes_that_divide():
 )
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do(changes: dict[str, int], size: int, words: str):
     with pytest.raises(ConfigError, match=words):
-        check_divides(RankLayout(size), replace(new_shape(), **changes))
+        check_divides(RankLayout(size), with_layers(new_shape(), **changes))

@@ -27,7 +27,7 @@ AT_START = {
     "config_key": r"config\.scheduler\.max_num_batched_tokens is 2048 on rank 0, 1024 on rank {victim};",
     "weight_byte": r'different weights: model\.norm\.weight is "\w+" on rank 0, "\w+" on rank {victim};',
     "tokenizer_file": r'tokenizer is "\w+" on rank 0, "\w+" on rank {victim};',
-    "model_shape": r"model\.rope\.rope_theta is 10000\.0 on rank 0, 10001\.0 on rank {victim};",
+    "model_shape": r"model\.ropes\[0\]\.rope_theta is 10000\.0 on rank 0, 10001\.0 on rank {victim};",
     "code": r'code is "\w+" on rank 0, "f+" on rank {victim};',
     "package_version": r'packages\.torch is "[^"]+" on rank 0, "2\.0\.1" on rank {victim};',
     "configured_blocks": r"config\.cache\.num_blocks is 64 on rank 0, 63 on rank {victim};",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from model_configs import with_layers
 
 from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.errors import ConfigError
@@ -100,7 +101,7 @@ def test_the_copy_of_a_tied_head_is_counted_where_weights_are_packed(model_confi
 def test_equal_ranks_share_a_line_and_unequal_ones_do_not(model_config: ModelConfig):
     table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[4:6]
     assert table[1].startswith("0-31 ")
-    lines = text_of(replace(model_config, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
+    lines = text_of(with_layers(model_config, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
     assert [line.split()[:5] for line in lines[5:7]] == [
         ["0-1", "32", "8", "2", "3,585"],
         ["2-3", "32", "8", "2", "3,584"],

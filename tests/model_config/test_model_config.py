@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import windows_of
 from transformers import AutoConfig
 
 from spmd_worker.errors import ModelConfigError
+from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import (
     FAMILIES,
     ModelConfig,
@@ -63,41 +65,37 @@ def test_a_llama_config_is_read_key_by_key():
         torch_dtype="bfloat16",
         rope_theta=500.0,
     )
+    layer = LayerConfig(
+        num_heads=32,
+        num_kv_heads=4,
+        head_size=6,
+        intermediate_size=90,
+        scale=6**-0.5,
+        norm=NormConfig(eps=1e-5),
+        has_qkv_bias=True,
+        has_output_bias=True,
+        has_mlp_bias=True,
+    )
     assert model_config == ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=211,
         hidden_size=64,
-        intermediate_size=90,
-        num_layers=30,
-        num_heads=32,
-        num_kv_heads=4,
-        head_size=6,
-        rms_norm_eps=1e-5,
+        layers=(layer,) * 30,
+        norm=NormConfig(eps=1e-5),
         max_position_embeddings=1000,
-        rope=RopeParameters(rope_theta=500.0, original_max_position_embeddings=1000),
+        ropes=(RopeParameters(rope_theta=500.0, original_max_position_embeddings=1000),),
         has_tied_embeddings=True,
-        has_qkv_bias=True,
-        has_output_bias=True,
-        has_mlp_bias=True,
-        has_qk_norm=False,
-        sliding_windows=(0,) * 30,
         dtype="bfloat16",
         eos_token_ids=(7, 9),
     )
 
 
 def test_the_families_differ_where_they_should():
-    shapes = {name: shape_of(name, attention_bias=True, mlp_bias=True, num_key_value_heads=4) for name in FAMILIES}
-    differences = {
-        name: (
-            model_config.has_qkv_bias,
-            model_config.has_output_bias,
-            model_config.has_mlp_bias,
-            model_config.has_qk_norm,
-            model_config.head_size,
-        )
-        for name, model_config in shapes.items()
-    }
+    differences = {}
+    for name in MODEL_TYPES:
+        layer = shape_of(name, attention_bias=True, mlp_bias=True, num_key_value_heads=4).layers[0]
+        biases = (layer.has_qkv_bias, layer.has_output_bias, layer.has_mlp_bias)
+        differences[name] = (*biases, layer.qk_norm == "head", layer.head_size)
     assert differences == {
         "LlamaForCausalLM": (True, True, True, False, 2),
         "MistralForCausalLM": (False, False, False, False, 2),
@@ -107,7 +105,7 @@ def test_the_families_differ_where_they_should():
 
 
 @pytest.mark.parametrize("extra", [{}, {"use_sliding_window": True}, {"rope_theta": 5e5}])
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_what_a_config_leaves_out_means_what_it_means_to_transformers(
     architecture: str, extra: dict[str, Any], tmp_path: Path
 ):
@@ -117,19 +115,19 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(
     ours = read_model_files(tmp_path).model_config
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_size == (getattr(theirs, "head_dim", None) or 64 // 32)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.norm.eps == theirs.rms_norm_eps
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.has_tied_embeddings == theirs.tie_word_embeddings
-    assert ours.rope.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.ropes[0].rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     window = getattr(theirs, "sliding_window", None) or 0
     layer_types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
-    assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
+    assert windows_of(ours) == tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
 
 
 def test_null_is_not_the_same_as_absent_where_a_family_has_a_default():
-    assert shape_of("MistralForCausalLM").sliding_windows == (4096,) * 30
-    assert shape_of("MistralForCausalLM", sliding_window=None).sliding_windows == (0,) * 30
+    assert windows_of(shape_of("MistralForCausalLM")) == (4096,) * 30
+    assert windows_of(shape_of("MistralForCausalLM", sliding_window=None)) == (0,) * 30
     assert shape_of("Qwen2ForCausalLM", num_key_value_heads=None).num_kv_heads == 32
     assert shape_of("LlamaForCausalLM", eos_token_id=None).eos_token_ids == ()
 
@@ -137,8 +135,8 @@ def test_null_is_not_the_same_as_absent_where_a_family_has_a_default():
 def test_layer_types_go_before_the_older_window_rule():
     types = ["sliding_attention", "full_attention"] * 15
     keys = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 29}
-    assert shape_of("Qwen2ForCausalLM", **keys).sliding_windows == (0,) * 29 + (5,)
-    assert shape_of("Qwen2ForCausalLM", layer_types=types, **keys).sliding_windows == (5, 0) * 15
+    assert windows_of(shape_of("Qwen2ForCausalLM", **keys)) == (0,) * 29 + (5,)
+    assert windows_of(shape_of("Qwen2ForCausalLM", layer_types=types, **keys)) == (5, 0) * 15
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -176,11 +174,11 @@ def test_older_and_newer_rope_keys_say_the_same():
 
 
 def test_yarn_takes_the_length_and_factor_that_are_left_out_from_the_others():
-    assert shape_of(max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}).rope == (
-        RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=256)
+    assert shape_of(max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}).ropes == (
+        RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
     )
     scaling = {"rope_type": "yarn", "original_max_position_embeddings": 64}
-    assert shape_of(max_position_embeddings=256, rope_parameters=scaling).rope.factor == 4.0
+    assert shape_of(max_position_embeddings=256, rope_parameters=scaling).ropes[0].factor == 4.0
 
 
 def test_end_of_sequence_ids_of_generation_config_replace_those_of_config(tmp_path: Path):
@@ -204,8 +202,8 @@ def error_result(folder: Path) -> str:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
-    message = error_result(write_folder(tmp_path, architectures=["GPT2LMHeadModel"]))
-    assert "GPT2LMHeadModel" in message
+    message = error_result(write_folder(tmp_path, architectures=["MambaForCausalLM"]))
+    assert "MambaForCausalLM" in message
     assert all(name in message for name in FAMILIES)
     assert "known are" in error_result(write_folder(tmp_path, architectures=None))
     assert "known are" in error_result(write_folder(tmp_path, architectures=[["LlamaForCausalLM"]]))
@@ -216,7 +214,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
     [
         ({"auto_map": {"AutoModel": "modeling.Evil"}}, ["auto_map", "never does"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "bfloat16"]),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope", "llama3, yarn"]),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope short_factor must list 1 numbers"]),
+        ({"rope_scaling": {"type": "ntk", "factor": 2}}, ["ntk", "llama3, yarn"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["linear factor=None"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["llama3 low_freq_factor=None"]),
         ({"rope_parameters": {**YARN, "original_max_position_embeddings": "64"}}, ["original_max_position_embeddings"]),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one
+from model_configs import with_layers
 from native_libraries import NATIVE, WITH_AMX, library_for, needs_avx512
 from our_model import BLOCK_SIZE, prompt_logits
 from reference_models import random_prompt
@@ -42,7 +43,9 @@ KERNELS: dict[str, Kernels] = {
 # 4 query heads over 2 key-value heads; on 4 ranks each of these is held twice. 96 token ids are padded to 128.
 CONFIGS = {
     **SHAPES,
-    "no panels": dataclasses.replace(PLAIN, intermediate_size=90, has_qk_norm=True, has_tied_embeddings=True),
+    "no panels": dataclasses.replace(
+        with_layers(PLAIN, intermediate_size=90, qk_norm="head"), has_tied_embeddings=True
+    ),
 }
 PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 5, 30)]
 
