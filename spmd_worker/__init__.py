@@ -6,6 +6,7 @@ from typing import Any
 _OFFERED = {
     "LLM": "spmd_worker.llm",
     "EngineArgs": "spmd_worker.compat.engine_args",
+    "PromptsRefusedError": "spmd_worker.errors",
     "SamplingParams": "spmd_worker.sequence.sampling_params",
     "RequestOutputKind": "spmd_worker.sequence.sampling_params",
     "RequestOutput": "spmd_worker.sequence.outputs",
@@ -17,6 +18,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineArgs",
+    "PromptsRefusedError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -183,6 +183,41 @@ class LLM:
             use_tqdm,
         )
 
+    def score_tokens(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Sequence[Sequence[int]],
+        *,
+        gather: bool = False,
+        use_tqdm: bool = False,
+    ) -> list[list[float]]:
+        """The log-probability of each token of `completions[i]`, token ids, given `prompts[i]` and the tokens before.
+
+        They come from the kernels that sample, with weights as they are now: of what `generate` sampled they are the
+        bits that it reports as `logprobs` (those of the unprocessed logits, `raw_logprobs`), however rows were batched,
+        cut into chunks or preempted then and now (with `logprobs=-1` under tensor parallelism, but for the rounding of
+        a sum). `gather` as in `generate`. Raises ValueError, before anything is
+        computed, for a completion without tokens, and as `generate` does for what is too long.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        lengths: list[int] = []
+
+        def encode() -> list[_Encoded]:
+            listed = _as_list(prompts)
+            if len(listed) != len(completions):
+                raise ValueError(f"{len(completions)} completions for {len(listed)} prompts: give one for each prompt")
+            joined = []
+            for prompt, completion in zip(listed, completions, strict=True):
+                encoded, tokens = self._encode(prompt), as_token_ids(completion)
+                if not tokens:
+                    raise ValueError("a completion has no tokens: there is nothing to score")
+                lengths.append(len(tokens))
+                joined.append(_Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error))
+            return joined
+
+        outputs = self._run("score_tokens", encode, params, "raise", gather, use_tqdm)
+        return [_last_logprobs(output, length) for output, length in zip(outputs, lengths, strict=True)]
+
     @contextmanager
     def turns(self) -> Iterator[None]:
         """A block in which each rank calls `generate` and `chat` with prompts of its own, as often as it likes, without
@@ -477,6 +512,13 @@ class _Encoded:
 
 _Given = list[tuple[_Encoded, SamplingParams]]
 """Prompts of one call with their parameters."""
+
+
+def _last_logprobs(output: RequestOutput, count: int) -> list[float]:
+    """Of the last tokens of a prompt."""
+    assert output.prompt_logprobs is not None, "they were asked for"
+    tokens, positions = output.prompt_token_ids[-count:], output.prompt_logprobs[-count:]
+    return [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
 
 
 def _encoded_ids(token_ids: Any) -> _Encoded:

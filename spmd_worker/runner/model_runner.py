@@ -19,6 +19,7 @@ from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.runner.batch import Batch, build_batch
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.sampler import Sampler
+from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.step import StepResult
 
 
@@ -83,7 +84,7 @@ class ModelRunner:
         is_greedy = all(row.is_plainly_greedy for row in batch.rows)
         largest = self._model.argmax_logits(sampled) if is_greedy else None
         logits = None if is_greedy else self._model.compute_logits(sampled)
-        reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._whole_logits)
+        reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._report)
         self._pending = _Forwarded(step, batch, logits, largest, reported)
 
     @torch.inference_mode()
@@ -124,6 +125,6 @@ class ModelRunner:
         dtype = self._cache_engine.device_cache.dtype
         return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
 
-    def _whole_logits(self, hidden: Tensor) -> Tensor:
+    def _report(self, hidden: Tensor, token_ids: list[int], num_likeliest: int) -> list[TokenLogprobs]:
         assert self._sampler is not None, "log-probabilities are the last stage's"
-        return self._sampler.gather(self._model.compute_logits(hidden))
+        return self._sampler.report(self._model.compute_logits(hidden), token_ids, num_likeliest)

@@ -28,6 +28,7 @@ from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.shard_logprobs import log_masses, shard_logprobs
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.sampled import NON_FINITE
+from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
 Value = TypeVar("Value")
 
@@ -46,18 +47,16 @@ class Sampled:
 class _Choice(NamedTuple):
     """Parallel to the rows: their tokens, and what was found out on the way, [K] each.
 
-    `columns` int64: of the largest logit in this rank's shard; `largest` float64: of the vocabulary; `masses` float64:
-    the sum over the vocabulary of exp((logit - largest) / temperature), NaN for rows that were not drawn.
+    `columns` int64: of the largest logit in this rank's shard; `largest` float64: of the vocabulary.
     """
 
     token_ids: list[int]
     columns: Tensor
     largest: Tensor
-    masses: Tensor
 
     def of(self, indices: list[int]) -> "_Choice":
         """Of the rows named."""
-        return _Choice([self.token_ids[i] for i in indices], *(each[indices] for each in self[1:]))
+        return _Choice([self.token_ids[i] for i in indices], self.columns[indices], self.largest[indices])
 
 
 class Sampler:
@@ -81,7 +80,8 @@ class Sampler:
         simple: list[int] = []
         others: list[int] = []
         for index, row in enumerate(rows):
-            is_whole = self._group.size == 1 and row.sampling.needs_logprobs
+            wants_all = row.sampling.logprobs == ALL_LOGPROBS
+            is_whole = row.sampling.needs_logprobs and (self._group.size == 1 or wants_all)
             (others if row.needs_all_logits or is_whole else simple).append(index)
         token_ids = [-1] * len(rows)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -90,8 +90,7 @@ class Sampler:
             _scatter(sampled.token_ids, simple, token_ids)
             _scatter(sampled.logprobs, simple, logprobs)
         if others:
-            whole = self.gather(_rows_of(logits, others))
-            sampled = self._sample_whole(whole, [rows[index] for index in others])
+            sampled = self._sample_gathered(_rows_of(logits, others), [rows[index] for index in others])
             _scatter(sampled.token_ids, others, token_ids)
             _scatter(sampled.logprobs, others, logprobs)
         has_logprobs = any(entry is not None for entry in logprobs)
@@ -111,6 +110,15 @@ class Sampler:
         shards = self._group.all_gather(logits)
         return shards.transpose(0, 1).flatten(1)[:, : self._vocab_size].to(torch.float32, copy=True)
 
+    def report(self, logits: Tensor, token_ids: list[int], num_likeliest: int) -> list[TokenLogprobs]:
+        """[K, Vs] and a token each -> its log-probability, and those of the likeliest: the bits that `sample` reports
+        of these logits in raw_logprobs mode. Every rank of the group calls this with the same tokens.
+        """
+        if self._group.size == 1 or num_likeliest == ALL_LOGPROBS:
+            whole = log_softmax(self.gather(logits))
+            return [token_logprobs(row, token, num_likeliest) for row, token in zip(whole, token_ids, strict=True)]
+        return self._of_shards(logits, token_ids, [num_likeliest] * len(token_ids))
+
     def _sample_shards(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[K, Vs], of rows that need no more than maxima and sums."""
         choice = self._choose(logits, rows, self._group)
@@ -127,30 +135,48 @@ class Sampler:
 
     def _report(self, logits: Tensor, rows: list[SampleRow], choice: _Choice) -> list[TokenLogprobs]:
         """Log-probabilities of rows that all want some."""
-        drawn_by = _temperatures(rows, logits.device)
-        temperatures = torch.ones_like(drawn_by) if self._logprobs_mode == "raw_logprobs" else drawn_by
-        masses = choice.masses.log()
-        # A draw by the same temperature has summed already.
-        is_unknown = (choice.masses.isnan() | (temperatures != drawn_by).squeeze(1)).tolist()
-        unknown = [index for index, is_one in enumerate(is_unknown) if is_one]
-        if unknown:
-            masses[unknown] = log_masses(
-                _rows_of(logits, unknown),
-                choice.columns[unknown],
-                choice.largest[unknown],
-                temperatures[unknown],
-                self._group,
-            )
+        counts = [row.sampling.logprobs or 0 for row in rows]
+        temperatures = None if self._logprobs_mode == "raw_logprobs" else _temperatures(rows, logits.device)
+        return self._of_shards(logits, choice.token_ids, counts, (choice.columns, choice.largest), temperatures)
+
+    def _of_shards(
+        self,
+        logits: Tensor,
+        token_ids: list[int],
+        nums_likeliest: list[int],
+        largest: tuple[Tensor, Tensor] | None = None,
+        temperatures: Tensor | None = None,
+    ) -> list[TokenLogprobs]:
+        """`largest` are columns and values as in `_Choice`, where they are known; `temperatures` float32 [K, 1]."""
+        if largest is None:
+            values, columns = self._kernels.largest(logits)
+            largest = columns, self._best(values, columns, self._group)[0]
+        if temperatures is None:
+            temperatures = torch.ones((len(token_ids), 1), device=logits.device)
+        masses = log_masses(logits, *largest, temperatures, self._group)
+        num_owned = max(0, min(logits.shape[1], self._vocab_size - self._shard_start))
         return shard_logprobs(
-            logits,
-            choice.token_ids,
-            [row.sampling.logprobs or 0 for row in rows],
-            choice.largest,
-            masses,
-            temperatures,
-            self._group,
-            max(0, min(logits.shape[1], self._vocab_size - self._shard_start)),
+            logits, token_ids, nums_likeliest, largest[1], masses, temperatures, self._group, num_owned
         )
+
+    def _sample_gathered(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        """[K, Vs], of rows that need whole vocabularies. What is reported of logits as they are comes from the shards
+        even so: how a token was chosen makes no difference.
+        """
+        sampled = self._sample_whole(self.gather(logits), rows)
+        if self._group.size == 1 or self._logprobs_mode != "raw_logprobs":
+            return sampled
+        wants = [
+            index
+            for index, (row, entry) in enumerate(zip(rows, sampled.logprobs, strict=True))
+            if entry is not None and row.sampling.logprobs != ALL_LOGPROBS
+        ]
+        logprobs = list(sampled.logprobs)
+        if wants:
+            chosen = [sampled.token_ids[index] for index in wants]
+            counts = [rows[index].sampling.logprobs or 0 for index in wants]
+            _scatter(self._of_shards(_rows_of(logits, wants), chosen, counts), wants, logprobs)
+        return Sampled(sampled.token_ids, tuple(logprobs))
 
     def _sample_whole(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[K, V] on every rank: each computes the same, so nothing is exchanged."""
@@ -185,15 +211,14 @@ class Sampler:
         values, columns = self._kernels.largest(logits)
         best_values, best_ids = self._best(values, columns, group)
         chosen: list[int] = _where_finite(best_values, best_ids, forbidden_id).tolist()
-        masses = torch.full_like(best_values, torch.nan)
         is_drawable = best_values.isfinite().tolist()
         drawn = [index for index, row in enumerate(rows) if is_drawable[index] and not row.sampling.is_greedy]
         if drawn:
             drawn_rows = [rows[index] for index in drawn]
             first = self._first_id(group)
-            ids, masses[drawn] = _draw(_rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
+            ids = _draw(_rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
             _scatter(ids, drawn, chosen)
-        return _Choice(chosen, columns, best_values, masses)
+        return _Choice(chosen, columns, best_values)
 
     def _best(self, values: Tensor, columns: Tensor, group: GroupHandle) -> tuple[Tensor, Tensor]:
         """Each rank's largest values and their columns, [R] -> the largest of all and its id, [R] each; equal values
@@ -209,12 +234,8 @@ class Sampler:
         return self._shard_start if group.size > 1 else 0
 
 
-def _draw(
-    logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int
-) -> tuple[list[int], Tensor]:
-    """The id at which the mass, summed in the order of ids in float64, passes a uniform share of the whole, and that
-    whole, float64 [K].
-    """
+def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int) -> list[int]:
+    """The id at which the mass, summed in the order of ids in float64, passes a uniform share of the whole."""
     device = logits.device
     temperatures = _temperatures(rows, device).double()
     mass = torch.exp((logits.double() - largest.unsqueeze(1)) / temperatures).cumsum(dim=-1)
@@ -230,7 +251,7 @@ def _draw(
     found = torch.minimum(local, last) + first
     candidates = group.all_gather(found)
     owner = owner.clamp(max=group.size - 1).unsqueeze(0)
-    return [int(token_id) for token_id in candidates.gather(0, owner).squeeze(0).tolist()], before[-1]
+    return [int(token_id) for token_id in candidates.gather(0, owner).squeeze(0).tolist()]
 
 
 def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> Tensor:

@@ -17,8 +17,9 @@ from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
+from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.sampled import NON_FINITE
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sampling_params import ALL_LOGPROBS, SamplingParams
 
 VOCAB_SIZE = 211
 EOS = (5,)
@@ -227,6 +228,30 @@ def test_logprobs_of_shards_are_those_of_the_whole_and_the_same_on_every_rank(si
         assert alone.logprobs == first.logprobs[index : index + 1], "to the last bit"
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_what_is_reported_of_a_token_does_not_depend_on_how_it_was_chosen(size: int):
+    logits, _ = mixed(120)
+    rows = [
+        row(stream=i, **{**KINDS[i % len(KINDS)], "logprobs": (0, 3, ALL_LOGPROBS)[i // len(KINDS) % 3]})
+        for i in range(len(logits))
+    ]
+
+    def run(group: GroupHandle) -> tuple[Sampled, list[TokenLogprobs]]:
+        shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
+        mine = torch.full((logits.shape[0], shard.size), -torch.inf)
+        mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
+        sampler = Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs")
+        sampled = sampler.sample(mine, rows)
+        return sampled, [
+            sampler.report(mine[index : index + 1], [token_id], rows[index].sampling.logprobs)[0]
+            for index, token_id in enumerate(sampled.token_ids)
+        ]
+
+    for sampled, reported in on_ranks(size, run):
+        assert list(sampled.logprobs) == reported, "to the last bit"
+        assert {1, 3, 4, VOCAB_SIZE} <= {len(each) for each in reported}
+
+
 @pytest.mark.parametrize("what", ["sums", "counts", "likeliest"])
 def test_the_comparison_sees_what_is_left_out_of_the_shards(monkeypatch: pytest.MonkeyPatch, what: str):
     logits, rows = reporting(torch.float32)
@@ -315,7 +340,7 @@ def test_greedy_and_plain_temperature_exchange_pairs_and_not_logits():
         "greedy": 2,
         "plain": 2 + 1 + 1,
         "filtered": 128,
-        "plain that reports": 4 + 1 + 2,
+        "plain that reports": 4 + 1 + 1 + 2,
         "tempered that reports": 4 + 1 + 1 + 2,
         "greedy that reports three": 2 + 1 + 1 + 2 + 3 * 2,
     }
