@@ -20,8 +20,12 @@ SAMPLED = [
 ]
 # Few tokens a step, and too few blocks for all rows: prompts are cut into chunks, rows are preempted.
 SMALL: dict[str, Any] = {
-    **{"device": "cpu", "block_size": 8, "num_blocks": 16, "max_model_len": 96},
-    **{"max_num_seqs": 3, "max_num_batched_tokens": 16},
+    "device": "cpu",
+    "block_size": 8,
+    "num_blocks": 16,
+    "max_model_len": 96,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 16,
 }
 
 
