@@ -4,6 +4,7 @@ In a plain script one process is the whole world; in a script under torchrun eve
 rank gets every output.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -13,7 +14,9 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
+from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
+from spmd_worker.compat.metrics import Metric
 from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
@@ -25,7 +28,6 @@ from spmd_worker.sequence.events import ResetPrefixCache
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 """Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""
@@ -33,6 +35,8 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 
 Messages = Sequence[Mapping[str, Any]]
+
+UseTqdm = bool | Callable[..., Any]
 
 
 class LLM:
@@ -127,7 +131,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """One output a prompt, in order. A prompt that cannot be answered gets an output with `error`; the rest is
         answered.
@@ -136,10 +142,18 @@ class LLM:
         RanksDisagreeError names the first that differs. Every rank gets every output. What one rank raises before any
         prompt is answered, such as TypeError or ValueError for its arguments, is RankFailedError on the others, and the
         engine can be used again.
+
+        `use_tqdm` may be what makes the bar, such as `partial(tqdm, leave=False)`; the first rank has one. Adapters do
+        not exist here and rows are served first come, first served: ValueError for a `lora_request` or a `priority`
+        that asks for anything.
         """
-        return self._run(
-            "generate", lambda: [self._encode(prompt) for prompt in _as_list(prompts)], sampling_params, use_tqdm
-        )
+
+        def encode() -> list[_Encoded]:
+            encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+            check_extras(len(encoded), lora_request, priority)
+            return encoded
+
+        return self._run("generate", encode, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -147,7 +161,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`."""
         return self._run(
@@ -157,11 +171,21 @@ class LLM:
             use_tqdm,
         )
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises ConfigError for a model folder without one."""
-        if self.llm_engine.tokenizer is None:
-            raise ConfigError("the model folder has no tokenizer.json: give prompt_token_ids instead of text")
-        return self.llm_engine.tokenizer
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, for the script: transformers' own where transformers is installed, else one with the
+        same names for encoding, decoding and chat templates. Raises ConfigError for a model folder without one.
+        """
+        return self.llm_engine.get_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """What this rank's replica has done since its start, and how full it is: vLLM's names, numbers and gauges."""
+        return self.llm_engine.get_metrics()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Ranks of the engine; without `include_dp` those of one of its replicas."""
+        parallel = self.llm_engine.config.parallel
+        size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return size * parallel.data_parallel_size if include_dp else size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What prompts get that come without parameters: the model's generation_config.json, then vLLM's defaults. A
@@ -289,7 +313,7 @@ class LLM:
         call: str,
         encode: Callable[[], list["_Encoded"]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        use_tqdm: UseTqdm,
     ) -> list[RequestOutput]:
         engine, replicas = self.llm_engine, self._replicas
         # Without asking the others: a rank that cannot go on has no channel, or was the cause of their errors already.
@@ -317,7 +341,7 @@ class LLM:
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
                 )
         answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
-        with _Bar(total=len(prompts), desc="prompts", disable=not (use_tqdm and engine.is_first_rank)) as bar:
+        with contextlib.closing(_new_bar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
             outputs |= answer(prompts, bar.update)
         return [outputs[index] for index in range(len(agreed))]
 
@@ -327,7 +351,7 @@ class LLM:
         if not isinstance(prompt, str):
             return _encoded_ids(prompt)
         try:
-            return _Encoded(prompt, tuple(self.get_tokenizer().encode(prompt)))
+            return _Encoded(prompt, tuple(self.llm_engine.need_tokenizer().encode(prompt)))
         except (ConfigError, ValueError) as error:
             return _Encoded(prompt, (), str(error))
 
@@ -345,7 +369,7 @@ class LLM:
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> "_Encoded":
         try:
-            tokenizer = self.get_tokenizer()
+            tokenizer = self.llm_engine.need_tokenizer()
             text = tokenizer.apply_chat_template(messages, add_generation_prompt)
             return _Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
         except (ConfigError, ChatTemplateError, ValueError) as error:
@@ -372,6 +396,11 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
     """Without tqdm's thread, which would go on in the caller's process."""
 
     monitor_interval = 0
+
+
+def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:
+    make = use_tqdm if callable(use_tqdm) and is_shown else _Bar
+    return make(total=num_prompts, desc="prompts", disable=not (use_tqdm and is_shown))
 
 
 class _Encoded:

@@ -2,12 +2,14 @@
 
 import math
 
-from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from spmd_worker.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 
-def request_output(group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None) -> RequestOutput:
+def request_output(
+    group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None, metrics: RequestMetrics | None = None
+) -> RequestOutput:
     """`prompt` is the text that was encoded, if there was any.
 
     Of `best_of` samples the best `n` come back, best first, with indices counted anew and with the
@@ -25,6 +27,7 @@ def request_output(group: SequenceGroup, prompt: str | None, tokenizer: Tokenize
         if wants_prompt_logprobs
         else None,
         num_cached_tokens=group.num_cached_tokens or 0,
+        metrics=metrics,
     )
 
 

@@ -17,6 +17,22 @@ TokenLogprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, as the rank saw it that added it: vLLM's names. `arrival_time` is in seconds
+    since the epoch, `first_token_latency` in seconds after it; the others are seconds of this process's monotonic
+    clock, 0 for what has not happened.
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One of the `n` completions of a request. `finish_reason` is "stop", "length" or None while it runs.
 
@@ -31,11 +47,21 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its completions. A request that was refused has `error` and no outputs."""
+    """A request with its completions. A request that was refused has `error` and no outputs.
+
+    `metrics` differ from run to run, so that outputs are compared without them; None where another rank's replica
+    answered. `lora_request`, `encoder_prompt`, `encoder_prompt_token_ids` and `kv_transfer_params` are vLLM's names for
+    what does not exist here.
+    """
 
     request_id: str
     prompt: str | None
@@ -45,3 +71,8 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
