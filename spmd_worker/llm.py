@@ -15,6 +15,7 @@ from typing import Any, Final
 from tqdm import tqdm
 
 from spmd_worker.compat.call_arguments import check_extras
+from spmd_worker.compat.chat import ChatOptions, ChatRenderer, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.config.schema import ParallelConfig
@@ -80,6 +81,7 @@ class LLM:
         device: str = "auto",
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
+        chat_template: str | Path | None = None,
         **others: Any,
     ) -> None:
         arguments = {
@@ -112,6 +114,8 @@ class LLM:
             "override_generation_config": override_generation_config,
         }
         config = run_config({**arguments, **others})
+        self._chat_template = load_template(chat_template)
+        self._chat_renderer: ChatRenderer | None = None
         self.llm_engine: LLMEngine = start_engine(read_run(config))
         self._open()
 
@@ -160,16 +164,39 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
         use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One conversation or a list of them through the model's chat template; otherwise as `generate`."""
-        return self._run(
-            "chat",
-            lambda: [self._render(each, add_generation_prompt) for each in _as_conversations(messages)],
-            sampling_params,
-            use_tqdm,
-        )
+        """One conversation or a list of them through the model's chat template; otherwise as `generate`.
+
+        A message's content is a string or a list of text parts, which are joined by line ends unless
+        `chat_template_content_format` is `openai`; a part that is no text (an image) is that conversation's error.
+        `tools` are JSON schemas, which the template writes; arguments of tool calls may be JSON. `chat_template` is
+        another template's text, `chat_template_kwargs` are more variables for it. `continue_final_message`, with
+        `add_generation_prompt=False`, leaves the last message open, and the answer goes on with it.
+        """
+
+        def encode() -> list[_Encoded]:
+            template = self._chat_template if chat_template is None else chat_template
+            options = ChatOptions(
+                template,
+                chat_template_content_format,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                {} if chat_template_kwargs is None else chat_template_kwargs,
+            )
+            encoded = [self._render(each, options) for each in _as_conversations(messages)]
+            check_extras(len(encoded), lora_request, None)
+            return encoded
+
+        return self._run("chat", encode, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, for the script: transformers' own where transformers is installed, else one with the
@@ -367,10 +394,12 @@ class LLM:
             return self._encode(prompt["prompt"])
         return _Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
 
-    def _render(self, messages: Messages, add_generation_prompt: bool) -> "_Encoded":
+    def _render(self, messages: Messages, options: ChatOptions) -> "_Encoded":
         try:
             tokenizer = self.llm_engine.need_tokenizer()
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt)
+            if self._chat_renderer is None:
+                self._chat_renderer = ChatRenderer(tokenizer)
+            text = self._chat_renderer.render(messages, options)
             return _Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
         except (ConfigError, ChatTemplateError, ValueError) as error:
             return _Encoded(None, (), str(error))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.compat.script_tokenizer import PlainTokenizer
-from spmd_worker.errors import ChatTemplateError, ConfigError
+from spmd_worker.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = mixed_prompts(5, 40, seed=3)
@@ -153,6 +153,130 @@ def test_counts_have_vllms_names_and_grow(llm: LLM):
     assert llm.get_world_size() == 1
 
 
+# Conversations.
+
+TEMPLATES = {
+    "plain": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}",
+    "strips": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}",
+    "tools": (
+        "{{ tools | tojson if tools else 'none' }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}</s>{% endfor %}"
+        "{% if thinks %}<think>{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    ),
+    "parts": (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}</s>{% endfor %}"
+    ),
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]}]
+
+
+def prompt_of(llm: LLM, messages: Any, **options: Any) -> str:
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, **options)
+    assert output.error is None, output.error
+    assert output.prompt is not None
+    assert output.prompt_token_ids == llm.llm_engine.need_tokenizer().encode(output.prompt, add_special_tokens=False)
+    return output.prompt
+
+
+@pytest.mark.parametrize("content", ["hi", "hi ", " hi  \n", "hi </s> there"])
+@pytest.mark.parametrize("name", ["plain", "strips", "parts"])
+def test_the_last_message_is_continued_as_transformers_continues_it(text_llm: LLM, name: str, content: str):
+    talk = [TALK[0], {"role": "assistant", "content": content}]
+    options = {"chat_template": TEMPLATES[name], "continue_final_message": True, "add_generation_prompt": False}
+    expected = text_llm.get_tokenizer().apply_chat_template(talk, tokenize=False, **options)
+    assert prompt_of(text_llm, talk, **options) == expected
+    # Negative control: closed, it is another prompt.
+    assert prompt_of(text_llm, talk, **options | {"continue_final_message": False}) != expected
+
+
+def test_parts_of_the_last_message_are_continued_too(text_llm: LLM):
+    options = {"chat_template": TEMPLATES["parts"], "continue_final_message": True, "add_generation_prompt": False}
+    expected = text_llm.get_tokenizer().apply_chat_template(PARTS, tokenize=False, **options)
+    assert prompt_of(text_llm, PARTS, chat_template_content_format="openai", **options) == expected
+    assert prompt_of(text_llm, PARTS, **options) == "<user>one\ntwo "
+
+
+def test_tools_templates_and_variables_reach_the_prompt(text_llm: LLM):
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    parsed = [TALK[0], {**talk[1], "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 1}}}]}]
+    given = {"chat_template": TEMPLATES["tools"], "tools": TOOLS}
+    theirs = text_llm.get_tokenizer().apply_chat_template
+    expected = theirs(parsed, tokenize=False, add_generation_prompt=True, thinks=True, **given)
+    assert prompt_of(text_llm, talk, chat_template_kwargs={"thinks": True}, **given) == expected
+    assert talk[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert prompt_of(text_llm, TALK, chat_template=TEMPLATES["tools"]).startswith("none<user>hello")
+    assert prompt_of(text_llm, TALK, tools=[], chat_template=TEMPLATES["tools"]).startswith("none")
+
+
+def test_text_parts_are_one_string_or_the_templates_own_business(text_llm: LLM):
+    assert prompt_of(text_llm, PARTS, chat_template=TEMPLATES["parts"]) == "<user>one\ntwo </s>"
+    given = {"chat_template": TEMPLATES["parts"], "chat_template_content_format": "openai"}
+    assert prompt_of(text_llm, PARTS, **given) == "<user>[one][two ]</s>"
+    assert "one\ntwo" in prompt_of(text_llm, PARTS)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[0].content[0] has type 'image_url': only text parts are supported",
+        ),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0] has type 'input_audio': only text parts"),
+        ({"role": "user", "content": 3}, "messages[0].content=3 must be a string or a list of text parts"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments='{' must be an object, or one as JSON",
+        ),
+    ],
+)
+def test_a_message_that_is_no_text_is_that_conversations_error(text_llm: LLM, message: Any, words: str):
+    for content_format in ("auto", "openai"):
+        bad, good = text_llm.chat(
+            [[message], TALK], GREEDY, use_tqdm=False, chat_template_content_format=content_format
+        )
+        assert words in (bad.error or "")
+        assert good.error is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"continue_final_message": True}, "pass add_generation_prompt=False with it"),
+        ({"chat_template_content_format": "list"}, "chat_template_content_format='list' must be one of auto, string"),
+        ({"lora_request": "an adapter"}, "lora_request=an adapter is refused"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(text_llm: LLM, options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        text_llm.chat(TALK, GREEDY, use_tqdm=False, **options)
+    for wrong in ({"tools": {}}, {"chat_template": 3}, {"chat_template_kwargs": []}):
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))} is a "):
+            text_llm.chat(TALK, GREEDY, use_tqdm=False, **wrong)
+
+
+def test_a_template_that_drops_the_last_message_cannot_continue_it(text_llm: LLM):
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    for talk, template in ((TALK, "{{ messages[0].content }}"), ([TALK[0], {"role": "assistant"}], None)):
+        (output,) = text_llm.chat(talk, GREEDY, use_tqdm=False, chat_template=template, **options)
+        assert "continue_final_message=True, and the" in (output.error or "")
+
+
+def test_a_template_comes_with_the_llm_as_text_or_as_a_file(tmp_path: Path, text_llm: LLM):
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATES["plain"])
+    folder = text_llm.llm_engine.resolved.model_folder
+    for given in (TEMPLATES["plain"], str(file), file):
+        with LLM(folder, num_blocks=300, chat_template=given) as llm:
+            assert prompt_of(llm, TALK[:1]) == "<user>hello</s>"
+            assert prompt_of(llm, TALK[:1], chat_template=TEMPLATES["tools"]).startswith("none<user>hello")
+    with pytest.raises(ConfigError, match="chat_template='nowhere' is neither a template's text nor a file of one"):
+        LLM(folder, chat_template="nowhere")
+
+
 # The tokenizer.
 
 
@@ -200,8 +324,8 @@ def test_without_transformers_ours_has_the_names_that_scripts_use(tmp_path: Path
             assert ours.apply_chat_template(TALK, tokenize=tokenize, **given) == expected
     with pytest.raises(AttributeError, match=r"PlainTokenizer has no attribute 'padding_side': install transformers"):
         _ = ours.padding_side
-    with pytest.raises(ChatTemplateError, match=r"continue_final_message is a keyword of LLM.chat"):
-        ours.apply_chat_template(TALK, continue_final_message=True)
+    left_open = {"continue_final_message": True, "tokenize": False}
+    assert ours.apply_chat_template(TALK, **left_open) == theirs.apply_chat_template(TALK, **left_open)
 
 
 def test_a_folder_that_transformers_cannot_open_gives_ours(text_llm: LLM, monkeypatch: pytest.MonkeyPatch):

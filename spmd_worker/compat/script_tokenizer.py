@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd_worker.errors import ChatTemplateError
-from spmd_worker.tokenizer.chat_template import ChatTemplate
+from spmd_worker.compat.chat import ChatOptions, ChatRenderer
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -110,16 +109,14 @@ class PlainTokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         tokenize: bool = True,
         **variables: Any,
     ) -> Any:
-        """The prompt of one conversation, as ids unless `tokenize` is false. Raises ChatTemplateError."""
-        if "continue_final_message" in variables:
-            raise ChatTemplateError("continue_final_message is a keyword of LLM.chat: pass the conversation to it")
-        given = {"tools": tools, "documents": documents, **variables}
-        if chat_template is None:
-            text = self._own.apply_chat_template(conversation, add_generation_prompt, given)
-        else:
-            template = ChatTemplate(chat_template, self._own.special_tokens)
-            text = template.render(conversation, add_generation_prompt, given)
+        """One conversation's prompt, as ids unless `tokenize` is false. Raises ChatTemplateError and ValueError."""
+        if documents is not None:
+            variables["documents"] = documents
+        # Contents are the template's business, as transformers has it.
+        options = ChatOptions(chat_template, "openai", add_generation_prompt, continue_final_message, tools, variables)
+        text = ChatRenderer(self._own).render(conversation, options)
         return self._own.encode(text, add_special_tokens=False) if tokenize else text
