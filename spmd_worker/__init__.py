@@ -5,6 +5,7 @@ from typing import Any
 
 _OFFERED = {
     "LLM": "spmd_worker.llm",
+    "LLMEngine": "spmd_worker.llm_engine",
     "EngineArgs": "spmd_worker.compat.engine_args",
     "SamplingParams": "spmd_worker.sequence.sampling_params",
     "RequestOutputKind": "spmd_worker.sequence.sampling_params",
@@ -17,6 +18,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineArgs",
+    "LLMEngine",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

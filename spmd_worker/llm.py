@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from tqdm import tqdm
 
@@ -18,6 +18,7 @@ from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, ChatRenderer, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.metrics import Metric
+from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
 from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
@@ -27,13 +28,7 @@ from spmd_worker.engine.startup import read_run, restart_engine, start_engine
 from spmd_worker.errors import ChatTemplateError, ConfigError
 from spmd_worker.sequence.events import ResetPrefixCache
 from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
-
-Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""
-
-_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -152,8 +147,8 @@ class LLM:
         that asks for anything.
         """
 
-        def encode() -> list[_Encoded]:
-            encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+        def encode() -> list[Encoded]:
+            encoded = [encode_prompt(each, self.llm_engine.need_tokenizer) for each in _as_list(prompts)]
             check_extras(len(encoded), lora_request, priority)
             return encoded
 
@@ -182,7 +177,7 @@ class LLM:
         `add_generation_prompt=False`, leaves the last message open, and the answer goes on with it.
         """
 
-        def encode() -> list[_Encoded]:
+        def encode() -> list[Encoded]:
             template = self._chat_template if chat_template is None else chat_template
             options = ChatOptions(
                 template,
@@ -338,7 +333,7 @@ class LLM:
     def _run(
         self,
         call: str,
-        encode: Callable[[], list["_Encoded"]],
+        encode: Callable[[], list[Encoded]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: UseTqdm,
     ) -> list[RequestOutput]:
@@ -348,7 +343,7 @@ class LLM:
         if replicas is not None:
             replicas.check_whole()
 
-        def prepare() -> list[tuple[_Encoded, SamplingParams]]:
+        def prepare() -> list[tuple[Encoded, SamplingParams]]:
             engine.check_idle()
             encoded = encode()
             return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
@@ -372,37 +367,15 @@ class LLM:
             outputs |= answer(prompts, bar.update)
         return [outputs[index] for index in range(len(agreed))]
 
-    def _encode(self, prompt: Prompt) -> "_Encoded":
-        if isinstance(prompt, Mapping):
-            return self._encode_mapping(prompt)
-        if not isinstance(prompt, str):
-            return _encoded_ids(prompt)
-        try:
-            return _Encoded(prompt, tuple(self.llm_engine.need_tokenizer().encode(prompt)))
-        except (ConfigError, ValueError) as error:
-            return _Encoded(prompt, (), str(error))
-
-    def _encode_mapping(self, prompt: Mapping[str, Any]) -> "_Encoded":
-        unknown = [str(key) for key in prompt if key not in _PROMPT_KEYS]
-        if unknown:
-            return _Encoded(
-                None, (), f"a prompt has no key {', '.join(unknown)}: give {' or '.join(_PROMPT_KEYS)} and nothing else"
-            )
-        if "prompt_token_ids" in prompt:
-            return _encoded_ids(prompt["prompt_token_ids"])
-        if isinstance(prompt.get("prompt"), str):
-            return self._encode(prompt["prompt"])
-        return _Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
-
-    def _render(self, messages: Messages, options: ChatOptions) -> "_Encoded":
+    def _render(self, messages: Messages, options: ChatOptions) -> Encoded:
         try:
             tokenizer = self.llm_engine.need_tokenizer()
             if self._chat_renderer is None:
                 self._chat_renderer = ChatRenderer(tokenizer)
             text = self._chat_renderer.render(messages, options)
-            return _Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+            return Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
         except (ConfigError, ChatTemplateError, ValueError) as error:
-            return _Encoded(None, (), str(error))
+            return Encoded(None, (), str(error))
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -430,22 +403,6 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
 def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:
     make = use_tqdm if callable(use_tqdm) and is_shown else _Bar
     return make(total=num_prompts, desc="prompts", disable=not (use_tqdm and is_shown))
-
-
-class _Encoded:
-    """A prompt as ids, or why it cannot be."""
-
-    __slots__ = ("error", "text", "token_ids")
-
-    def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
-        self.text, self.token_ids, self.error = text, token_ids, error
-
-
-def _encoded_ids(token_ids: Any) -> _Encoded:
-    try:
-        return _Encoded(None, as_token_ids(token_ids))
-    except (TypeError, ValueError) as error:
-        return _Encoded(None, (), str(error))
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -49,7 +49,7 @@ from spmd_worker.sequence.events import (
     SetWeightVersion,
     WorkerEvent,
 )
-from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.outputs import RequestMetrics, RequestOutput
 from spmd_worker.sequence.request import Request, RequestId, random_stream, whole_number
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -169,6 +169,11 @@ class LLMEngine:
         scheduler, cache = self.scheduler, self.scheduler.cache
         num_running, num_waiting = len(scheduler.running), scheduler.queues.num_waiting
         return engine_metrics(self.counters, num_running, num_waiting, cache.num_used_blocks, cache.num_blocks)
+
+    def request_metrics(self, group: SequenceGroup) -> RequestMetrics | None:
+        """When things happened to a request; None for one that was not added here."""
+        num_output_tokens = sum([len(each.output_token_ids) for each in group.sequences])
+        return self._request_times.read(group.request.request_id, num_output_tokens)
 
     @property
     def num_unfinished(self) -> int:
@@ -435,7 +440,6 @@ class LLMEngine:
         return self.scheduler.handle(event)
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
-        request_id = group.request.request_id
-        metrics = self._request_times.read(request_id, sum(len(each.output_token_ids) for each in group.sequences))
+        request_id, metrics = group.request.request_id, self.request_metrics(group)
         self._request_times.forget(request_id)
         return request_output(group, self._prompts.pop(request_id, None), self.tokenizer, metrics)

@@ -21,7 +21,7 @@ def request_output(
         request_id=str(group.request.request_id),
         prompt=prompt,
         prompt_token_ids=list(group.request.prompt_token_ids),
-        outputs=[_completion(index, sequence, tokenizer) for index, sequence in enumerate(_returned(group))],
+        outputs=[completion_output(index, sequence, tokenizer) for index, sequence in enumerate(_returned(group))],
         finished=True,
         prompt_logprobs=[_spelled(each, tokenizer) for each in group.prompt_logprobs]
         if wants_prompt_logprobs
@@ -46,15 +46,18 @@ def _improbability(sequence: Sequence) -> float:
     return math.inf if math.isnan(logprob) else -logprob
 
 
-def _completion(index: int, sequence: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
+def completion_output(
+    index: int, sequence: Sequence, tokenizer: Tokenizer | None, text: str | None = None
+) -> CompletionOutput:
+    """A sequence as it stands; `text` where it is known."""
     sampling = sequence.request.sampling
     # Sequences that are only ranked have log-probabilities too.
     entries = sequence.logprobs if sampling.logprobs is not None else []
     logprobs = [spelled for each in entries if (spelled := _spelled(each, tokenizer)) is not None]
     return CompletionOutput(
         index=index,
-        text=_text(sequence, tokenizer),
-        token_ids=sequence.output_token_ids,
+        text=_text(sequence, tokenizer) if text is None else text,
+        token_ids=sequence.output_token_ids if sequence.finish_reason else list(sequence.output_token_ids),
         cumulative_logprob=sequence.cumulative_logprob if sampling.needs_logprobs else None,
         logprobs=logprobs if sampling.logprobs is not None else None,
         finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
