@@ -6,6 +6,7 @@ from typing import Any
 _OFFERED = {
     "LLM": "spmd_worker.llm",
     "LLMEngine": "spmd_worker.llm_engine",
+    "BeamSearchParams": "spmd_worker.compat.beam_search",
     "EngineArgs": "spmd_worker.compat.engine_args",
     "SamplingParams": "spmd_worker.sequence.sampling_params",
     "RequestOutputKind": "spmd_worker.sequence.sampling_params",
@@ -16,6 +17,7 @@ _OFFERED = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",

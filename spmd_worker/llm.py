@@ -7,6 +7,7 @@ rank gets every output.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, ChatRenderer, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
@@ -193,6 +195,44 @@ class LLM:
 
         return self._run("chat", encode, sampling_params, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest continuations of each prompt that beams find, best first.
+
+        Each token is a call of `generate` for all beams of all prompts, which finds what they have in common in the
+        prefix cache. `concurrency_limit` is vLLM's and without effect. Raises ValueError for a prompt that cannot be
+        answered, and otherwise what `generate` raises.
+        """
+        engine = self.llm_engine
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
+        encoded = [encode_prompt(each, engine.need_tokenizer) for each in _as_list(prompts)]
+        check_extras(len(encoded), lora_request, None)
+        for each in encoded:
+            if each.error is not None:
+                raise ValueError(each.error)
+            engine.check_request(each.token_ids, params.step_params)
+        eos_token_ids = engine.model_config.eos_token_ids
+        searches = [BeamSearch(each.token_ids, params, eos_token_ids) for each in encoded]
+        with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
+            for _ in range(params.max_tokens):
+                wanted = [search.prompts(engine.max_model_len) for search in searches]
+                flat = [prompt for each in wanted for prompt in each]
+                if not flat:
+                    break
+                outputs = iter(self.generate(flat, params.step_params, use_tqdm=False))
+                for search, prompts_of_it in zip(searches, wanted):
+                    if prompts_of_it:
+                        search.advance([_answered(next(outputs)) for _ in prompts_of_it])
+                bar.update()
+        return [BeamSearchOutput([self._spelled(beam) for beam in search.best()]) for search in searches]
+
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, for the script: transformers' own where transformers is installed, else one with the
         same names for encoding, decoding and chat templates. Raises ConfigError for a model folder without one.
@@ -330,6 +370,10 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _spelled(self, beam: BeamSearchSequence) -> BeamSearchSequence:
+        tokenizer = self.llm_engine.tokenizer
+        return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens))
+
     def _run(
         self,
         call: str,
@@ -398,6 +442,12 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
     """Without tqdm's thread, which would go on in the caller's process."""
 
     monitor_interval = 0
+
+
+def _answered(output: RequestOutput) -> RequestOutput:
+    if output.error is not None:
+        raise ValueError(output.error)
+    return output
 
 
 def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:
