@@ -5,6 +5,8 @@ from typing import Any
 
 _OFFERED = {
     "LLM": "spmd_worker.llm",
+    "LLMEngine": "spmd_worker.llm_engine",
+    "BeamSearchParams": "spmd_worker.compat.beam_search",
     "EngineArgs": "spmd_worker.compat.engine_args",
     "PromptsRefusedError": "spmd_worker.errors",
     "SamplingParams": "spmd_worker.sequence.sampling_params",
@@ -16,8 +18,10 @@ _OFFERED = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
+    "LLMEngine",
     "PromptsRefusedError",
     "RequestOutput",
     "RequestOutputKind",

@@ -4,9 +4,11 @@ In a plain script one process is the whole world; in a script under torchrun eve
 rank gets every output.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +16,12 @@ from typing import Any, Final, Literal, get_args
 
 from tqdm import tqdm
 
+from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from spmd_worker.compat.call_arguments import check_extras
+from spmd_worker.compat.chat import ChatOptions, ChatRenderer, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
+from spmd_worker.compat.metrics import Metric
+from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
 from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
@@ -27,18 +34,13 @@ from spmd_worker.sequence.events import ResetPrefixCache
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.tokenizer import Tokenizer
-
-Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""
-
-_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 
 Messages = Sequence[Mapping[str, Any]]
 
 OnError = Literal["raise", "row"]
 
 _ON_ERROR: Final = get_args(OnError)
+UseTqdm = bool | Callable[..., Any]
 
 
 class LLM:
@@ -83,6 +85,7 @@ class LLM:
         device: str = "auto",
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
+        chat_template: str | Path | None = None,
         **others: Any,
     ) -> None:
         arguments = {
@@ -116,6 +119,8 @@ class LLM:
             "override_generation_config": override_generation_config,
         }
         config = run_config({**arguments, **others})
+        self._chat_template = load_template(chat_template)
+        self._chat_renderer: ChatRenderer | None = None
         self.llm_engine: LLMEngine = start_engine(read_run(config))
         self._open()
 
@@ -136,9 +141,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
-        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """One output a prompt, in order. Prompts that can never be answered (too long for the model, ...) raise
         PromptsRefusedError, a ValueError that names all of them, before anything is computed; with `on_error="row"`
@@ -153,35 +160,59 @@ class LLM:
         engine can be used again. With `gather` every rank passes prompts of its own, as many as it likes or none, and
         gets their outputs only; prompts that are refused are that rank's error, and no bar is shown. In `turns` every
         call is one of those, and not every rank needs to make it.
+
+        `use_tqdm` may be what makes the bar, such as `partial(tqdm, leave=False)`; the first rank has one. Adapters do
+        not exist here and rows are served first come, first served: ValueError for a `lora_request` or a `priority`
+        that asks for anything.
         """
-        return self._run(
-            "generate",
-            lambda: [self._encode(prompt) for prompt in _as_list(prompts)],
-            sampling_params,
-            on_error,
-            gather,
-            use_tqdm,
-        )
+
+        def encode() -> list[Encoded]:
+            encoded = [encode_prompt(each, self.llm_engine.need_tokenizer) for each in _as_list(prompts)]
+            check_extras(len(encoded), lora_request, priority)
+            return encoded
+
+        return self._run("generate", encode, sampling_params, on_error, gather, use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: UseTqdm = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
-        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One conversation or a list of them through the model's chat template; otherwise as `generate`."""
-        return self._run(
-            "chat",
-            lambda: [self._render(each, add_generation_prompt) for each in _as_conversations(messages)],
-            sampling_params,
-            on_error,
-            gather,
-            use_tqdm,
-        )
+        """One conversation or a list of them through the model's chat template; otherwise as `generate`.
+
+        A message's content is a string or a list of text parts, which are joined by line ends unless
+        `chat_template_content_format` is `openai`; a part that is no text (an image) is that conversation's error.
+        `tools` are JSON schemas, which the template writes; arguments of tool calls may be JSON. `chat_template` is
+        another template's text, `chat_template_kwargs` are more variables for it. `continue_final_message`, with
+        `add_generation_prompt=False`, leaves the last message open, and the answer goes on with it.
+        """
+
+        def encode() -> list[Encoded]:
+            template = self._chat_template if chat_template is None else chat_template
+            options = ChatOptions(
+                template,
+                chat_template_content_format,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                {} if chat_template_kwargs is None else chat_template_kwargs,
+            )
+            encoded = [self._render(each, options) for each in _as_conversations(messages)]
+            check_extras(len(encoded), lora_request, None)
+            return encoded
+
+        return self._run("chat", encode, sampling_params, on_error, gather, use_tqdm)
 
     def score_tokens(
         self,
@@ -202,17 +233,17 @@ class LLM:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         lengths: list[int] = []
 
-        def encode() -> list[_Encoded]:
+        def encode() -> list[Encoded]:
             listed = _as_list(prompts)
             if len(listed) != len(completions):
                 raise ValueError(f"{len(completions)} completions for {len(listed)} prompts: give one for each prompt")
             joined = []
             for prompt, completion in zip(listed, completions, strict=True):
-                encoded, tokens = self._encode(prompt), as_token_ids(completion)
+                encoded, tokens = encode_prompt(prompt, self.llm_engine.need_tokenizer), as_token_ids(completion)
                 if not tokens:
                     raise ValueError("a completion has no tokens: there is nothing to score")
                 lengths.append(len(tokens))
-                joined.append(_Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error))
+                joined.append(Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error))
             return joined
 
         outputs = self._run("score_tokens", encode, params, "raise", gather, use_tqdm)
@@ -242,11 +273,59 @@ class LLM:
         finally:
             self._turns = None
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises ConfigError for a model folder without one."""
-        if self.llm_engine.tokenizer is None:
-            raise ConfigError("the model folder has no tokenizer.json: give prompt_token_ids instead of text")
-        return self.llm_engine.tokenizer
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest continuations of each prompt that beams find, best first.
+
+        Each token is a call of `generate` for all beams of all prompts, which finds what they have in common in the
+        prefix cache. `concurrency_limit` is vLLM's and without effect. Raises ValueError for a prompt that cannot be
+        answered, and otherwise what `generate` raises.
+        """
+        engine = self.llm_engine
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
+        encoded = [encode_prompt(each, engine.need_tokenizer) for each in _as_list(prompts)]
+        check_extras(len(encoded), lora_request, None)
+        for each in encoded:
+            if each.error is not None:
+                raise ValueError(each.error)
+            engine.check_request(each.token_ids, params.step_params)
+        eos_token_ids = engine.model_config.eos_token_ids
+        searches = [BeamSearch(each.token_ids, params, eos_token_ids) for each in encoded]
+        with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
+            for _ in range(params.max_tokens):
+                wanted = [search.prompts(engine.max_model_len) for search in searches]
+                flat = [prompt for each in wanted for prompt in each]
+                if not flat:
+                    break
+                outputs = iter(self.generate(flat, params.step_params, use_tqdm=False))
+                for search, prompts_of_it in zip(searches, wanted):
+                    if prompts_of_it:
+                        search.advance([_answered(next(outputs)) for _ in prompts_of_it])
+                bar.update()
+        return [BeamSearchOutput([self._spelled(beam) for beam in search.best()]) for search in searches]
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, for the script: transformers' own where transformers is installed, else one with the
+        same names for encoding, decoding and chat templates. Raises ConfigError for a model folder without one.
+        """
+        return self.llm_engine.get_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """What this rank's replica has done since its start, and how full it is: vLLM's names, numbers and gauges."""
+        return self.llm_engine.get_metrics()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Ranks of the engine; without `include_dp` those of one of its replicas."""
+        parallel = self.llm_engine.config.parallel
+        size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return size * parallel.data_parallel_size if include_dp else size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What prompts get that come without parameters: the model's generation_config.json, then vLLM's defaults. A
@@ -369,14 +448,18 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _spelled(self, beam: BeamSearchSequence) -> BeamSearchSequence:
+        tokenizer = self.llm_engine.tokenizer
+        return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens))
+
     def _run(
         self,
         call: str,
-        encode: Callable[[], list["_Encoded"]],
+        encode: Callable[[], list[Encoded]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_error: OnError,
         gather: bool,
-        use_tqdm: bool,
+        use_tqdm: UseTqdm,
     ) -> list[RequestOutput]:
         engine, replicas = self.llm_engine, self._replicas
         # Without asking the others: a rank that cannot go on has no channel, or was the cause of their errors already.
@@ -403,7 +486,7 @@ class LLM:
         ]
         engine.num_calls += 1
         answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
-        with _Bar(total=len(prompts), desc="prompts", disable=not (use_tqdm and engine.is_first_rank)) as bar:
+        with contextlib.closing(_new_bar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
             outputs |= answer(prompts, bar.update)
         return [outputs[index] for index in range(len(given))]
 
@@ -448,35 +531,15 @@ class LLM:
             raise PromptsRefusedError(call, len(given), {index: str(each.error) for index, each in outputs.items()})
         return outputs
 
-    def _encode(self, prompt: Prompt) -> "_Encoded":
-        if isinstance(prompt, Mapping):
-            return self._encode_mapping(prompt)
-        if not isinstance(prompt, str):
-            return _encoded_ids(prompt)
+    def _render(self, messages: Messages, options: ChatOptions) -> Encoded:
         try:
-            return _Encoded(prompt, tuple(self.get_tokenizer().encode(prompt)))
-        except (ConfigError, ValueError) as error:
-            return _Encoded(prompt, (), str(error))
-
-    def _encode_mapping(self, prompt: Mapping[str, Any]) -> "_Encoded":
-        unknown = [str(key) for key in prompt if key not in _PROMPT_KEYS]
-        if unknown:
-            return _Encoded(
-                None, (), f"a prompt has no key {', '.join(unknown)}: give {' or '.join(_PROMPT_KEYS)} and nothing else"
-            )
-        if "prompt_token_ids" in prompt:
-            return _encoded_ids(prompt["prompt_token_ids"])
-        if isinstance(prompt.get("prompt"), str):
-            return self._encode(prompt["prompt"])
-        return _Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
-
-    def _render(self, messages: Messages, add_generation_prompt: bool) -> "_Encoded":
-        try:
-            tokenizer = self.get_tokenizer()
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt)
-            return _Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+            tokenizer = self.llm_engine.need_tokenizer()
+            if self._chat_renderer is None:
+                self._chat_renderer = ChatRenderer(tokenizer)
+            text = self._chat_renderer.render(messages, options)
+            return Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
         except (ConfigError, ChatTemplateError, ValueError) as error:
-            return _Encoded(None, (), str(error))
+            return Encoded(None, (), str(error))
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -501,16 +564,13 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
     monitor_interval = 0
 
 
-class _Encoded:
-    """A prompt as ids, or why it cannot be."""
-
-    __slots__ = ("error", "text", "token_ids")
-
-    def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
-        self.text, self.token_ids, self.error = text, token_ids, error
+def _answered(output: RequestOutput) -> RequestOutput:
+    if output.error is not None:
+        raise ValueError(output.error)
+    return output
 
 
-_Given = list[tuple[_Encoded, SamplingParams]]
+_Given = list[tuple[Encoded, SamplingParams]]
 """Prompts of one call with their parameters."""
 
 
@@ -521,11 +581,9 @@ def _last_logprobs(output: RequestOutput, count: int) -> list[float]:
     return [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
 
 
-def _encoded_ids(token_ids: Any) -> _Encoded:
-    try:
-        return _Encoded(None, as_token_ids(token_ids))
-    except (TypeError, ValueError) as error:
-        return _Encoded(None, (), str(error))
+def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:
+    make = use_tqdm if callable(use_tqdm) and is_shown else _Bar
+    return make(total=num_prompts, desc="prompts", disable=not (use_tqdm and is_shown))
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -309,9 +309,9 @@ CHOICES = {
     "frequency_penalty": [0, 0, 2, -2],
     "repetition_penalty": [1, 1, 1.3, 1e-300, 1e300],
     "logit_bias": [{}, {}, {3: 100.0}, dict.fromkeys(range(320), -100.0)],
-    "allowed_token_ids": [None, None, [3], [5], list(range(320))],
+    "allowed_token_ids": [None, None, None, [3], [5]],
     "bad_words": [(), (), ("e", " the"), ("z", "naïve")],
-    "bad_words_ids": [(), (), ((5,),), ((3,), (3, 3)), tuple((each,) for each in range(320))],
+    "bad_words_ids": [(), (), (), ((5,),), ((3,), (3, 3))],
     "truncate_prompt_tokens": [None, None, -1, 1, 30],
     "skip_reading_prefix_cache": [None, True, False],
 }

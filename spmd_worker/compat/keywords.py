@@ -99,6 +99,7 @@ _ROWS: Final = (
         "`auto` (the model folder's) or `vllm` (vLLM's defaults), for prompts without parameters",
     ),
     _same("override_generation_config", None, "keys of sampling parameters, `do_sample` and `max_new_tokens`"),
+    _same("chat_template", None, "a file or the text of it; `chat` takes another one"),
     # Ranks.
     _same("tensor_parallel_size", 1),
     _same("pipeline_parallel_size", 1),

@@ -38,8 +38,10 @@ def _plain_completion(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _values(record: RequestOutput | CompletionOutput) -> dict[str, Any]:
-    """By name of field; `dataclasses.asdict` would copy every token and log-probability."""
-    return {spec.name: getattr(record, spec.name) for spec in fields(record)}
+    """By name of field, without what differs from rank to rank; `dataclasses.asdict` would copy every token and
+    log-probability.
+    """
+    return {spec.name: getattr(record, spec.name) for spec in fields(record) if spec.compare}
 
 
 def _entries(logprobs: TokenLogprobs) -> list[list[Any]]:

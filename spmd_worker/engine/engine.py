@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from spmd_worker.compat.metrics import Metric, engine_metrics
+from spmd_worker.compat.script_tokenizer import script_tokenizer
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.pipeline import StepPipeline
+from spmd_worker.engine.request_times import RequestTimes
 from spmd_worker.engine.step_recorder import StepRecorder
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
 from spmd_worker.engine.worker_events import WorkerEvents
-from spmd_worker.errors import AbortedError, RankFailedError
+from spmd_worker.errors import AbortedError, ConfigError, RankFailedError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
 from spmd_worker.liveness.watchdog import Watchdog
@@ -46,7 +49,7 @@ from spmd_worker.sequence.events import (
     SetWeightVersion,
     WorkerEvent,
 )
-from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.outputs import RequestMetrics, RequestOutput
 from spmd_worker.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -117,10 +120,12 @@ class LLMEngine:
         )
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
+        self._request_times = RequestTimes()
         self.num_requests = 0
         self.num_calls = 0
         """Lists of prompts that were given to this engine: the same on every rank."""
         self._num_unnamed = 0
+        self._script_tokenizer: Any = None
         self._last_taken = (self.default_sampling, self.default_sampling)
         self._sampled = SampledIds()
         self._finished_transfers: tuple[int, ...] = ()
@@ -148,6 +153,30 @@ class LLMEngine:
     def counters(self) -> SchedulerCounters:
         """What happened so far."""
         return self.scheduler.counters
+
+    def need_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ConfigError for a model folder without one."""
+        if self.tokenizer is None:
+            raise ConfigError("the model folder has no tokenizer.json: give prompt_token_ids instead of text")
+        return self.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """As `LLM.get_tokenizer`."""
+        own = self.need_tokenizer()
+        if self._script_tokenizer is None:
+            self._script_tokenizer = script_tokenizer(own, self.resolved.model_folder)
+        return self._script_tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """As `LLM.get_metrics`."""
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        num_running, num_waiting = len(scheduler.running), scheduler.queues.num_waiting
+        return engine_metrics(self.counters, num_running, num_waiting, cache.num_used_blocks, cache.num_blocks)
+
+    def request_metrics(self, group: SequenceGroup) -> RequestMetrics | None:
+        """When things happened to a request; None for one that was not added here."""
+        num_output_tokens = sum([len(each.output_token_ids) for each in group.sequences])
+        return self._request_times.read(group.request.request_id, num_output_tokens)
 
     @property
     def num_unfinished(self) -> int:
@@ -203,6 +232,7 @@ class LLMEngine:
         request = Request(request_id, tuple(prompt_token_ids), self._taken(sampling), stream, regime)
         self.num_requests += 1
         self._prompts[request_id] = prompt
+        self._request_times.add(request_id)
         self._events.append(Admit(request))
         return request_id
 
@@ -390,6 +420,7 @@ class LLMEngine:
         self._sampled, self._finished_transfers = SampledIds(), ()
         self.times.end("lockstep")
         self._in_flight.add(agreed)
+        self._request_times.begin(agreed.plan)
         ended: list[SequenceGroup] = []
         in_flight = self._in_flight
         while must_end_oldest(len(in_flight), in_flight.is_full, agreed.events, self.scheduler, self.is_closed):
@@ -402,6 +433,7 @@ class LLMEngine:
         self.times.end("execute")
         self._sampled = self._sampled.joined(SampledIds(result.token_ids, result.num_token_ids))
         self._finished_transfers += result.finished_transfers
+        self._request_times.end(step.plan)
         ended = end_step(self.scheduler, step.plan, result, step.events, self._apply_event)
         if self._checks_integrity:
             self.scheduler.check_integrity()
@@ -424,5 +456,6 @@ class LLMEngine:
         return self.scheduler.handle(event)
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
-        prompt = self._prompts.pop(group.request.request_id, None)
-        return request_output(group, prompt, self.tokenizer)
+        request_id, metrics = group.request.request_id, self.request_metrics(group)
+        self._request_times.forget(request_id)
+        return request_output(group, self._prompts.pop(request_id, None), self.tokenizer, metrics)

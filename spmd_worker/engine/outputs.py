@@ -2,12 +2,20 @@
 
 import math
 
-from spmd_worker.sequence.outputs import NON_FINITE_LOGITS, CompletionOutput, RequestOutput, TokenLogprobs
+from spmd_worker.sequence.outputs import (
+    NON_FINITE_LOGITS,
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 
-def request_output(group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None) -> RequestOutput:
+def request_output(
+    group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None, metrics: RequestMetrics | None = None
+) -> RequestOutput:
     """`prompt` is the text that was encoded, if there was any.
 
     Of `best_of` samples the best `n` come back, best first, with indices counted anew and with the
@@ -32,12 +40,13 @@ def request_output(group: SequenceGroup, prompt: str | None, tokenizer: Tokenize
         request_id=str(group.request.request_id),
         prompt=prompt,
         prompt_token_ids=list(group.request.prompt_token_ids),
-        outputs=[_completion(index, sequence, tokenizer) for index, sequence in enumerate(_returned(group))],
+        outputs=[completion_output(index, sequence, tokenizer) for index, sequence in enumerate(_returned(group))],
         finished=True,
         prompt_logprobs=[_spelled(each, tokenizer) for each in group.prompt_logprobs]
         if wants_prompt_logprobs
         else None,
         num_cached_tokens=group.num_cached_tokens or 0,
+        metrics=metrics,
     )
 
 
@@ -68,15 +77,18 @@ def _improbability(sequence: Sequence) -> float:
     return math.inf if math.isnan(logprob) else -logprob
 
 
-def _completion(index: int, sequence: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
+def completion_output(
+    index: int, sequence: Sequence, tokenizer: Tokenizer | None, text: str | None = None
+) -> CompletionOutput:
+    """A sequence as it stands; `text` where it is known."""
     sampling = sequence.request.sampling
     # Sequences that are only ranked have log-probabilities too.
     entries = sequence.logprobs if sampling.logprobs is not None else []
     logprobs = [spelled for each in entries if (spelled := _spelled(each, tokenizer)) is not None]
     return CompletionOutput(
         index=index,
-        text=_text(sequence, tokenizer),
-        token_ids=sequence.output_token_ids,
+        text=_text(sequence, tokenizer) if text is None else text,
+        token_ids=sequence.output_token_ids if sequence.finish_reason else list(sequence.output_token_ids),
         cumulative_logprob=sequence.cumulative_logprob if sampling.needs_logprobs else None,
         logprobs=logprobs if sampling.logprobs is not None else None,
         finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,

@@ -66,7 +66,7 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         # The harness passes its own devices, such as cpu and cuda:0.
         options["device"] = str(options.get("device") or "auto").split(":")[0]
         self.llm = LLM(pretrained, **options)
-        self.tokenizer = self.llm.get_tokenizer()
+        self.tokenizer = self.llm.llm_engine.need_tokenizer()
         self._max_gen_toks, self._name = max_gen_toks, str(pretrained)
         self._prefix_token_id, self._add_bos_token = prefix_token_id, add_bos_token
         self._chat_template_args = dict(chat_template_args or {})

@@ -31,7 +31,12 @@ class SampleRow(NamedTuple):
         if num_before > num_outputs:
             tail += self.prompt_token_ids[max(len(self.prompt_token_ids) - (num_before - num_outputs), 0) :]
         tail += self.output_token_ids[max(num_outputs - num_before, 0) :]
-        return [each[-1] for each in sequences if each[:-1] == tuple(tail[len(tail) - len(each) + 1 :])]
+        found = [each[-1] for each in sequences if len(each) == 1]
+        for each in sequences:
+            # The last of them first: few sequences go further.
+            if len(each) > 1 and tail and each[-2] == tail[-1] and each[:-1] == tuple(tail[1 - len(each) :]):
+                found.append(each[-1])
+        return found
 
     @property
     def is_plainly_greedy(self) -> bool:

@@ -20,6 +20,22 @@ TokenLogprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, as the rank saw it that added it: vLLM's names. `arrival_time` is in seconds
+    since the epoch, `first_token_latency` in seconds after it; the others are seconds of this process's monotonic
+    clock, 0 for what has not happened.
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One of the `n` completions of a request. `finish_reason` is "stop", "length" or None while it runs.
 
@@ -34,12 +50,21 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    lora_request: None = None
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestOutput:
     """A request with its completions. One that was refused, or could not be answered to its end, has `error`, what is
     the matter, `error_code`, its kind in one word, and no outputs.
+
+    `metrics` differ from run to run, so that outputs are compared without them; None where another rank's replica
+    answered. `lora_request`, `encoder_prompt`, `encoder_prompt_token_ids` and `kv_transfer_params` are vLLM's names for
+    what does not exist here.
     """
 
     request_id: str
@@ -51,3 +76,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     error_code: str | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None

@@ -103,6 +103,11 @@ class Tokenizer:
         return self._named_id("eos_token")
 
     @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """What the folder names: `bos_token`, `eos_token`, `pad_token`, ... -> the token."""
+        return self._special_tokens
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be called."""
         return self._chat_template is not None
@@ -125,6 +130,18 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids without a token (a model's padding) give no text, invalid UTF-8 gives U+FFFD."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it, None where there is no such id."""
+        return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it, None where there is none."""
+        return self._backend.token_to_id(token)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added tokens included."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
 
     def token_text(self, token_id: int) -> str:
         """Text of one token as it appears inside a text: with its leading space, special tokens by name."""

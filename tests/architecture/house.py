@@ -52,7 +52,6 @@ ROOMS = (
     Room(("spmd_worker.model_config",)),
     Room(("spmd_worker.tokenizer",)),
     Room(("spmd_worker.sequence",)),
-    Room(("spmd_worker.compat",)),
     Room(("spmd_worker.scheduler",)),
     Room(("spmd_worker.mirror",)),
     Room(("spmd_worker.native",), may_import_torch=True),
@@ -70,9 +69,10 @@ ROOMS = (
     Room(("spmd_worker.runner",), may_import_torch=True),
     Room(("spmd_worker.worker",), may_import_torch=True),
     Room(("spmd_worker.executor",), may_import_torch=True),
+    Room(("spmd_worker.compat",)),
     Room(("spmd_worker.engine",), may_import_torch=True),
     Room(("spmd_worker.data_parallel",), may_import_torch=True),
-    Room(("spmd_worker.llm",), may_import_torch=True),
+    Room(("spmd_worker.llm", "spmd_worker.llm_engine"), may_import_torch=True),
     Room(("spmd_worker.replay",)),
     Room(("spmd_worker.batch",)),
     Room(("spmd_worker.tools",)),
@@ -118,6 +118,7 @@ OPTIONAL = {
     "prometheus_client": ("spmd_worker.metrics.prometheus",),
     "matplotlib": ("spmd_worker.metrics.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
+    "transformers": ("spmd_worker.compat.script_tokenizer",),
 }
 """Packages of extras: the modules that may import them, where they are needed and not before."""
 NEED_OPTIONAL = ("spmd_worker.integrations.lm_eval_model",)

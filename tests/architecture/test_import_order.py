@@ -64,7 +64,7 @@ PLANTED = [
     (REQUEST, "import requests", "requests is not among the dependencies"),
     (REQUEST, "def late():\n    import pyarrow", "pyarrow is optional and for spmd_worker.batch.input.input_files and"),
     ("spmd_worker/batch/output/output_file.py", "import pyarrow", "pyarrow is optional: import it where it is needed"),
-    (REQUEST, "import transformers", "transformers is not among the dependencies"),
+    (REQUEST, "import pandas", "pandas is not among the dependencies"),
     (REQUEST, "from omegaconf import DictConfig", "omegaconf is for spmd_worker.config.compose only"),
     ("spmd_worker/config/schema.py", "import hydra", "hydra is for spmd_worker.config.compose only"),
     # Bytes and names that become code.

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from spmd_worker.batch.row import ChatPrompt, TextPrompt, TokensPrompt
 from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.messages import MessageProblem, text_content
 
 _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec.default is None), "max_tokens")
 """Sampling keys for which null is a value of its own, and not the absence of one."""
@@ -101,20 +102,8 @@ def _message(position: int, value: Any) -> dict[str, Any]:
 
 
 def _content(name: str, value: Any) -> str:
-    """Text as it is; a list of text parts joined by line ends, because templates for text expect one string."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise RowProblem("invalid_value", f"{name}={short(value)} must be a string or a list of text parts")
-    return "\n".join(_part(f"{name}[{position}]", part) for position, part in enumerate(value))
-
-
-def _part(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text":
-        raise RowProblem("unsupported_value", f"{name} has type {short(kind)}: only text parts are supported")
-    if not isinstance(value.get("text"), str):
-        raise RowProblem("invalid_value", f"{name}.text={short(value.get('text'))} must be a string")
-    return str(value["text"])
+    """See `text_content`."""
+    try:
+        return text_content(name, value)
+    except MessageProblem as problem:
+        raise RowProblem(problem.code, str(problem)) from None

@@ -1,0 +1,114 @@
+"""Beam search by single steps: of each beam the likeliest next tokens, of all of these the likeliest beams.
+
+Knows no engine: it says which prompts to compute and takes what came of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spmd_worker.sequence.outputs import RequestOutput, TokenLogprobs
+from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """`beam_width` beams of at most `max_tokens` tokens. A beam's score is its log-probability divided by its length,
+    prompt included and an end-of-sequence token not, to the power of `length_penalty`.
+
+    `include_stop_str_in_output` is vLLM's and without effect: beams have all their tokens. `temperature` is 0.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming key, value and rule."""
+        most = MAX_LOGPROBS // 2
+        for name, value in (("beam_width", self.beam_width), ("max_tokens", self.max_tokens)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number, 1 or more")
+        if self.beam_width > most:
+            raise ValueError(f"beam_width={self.beam_width} must be at most {most}")
+        if self.temperature:
+            raise ValueError(f"temperature={self.temperature} must be 0: beams are the likeliest, not sampled")
+
+    @property
+    def step_params(self) -> SamplingParams:
+        """What each beam is asked for: one token's log-probabilities. Of each beam as many as all beams may need when
+        that many of them end.
+        """
+        return SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=2 * self.beam_width, ignore_eos=True, detokenize=False
+        )
+
+
+@dataclass
+class BeamSearchSequence:
+    """A beam: `tokens` of prompt and output, `logprobs` of the output's; `text` is that of all tokens, "" without a
+    tokenizer.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    lora_request: None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best beams of a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+class BeamSearch:
+    """The beams of one prompt."""
+
+    def __init__(self, prompt_token_ids: Sequence[int], params: BeamSearchParams, eos_token_ids: Sequence[int]) -> None:
+        self._params = params
+        self._eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
+        self._beams = [BeamSearchSequence(list(prompt_token_ids))]
+        self._ended: list[BeamSearchSequence] = []
+
+    def prompts(self, max_model_len: int) -> list[dict[str, Any]]:
+        """What is to be computed next: nothing where every beam has ended, or is as long as can be."""
+        return [{"prompt_token_ids": beam.tokens} for beam in self._beams if len(beam.tokens) < max_model_len]
+
+    def advance(self, outputs: Sequence[RequestOutput]) -> None:
+        """`outputs` of `prompts`, in their order."""
+        extended: list[BeamSearchSequence] = []
+        for beam, output in zip(self._beams, outputs, strict=True):
+            (completion,) = output.outputs
+            (position,) = completion.logprobs or [{}]
+            for token_id, entry in position.items():
+                longer = replace(
+                    beam,
+                    tokens=[*beam.tokens, token_id],
+                    logprobs=[*beam.logprobs, position],
+                    cum_logprob=beam.cum_logprob + entry.logprob,
+                )
+                if token_id in self._eos_token_ids:
+                    self._ended.append(replace(longer, finish_reason="stop", stop_reason=token_id))
+                else:
+                    extended.append(longer)
+        self._beams = self._best(extended)
+
+    def best(self) -> list[BeamSearchSequence]:
+        """Of those that ended and those that are cut off now."""
+        return self._best([*self._ended, *[replace(beam, finish_reason="length") for beam in self._beams]])
+
+    def _best(self, beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
+        # Sorting is stable: equal ones stay in the order of beams and of token ids.
+        return sorted(beams, key=self._score, reverse=True)[: self._params.beam_width]
+
+    def _score(self, beam: BeamSearchSequence) -> float:
+        length = len(beam.tokens) - (beam.finish_reason == "stop")
+        return float(beam.cum_logprob / length**self._params.length_penalty)

@@ -1,0 +1,40 @@
+"""An engine's counts under the names that vLLM's `LLM.get_metrics()` gives them."""
+
+from dataclasses import dataclass, field
+
+from spmd_worker.scheduler.counters import SchedulerCounters
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number and its name. `labels` are empty: there is one engine."""
+
+    name: str
+    value: float
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """Only grows; `value` is a whole number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """Goes up and down."""
+
+
+def engine_metrics(
+    counters: SchedulerCounters, num_running: int, num_waiting: int, num_used_blocks: int, num_blocks: int
+) -> list[Metric]:
+    """What happened since the engine's start, and how full it is now."""
+    return [
+        Gauge("vllm:num_requests_running", num_running),
+        Gauge("vllm:num_requests_waiting", num_waiting),
+        Gauge("vllm:kv_cache_usage_perc", num_used_blocks / num_blocks),
+        Counter("vllm:num_preemptions", counters.num_preemptions),
+        Counter("vllm:prefix_cache_hits", counters.num_cached_prompt_tokens),
+        Counter("vllm:prompt_tokens", counters.num_prompt_tokens),
+        Counter("vllm:generation_tokens", counters.num_output_tokens),
+        Counter("vllm:request_success", counters.num_finished),
+    ]

@@ -1,0 +1,54 @@
+"""The forms in which a prompt may come -> token ids."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from spmd_worker.errors import ConfigError
+from spmd_worker.sequence.request import as_token_ids
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids."""
+
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
+
+
+class Encoded:
+    """A prompt as ids, or why it cannot be."""
+
+    __slots__ = ("error", "text", "token_ids")
+
+    def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
+        self.text, self.token_ids, self.error = text, token_ids, error
+
+
+def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer]) -> Encoded:
+    """`need_tokenizer` raises ConfigError where there is none; it is asked for text only."""
+    if isinstance(prompt, Mapping):
+        return _encode_mapping(prompt, need_tokenizer)
+    if not isinstance(prompt, str):
+        return _encode_ids(prompt)
+    try:
+        return Encoded(prompt, tuple(need_tokenizer().encode(prompt)))
+    except (ConfigError, ValueError) as error:
+        return Encoded(prompt, (), str(error))
+
+
+def _encode_mapping(prompt: Mapping[str, Any], need_tokenizer: Callable[[], Tokenizer]) -> Encoded:
+    unknown = [str(key) for key in prompt if key not in _PROMPT_KEYS]
+    if unknown:
+        return Encoded(
+            None, (), f"a prompt has no key {', '.join(unknown)}: give {' or '.join(_PROMPT_KEYS)} and nothing else"
+        )
+    if "prompt_token_ids" in prompt:
+        return _encode_ids(prompt["prompt_token_ids"])
+    if isinstance(prompt.get("prompt"), str):
+        return encode_prompt(prompt["prompt"], need_tokenizer)
+    return Encoded(None, (), f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}")
+
+
+def _encode_ids(token_ids: Any) -> Encoded:
+    try:
+        return Encoded(None, as_token_ids(token_ids))
+    except (TypeError, ValueError) as error:
+        return Encoded(None, (), str(error))

@@ -1,0 +1,122 @@
+"""The tokenizer that `LLM.get_tokenizer()` hands out: transformers' own where it is installed, else ours with the names
+that scripts use.
+
+The engine itself encodes and decodes with `tokenizer/`, whose ids are the same.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd_worker.compat.chat import ChatOptions, ChatRenderer
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def script_tokenizer(own: Tokenizer, model_folder: Path) -> Any:
+    """Nothing is downloaded and no code of the folder is executed."""
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(model_folder), local_files_only=True, trust_remote_code=False)
+    except ImportError:
+        return PlainTokenizer(own)
+    except (OSError, ValueError, KeyError) as error:  # a folder whose tokenizer needs code, or files that are not there
+        logger.info("transformers cannot open the tokenizer of %s, so ours is handed out: %s", model_folder, error)
+        return PlainTokenizer(own)
+
+
+class PlainTokenizer:
+    """Our tokenizer under transformers' names, for scripts that encode, decode and render prompts.
+
+    `bos_token`, `eos_token`, `pad_token`, `unk_token` and their ids are None where the folder names none.
+    """
+
+    is_fast = True
+
+    def __init__(self, own: Tokenizer) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        kind = name.removesuffix("_id")
+        if kind in ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token"):
+            token = self._own.special_tokens.get(kind)
+            return token if name == kind or token is None else self._own.token_id(token)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: install transformers for its tokenizer")
+
+    def __len__(self) -> int:
+        return self._own.vocab_size
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        """`input_ids` and `attention_mask`, of one text or of each of several."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        found = [self(each, add_special_tokens) for each in text]
+        return {name: [each[name] for each in found] for name in ("input_ids", "attention_mask")}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._own.vocab_size
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source, None where the folder has none."""
+        return self._own.chat_template_source
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Those that the folder names, each once."""
+        return list(dict.fromkeys(self._own.special_tokens.values()))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of `all_special_tokens`."""
+        ids = [self._own.token_id(token) for token in self.all_special_tokens]
+        return [each for each in ids if each is not None]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token -> id, added tokens included."""
+        return self._own.vocabulary()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return self._own.encode(text, add_special_tokens)
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of one id or of several; as transformers has it, special tokens are kept unless asked."""
+        return self._own.decode([token_ids] if isinstance(token_ids, int) else token_ids, skip_special_tokens)
+
+    def batch_decode(self, sequences: Iterable[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        """`decode` of each."""
+        return [self.decode(each, skip_special_tokens) for each in sequences]
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """One id or a list; None where there is no such token."""
+        return self._own.token_id(tokens) if isinstance(tokens, str) else [self._own.token_id(each) for each in tokens]
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """One token, as the vocabulary writes it, or a list; None where there is no such id."""
+        return self._own.token(ids) if isinstance(ids, int) else [self._own.token(each) for each in ids]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """One conversation's prompt, as ids unless `tokenize` is false. Raises ChatTemplateError and ValueError."""
+        if documents is not None:
+            variables["documents"] = documents
+        # Contents are the template's business, as transformers has it.
+        options = ChatOptions(chat_template, "openai", add_generation_prompt, continue_final_message, tools, variables)
+        text = ChatRenderer(self._own).render(conversation, options)
+        return self._own.encode(text, add_special_tokens=False) if tokenize else text

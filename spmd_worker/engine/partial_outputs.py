@@ -1,0 +1,103 @@
+"""Outputs of requests that have not ended: all of them so far, or what is new since the last.
+
+What is shown of a text never changes afterwards: a character that is not whole, and what may become the beginning of a
+stop string, are held back.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from spmd_worker.engine.outputs import completion_output
+from spmd_worker.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from spmd_worker.sequence.sampling_params import RequestOutputKind
+from spmd_worker.sequence.sequence import Sequence, SequenceGroup
+from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+
+
+@dataclass(slots=True)
+class _Shown:
+    """Of one sequence: how much its last outputs had, and its text as far as it is certain."""
+
+    decoder: IncrementalDecoder | None = None
+    num_decoded: int = 0
+    text: str = ""
+    num_tokens: int = 0
+    num_characters: int = 0
+
+
+@dataclass(slots=True)
+class PartialOutputs:
+    """Of one request, of `kind`; `prompt` is the text that was encoded, if there was any."""
+
+    kind: RequestOutputKind
+    prompt: str | None
+    tokenizer: Tokenizer | None
+    _shown: dict[int, _Shown] = field(default_factory=dict)
+
+    def partial(self, group: SequenceGroup, metrics: RequestMetrics | None) -> RequestOutput | None:
+        """The group now, if it has new tokens; None for samples that are only ranked at the end."""
+        if group.request.sampling.is_ranked:
+            return None
+        completions = [self._partial(sequence) for sequence in group.sequences]
+        found = [each for each in completions if each is not None]
+        if not found:
+            return None
+        if self.kind is RequestOutputKind.CUMULATIVE:
+            found = [each or self._cumulative(sequence) for each, sequence in zip(completions, group.sequences)]
+        return RequestOutput(
+            request_id=str(group.request.request_id),
+            prompt=self.prompt,
+            prompt_token_ids=list(group.request.prompt_token_ids),
+            outputs=found,
+            finished=False,
+            num_cached_tokens=group.num_cached_tokens or 0,
+            metrics=metrics,
+        )
+
+    def final(self, output: RequestOutput) -> RequestOutput:
+        """The last output of the request: with `kind` delta, what was not shown yet of each completion."""
+        if self.kind is not RequestOutputKind.DELTA:
+            return output
+        return replace(output, outputs=[self._rest(each) for each in output.outputs])
+
+    def _partial(self, sequence: Sequence) -> CompletionOutput | None:
+        """None where nothing is new."""
+        shown = self._shown.setdefault(sequence.sample_index, _Shown())
+        if len(sequence.output_token_ids) == shown.num_tokens:
+            return None
+        completion = self._cumulative(sequence)
+        if self.kind is RequestOutputKind.DELTA:
+            return self._rest(completion)
+        shown.num_tokens, shown.num_characters = len(completion.token_ids), len(completion.text)
+        return completion
+
+    def _cumulative(self, sequence: Sequence) -> CompletionOutput:
+        text = None if sequence.finish_reason else self._certain_text(sequence)
+        return completion_output(sequence.sample_index, sequence, self.tokenizer, text)
+
+    def _rest(self, completion: CompletionOutput) -> CompletionOutput:
+        shown = self._shown.setdefault(completion.index, _Shown())
+        tokens, characters = shown.num_tokens, shown.num_characters
+        shown.num_tokens, shown.num_characters = len(completion.token_ids), len(completion.text)
+        return replace(
+            completion,
+            text=completion.text[characters:],
+            token_ids=completion.token_ids[tokens:],
+            logprobs=None if completion.logprobs is None else completion.logprobs[tokens:],
+        )
+
+    def _certain_text(self, sequence: Sequence) -> str:
+        """What the text of a running sequence begins with, however it goes on."""
+        sampling = sequence.request.sampling
+        if self.tokenizer is None or not sampling.detokenize:
+            return ""
+        if sampling.stop:
+            num_held = 0 if sampling.include_stop_str_in_output else max(map(len, sampling.stop)) - 1
+            text = sequence.text or ""
+            return text[: max(len(text) - num_held, 0)]
+        shown = self._shown.setdefault(sequence.sample_index, _Shown())
+        if shown.decoder is None:
+            prompt = sequence.request.prompt_token_ids
+            shown.decoder = IncrementalDecoder(self.tokenizer, prompt, sampling.skip_special_tokens)
+        shown.text += shown.decoder.append(sequence.output_token_ids[shown.num_decoded :])
+        shown.num_decoded = len(sequence.output_token_ids)
+        return shown.text

@@ -1,0 +1,75 @@
+"""Messages of a conversation as a chat template for text takes them: contents in one string, arguments of tool calls as
+objects.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+_TEXT_TYPES: Final = ("text", "input_text", "output_text")
+_MAX_SHOWN: Final = 80
+
+
+class MessageProblem(ValueError):
+    """What is wrong with a message: for people, and as the code of an error row."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def text_content(name: str, value: Any) -> str:
+    """Text as it is; a list of text parts joined by line ends, because templates for text expect one string. Raises
+    MessageProblem, naming the part, for what is no text: images, audio.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple):
+        raise MessageProblem("invalid_value", f"{name}={_short(value)} must be a string or a list of text parts")
+    return "\n".join(_part(f"{name}[{position}]", part) for position, part in enumerate(value))
+
+
+def check_parts(name: str, value: Any) -> None:
+    """As `text_content`, for a template that takes the parts themselves."""
+    if not isinstance(value, str):
+        text_content(name, value)
+
+
+def with_parsed_arguments(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have their arguments as objects: OpenAI's form has them as JSON, which a template
+    would write as a string once more. Raises MessageProblem for what is no JSON.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return dict(message)
+    return {**message, "tool_calls": [_parsed_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]}
+
+
+def _parsed_call(name: str, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = function["arguments"]
+    try:
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        raise MessageProblem(
+            "invalid_value", f"{name}.function.arguments={_short(arguments)} must be an object, or one as JSON"
+        ) from None
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _part(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind not in _TEXT_TYPES:
+        raise MessageProblem("unsupported_value", f"{name} has type {_short(kind)}: only text parts are supported")
+    if not isinstance(value.get("text"), str):
+        raise MessageProblem("invalid_value", f"{name}.text={_short(value.get('text'))} must be a string")
+    return str(value["text"])
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

@@ -1,0 +1,150 @@
+"""Beam search, beside transformers' own and beside a plain one over transformers' logits."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from reference_models import (
+    checkpoint_folder,
+    mixed_prompts,
+    random_prompt,
+    reference_logits,
+    reference_model,
+)
+
+from spmd_worker import LLM, BeamSearchParams, SamplingParams
+from spmd_worker.compat.beam_search import BeamSearchOutput
+
+NAME = "llama3"
+PROMPTS = mixed_prompts(4, 30, seed=11)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(checkpoint_folder(NAME), num_blocks=300) as made:
+        yield made
+
+
+def found(output: BeamSearchOutput, prompt: list[int]) -> list[list[int]]:
+    assert all(each.tokens[: len(prompt)] == prompt for each in output.sequences)
+    return [each.tokens[len(prompt) :] for each in output.sequences]
+
+
+@torch.no_grad()
+def transformers_beams(prompt: list[int], width: int, num_tokens: int) -> tuple[list[list[int]], list[float]]:
+    ids = torch.tensor([prompt])
+    made = reference_model(NAME).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        length_penalty=0.0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    return made.sequences[:, len(prompt) :].tolist(), made.sequences_scores.tolist()
+
+
+@pytest.mark.parametrize("width", [2, 5])
+def test_beams_that_do_not_end_are_transformers(llm: LLM, width: int):
+    outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=width, max_tokens=6, ignore_eos=True))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected, scores = transformers_beams(prompt, width, 6)
+        assert found(output, prompt) == expected
+        assert [each.cum_logprob for each in output.sequences] == pytest.approx(scores, abs=1e-4)
+        assert all(each.finish_reason == "length" for each in output.sequences)
+        assert [len(each.logprobs) for each in output.sequences] == [6] * width
+
+
+def test_one_beam_is_greedy_and_several_find_what_is_likelier(llm: LLM):
+    greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    one, five = (
+        llm.beam_search(PROMPTS, BeamSearchParams(beam_width=width, max_tokens=6, ignore_eos=True)) for width in (1, 5)
+    )
+    assert [found(output, prompt) for output, prompt in zip(one, PROMPTS, strict=True)] == [
+        [output.outputs[0].token_ids] for output in greedy
+    ]
+    # Negative control of the comparison with transformers: the width matters.
+    assert sum(output.sequences[0].cum_logprob for output in five) > sum(
+        output.sequences[0].cum_logprob for output in one
+    )
+
+
+EVEN = tuple(range(0, 211, 2))
+"""End of sequence in the tests below, or these models would never come to it."""
+
+
+@torch.no_grad()
+def plain_beams(prompt: list[int], width: int, num_tokens: int, penalty: float) -> list[list[int]]:
+    """Over transformers' logits, computed anew for each beam; what ends is set aside."""
+
+    def score(each: tuple[list[int], float, bool]) -> float:
+        tokens, logprob, has_ended = each
+        return logprob / (len(prompt) + len(tokens) - has_ended) ** penalty
+
+    live: list[tuple[list[int], float, bool]] = [([], 0.0, False)]
+    ended: list[tuple[list[int], float, bool]] = []
+    for _ in range(num_tokens):
+        longer = []
+        for tokens, logprob, _has_ended in live:
+            row = torch.log_softmax(reference_logits(reference_model(NAME), [*prompt, *tokens])[-1], -1)
+            likeliest = row.topk(2 * width).indices.tolist()
+            longer += [([*tokens, each], logprob + float(row[each]), each in EVEN) for each in likeliest]
+        ended += [each for each in longer if each[2]]
+        live = sorted([each for each in longer if not each[2]], key=score, reverse=True)[:width]
+    return [tokens for tokens, _, _ in sorted([*ended, *live], key=score, reverse=True)[:width]]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 8.0])
+def test_beams_that_end_are_compared_with_those_that_do_not(llm: LLM, penalty: float, monkeypatch: pytest.MonkeyPatch):
+    engine = llm.llm_engine
+    monkeypatch.setattr(engine, "model_config", replace(engine.model_config, eos_token_ids=EVEN))
+    outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=5, length_penalty=penalty))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert found(output, prompt) == plain_beams(prompt, 4, 5, penalty)
+        for each in output.sequences:
+            has_ended = each.tokens[-1] in EVEN
+            assert each.finish_reason == ("stop" if has_ended else "length")
+            assert each.stop_reason == (each.tokens[-1] if has_ended else None)
+            assert not set(each.tokens[len(prompt) : -1]) & set(EVEN)
+    # The longer a beam may be for its score, the fewer end.
+    num_ended = sum(each.finish_reason == "stop" for output in outputs for each in output.sequences)
+    assert (num_ended > 0) == (penalty < 8.0)
+
+
+def test_beams_are_as_long_as_the_model_can_be(llm: LLM):
+    prompt = random_prompt(509, 1)
+    (output,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True))
+    assert [len(each.tokens) for each in output.sequences] == [512, 512]
+    with pytest.raises(ValueError, match=r"has 512 tokens but model.max_model_len is 512"):
+        llm.beam_search([random_prompt(512, 1)], BeamSearchParams(beam_width=2, max_tokens=9))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"beam_width": 0}, "beam_width=0 must be a whole number, 1 or more"),
+        ({"beam_width": 33}, "beam_width=33 must be at most 32"),
+        ({"max_tokens": 1.5}, "max_tokens=1.5 must be a whole number, 1 or more"),
+        ({"temperature": 0.7}, "temperature=0.7 must be 0: beams are the likeliest, not sampled"),
+    ],
+)
+def test_parameters_that_cannot_be_are_named(given: dict[str, object], words: str):
+    with pytest.raises(ValueError, match=words):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **given})
+
+
+def test_what_is_no_prompt_and_no_parameters_is_refused(llm: LLM):
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    with pytest.raises(ValueError, match=r"no tokenizer.json"):
+        llm.beam_search("hello", params)
+    with pytest.raises(TypeError, match="params is a SamplingParams: give BeamSearchParams"):
+        llm.beam_search(PROMPTS, SamplingParams())
+    with pytest.raises(ValueError, match="lora_request=x is refused"):
+        llm.beam_search(PROMPTS, params, lora_request="x")
+    assert llm.beam_search([], params) == []

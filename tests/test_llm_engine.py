@@ -1,0 +1,221 @@
+"""An engine driven by hand with vLLM's names: requests with names, prompts in any form, outputs as they come."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference_models import checkpoint_folder, mixed_prompts, write_text_checkpoint
+
+from spmd_worker import LLM, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from spmd_worker.engine.partial_outputs import PartialOutputs
+from spmd_worker.errors import ConfigError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=4)
+PROMPTS = mixed_prompts(5, 40, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_checkpoint(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[LLMEngine]:
+    made = LLMEngine.from_engine_args(EngineArgs(model=str(folder), num_blocks=300, disable_log_stats=True))
+    yield made
+    assert not made.has_unfinished_requests()
+    assert made.scheduler.cache.num_used_blocks == 0
+    made.shutdown()
+
+
+def drain(engine: LLMEngine) -> list[RequestOutput]:
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def add(engine: LLMEngine, prompts: dict[str, Any], params: SamplingParams) -> None:
+    for name, prompt in prompts.items():
+        assert engine.add_request(name, prompt, params) == name
+
+
+def test_outputs_have_the_names_that_requests_were_given(engine: LLMEngine):
+    add(engine, {"7": "hello", "b": {"prompt": "hello"}, "c": {"prompt_token_ids": [5, 6]}, "d": [5, 6]}, GREEDY)
+    assert engine.get_num_unfinished_requests() == 4
+    outputs = {output.request_id: output for output in drain(engine)}
+    assert sorted(outputs) == ["7", "b", "c", "d"]
+    assert all(output.finished for output in outputs.values())
+    assert outputs["7"].outputs == outputs["b"].outputs
+    assert outputs["c"].outputs == outputs["d"].outputs != outputs["b"].outputs
+    assert (outputs["7"].prompt, outputs["c"].prompt) == ("hello", None)
+    add(engine, {"7": "hello"}, GREEDY)
+    (again,) = drain(engine)
+    assert again.outputs == outputs["7"].outputs
+
+
+def test_a_request_is_aborted_by_its_name(engine: LLMEngine):
+    add(engine, {"1": "hello", "0": "world", "x": "cache"}, replace(GREEDY, max_tokens=50))
+    engine.step()
+    engine.step()
+    engine.abort_request("1")
+    engine.abort_request(["x", "nobody"])
+    ended = {output.request_id: output.outputs[0].finish_reason for output in drain(engine)}
+    assert ended == {"1": "abort", "0": "length", "x": "abort"}
+    engine.abort_request("1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"request_id": 3}, TypeError, "request_id=3 is a int: give text"),
+        ({"params": {}}, TypeError, "sampling is a dict: give SamplingParams"),
+        ({"prompt": {"prompt": "a", "multi_modal_data": 1}}, ValueError, "a prompt has no key multi_modal_data"),
+        ({"prompt": []}, ValueError, "the prompt has no tokens"),
+        ({"prompt": "hello " * 999}, ValueError, "but model.max_model_len is"),
+        ({"lora_request": "x"}, ValueError, "lora_request=x is refused"),
+        ({"priority": 1}, ValueError, "priority is refused"),
+        ({"trace_headers": {"a": "b"}}, ValueError, "trace_headers={'a': 'b'} is refused"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_at_once(engine: LLMEngine, arguments: Any, kind: Any, words: str):
+    with pytest.raises(kind, match=words):
+        engine.add_request(**{"request_id": "a", "prompt": "hello", "params": GREEDY, **arguments})
+    assert not engine.has_unfinished_requests()
+
+
+def test_two_unfinished_requests_have_two_names(engine: LLMEngine):
+    add(engine, {"a": "hello"}, GREEDY)
+    with pytest.raises(ValueError, match="request_id='a' is the name of a request that has not ended"):
+        engine.add_request("a", "world", GREEDY)
+    assert [output.request_id for output in drain(engine)] == ["a"]
+
+
+KINDS = {
+    "plain": SAMPLED,
+    "several": replace(SAMPLED, n=3),
+    "log-probabilities": replace(SAMPLED, logprobs=2),
+    "stop string": replace(SAMPLED, stop=("e", " the", "zzz"), max_tokens=60),
+    "stop string kept": replace(SAMPLED, stop=("e",), include_stop_str_in_output=True, max_tokens=60),
+    "stop token": replace(SAMPLED, stop_token_ids=tuple(range(40, 60)), max_tokens=60, n=2),
+    "special tokens": replace(SAMPLED, skip_special_tokens=False, ignore_eos=False, logit_bias={2: 5.0}),
+    "no text": replace(SAMPLED, detokenize=False),
+    "ranked": replace(SAMPLED, best_of=3),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_partial_outputs_put_together_are_the_whole(engine: LLMEngine, name: str):
+    prompts = {"a": "hello world", "b": "naïve café 你好", "c": [9, 8, 7]}
+    params = KINDS[name]
+    add(engine, prompts, params)
+    expected = {output.request_id: output for output in drain(engine)}
+
+    params.output_kind = RequestOutputKind.CUMULATIVE
+    add(engine, prompts, params)
+    seen: dict[tuple[str, int], Any] = {}
+    finals: dict[str, RequestOutput] = {}
+    for output in drain(engine):
+        if output.finished:
+            finals[output.request_id] = output
+        for each in output.outputs:
+            before = seen.get((output.request_id, each.index))
+            if before is not None and params.best_of is None:
+                assert each.text.startswith(before.text)
+                assert each.token_ids[: len(before.token_ids)] == before.token_ids
+            seen[output.request_id, each.index] = each
+    assert {key: output.outputs for key, output in finals.items()} == {
+        key: output.outputs for key, output in expected.items()
+    }
+
+    params.output_kind = RequestOutputKind.DELTA
+    add(engine, prompts, params)
+    joined: dict[tuple[str, int], Any] = {}
+    num_outputs = 0
+    for output in drain(engine):
+        num_outputs += not output.finished
+        for each in output.outputs:
+            whole = joined.setdefault(
+                (output.request_id, each.index), replace(each, text="", token_ids=[], logprobs=[])
+            )
+            whole.text += each.text
+            whole.token_ids += each.token_ids
+            whole.logprobs += each.logprobs or []
+            whole.finish_reason, whole.stop_reason = each.finish_reason, each.stop_reason
+            whole.cumulative_logprob = each.cumulative_logprob
+    for key, output in expected.items():
+        for each in output.outputs:
+            assert joined[key, each.index] == replace(each, logprobs=each.logprobs or [])
+    assert (num_outputs == 0) == (params.best_of is not None)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+
+
+def test_the_comparison_sees_text_that_may_become_a_stop_string(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: shown at once, the beginning of a stop string is taken back when it is whole."""
+    longer = replace(GREEDY, max_tokens=40)
+    engine.add_request("a", "hello world", longer)
+    (written,) = drain(engine)
+    stop = written.outputs[0].text[2:14]
+    assert len(stop) == 12
+    params = replace(longer, stop=(stop,), output_kind=RequestOutputKind.CUMULATIVE)
+
+    def takes_back() -> bool:
+        engine.add_request("a", "hello world", params)
+        texts = [output.outputs[0].text for output in drain(engine)]
+        return not all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+    assert not takes_back()
+    monkeypatch.setattr(PartialOutputs, "_certain_text", lambda _self, sequence: sequence.text or "")
+    assert takes_back()
+
+
+def test_outputs_come_one_a_step_and_only_where_they_are_asked_for(engine: LLMEngine):
+    engine.add_request("asks", "hello", replace(GREEDY, output_kind=RequestOutputKind.DELTA))
+    engine.add_request("waits", "hello", GREEDY)
+    outputs = drain(engine)
+    asked = [output for output in outputs if output.request_id == "asks"]
+    assert [len(output.outputs[0].token_ids) for output in asked] == [1] * 8
+    assert [output.finished for output in asked] == [False] * 7 + [True]
+    assert [output.outputs[0].finished() for output in asked] == [False] * 7 + [True]
+    assert [output.metrics.num_generation_tokens for output in asked] == list(range(1, 9))
+    assert len(outputs) == 9
+
+
+def test_requests_without_a_seed_draw_other_numbers_each_time(engine: LLMEngine):
+    found = []
+    for _ in range(2):
+        add(engine, {"a": "hello"}, replace(SAMPLED, seed=None))
+        found += [output.outputs[0].token_ids for output in drain(engine)]
+    assert found[0] != found[1]
+
+
+def test_the_engine_of_an_llm_can_be_driven_so_too_and_has_its_names(folder: Path):
+    with LLM(folder, num_blocks=300) as llm:
+        engine = LLMEngine(llm.llm_engine)
+        assert engine.get_tokenizer() is llm.get_tokenizer()
+        assert engine.model_config is llm.llm_engine.model_config
+        engine.add_request("a", "hello", GREEDY)
+        (output,) = drain(engine)
+        assert output.outputs == llm.generate("hello", GREEDY, use_tqdm=False)[0].outputs
+        assert [each.name for each in engine.get_metrics()] == [each.name for each in llm.get_metrics()]
+        engine.reset_mm_cache()
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = engine.nothing
+
+
+def test_arguments_that_cannot_be_are_refused_as_by_an_llm_and_a_forgotten_engine_is_closed(folder: Path):
+    with pytest.raises(ConfigError, match="quantization='fp8' is refused"):
+        LLMEngine.from_engine_args(EngineArgs(str(folder), quantization="fp8"))
+    engine = LLMEngine.from_engine_args(EngineArgs(checkpoint_folder("llama3"), num_blocks=64), usage_context=None)
+    assert engine.watchdog is not None
+    thread = engine.watchdog._thread
+    assert thread.is_alive()
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

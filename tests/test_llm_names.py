@@ -1,0 +1,344 @@
+"""`LLM` as scripts for vLLM use it: arguments of its calls, what outputs carry, the tokenizer, the metrics."""
+
+import builtins
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference_models import checkpoint_folder, mixed_prompts, write_text_checkpoint
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.compat.script_tokenizer import PlainTokenizer
+from spmd_worker.errors import ConfigError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = mixed_prompts(5, 40, seed=3)
+TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(checkpoint_folder("llama3"), num_blocks=300) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def text_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(write_text_checkpoint(tmp_path_factory.mktemp("text")), num_blocks=300) as made:
+        yield made
+
+
+@pytest.fixture
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def refuse(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == "transformers":
+            raise ImportError(name)
+        return imported(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# Arguments of calls.
+
+
+def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM):
+    expected = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    for extra in ({"lora_request": None}, {"lora_request": [None] * 5}, {"priority": [0] * 5}, {"priority": None}):
+        assert token_ids(llm.generate(PROMPTS, sampling_params=GREEDY, use_tqdm=False, **extra)) == expected
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"lora_request": "an adapter"}, "lora_request=an adapter is refused: there are no adapters; merge it"),
+        ({"lora_request": [None, object()]}, "lora_request="),
+        ({"priority": [1, 0, 0, 0, 0]}, "priority is refused: prompts are served first come, first served"),
+        ({"priority": [0]}, r"priority=\[0\] must be a list of 5 numbers, one for each prompt"),
+        ({"priority": 3}, "priority=3 must be a list of 5 numbers"),
+    ],
+)
+def test_adapters_and_priorities_are_refused_in_words(llm: LLM, extra: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False, **extra)
+    assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 5
+
+
+def test_the_bar_is_of_the_callers_making(llm: LLM, capfd: pytest.CaptureFixture[str]):
+    made: list[Any] = []
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    llm.generate(PROMPTS, GREEDY, use_tqdm=partial(Bar, leave=False, mininterval=0))
+    (bar,) = made
+    assert (bar.n, bar.total, bar.leave) == (5, 5, False)
+    assert "5/5" in capfd.readouterr().err
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert (len(made), capfd.readouterr().err) == (1, "")
+
+
+# What outputs carry.
+
+
+def test_outputs_have_vllms_names_and_metrics_that_are_not_compared(llm: LLM):
+    llm.reset_prefix_cache()
+    first, again = (llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False) for _ in range(2))
+    for output in first:
+        assert (output.finished, output.lora_request, output.encoder_prompt) == (True, None, None)
+        (completion,) = output.outputs
+        assert completion.finished()
+        assert completion.lora_request is None
+        metrics = output.metrics
+        assert metrics is not None
+        assert metrics.num_generation_tokens == 6
+        assert metrics.arrival_time > 1e9
+        times = [metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]
+        assert times == sorted(times)
+        assert times[0] > 0
+        assert metrics.first_token_latency >= 0
+    assert token_ids(first) == token_ids(again)
+    assert first[0].metrics != again[0].metrics
+    llm.reset_prefix_cache()
+    assert llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False) == first
+
+
+def test_metrics_of_samples_and_of_a_request_that_is_aborted(llm: LLM):
+    (several,) = llm.generate(PROMPTS[0], SamplingParams(n=3, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert several.metrics is not None
+    assert several.metrics.num_generation_tokens == 12
+    engine = llm.llm_engine
+    number = engine.add_request(PROMPTS[0], GREEDY)
+    engine.abort_request(number)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    (aborted,) = outputs
+    assert aborted.metrics is not None
+    assert (aborted.metrics.num_generation_tokens, aborted.metrics.queued_ts > 0) == (0, True)
+
+
+def test_counts_have_vllms_names_and_grow(llm: LLM):
+    def read() -> dict[str, float]:
+        return {each.name: each.value for each in llm.get_metrics()}
+
+    before = read()
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    after = read()
+    grown = {name: after[name] - before[name] for name in before}
+    assert grown["vllm:request_success"] == 5
+    assert grown["vllm:generation_tokens"] == 30
+    assert grown["vllm:prompt_tokens"] == sum(map(len, PROMPTS))
+    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+    assert after["vllm:kv_cache_usage_perc"] == 0.0
+    engine = llm.llm_engine
+    engine.add_request(PROMPTS[0], GREEDY)
+    engine.step()
+    engine.step()
+    assert read()["vllm:num_requests_running"] == 1
+    assert read()["vllm:kv_cache_usage_perc"] > 0
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert llm.get_world_size() == 1
+
+
+# Conversations.
+
+TEMPLATES = {
+    "plain": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}",
+    "strips": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}",
+    "tools": (
+        "{{ tools | tojson if tools else 'none' }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}</s>{% endfor %}"
+        "{% if thinks %}<think>{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    ),
+    "parts": (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}</s>{% endfor %}"
+    ),
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]}]
+
+
+def prompt_of(llm: LLM, messages: Any, **options: Any) -> str:
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, **options)
+    assert output.error is None, output.error
+    assert output.prompt is not None
+    assert output.prompt_token_ids == llm.llm_engine.need_tokenizer().encode(output.prompt, add_special_tokens=False)
+    return output.prompt
+
+
+@pytest.mark.parametrize("content", ["hi", "hi ", " hi  \n", "hi </s> there"])
+@pytest.mark.parametrize("name", ["plain", "strips", "parts"])
+def test_the_last_message_is_continued_as_transformers_continues_it(text_llm: LLM, name: str, content: str):
+    talk = [TALK[0], {"role": "assistant", "content": content}]
+    options = {"chat_template": TEMPLATES[name], "continue_final_message": True, "add_generation_prompt": False}
+    expected = text_llm.get_tokenizer().apply_chat_template(talk, tokenize=False, **options)
+    assert prompt_of(text_llm, talk, **options) == expected
+    # Negative control: closed, it is another prompt.
+    assert prompt_of(text_llm, talk, **options | {"continue_final_message": False}) != expected
+
+
+def test_parts_of_the_last_message_are_continued_too(text_llm: LLM):
+    options = {"chat_template": TEMPLATES["parts"], "continue_final_message": True, "add_generation_prompt": False}
+    expected = text_llm.get_tokenizer().apply_chat_template(PARTS, tokenize=False, **options)
+    assert prompt_of(text_llm, PARTS, chat_template_content_format="openai", **options) == expected
+    assert prompt_of(text_llm, PARTS, **options) == "<user>one\ntwo "
+
+
+def test_tools_templates_and_variables_reach_the_prompt(text_llm: LLM):
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    parsed = [TALK[0], {**talk[1], "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 1}}}]}]
+    given = {"chat_template": TEMPLATES["tools"], "tools": TOOLS}
+    theirs = text_llm.get_tokenizer().apply_chat_template
+    expected = theirs(parsed, tokenize=False, add_generation_prompt=True, thinks=True, **given)
+    assert prompt_of(text_llm, talk, chat_template_kwargs={"thinks": True}, **given) == expected
+    assert talk[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert prompt_of(text_llm, TALK, chat_template=TEMPLATES["tools"]).startswith("none<user>hello")
+    assert prompt_of(text_llm, TALK, tools=[], chat_template=TEMPLATES["tools"]).startswith("none")
+
+
+def test_text_parts_are_one_string_or_the_templates_own_business(text_llm: LLM):
+    assert prompt_of(text_llm, PARTS, chat_template=TEMPLATES["parts"]) == "<user>one\ntwo </s>"
+    given = {"chat_template": TEMPLATES["parts"], "chat_template_content_format": "openai"}
+    assert prompt_of(text_llm, PARTS, **given) == "<user>[one][two ]</s>"
+    assert "one\ntwo" in prompt_of(text_llm, PARTS)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[0].content[0] has type 'image_url': only text parts are supported",
+        ),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0] has type 'input_audio': only text parts"),
+        ({"role": "user", "content": 3}, "messages[0].content=3 must be a string or a list of text parts"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments='{' must be an object, or one as JSON",
+        ),
+    ],
+)
+def test_a_message_that_is_no_text_is_that_conversations_error(text_llm: LLM, message: Any, words: str):
+    for content_format in ("auto", "openai"):
+        bad, good = text_llm.chat(
+            [[message], TALK], GREEDY, use_tqdm=False, chat_template_content_format=content_format
+        )
+        assert words in (bad.error or "")
+        assert good.error is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"continue_final_message": True}, "pass add_generation_prompt=False with it"),
+        ({"chat_template_content_format": "list"}, "chat_template_content_format='list' must be one of auto, string"),
+        ({"lora_request": "an adapter"}, "lora_request=an adapter is refused"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(text_llm: LLM, options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        text_llm.chat(TALK, GREEDY, use_tqdm=False, **options)
+    for wrong in ({"tools": {}}, {"chat_template": 3}, {"chat_template_kwargs": []}):
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))} is a "):
+            text_llm.chat(TALK, GREEDY, use_tqdm=False, **wrong)
+
+
+def test_a_template_that_drops_the_last_message_cannot_continue_it(text_llm: LLM):
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    for talk, template in ((TALK, "{{ messages[0].content }}"), ([TALK[0], {"role": "assistant"}], None)):
+        (output,) = text_llm.chat(talk, GREEDY, use_tqdm=False, chat_template=template, **options)
+        assert "continue_final_message=True, and the" in (output.error or "")
+
+
+def test_a_template_comes_with_the_llm_as_text_or_as_a_file(tmp_path: Path, text_llm: LLM):
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATES["plain"])
+    folder = text_llm.llm_engine.resolved.model_folder
+    for given in (TEMPLATES["plain"], str(file), file):
+        with LLM(folder, num_blocks=300, chat_template=given) as llm:
+            assert prompt_of(llm, TALK[:1]) == "<user>hello</s>"
+            assert prompt_of(llm, TALK[:1], chat_template=TEMPLATES["tools"]).startswith("none<user>hello")
+    with pytest.raises(ConfigError, match="chat_template='nowhere' is neither a template's text nor a file of one"):
+        LLM(folder, chat_template="nowhere")
+
+
+# The tokenizer.
+
+
+def test_the_tokenizer_is_transformers_own_where_it_is_installed(text_llm: LLM):
+    tokenizer = text_llm.get_tokenizer()
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    assert text_llm.get_tokenizer() is tokenizer
+    own = text_llm.llm_engine.need_tokenizer()
+    for text in ("hello world", "naïve café 你好", ""):
+        assert tokenizer.encode(text) == own.encode(text)
+    rendered = tokenizer.apply_chat_template(conversation=TALK, tokenize=False, add_generation_prompt=True)
+    (output,) = text_llm.chat(TALK, GREEDY, use_tqdm=False)
+    assert output.prompt == rendered
+
+
+@pytest.mark.usefixtures("no_transformers")
+def test_without_transformers_ours_has_the_names_that_scripts_use(tmp_path: Path, text_llm: LLM):
+    theirs = text_llm.get_tokenizer()
+    with LLM(text_llm.llm_engine.resolved.model_folder, num_blocks=300) as llm:
+        ours = llm.get_tokenizer()
+    assert isinstance(ours, PlainTokenizer)
+    assert len(ours) == len(theirs)
+    assert ours.get_vocab() == theirs.get_vocab()
+    ids = ours.encode("hello world")
+    assert ours("hello world") == {name: theirs("hello world")[name] for name in ("input_ids", "attention_mask")}
+    assert ours(["hello", "world"])["input_ids"] == theirs(["hello", "world"])["input_ids"]
+    special = [*ids, theirs.eos_token_id]
+    for skip in (False, True):
+        assert ours.decode(special, skip_special_tokens=skip) == theirs.decode(special, skip_special_tokens=skip)
+        assert ours.batch_decode([ids, special], skip_special_tokens=skip) == theirs.batch_decode(
+            [ids, special], skip_special_tokens=skip
+        )
+    assert ours.decode(ids[0]) == theirs.decode(ids[0])
+    assert ours.convert_ids_to_tokens(ids) == theirs.convert_ids_to_tokens(ids)
+    assert ours.convert_tokens_to_ids(theirs.convert_ids_to_tokens(ids)) == ids
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        assert getattr(ours, name) == getattr(theirs, name)
+        assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_id")
+    assert ours.all_special_ids == theirs.all_special_ids
+    for template in (None, "{{ messages[0].content }}|{{ bos_token }}{{ extra }}"):
+        given = {"chat_template": template, "add_generation_prompt": True, "extra": "x"}
+        for tokenize in (False, True):
+            expected = theirs.apply_chat_template(TALK, tokenize=tokenize, **given)
+            expected = expected["input_ids"] if tokenize else expected
+            assert ours.apply_chat_template(TALK, tokenize=tokenize, **given) == expected
+    with pytest.raises(AttributeError, match=r"PlainTokenizer has no attribute 'padding_side': install transformers"):
+        _ = ours.padding_side
+    left_open = {"continue_final_message": True, "tokenize": False}
+    assert ours.apply_chat_template(TALK, **left_open) == theirs.apply_chat_template(TALK, **left_open)
+
+
+def test_a_folder_that_transformers_cannot_open_gives_ours(text_llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    from transformers import AutoTokenizer
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise ValueError("this tokenizer needs code")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    with LLM(text_llm.llm_engine.resolved.model_folder, num_blocks=300) as llm:
+        assert isinstance(llm.get_tokenizer(), PlainTokenizer)
+
+
+def test_a_model_without_a_tokenizer_says_so(llm: LLM):
+    with pytest.raises(ConfigError, match=r"the model folder has no tokenizer.json: give prompt_token_ids"):
+        llm.get_tokenizer()
