@@ -168,7 +168,7 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
     """On the CPU: read the run, and begin to commit the cache's memory, while torch is not there yet. Returns what was
     read; None on a GPU, and where something is wrong, which is found again, and reported, later.
     """
-    from spmd_worker.batch.input.input_files import STANDARD_INPUT, find_inputs
+    from spmd_worker.batch.input.input_files import find_inputs, is_stream
     from spmd_worker.batch.prefault import prefault
     from spmd_worker.memory.plan import cache_spec_of, check_cache_setting
 
@@ -183,7 +183,7 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
     computes_here = config.executor.backend in ("auto", "external_launcher", "uniproc")
     if not computes_here or environment.world_size != resolved.layout.world_size:
         return resolved
-    if config.job.input is not None and config.job.input != STANDARD_INPUT:
+    if config.job.input is not None and not is_stream(config.job.input):
         try:
             inputs, spec = find_inputs(config.job.input), cache_spec_of(resolved, environment.rank)
             prefault(config, spec, inputs, resolved.max_model_len, environment.local_world_size)
