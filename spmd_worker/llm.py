@@ -100,6 +100,7 @@ class LLM:
             scheduler["max_num_batched_tokens"] = max(max_num_seqs, SchedulerConfig().max_num_batched_tokens)
         executor = _given(timeout_s=timeout_s, worker_cls=worker_cls, worker_extension_cls=worker_extension_cls)
         path = os.fspath(model) if isinstance(model, os.PathLike) else model
+        path = os.path.expanduser(path) if isinstance(path, str) else path
         config = RunConfig(
             model=ModelOptions(path, dtype, max_model_len, load_format, logprobs_mode, allow_nonfinite),
             parallel=ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers),
