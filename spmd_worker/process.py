@@ -1,22 +1,29 @@
 """Processes of this machine, as /proc shows them: when one was started, its parent, its variables, its state, and what
 a thread of this one has computed. And the one thing that the kernel does for a process here: end it with its parent.
 
-Needs the standard library alone: a rank imports it before everything else. `None` stands for a process or thread that
+Needs no package: a rank imports it before everything else. `None` stands for a process or thread that
 is not there; OSError is raised where nothing can be told, as when this process has too many files open.
 """
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from spmd_worker.errors import ConfigError
+
 _TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 _PR_SET_PDEATHSIG: Final = 1
 _PF_EXITING: Final = 0x4
 _ORPHAN_EXIT_CODE: Final = 1
+_STACK_BYTES: Final = 1024 * 1024
+"""At 256 KiB torch's threads end in a segmentation fault."""
+_OPEN_FILES: Final = 256
+"""Files of a checkpoint, connections to other ranks, what Python and torch have open."""
 _LAUNCHED_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 
 
@@ -96,6 +103,27 @@ def is_exiting(pid: int) -> bool:
     """Whether the process has ended, or is about to: the kernel takes it down, which may take a while."""
     fields = _stat_of(str(pid))
     return fields is None or fields[0] in ("Z", "X") or bool(int(fields[6]) & _PF_EXITING)
+
+
+def check_limits() -> None:
+    """Raise ConfigError for limits under which a rank would end without a word: too small a stack, which threads take
+    theirs from, and too few open files, of which as many are asked for as the hard limit allows.
+    """
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if stack != resource.RLIM_INFINITY and stack < _STACK_BYTES:
+        raise ConfigError(
+            f"RLIMIT_STACK is {stack // 1024} KiB, and a rank needs {_STACK_BYTES // 1024} KiB: raise it (ulimit -s "
+            f"{_STACK_BYTES // 1024}) in the shell that starts the ranks"
+        )
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (files, most) or files >= _OPEN_FILES:
+        return
+    if most < _OPEN_FILES:
+        raise ConfigError(
+            f"RLIMIT_NOFILE is {most} open files, and a rank needs {_OPEN_FILES}: raise it (ulimit -n {_OPEN_FILES}) "
+            f"in the shell that starts the ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, most))
 
 
 def age_s(start_time: int) -> float:

@@ -132,7 +132,7 @@ ALONE = [
     (["plan=true", "model.path=nosuch"], "model.path=nosuch is not a folder: give a Hugging Face model folder"),
     (["model=demo"], "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
     (["model=demo", "job.input=x"], "job.output is not set: give the file to write"),
-    (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR or --version"),
+    (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR, --input"),
     (["--cfg", "hydra"], "argument --cfg/-c: invalid choice: 'hydra'"),
     (["--config-dir", "nosuch"], "--config-dir nosuch is not a folder: give one that holds GROUP/NAME.yaml"),
     (["model.dtype=float8"], "model.dtype=float8 is not one of auto, float32, bfloat16, float16"),

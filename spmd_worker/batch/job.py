@@ -7,14 +7,16 @@ Rank 0 reads, admits, writes and reports; the other ranks follow, or answer rows
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from spmd_worker.batch.file_lock import ENDING
+from spmd_worker.batch.input.input_scan import InputScan
 from spmd_worker.batch.input.row_reader import RowReader
 from spmd_worker.batch.job_metrics import (
     ReplicaCounts,
@@ -24,7 +26,7 @@ from spmd_worker.batch.job_metrics import (
     report_of_replica,
     stages_of,
 )
-from spmd_worker.batch.job_rows import JobInput, JobOutput, count_rows
+from spmd_worker.batch.job_rows import JobInput, JobOutput
 from spmd_worker.batch.output.output_file import OutputFile
 from spmd_worker.batch.output.row_answer import error_result
 from spmd_worker.batch.progress import Progress, format_summary
@@ -40,7 +42,7 @@ from spmd_worker.batch.run_dir.job_files import (
     try_output,
 )
 from spmd_worker.batch.run_dir.journal import RowJournal, remove_journal
-from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest
+from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest, take_input
 from spmd_worker.batch.run_dir.provenance import OutputDigest, write_provenance
 from spmd_worker.batch.run_dir.run_lock import RunLock
 from spmd_worker.batch.run_dir.run_records import open_step_log, write_last_records
@@ -64,6 +66,11 @@ from spmd_worker.worker.device import device_type
 
 logger = logging.getLogger(__name__)
 
+_SCAN_S: Final = 1.0
+"""A start waits so long for its input to be read; then it goes on beside."""
+_PAUSE_S: Final = 0.01
+_EMPTY_STEPS_A_TIMEOUT: Final = 8
+
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
@@ -73,12 +80,44 @@ class OpenRun:
     journal: RowJournal
     manifest: dict[str, Any]
     reader: RowReader
+    check: "InputCheck"
     tokenizer: Tokenizer | None
 
     def before_exit(self) -> None:
         """What is finished is kept, and whoever waits for the locks is told that they will be free."""
         self.lock.note(ENDING)
         self.journal.commit()
+
+
+class InputCheck:
+    """What is to be known of the input, once it is. A run that goes on reads no row before: its input must be the same.
+
+    `expect` is told how many rows there are.
+    """
+
+    def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, goes_on: bool) -> None:
+        self._scan, self._run_dir, self._manifest = scan, run_dir, manifest
+        self._resume, self._goes_on = resume, goes_on
+        self._is_settled = False
+        self.expect: Callable[[int | None], None] = lambda num_rows: None
+
+    def may_read(self) -> bool:
+        """Whether rows may be read now. Raises what `is_settled` raises."""
+        return self.is_settled() or not self._goes_on
+
+    def is_settled(self, timeout_s: float | None = 0.0) -> bool:
+        """Whether the input is known, after `timeout_s`; the manifest has what is known. Raises OSError for what
+        cannot be read, ConfigError for an input that has changed.
+        """
+        if self._is_settled:
+            return True
+        found = self._scan.wait(timeout_s)
+        if found is None:
+            return False
+        take_input(self._run_dir, self._manifest, self._resume, found.digest, found.num_rows)
+        self._is_settled = True
+        self.expect(found.num_rows)
+        return True
 
 
 def run_job(
@@ -120,14 +159,15 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     tokenizer = Tokenizer.open_if_present(resolved.model_folder)
     fingerprint = None if tokenizer is None else tokenizer.fingerprint()
     reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes)
-    manifest = make_manifest(
-        resolved,
-        package_versions(),
-        fingerprint,
-        inputs=reader.paths,
-        num_rows=count_rows(reader, config.job),
-    )
-    if not check_manifest(run_dir, manifest, config.job.resume):
+    scan = InputScan(reader, config.job.max_rows)
+    held.callback(scan.close)
+    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths)
+    # Most inputs are read in a moment: what is wrong with one is said before anything is loaded.
+    scan.wait(_SCAN_S)
+    goes_on = check_manifest(run_dir, manifest, config.job.resume)
+    check = InputCheck(scan, run_dir, manifest, config.job.resume, goes_on)
+    check.is_settled()
+    if not goes_on:
         remove_journal(run_dir)
     clear_records(run_dir)
     for name in (METRICS_NAME, PROVENANCE_NAME):
@@ -139,7 +179,7 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     held.callback(journal.close)
     if journal.num_rows:
         logger.info("%d rows were answered before this start; the job goes on with the others", journal.num_rows)
-    return OpenRun(lock, journal, manifest, reader, tokenizer)
+    return OpenRun(lock, journal, manifest, reader, check, tokenizer)
 
 
 def _run(
@@ -195,8 +235,10 @@ def _lead(
     job, run_dir = config.job, run.journal.folder
     num_rows = run.manifest["num_rows"]
     rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal)
+    rows.is_ready = run.check.may_read
     prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
     output = JobOutput(run.journal, rows.keys, Progress(num_rows), num_rows, prometheus)
+    run.check.expect = output.expect
     with (
         output,
         open_step_log(engine, run_dir) if job.step_log else nullcontext(),
@@ -212,6 +254,8 @@ def _lead(
         reports = engine.engine_channel.gather(report_of_replica(engine, answered))
         if replicas is not None:
             replicas.forget_round()
+        while not run.check.is_settled(timeout_s=_SCAN_S):
+            engine.times.heartbeat.enter("reading the input")
         run.lock.note("writes the output")
         digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows)
         output.is_complete = True
@@ -264,11 +308,17 @@ def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_na
     runner = RowRunner(engine, model_name)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
     most_unfinished = 2 * engine.config.scheduler.max_num_seqs
+    # The other ranks wait for steps, and not for ever.
+    patience_s = engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
+    stepped_s = time.monotonic()
     while not rows.has_ended or runner.num_rows:
-        while not rows.has_ended and runner.num_rows < most_unfinished:
+        while rows.is_ready() and not rows.has_ended and runner.num_rows < most_unfinished:
             _admit_next(rows, runner, output)
-        if runner.num_rows:
+        if runner.num_rows or time.monotonic() - stepped_s > patience_s:
             output.take_all(runner.step())
+            stepped_s = time.monotonic()
+        elif not rows.has_ended:
+            time.sleep(_PAUSE_S)
         output.show(engine.counters.num_output_tokens)
     output.show(engine.counters.num_output_tokens)
 

@@ -1,6 +1,6 @@
 """The files that `job.input` names, and each as a stream of bytes or rows.
 
--                          standard input
+-                          standard input; a FIFO and /dev/stdin work alike: read once, by the job
 rows.jsonl                 a file, plain or compressed: what its name ends in says which (.gz, .zst)
 parts/*.jsonl.gz           all files that match, in the order of their names
 rows.parquet               a row group at a time, each of its rows as a line of JSON
@@ -10,8 +10,12 @@ import glob
 import gzip
 import io
 import json
+import os
+import stat
+import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -19,6 +23,7 @@ from spmd_worker.config.extras import refuse_without
 from spmd_worker.errors import ConfigError
 
 STANDARD_INPUT: Final = "-"
+_STANDARD_INPUT_DEVICE: Final = "/dev/stdin"
 PARQUET_SUFFIX: Final = ".parquet"
 _ZSTD_PIECE_BYTES: Final = 1024
 """Of compressed bytes at a time: what they become, which may be 32,768 times as much, is held in memory."""
@@ -32,8 +37,31 @@ _VALUE_BYTES: Final = 16
 """Of a value in memory, however few bits it takes in the file."""
 
 
+def is_stream(name: str) -> bool:
+    """Whether `job.input` can be read but once: standard input, or a FIFO. A file that is standard input is a file."""
+    if name == STANDARD_INPUT:
+        return True
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return False
+    # A terminal.
+    is_device = stat.S_ISCHR(mode) and name == _STANDARD_INPUT_DEVICE
+    return is_device or stat.S_ISFIFO(mode)
+
+
+def open_stream(name: str) -> AbstractContextManager[BinaryIO]:
+    """The bytes of what `is_stream`, decompressed. Raises OSError and ConfigError."""
+    if name == STANDARD_INPUT:
+        # Not ours to close.
+        return nullcontext(sys.stdin.buffer)
+    if Path(name).suffix == PARQUET_SUFFIX:
+        raise ConfigError(f"job.input={name} is a FIFO, and a Parquet file is read from its end: give a regular file")
+    return open_input(Path(name))
+
+
 def find_inputs(name: str) -> tuple[Path, ...]:
-    """The files of `job.input`, which is not standard input. Raises ConfigError where there is none."""
+    """The files of `job.input`, which is no stream. Raises ConfigError where there is none."""
     if Path(name).is_file():
         return (Path(name),)
     if not glob.has_magic(name):

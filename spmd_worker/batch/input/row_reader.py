@@ -4,15 +4,23 @@ Knows nothing about JSON: a line may hold anything.
 """
 
 import io
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from spmd_worker.batch.input.input_files import PARQUET_SUFFIX, STANDARD_INPUT, ParquetRows, find_inputs, open_input
+from spmd_worker.batch.input.input_files import (
+    PARQUET_SUFFIX,
+    STANDARD_INPUT,
+    ParquetRows,
+    find_inputs,
+    is_stream,
+    open_input,
+    open_stream,
+)
 from spmd_worker.config.schema import RowLimits
 
+_ROWS_A_LOOK: Final = 4096
 _SKIP_BYTES: Final = 1024 * 1024
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _JSON_SPACE: Final = b" \t\r"
@@ -20,40 +28,47 @@ _JSON_SPACE: Final = b" \t\r"
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Iterates the rows of files as (index, bytes without line end), in order; `paths` None is standard input.
+    """Iterates the rows of files as (index, bytes without line end), in order; where `paths` is None, of `stream`.
 
     A row is a line that is not blank; `index` counts rows from 0, over all files, so blank lines have no index and no
     output row. The last line of a file may lack its line end, lines may end in CRLF, and a byte order mark before a
     file's first line is dropped. Of a line longer than `max_line_bytes` the first `max_line_bytes + 1` bytes are given
-    and the rest is skipped: the length tells the parser. Files can be iterated again, standard input cannot. Iterating
-    raises OSError.
+    and the rest is skipped: the length tells the parser. Files can be iterated again, a stream cannot. Iterating raises
+    OSError.
     """
 
     paths: Sequence[Path] | None
     max_line_bytes: int = RowLimits().max_line_bytes
+    stream: str = STANDARD_INPUT
 
     @staticmethod
     def of(name: str, max_line_bytes: int = RowLimits().max_line_bytes) -> "RowReader":
         """For a value of `job.input`. Raises ConfigError where there is no such file."""
-        return RowReader(None if name == STANDARD_INPUT else find_inputs(name), max_line_bytes)
+        if is_stream(name):
+            return RowReader(None, max_line_bytes, name)
+        return RowReader(find_inputs(name), max_line_bytes)
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         return enumerate(self._lines())
 
-    def count(self) -> int | None:
-        """How many rows there are; None for standard input, which can be read only once."""
-        if self.paths is None:
-            return None
-        return sum(
-            ParquetRows(path, self.max_line_bytes).num_rows
-            if path.suffix == PARQUET_SUFFIX
-            else sum(1 for _ in self._lines_of(path))
-            for path in self.paths
-        )
+    def count(self, is_over: Callable[[], bool] = lambda: False) -> int:
+        """How many rows the files have, or fewer once `is_over`."""
+        assert self.paths is not None, "a stream can be read only once"
+        num_rows = 0
+        for path in self.paths:
+            if path.suffix == PARQUET_SUFFIX:
+                num_rows += ParquetRows(path, self.max_line_bytes).num_rows
+                continue
+            for _ in self._lines_of(path):
+                num_rows += 1
+                if num_rows % _ROWS_A_LOOK == 0 and is_over():
+                    return num_rows
+        return num_rows
 
     def _lines(self) -> Iterator[bytes]:
         if self.paths is None:
-            yield from _rows(sys.stdin.buffer, self.max_line_bytes)
+            with open_stream(self.stream) as stream:
+                yield from _rows(stream, self.max_line_bytes)
             return
         for path in self.paths:
             yield from self._lines_of(path)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.batch.input.input_files import STANDARD_INPUT, find_inputs
+from spmd_worker.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.batch.output.output_file import OutputFile
 from spmd_worker.batch.run_dir.run_lock import RunLock, make_folder
 from spmd_worker.config.schema import JobConfig
@@ -32,7 +32,7 @@ def check_files(job: JobConfig) -> None:
     the rows are there.
     """
     output = Path(job.output or "")
-    inputs = () if job.input == STANDARD_INPUT else find_inputs(job.input or "")
+    inputs = () if is_stream(job.input or "") else find_inputs(job.input or "")
     # A hard link of the input has a path of its own.
     if output.exists() and any(path.samefile(output) for path in inputs):
         raise ConfigError(
