@@ -306,7 +306,7 @@ def _scale(reader: ConfigReader, family: Family, head_size: int) -> float:
 
 
 def _activation(reader: ConfigReader, family: Family) -> str:
-    name = reader.get(family.activation_key, "silu")
+    name = reader.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelConfigError(
             f"{reader.where(family.activation_key)}={name} is not supported; only {', '.join(_ACTIVATIONS)} are"

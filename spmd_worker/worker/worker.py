@@ -101,6 +101,8 @@ class Worker(WorkerBase):
             fill_dummy(model, slices, paddings)
         else:
             with Checkpoint.open(self.resolved.model_folder) as checkpoint:
+                names = self.model_config.names
+                checkpoint.add_prefix(names.optional_prefix, besides=f"{names.head}.weight")
                 report = load_weights(model, slices, paddings, checkpoint, ignorable=model.is_ignorable)
             logger.info(
                 "loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds

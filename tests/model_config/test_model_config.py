@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import windows_of
+from model_configs import spelled, windows_of
 from transformers import AutoConfig
 
 from spmd_worker.errors import ModelConfigError
@@ -259,6 +259,8 @@ ROPES = [
     {**YARN, "beta_fast": 3, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
     LLAMA3,
     {"type": "dynamic", "factor": 2.0},
+    {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+    {"full_attention": LLAMA3, "sliding_attention": {"rope_type": "default"}},
 ]
 
 
@@ -267,7 +269,6 @@ def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
     """max_window_layers null, original_max_position_embeddings "abc" and others once ended in a traceback."""
     for rope in ROPES:
         config = {
-            "architectures": [architecture],
             **SIZES,
             "num_key_value_heads": 4,
             "head_dim": 16,
@@ -288,6 +289,7 @@ def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
             "rope_parameters": rope,
             "rope_scaling": None,
         }
+        config = spelled(architecture, {**config, **FAMILIES[architecture].defaults})
         for key in config:
             for value in WEIRD:
                 _shape_or_refusal({**config, key: value})

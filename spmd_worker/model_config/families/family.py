@@ -55,7 +55,8 @@ class Family:
     root of the hidden size, rounded to the dtype.
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
-    decoder's; `spelled` the file's words for keys of ours; `required` keys that must have one value if they are there.
+    decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
+    must have one value if they are there.
     """
 
     names: Names = Names()

@@ -4,9 +4,9 @@ Each row is compared with transformers on a checkpoint of its own, and each entr
 there (tests/models/test_families.py).
 """
 
-from typing import Final
+from typing import Any, Final
 
-from spmd_worker.model_config.families.family import Family
+from spmd_worker.model_config.families.family import Family, Names
 
 _QWEN_DEFAULTS: Final = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
 _MISTRAL_DEFAULTS: Final = {
@@ -14,6 +14,52 @@ _MISTRAL_DEFAULTS: Final = {
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
     "eos_token_id": 2,
+}
+_GATE_UP: Final = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+_GEMMA_SIZES: Final = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+_GEMMA: Final[dict[str, Any]] = {
+    "names": Names(
+        norms=(
+            *("input_layernorm", "post_attention_layernorm"),
+            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        )
+    ),
+    "mlp_bias": False,
+    "norm_offset": 1.0,
+    "norm_rounds_once": True,
+    "default_head_size": 256,
+    "sliding_window": "layer_types",
+    "scale_root_key": "query_pre_attn_scalar",
+    "logit_cap_key": "final_logit_softcapping",
+    "activation_key": "hidden_activation",
+    "embeds_by_root": True,
+    "required": {"use_bidirectional_attention": False},
+}
+_GLM: Final[dict[str, Any]] = {
+    "output_bias": False,
+    "mlp_bias": False,
+    "default_head_size": 128,
+    "has_interleaved_rope": True,
+    "may_have_partial_rope": True,
+    "defaults": {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-07,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338],
+    },
 }
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -30,5 +76,118 @@ FAMILIES: Final[dict[str, Family]] = {
         default_head_size=128,
         sliding_window="late_layers",
         defaults=_QWEN_DEFAULTS,
+    ),
+    "Gemma2ForCausalLM": Family(
+        **_GEMMA,
+        score_cap_key="attn_logit_softcapping",
+        full_attention_every=2,
+        defaults={
+            **_GEMMA_SIZES,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    # Its files have a bound for scores too, and transformers makes no use of it.
+    "Gemma3ForCausalLM": Family(
+        **_GEMMA,
+        qk_norm="head",
+        full_attention_every=6,
+        full_attention_every_key="sliding_window_pattern",
+        has_local_rope=True,
+        defaults={
+            **_GEMMA_SIZES,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+        },
+    ),
+    "Phi3ForCausalLM": Family(
+        names=Names(
+            fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), **_GATE_UP}
+        ),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        sliding_window="always",
+        may_have_partial_rope=True,
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+        },
+    ),
+    "Olmo2ForCausalLM": Family(
+        names=Names(norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm")),
+        mlp_bias=False,
+        norm_rounds_once=True,
+        qk_norm="flat",
+        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    ),
+    "GraniteForCausalLM": Family(
+        scale_key="attention_multiplier",
+        embedding_multiplier_key="embedding_multiplier",
+        residual_multiplier_key="residual_multiplier",
+        logit_divisor_key="logits_scaling",
+        defaults={"eos_token_id": 2},
+    ),
+    "GlmForCausalLM": Family(**_GLM, names=Names(fused=_GATE_UP)),
+    "Glm4ForCausalLM": Family(
+        **_GLM,
+        names=Names(
+            norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+            fused=_GATE_UP,
+        ),
+    ),
+    "GPT2LMHeadModel": Family(
+        names=Names(
+            embedding="transformer.wte",
+            positions="transformer.wpe",
+            layers="transformer.h",
+            norm="transformer.ln_f",
+            norms=("ln_1", "", "ln_2", ""),
+            parts={"self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+            fused={"attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+            are_transposed=True,
+            optional_prefix="transformer.",
+            ignored=(".attn.bias", ".attn.masked_bias"),
+        ),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        norm_kind="layer",
+        norm_has_bias=True,
+        eps_key="layer_norm_epsilon",
+        has_rope=False,
+        activation_key="activation_function",
+        is_gated=False,
+        intermediate_factor=4,
+        spelled={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "intermediate_size": "n_inner",
+            "num_key_value_heads": "",
+            "head_dim": "",
+        },
+        required={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        defaults={
+            "vocab_size": 50257,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+            "eos_token_id": 50256,
+        },
     ),
 }
