@@ -205,6 +205,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
     message = error_result(write_folder(tmp_path, architectures=["MambaForCausalLM"]))
     assert "MambaForCausalLM" in message
     assert all(name in message for name in FAMILIES)
+    assert "is not run: some of its layers have a recurrent state" in message
     assert "known are" in error_result(write_folder(tmp_path, architectures=None))
     assert "known are" in error_result(write_folder(tmp_path, architectures=[["LlamaForCausalLM"]]))
 
@@ -212,7 +213,11 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"auto_map": {"AutoModel": "modeling.Evil"}}, ["auto_map", "never does"]),
+        (
+            {"auto_map": {"AutoModel": "modeling.Evil"}, "architectures": ["EvilForCausalLM"]},
+            ["EvilForCausalLM", "auto_map", "never run"],
+        ),
+        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "is not run", "experts"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "bfloat16"]),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope short_factor must list 1 numbers"]),
         ({"rope_scaling": {"type": "ntk", "factor": 2}}, ["ntk", "llama3, yarn"]),
@@ -241,6 +246,15 @@ def test_a_config_that_cannot_run_is_refused_with_file_key_and_value(
     assert "config.json" in message
     for word in words:
         assert word in message
+
+
+def test_code_of_a_folder_whose_architecture_runs_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = write_folder(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"})
+    with caplog.at_level("INFO"):
+        assert read_model_config(folder) == shape_of()
+    assert [record.message for record in caplog.records] == [
+        f"{folder}/config.json: auto_map is ignored: code in a model folder is never run"
+    ]
 
 
 def test_folders_and_files_that_are_not_models_are_refused(tmp_path: Path):

@@ -294,10 +294,13 @@ def _entries(kind: Any, row: Any, plain: Any) -> list[tuple[str, Any]]:
     ]
 
 
+_TABLES = ("models", "names", "defaults", "spelled", "required")
+
+
 def mutants(architecture: str) -> list[tuple[str, Family]]:
     """The row with one entry as Llama has it."""
     row = FAMILIES[architecture]
-    entries = [(name, family) for name, family in _entries(Family, row, Family()) if name not in ("names", "defaults")]
+    entries = [(name, family) for name, family in _entries(Family, row, Family()) if name not in _TABLES]
     names = [(f"names.{name}", replace(row, names=each)) for name, each in _entries(Names, row.names, Names())]
     tables = [
         (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))

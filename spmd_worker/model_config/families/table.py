@@ -65,12 +65,23 @@ _GLM: Final[dict[str, Any]] = {
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": Family(defaults={"eos_token_id": 2}),
     "MistralForCausalLM": Family(
-        qkv_bias=False, output_bias=False, mlp_bias=False, sliding_window="always", defaults=_MISTRAL_DEFAULTS
+        models="Mistral 7B, Mistral Nemo",
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        sliding_window="always",
+        defaults=_MISTRAL_DEFAULTS,
     ),
     "Qwen2ForCausalLM": Family(
-        qkv_bias=True, output_bias=False, mlp_bias=False, sliding_window="late_layers", defaults=_QWEN_DEFAULTS
+        models="Qwen2, Qwen2.5",
+        qkv_bias=True,
+        output_bias=False,
+        mlp_bias=False,
+        sliding_window="late_layers",
+        defaults=_QWEN_DEFAULTS,
     ),
     "Qwen3ForCausalLM": Family(
+        models="Qwen3, dense",
         mlp_bias=False,
         qk_norm="head",
         default_head_size=128,
@@ -78,6 +89,7 @@ FAMILIES: Final[dict[str, Family]] = {
         defaults=_QWEN_DEFAULTS,
     ),
     "Gemma2ForCausalLM": Family(
+        models="Gemma 2",
         **_GEMMA,
         score_cap_key="attn_logit_softcapping",
         full_attention_every=2,
@@ -91,6 +103,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     # Its files have a bound for scores too, and transformers makes no use of it.
     "Gemma3ForCausalLM": Family(
+        models="Gemma 3, text",
         **_GEMMA,
         qk_norm="head",
         full_attention_every=6,
@@ -104,6 +117,7 @@ FAMILIES: Final[dict[str, Family]] = {
         },
     ),
     "Phi3ForCausalLM": Family(
+        models="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
         names=Names(
             fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), **_GATE_UP}
         ),
@@ -120,6 +134,7 @@ FAMILIES: Final[dict[str, Family]] = {
         },
     ),
     "Olmo2ForCausalLM": Family(
+        models="OLMo 2",
         names=Names(norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm")),
         mlp_bias=False,
         norm_rounds_once=True,
@@ -127,14 +142,16 @@ FAMILIES: Final[dict[str, Family]] = {
         defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
     ),
     "GraniteForCausalLM": Family(
+        models="Granite 3, dense",
         scale_key="attention_multiplier",
         embedding_multiplier_key="embedding_multiplier",
         residual_multiplier_key="residual_multiplier",
         logit_divisor_key="logits_scaling",
         defaults={"eos_token_id": 2},
     ),
-    "GlmForCausalLM": Family(**_GLM, names=Names(fused=_GATE_UP)),
+    "GlmForCausalLM": Family(**_GLM, models="GLM-4-9B", names=Names(fused=_GATE_UP)),
     "Glm4ForCausalLM": Family(
+        models="GLM-4-0414",
         **_GLM,
         names=Names(
             norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
@@ -142,6 +159,7 @@ FAMILIES: Final[dict[str, Family]] = {
         ),
     ),
     "GPT2LMHeadModel": Family(
+        models="GPT-2",
         names=Names(
             embedding="transformer.wte",
             positions="transformer.wpe",
@@ -191,3 +209,27 @@ FAMILIES: Final[dict[str, Family]] = {
         },
     ),
 }
+
+_EXPERTS: Final = "its layers have experts"
+_LATENT: Final = "its layers have experts and attention over a latent cache"
+_RECURRENT: Final = "some of its layers have a recurrent state, which is no paged cache"
+_IMAGES: Final = "it takes images; for text alone give the checkpoint of its language model"
+_ENCODER: Final = "it is an encoder, or has one"
+
+REFUSED: Final[dict[str, tuple[str, ...]]] = {
+    _EXPERTS: (
+        *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "GptOssForCausalLM"),
+        *("GraniteMoeForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Llama4ForCausalLM"),
+    ),
+    _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
+    _IMAGES: (
+        *("Gemma3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        *("Qwen3VLForConditionalGeneration", "Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration"),
+    ),
+    _ENCODER: (
+        *("BertModel", "BertForMaskedLM", "XLMRobertaModel", "ModernBertModel", "T5ForConditionalGeneration"),
+        *("BartForConditionalGeneration", "WhisperForConditionalGeneration"),
+    ),
+}
+"""Known architectures that do not run, by the reason."""
