@@ -36,6 +36,7 @@ from spmd_worker.liveness.flight_recorder import flight_recorder_variables
 from spmd_worker.liveness.signals import EndingSignals
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.memory.host import keep_freed_memory
+from spmd_worker.model_config.families.listing import describe_families
 from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.version import version
 
@@ -59,12 +60,14 @@ usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help] [--cfg job] [--
        {alone} KEY=VALUE...
 
   {alone} plan=true model.path=DIR
+  {alone} families
   torchrun --nproc-per-node 2 {ranks} model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
 
   GROUP.KEY=VALUE    sets a key
   GROUP=NAME         takes a named set of values; experiment=NAME a whole named run
   --input PATH       is job.input=PATH, and --output PATH job.output=PATH
   plan=true          prints ranks, bytes and blocks, and exits without loading weights
+  families           prints which models run, and which do not and why, and exits
   --cfg job          prints the configuration that the command line comes to, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
@@ -107,6 +110,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _act(command: argparse.Namespace, environment: RankEnvironment) -> int:
+    if command.overrides == ["families"]:
+        return _write_report(describe_families, environment)
     if command.multirun:
         raise ConfigError(
             "--multirun cannot run: a command runs one job; start the command once for each set of values"

@@ -3,7 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
-from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
+
+
+def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json in the family's own words, without keys that it does not have. What GLM turns of a
+    head of 6 would be odd.
+    """
+    words = FAMILIES[architecture].spelled
+    given = {**config, "head_dim": 8} if "Glm" in architecture and config.get("head_dim") == 6 else config
+    own = {words.get(key, key): value for key, value in given.items() if words.get(key) not in ("", *given)}
+    return {"architectures": [architecture], **own}
 
 
 def with_layers(model_config: ModelConfig, **changes: Any) -> ModelConfig:

@@ -58,12 +58,16 @@ def activation_bytes(
     """Peak of a step of `num_tokens` tokens of which `num_rows` sample.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
-    gated columns and their product; layers that run as one hold all of these at once, each of them once. The sampler
-    holds float32 logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
+    gated columns and their product; layers that run as one hold all of these at once, each of them once. Heads that are
+    turned in part or in pairs are copied twice more, and flat norms hold those of all ranks. The sampler holds float32
+    logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
     """
     sizes = rank_sizes(model_config, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
-    attention = 3 * heads * model_config.head_size
+    copies = 5 if any(rope.partial_factor < 1 or rope.is_interleaved for rope in model_config.ropes) else 3
+    attention = copies * heads * model_config.head_size
+    if any(layer.qk_norm == "flat" for layer in model_config.layers):
+        attention += 3 * (model_config.num_heads + model_config.num_kv_heads) * model_config.head_size
     per_token = 4 * model_config.hidden_size + max(attention, 4 * sizes.num_columns)
     logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     return num_tokens * per_token * DTYPE_BYTES[dtype] + logits

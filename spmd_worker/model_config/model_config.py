@@ -5,6 +5,7 @@ layer. A model folder is data: code it carries (`auto_map`) is never run, and qu
 than misread.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -15,11 +16,13 @@ from spmd_worker import files
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MOST, ConfigReader, whole_number
 from spmd_worker.model_config.families.family import Family, Names
-from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
 from spmd_worker.model_config.rope import STRETCHED_ROPE_TYPES, RopeParameters, read_local_rope, read_rope
 
 __all__ = ["DTYPE_BYTES", "FAMILIES", "ModelConfig", "ModelFiles", "RopeParameters"]
+
+logger = logging.getLogger(__name__)
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -161,7 +164,10 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     if "eos_token_id" in generation:
         config["eos_token_id"] = generation["eos_token_id"]
     digest = blake2b(b"%d\0%s%s" % (len(text), text, generation_text), digest_size=16).hexdigest()
-    return ModelFiles(model_config_of(config, path), generation, digest)
+    model_config = model_config_of(config, path)
+    if config.get("auto_map"):
+        logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
+    return ModelFiles(model_config, generation, digest)
 
 
 def _content(path: Path) -> bytes:
@@ -268,11 +274,6 @@ def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: 
 
 
 def _refuse_what_is_not_run(config: Mapping[str, Any], path: Path) -> None:
-    if config.get("auto_map"):
-        raise ModelConfigError(
-            f"{path}: auto_map asks to run code from the model folder, which this runtime never does; "
-            f"remove auto_map if the architecture is one of {', '.join(FAMILIES)}"
-        )
     if config.get("quantization_config"):
         raise ModelConfigError(
             f"{path}: quantization_config is not supported; give a float32, bfloat16 or float16 checkpoint"
@@ -283,7 +284,13 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     names = config.get("architectures")
     known = [family for family in FAMILIES if isinstance(names, list) and family in names]
     if not known:
-        raise ModelConfigError(f"{path}: architectures={names!r} is not known; known are {', '.join(FAMILIES)}")
+        reasons = [
+            why for why, refused in REFUSED.items() if isinstance(names, list) and any(n in refused for n in names)
+        ]
+        why = f"is not run: {reasons[0]}" if reasons else "is not known"
+        if config.get("auto_map"):
+            why += ", and code from the model folder (auto_map) is never run"
+        raise ModelConfigError(f"{path}: architectures={names!r} {why}; known are {', '.join(FAMILIES)}")
     return known[0]
 
 
@@ -308,7 +315,7 @@ def _scale(reader: ConfigReader, family: Family, head_size: int) -> float:
 
 
 def _activation(reader: ConfigReader, family: Family) -> str:
-    name = reader.get(family.activation_key, "silu")
+    name = reader.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelConfigError(
             f"{reader.where(family.activation_key)}={name} is not supported; only {', '.join(_ACTIVATIONS)} are"

@@ -105,6 +105,8 @@ class Worker(WorkerBase):
             fill_dummy(model, slices, paddings)
         else:
             with Checkpoint.open(self.resolved.model_folder) as checkpoint:
+                names = self.model_config.names
+                checkpoint.add_prefix(names.optional_prefix, besides=f"{names.head}.weight")
                 report = load_weights(
                     model,
                     slices,

@@ -6,7 +6,7 @@ Pure arithmetic on the slices that the layers name; the parameters have no stora
 import numpy as np
 import pytest
 import torch
-from model_configs import with_layers
+from model_configs import spelled, with_layers
 
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle
@@ -34,7 +34,7 @@ def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelCo
         "attention_bias": True,
         "mlp_bias": True,
     }
-    return model_config_of({"architectures": [architecture], **sizes, **keys}, "config.json")
+    return model_config_of(spelled(architecture, {**sizes, **keys}), "config.json")
 
 
 def new_model(model_config: ModelConfig, size: int, rank: int) -> DecoderForCausalLM:
@@ -59,9 +59,15 @@ def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are
     model_config = new_shape(architecture)
     num_holders = max(size // model_config.num_kv_heads, 1)
     for name, count in times_read(model_config, size).items():
-        if ".k_proj." in name or ".v_proj." in name:
+        if "qkv_proj" in name:
+            num_queries = model_config.num_heads * model_config.head_size
+            assert (count[:num_queries] == 1).all(), name
+            count, expected = count[num_queries:], num_holders
+        elif ".k_proj." in name or ".v_proj." in name:
             expected = num_holders
-        elif "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
+        elif any(word in name for word in ("norm", ".ln_", "wpe")) or name.endswith(
+            ("o_proj.bias", "down_proj.bias", "c_proj.bias")
+        ):
             expected = size
         else:
             expected = 1

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_configs import with_layers
+from model_configs import spelled, with_layers
 from native_libraries import WITH_AMX, library_for
 
 from spmd_worker.attention.sdpa import SdpaBackend
@@ -28,7 +28,7 @@ def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelCo
         "num_key_value_heads": 2,
         "head_dim": 6,
     }
-    return model_config_of({"architectures": [architecture], **sizes, **keys}, "config.json")
+    return model_config_of(spelled(architecture, {**sizes, **keys}), "config.json")
 
 
 def parameter_bytes(model_config: ModelConfig, size: int, rank: int, dtype: str, stage: Stage | None = None) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import windows_of
+from model_configs import spelled, windows_of
 from transformers import AutoConfig
 
 from spmd_worker.errors import ModelConfigError
@@ -205,6 +205,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
     message = error_result(write_folder(tmp_path, architectures=["MambaForCausalLM"]))
     assert "MambaForCausalLM" in message
     assert all(name in message for name in FAMILIES)
+    assert "is not run: some of its layers have a recurrent state" in message
     assert "known are" in error_result(write_folder(tmp_path, architectures=None))
     assert "known are" in error_result(write_folder(tmp_path, architectures=[["LlamaForCausalLM"]]))
 
@@ -212,7 +213,11 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"auto_map": {"AutoModel": "modeling.Evil"}}, ["auto_map", "never does"]),
+        (
+            {"auto_map": {"AutoModel": "modeling.Evil"}, "architectures": ["EvilForCausalLM"]},
+            ["EvilForCausalLM", "auto_map", "never run"],
+        ),
+        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "is not run", "experts"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "bfloat16"]),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope short_factor must list 1 numbers"]),
         ({"rope_scaling": {"type": "ntk", "factor": 2}}, ["ntk", "llama3, yarn"]),
@@ -246,6 +251,15 @@ def test_a_config_that_cannot_run_is_refused_with_file_key_and_value(
         assert word in message
 
 
+def test_code_of_a_folder_whose_architecture_runs_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = write_folder(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"})
+    with caplog.at_level("INFO"):
+        assert read_model_files(folder).model_config == shape_of()
+    assert [record.message for record in caplog.records] == [
+        f"{folder}/config.json: auto_map is ignored: code in a model folder is never run"
+    ]
+
+
 def test_folders_and_files_that_are_not_models_are_refused(tmp_path: Path):
     assert "is not a folder" in error_result(tmp_path / "missing")
     assert "does not exist" in error_result(tmp_path)
@@ -262,6 +276,8 @@ ROPES = [
     {**YARN, "beta_fast": 3, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
     LLAMA3,
     {"type": "dynamic", "factor": 2.0},
+    {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+    {"full_attention": LLAMA3, "sliding_attention": {"rope_type": "default"}},
 ]
 
 
@@ -270,7 +286,6 @@ def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
     """max_window_layers null, original_max_position_embeddings "abc" and others once ended in a traceback."""
     for rope in ROPES:
         config = {
-            "architectures": [architecture],
             **SIZES,
             "num_key_value_heads": 4,
             "head_dim": 16,
@@ -291,6 +306,7 @@ def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
             "rope_parameters": rope,
             "rope_scaling": None,
         }
+        config = spelled(architecture, {**config, **FAMILIES[architecture].defaults})
         for key in config:
             for value in WEIRD:
                 _shape_or_refusal({**config, key: value})

@@ -40,7 +40,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one family of models does differently from the plain decoder.
+    """What one family of models does differently from the plain decoder. `models` are its names, for people.
 
     `*_bias` True is always, False never, a text the key of config.json that says. `default_head_size` 0 means hidden
     size / heads. `sliding_window` says when the window applies: "never", "always", "late_layers" (only with
@@ -55,9 +55,11 @@ class Family:
     root of the hidden size, rounded to the dtype.
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
-    decoder's; `spelled` the file's words for keys of ours; `required` keys that must have one value if they are there.
+    decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
+    must have one value if they are there.
     """
 
+    models: str = "Llama 2, 3 and 3.x, and what is built like them"
     names: Names = Names()
     qkv_bias: bool | str = "attention_bias"
     output_bias: bool | str = "attention_bias"
