@@ -8,7 +8,7 @@ T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabul
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -31,7 +31,8 @@ from spmd_worker.layers.rotary import RotaryEmbedding
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_view import CheckpointView
-from spmd_worker.models.held_weights import HeldWeight, held_weights
+from spmd_worker.models.held_weights import HeldWeight, check_form, check_tensor, held_weights
+from spmd_worker.models.weight_update import WeightUpdate
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -115,7 +116,7 @@ class DecoderStack(nn.Module):
         self._rotary = RotaryEmbedding(
             model_config.rope, model_config.head_size, model_config.max_position_embeddings, context.device
         )
-        self._dtype, self._group, self._attention = context.dtype, context.tensor_group, context.attention
+        self.dtype, self._group, self._attention = context.dtype, context.tensor_group, context.attention
         self.joined_layers: JoinedLayers | None = None
         """All layers at once, where that can be; None: one by one."""
 
@@ -139,7 +140,7 @@ class DecoderStack(nn.Module):
         bits: for a step in which something is added to some of them (an adapter). It is all layers' in one call else,
         or attention and gates with what is before them.
         """
-        cos, sin = self._rotary.angles(positions, prompt_lengths, self._dtype)
+        cos, sin = self._rotary.angles(positions, prompt_lengths, self.dtype)
         residual = self.embed_tokens(token_ids) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first is given the residual stream"
         x = None
@@ -171,6 +172,7 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
         self.model_config, self.stage = model_config, stage
+        self.weight_update = WeightUpdate()
         self.model = DecoderStack(context, model_config, stage)
         if stage.is_last:
             # A tied head in a later stage than the embedding has a copy of its own.
@@ -225,19 +227,45 @@ class DecoderForCausalLM(nn.Module):
         """Make whole checkpoint tensors this rank's weights: any of them, in any order, any number of times.
 
         One after the other, in place, of any floating-point dtype, from any device; while one is written, there is one
-        copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside.
+        copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside; every
+        rank is given the same tensors. The first opens `weight_update`, which has to be committed before a step runs.
         Returns the names of which this rank holds something; those of other stages, and a tied head's, are passed over.
-        Raises ValueError for a name that the model does not have, and a tensor that is misshapen, sharded, without data
-        or not finite: that tensor is not written, those before it are.
+
+        Raises RuntimeError while requests are being answered, and ValueError, the same on every rank, for a name that
+        the model does not have and a tensor that is misshapen, sharded, without data or not finite: that tensor is not
+        written, and of a collection, such as a list, no tensor is when a name or a shape is wrong.
         """
+        if isinstance(tensors, Collection):
+            for name, tensor in tensors:
+                if not self._is_derived(name):
+                    check_form(name, tensor, self._shape_of(name))
         loaded = set()
         for name, tensor in tensors:
+            if self._is_derived(name):
+                continue
+            check_tensor(name, tensor, self._shape_of(name), self.model.dtype)
+            self.weight_update.begin()
             if name in self._held:
                 self._held[name].load(tensor)
                 loaded.add(name)
-            elif not self.is_ignorable(name):
-                raise ValueError(f"{name}: the model has no such weight: give the names that its checkpoint has")
+            self.weight_update.add(name, tensor)
         return loaded
+
+    @cached_property
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every checkpoint tensor of the model, those of other stages too: shapes by name."""
+        prefix = f"model.layers.{self.stage.start}."
+        own = {piece.checkpoint_name: piece.checkpoint_shape for piece in self.weight_slices()}
+        layer = {name.removeprefix(prefix): shape for name, shape in own.items() if name.startswith(prefix)}
+        table = (self.model_config.vocab_size, self.model_config.hidden_size)
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
+        for index in range(self.model_config.num_layers):
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        shapes["model.norm.weight"] = (self.model_config.hidden_size,)
+        if not self.model_config.has_tied_embeddings:
+            shapes["lm_head.weight"] = table
+        assert own.items() <= shapes.items(), own.keys() - shapes.keys()
+        return shapes
 
     @contextmanager
     def as_checkpoint(self) -> Iterator[CheckpointView]:
@@ -262,8 +290,16 @@ class DecoderForCausalLM(nn.Module):
         """Checkpoint tensors that are derived here (rotary frequencies, and the head when it is the embedding), and
         those of other stages.
         """
+        return self._is_derived(checkpoint_name) or self._is_elsewhere(checkpoint_name)
+
+    def _is_derived(self, checkpoint_name: str) -> bool:
         is_tied_head = self.model_config.has_tied_embeddings and checkpoint_name == "lm_head.weight"
-        return is_tied_head or checkpoint_name.endswith("rotary_emb.inv_freq") or self._is_elsewhere(checkpoint_name)
+        return is_tied_head or checkpoint_name.endswith("rotary_emb.inv_freq")
+
+    def _shape_of(self, checkpoint_name: str) -> tuple[int, ...]:
+        if checkpoint_name not in self.checkpoint_shapes:
+            raise ValueError(f"{checkpoint_name}: the model has no such weight: give the names that its checkpoint has")
+        return self.checkpoint_shapes[checkpoint_name]
 
     def _checkpoint_layers(self) -> dict[str, CheckpointLayer]:
         """Layers that have their own sharding rule, by name."""
