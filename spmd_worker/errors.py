@@ -164,8 +164,6 @@ class WorkerDiedError(RankFailedError):
 class MissingWeightsError(SpmdError, RuntimeError):
     """Some weights were loaded and others, `names`, were not: nothing is computed with old and new ones together."""
 
-    is_known_to_all = True
-
     def __init__(self, names: Sequence[str], num_weights: int) -> None:
         self.names = list(names)
         num_more = len(self.names) - _MAX_REASONS
