@@ -5,13 +5,14 @@ one follows from its class attributes: the exit code, and what the failure diagn
 are a fault of this package itself are no `SpmdError`s: their traceback is wanted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
 DIVERGED_EXIT_CODE: Final = 70
 """Exit code of every rank of a replica whose ranks diverged."""
 
 _MAX_REASONS: Final = 20
+"""Of many, so many are listed in a message."""
 
 
 class SpmdError(Exception):
@@ -158,6 +159,21 @@ class WorkerDiedError(RankFailedError):
     """A worker process ended without being asked to; the message has its rank, pid and exit code or signal."""
 
     is_secondary = False
+
+
+class MissingWeightsError(SpmdError, RuntimeError):
+    """Some weights were loaded and others, `names`, were not: nothing is computed with old and new ones together."""
+
+    def __init__(self, names: Sequence[str], num_weights: int) -> None:
+        self.names = list(names)
+        num_more = len(self.names) - _MAX_REASONS
+        super().__init__(
+            f"{len(self.names)} of {num_weights} weights were not loaded since the last commit:\n"
+            + "\n".join(f"  {name}" for name in self.names[:_MAX_REASONS])
+            + (f"\n  and {num_more} more: see names" if num_more > 0 else "")
+            + "\nload them too, or say that they stay as they are: llm.start_weight_update(partial=True), then "
+            "llm.finish_weight_update()"
+        )
 
 
 class WorkerEventError(SpmdError, RuntimeError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, get_args
 
+import torch
 from tqdm import tqdm
 
 from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -296,7 +297,7 @@ class LLM:
             if each.error is not None:
                 raise ValueError(each.error)
             engine.check_request(each.token_ids, params.step_params)
-        eos_token_ids = engine.model_config.eos_token_ids
+        eos_token_ids = engine.resolved.model_config.eos_token_ids
         searches = [BeamSearch(each.token_ids, params, eos_token_ids) for each in encoded]
         with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
             for _ in range(params.max_tokens):
@@ -352,10 +353,10 @@ class LLM:
         `named_parameters()`, `get_parameter(name)`, `state_dict()`, `load_state_dict(...)` and attributes
         (`model.model.layers[0].mlp.up_proj.weight`) show the checkpoint's tensors, or this rank's slices of them, and
         what `function` changes in them before it ends counts, a tied head included; `model.load_weights(pairs)` takes
-        whole tensors by name. It has no forward pass. Of a packed weight (those of the linear layers on the CPU) each
-        parameter that is asked for is a copy, kept until `function` ends: where memory is short, ask for a few in each
-        call. `collective_rpc("get_model_inspection")` shows shapes without any. Call `set_weight_version` after a
-        change, or cached prefixes go on answering for the old weights.
+        whole tensors by name, as `update_weights` does. It has no forward pass. Of a packed weight (those of the linear
+        layers on the CPU) each parameter that is asked for is a copy, kept until `function` ends: where memory is
+        short, ask for a few in each call. `collective_rpc("get_model_inspection")` shows shapes without any. Call
+        `set_weight_version` after a change, or cached prefixes go on answering for the old weights.
         """
         return self.collective_rpc("apply_model", args=(function,))
 
@@ -389,6 +390,9 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Later prompts find nothing of what is cached now, on every rank; returns True. For weights that were changed
         in place, under the same version. Under torchrun the first rank of each replica speaks for it.
+
+        Weights that were loaded since the last commit are committed, which every rank does: MissingWeightsError lists
+        those of the model that were not loaded.
         """
         self.llm_engine.reset_prefix_cache()
         return True
@@ -400,6 +404,57 @@ class LLM:
         last that fits 64 bits will do; a trainer gives its step. Raises TypeError or ValueError for anything else.
         """
         self.llm_engine.set_weight_version(version)
+
+    def start_weight_update(self, *, partial: bool = False) -> None:
+        """New weights come, by `update_weights` or the model's own `load_weights`, and nothing is computed before
+        `finish_weight_update`. `partial`: those that do not come stay as they are, which is an error otherwise.
+
+        Without this and `finish_weight_update`, what was loaded is committed by the next `generate`, `chat`,
+        `reset_prefix_cache` or `llm_engine.step`, and has to be all weights of the model.
+        """
+        self.llm_engine.check_open()
+        self.llm_engine.weight_updates.hold(is_partial=partial)
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load whole tensors by their checkpoint names: any of them, in any order, of any floating-point dtype, from
+        any device. Every rank gives the same; nothing is exchanged. Each rank takes its slices, in place.
+
+        Raises RuntimeError while requests are being answered, and ValueError for an unknown name and a tensor that is
+        misshapen, sharded or not finite, which is not written.
+        """
+        self.llm_engine.check_open()
+        executor: Any = self.llm_engine.model_executor  # with a worker in this process, unless it says why not
+        executor.driver_worker.model_runner.model.load_weights(tensors)
+
+    def finish_weight_update(self) -> None:
+        """Commit what was loaded: nothing that was cached before is found. Every rank calls this.
+
+        Raises MissingWeightsError that lists what was not loaded, and RanksDisagreeError that names a weight of which
+        ranks were given different tensors; load it again then.
+        """
+        engine, updates = self.llm_engine, self.llm_engine.weight_updates
+        engine.check_open()
+
+        def prepare() -> _Given:
+            engine.commit_weights(is_partial=updates.release())
+            return []
+
+        agree_on_prompts(engine, "finish_weight_update", prepare, lambda: {"new weights": updates.uncompared})
+        updates.uncompared = {}
+
+    @contextmanager
+    def weight_update(self, *, partial: bool = False) -> Iterator[Callable[[str, torch.Tensor], None]]:
+        """`with llm.weight_update() as load: load(name, tensor)`: as `start_weight_update`, `update_weights` one by
+        one, and `finish_weight_update`. After an exception inside, all weights have to be loaded before anything is
+        computed.
+        """
+        self.start_weight_update(partial=partial)
+        try:
+            yield lambda name, tensor: self.update_weights([(name, tensor)])
+        except BaseException:
+            self.llm_engine.weight_updates.release()
+            raise
+        self.finish_weight_update()
 
     def reinitialize_distributed(
         self,
@@ -469,6 +524,8 @@ class LLM:
 
         def prepare() -> _Given:
             engine.check_idle()
+            engine.weight_updates.check_not_held()
+            engine.commit_weights()
             if on_error not in _ON_ERROR:
                 raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
             encoded = encode()
@@ -476,8 +533,13 @@ class LLM:
 
         if gather or self._turns is not None:
             return self._answer_own(call, prepare, on_error)
-        number = engine.num_calls
-        given = agree_on_prompts(engine, call, prepare, {"on_error": on_error, "number of the call": number})
+        number, updates = engine.num_calls, engine.weight_updates
+
+        def settings() -> dict[str, Any]:
+            return {"new weights": updates.uncompared, "number of the call": number, "on_error": on_error}
+
+        given = agree_on_prompts(engine, call, prepare, settings)
+        updates.uncompared = {}
         outputs = self._refused(call, given, on_error)
         prompts = [
             RoundPrompt(number, index, each.text, each.token_ids, sampling)

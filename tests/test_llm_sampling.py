@@ -145,6 +145,17 @@ def test_each_row_of_each_call_draws_its_own_numbers_and_a_rerun_draws_them_agai
     assert seeded_too == seeded
 
 
+def test_calls_and_requests_go_on_being_counted_when_the_ranks_are_divided_anew():
+    with LLM(checkpoint_folder(NAME), num_blocks=300) as llm, LLM(checkpoint_folder(NAME), num_blocks=300) as other:
+        for each in (llm, other):
+            run(each, PROMPTS[0], SAMPLED)
+        llm.reinitialize_distributed()
+        drawn = [tokens(run(each, PROMPTS[0], SAMPLED)) for each in (llm, other)]
+        assert drawn[0] == drawn[1]
+        llm.llm_engine.num_calls -= 1
+        assert tokens(run(llm, PROMPTS[0], SAMPLED)) == drawn[0], "negative control"
+
+
 def test_without_the_number_of_the_call_a_second_call_draws_the_same(llm: LLM):
     """Negative control: so it once was, and a trainer saw one rollout for ever."""
     first, second = (tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) for _ in range(2))

@@ -30,17 +30,20 @@ def agree_on_prompts(
     engine: LLMEngine,
     call: str,
     prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]],
-    settings: Mapping[str, Any],
+    settings: Callable[[], Mapping[str, Any]],
 ) -> list[tuple[_Prompt, SamplingParams]]:
-    """What `prepare` returns, once every rank has the same; `call` is what the user called, `settings` (JSON values)
-    what is the same for all of its prompts. Every rank of the engine makes the same call.
+    """What `prepare` returns, once every rank has the same; `call` is what the user called, `settings`, called after
+    `prepare`, says what is the same for all of its prompts, in JSON values. Every rank of the engine makes the same
+    call.
 
     One exchange (`exchange`), in which each rank sends its settings and digests of its prompts. Raises
     RanksDisagreeError, naming setting, or prompt and field, and both values, unless every rank gives equal ones;
     prompts are not compared with `executor.digest_every` 0.
     """
     compares = engine.config.executor.digest_every > 0
-    prompts, answers = exchange(engine, call, prepare, lambda own: [dict(settings), _digests(own) if compares else []])
+    prompts, answers = exchange(
+        engine, call, prepare, lambda own: [dict(settings()), _digests(own) if compares else []]
+    )
     check_equal("calls", [canonical(given) for given, _ in answers])
     _check_digests(engine, [digests for _, digests in answers], prompts)
     return prompts

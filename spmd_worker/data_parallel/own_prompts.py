@@ -12,7 +12,7 @@ import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from spmd_worker.data_parallel.agreement import exchange
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
@@ -96,10 +96,20 @@ def _ask(
     engine: LLMEngine, replicas: Replicas | None, call: str, prepare: _Prepare
 ) -> tuple[bool, list[RequestOutput]]:
     """Whether no rank has brought a list, and the outputs of this rank's prompts."""
-    number, size = engine.num_calls, engine.engine_channel.size
-    settings = {"number of the call": number}
-    own, answers = exchange(engine, call, prepare, lambda prompts: [settings, _encode(prompts)])
+    number, size, updates = engine.num_calls, engine.engine_channel.size, engine.weight_updates
+
+    def prepare_all() -> Sequence[OwnPrompt] | None:
+        # Ranks that have left take part in the steps too.
+        updates.check_not_held()
+        engine.commit_weights()
+        return prepare()
+
+    def answer_of(prompts: Sequence[OwnPrompt] | None) -> list[Any]:
+        return [{"new weights": updates.uncompared, "number of the call": number}, _encode(prompts)]
+
+    own, answers = exchange(engine, call, prepare_all, answer_of)
     check_equal("calls", [canonical(given) for given, _ in answers])
+    updates.uncompared = {}
     by_rank = [_decode(payload) for _, payload in answers] if answers else [own]
     if all(prompts is None for prompts in by_rank):
         return True, []

@@ -6,6 +6,7 @@ marked so. Names and shapes only: knows nothing of tensors, files or ranks.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
@@ -71,8 +72,30 @@ class CheckpointNames:
         """Checkpoint tensors that are derived here (rotary frequencies, masks, and the head when it is the embedding),
         and those of other stages.
         """
-        is_tied_head = self._is_tied and name == self.head
-        return is_tied_head or name.endswith(self._names.ignored) or self._is_elsewhere(name)
+        return self.is_derived(name) or self._is_elsewhere(name)
+
+    def is_derived(self, name: str) -> bool:
+        """Whether the tensor says nothing that others of the checkpoint do not say."""
+        return (self._is_tied and name == self.head) or name.endswith(self._names.ignored)
+
+    def shapes_of_all_stages(self, own: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The checkpoint's tensors, those of other stages too, given those of this one, shapes by name. All layers of a
+        model have tensors of the same names and shapes.
+        """
+        config, names = self._model_config, self._names
+        hidden = config.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.vocab_size, hidden)}
+        if config.num_positions:
+            shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
+        first = f"{names.layers}.{self._stage.start}."
+        layer = {name.removeprefix(first): shape for name, shape in own.items() if name.startswith(first)}
+        for index in range(config.num_layers):
+            shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in layer.items()}
+        shapes |= {f"{names.norm}.{leaf}": (hidden,) for leaf in ("weight", "bias")[: 1 + config.norm.has_bias]}
+        if not self._is_tied:
+            shapes[self.head] = (config.vocab_size, hidden)
+        assert own.items() <= shapes.items(), own.items() - shapes.items()
+        return shapes
 
     def _is_elsewhere(self, name: str) -> bool:
         stage, layer = self._stage, self._layer.match(name)

@@ -7,7 +7,7 @@ and nothing else: no scheduling, no files, no sampling.
 T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabulary shard.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -30,7 +30,8 @@ from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_names import CheckpointNames
 from spmd_worker.models.checkpoint_view import CheckpointView
-from spmd_worker.models.held_weights import HeldWeight, held_weights
+from spmd_worker.models.held_weights import HeldWeight, check_form, check_tensor, held_weights
+from spmd_worker.models.weight_update import WeightUpdate
 
 
 class DecoderLayer(nn.Module):
@@ -162,7 +163,7 @@ class DecoderStack(nn.Module):
             RotaryEmbedding(rope, model_config.head_size, model_config.max_position_embeddings, context.device)
             for rope in model_config.ropes
         )
-        self._dtype, self._group, self._attention = context.dtype, context.tensor_group, context.attention
+        self.dtype, self._group, self._attention = context.dtype, context.tensor_group, context.attention
         self.joined_layers: JoinedLayers | None = None
         """All layers at once, where that can be; None: one by one."""
 
@@ -187,7 +188,7 @@ class DecoderStack(nn.Module):
         bits: for a step in which something is added to some of them (an adapter). It is all layers' in one call else,
         or attention and gates with what is before them.
         """
-        ropes = tuple([rotary.angles(positions, rope_regimes, self._dtype) for rotary in self._rotaries])
+        ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
         residual = self._embed(token_ids, positions) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first is given the residual stream"
         x = None
@@ -231,6 +232,7 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.model_config, self.stage = model_config, stage
         self._names = CheckpointNames(model_config, stage)
+        self.weight_update = WeightUpdate()
         self.model = DecoderStack(context, model_config, stage)
         if stage.is_last:
             # A tied head in a later stage than the embedding has a copy of its own.
@@ -292,19 +294,35 @@ class DecoderForCausalLM(nn.Module):
         """Make whole checkpoint tensors this rank's weights: any of them, in any order, any number of times.
 
         One after the other, in place, of any floating-point dtype, from any device; while one is written, there is one
-        copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside.
+        copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside; every
+        rank is given the same tensors. The first opens `weight_update`, which has to be committed before a step runs.
         Returns the names of which this rank holds something; those of other stages, and a tied head's, are passed over.
-        Raises ValueError for a name that the model does not have, and a tensor that is misshapen, sharded, without data
-        or not finite: that tensor is not written, those before it are.
+
+        Raises RuntimeError while requests are being answered, and ValueError, the same on every rank, for a name that
+        the model does not have and a tensor that is misshapen, sharded, without data or not finite: that tensor is not
+        written, and of a collection, such as a list, no tensor is when a name or a shape is wrong.
         """
+        if isinstance(tensors, Collection):
+            for name, tensor in tensors:
+                if not self._names.is_derived(name):
+                    check_form(name, tensor, self._shape_of(name))
         loaded = set()
         for name, tensor in tensors:
+            if self._names.is_derived(name):
+                continue
+            check_tensor(name, tensor, self._shape_of(name), self.model.dtype)
+            self.weight_update.begin()
             if name in self._held:
                 self._held[name].load(tensor)
                 loaded.add(name)
-            elif not self.is_ignorable(name):
-                raise ValueError(f"{name}: the model has no such weight: give the names that its checkpoint has")
+            self.weight_update.add(name, tensor)
         return loaded
+
+    @cached_property
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every checkpoint tensor of the model, those of other stages too: shapes by name."""
+        own = {piece.checkpoint_name: piece.checkpoint_shape for piece in self.weight_slices()}
+        return self._names.shapes_of_all_stages(own)
 
     @contextmanager
     def as_checkpoint(self) -> Iterator[CheckpointView]:
@@ -327,6 +345,11 @@ class DecoderForCausalLM(nn.Module):
     def is_ignorable(self, checkpoint_name: str) -> bool:
         """See `CheckpointNames.is_ignorable`."""
         return self._names.is_ignorable(checkpoint_name)
+
+    def _shape_of(self, checkpoint_name: str) -> tuple[int, ...]:
+        if checkpoint_name not in self.checkpoint_shapes:
+            raise ValueError(f"{checkpoint_name}: the model has no such weight: give the names that its checkpoint has")
+        return self.checkpoint_shapes[checkpoint_name]
 
     def _checkpoint_layers(self) -> dict[str, CheckpointLayer]:
         """Layers that have their own sharding rule, by name."""

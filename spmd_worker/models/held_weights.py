@@ -48,14 +48,9 @@ class HeldWeight:
             self._write(piece, part)
 
     def load(self, tensor: Tensor) -> None:
-        """Make this rank's slices of the whole checkpoint tensor its weight; nothing but those are copied.
-
-        Raises ValueError, before a byte is written, for a tensor that is not the checkpoint's: the whole tensor is
-        looked at, so that ranks with other slices come to the same answer.
+        """Make this rank's slices of the whole checkpoint tensor, which `check_tensor` let pass, its weight; nothing
+        but those is copied.
         """
-        fault = self._fault(tensor)
-        if fault is not None:
-            raise ValueError(f"{self.checkpoint_name}: {fault}")
         for piece in self.pieces:
             self._write(piece, tensor.detach()[tuple(slice(*bounds) for bounds in piece.source)])
 
@@ -76,22 +71,35 @@ class HeldWeight:
     def _parameter(self) -> str:
         return self.pieces[0].parameter_name.rpartition(".")[2]
 
-    def _fault(self, tensor: Tensor) -> str | None:
-        wanted = self.pieces[0].checkpoint_shape
-        if tuple(tensor.shape) != wanted:
-            return f"has the shape {list(tensor.shape)}, the model's has {list(wanted)}"
-        # A DTensor, known by its method. Gathering it is a collective, which is the caller's to order.
-        if hasattr(tensor, "full_tensor"):
-            return "is sharded: pass its full_tensor()"
-        if tensor.is_meta:
-            return "is on the meta device and has no data"
-        if tensor.dtype not in _DTYPES:
-            return f"has the dtype {tensor.dtype}, weights have one of {', '.join(map(str, _DTYPES))}"
-        dtype = getattr(self.layer, self._parameter).dtype
-        # Bounds are NaN where an element is. They are rounded as the elements will be.
-        if not torch.stack(tensor.detach().aminmax()).to(dtype).isfinite().all():
-            return f"has elements that are not finite in {dtype}: the weight is as it was"
-        return None
+
+def check_form(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for a tensor that could not be the weight `name` of `shape`, whatever its elements."""
+    fault = _form_fault(tensor, shape)
+    if fault is not None:
+        raise ValueError(f"{name}: {fault}")
+
+
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """As `check_form`; its elements must be finite in `dtype`, too. The whole tensor is looked at, so that ranks with
+    other slices come to the same answer.
+    """
+    check_form(name, tensor, shape)
+    # Bounds are NaN where an element is. They are rounded as the elements will be.
+    if not torch.stack(tensor.detach().aminmax()).to(dtype).isfinite().all():
+        raise ValueError(f"{name}: has elements that are not finite in {dtype}: the weight is as it was")
+
+
+def _form_fault(tensor: Tensor, shape: tuple[int, ...]) -> str | None:
+    if tuple(tensor.shape) != shape:
+        return f"has the shape {list(tensor.shape)}, the model's has {list(shape)}"
+    # A DTensor, known by its method. Gathering it is a collective, which is the caller's to order.
+    if hasattr(tensor, "full_tensor"):
+        return "is sharded: pass its full_tensor()"
+    if tensor.is_meta:
+        return "is on the meta device and has no data"
+    if tensor.dtype not in _DTYPES:
+        return f"has the dtype {tensor.dtype}, weights have one of {', '.join(map(str, _DTYPES))}"
+    return None
 
 
 def held_weights(slices: Iterable[WeightSlice], layers: Mapping[str, CheckpointLayer]) -> dict[str, HeldWeight]:

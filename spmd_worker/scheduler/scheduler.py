@@ -24,7 +24,15 @@ from spmd_worker.scheduler.policy import WaitingQueue
 from spmd_worker.scheduler.queues import Queues
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.scheduler.updates import Decision, Decisions, given_ids, group_updates
-from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    CommitWeights,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampled import NON_FINITE, SampledIds, sample_indices
@@ -88,7 +96,7 @@ class Scheduler:
             return self._abort(event.request_id)
         elif isinstance(event, ResetPrefixCache):
             self._allocator.reset_prefix_cache(self.queues.groups.values())
-        elif isinstance(event, SetWeightVersion):
+        elif isinstance(event, SetWeightVersion | CommitWeights):
             self._allocator.set_weight_version(event.version, self.queues.groups.values())
         elif isinstance(event, FinishTransfers):
             for number in event.numbers:

@@ -5,16 +5,16 @@ Knows nothing of architectures or ranks: the slices say it all.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from spmd_worker.errors import CheckpointError
-from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
+from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, full_rectangle, whole
 from spmd_worker.weights.checkpoint import Checkpoint
-from spmd_worker.weights.coverage import check_coverage
+from spmd_worker.weights.coverage import check_coverage, checkpoint_problems, raise_problems
 from spmd_worker.weights.region import move_block, split_region
 
 # Well under the promised 64 MB: glibc keeps blocks below 32 MB for reuse instead of faulting in fresh pages each time.
@@ -62,6 +62,26 @@ def load_weights(
     fill_paddings(parameters, paddings)
     num_tensors = len({piece.checkpoint_name for piece in wanted})
     return LoadReport(num_tensors, checkpoint.num_bytes_read - num_bytes_before, time.perf_counter() - start_s)
+
+
+def load_whole(
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    shapes: Mapping[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+    *,
+    ignorable: Callable[[str], bool] = nothing_ignorable,
+) -> None:
+    """Give `load` all tensors of the checkpoint, one after the other; `shapes` has those that it takes, by name.
+
+    Raises CheckpointError, before the first, when names, shapes or dtypes are wrong; and, halfway, when a file cannot
+    be read.
+    """
+    expected = [whole(name, shape, name) for name, shape in shapes.items()]
+    raise_problems(checkpoint_problems(expected, checkpoint.shapes(), ignorable=ignorable))
+    for name in shapes:
+        checkpoint.dtype(name)
+    in_order = sorted(shapes, key=checkpoint.position)
+    load((name, checkpoint.read(name, full_rectangle(shapes[name]))) for name in in_order)
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -41,6 +41,8 @@ class WorkerBase(ABC):
     """
 
     groups: "ParallelGroups | None" = None
+    model_runner: Any = None
+    """What runs the model, where the worker has such a part; its `model` takes new weights (`load_weights`)."""
     _prepared: tuple[str, Any] | None = None
     """The open worker event's name and what it staged."""
 
@@ -117,6 +119,20 @@ class WorkerBase(ABC):
     def apply_model(self, function: "Callable[[nn.Module], Any]") -> Any:
         """Call `function` with the model as its checkpoint has it; it must live in this process."""
         return function(self.get_model())
+
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # noqa: B027  # for weights that never change
+        """`num_in_flight` says how many requests are being answered: no weight may change meanwhile. Only called where
+        the worker is in the engine's process.
+        """
+
+    def get_weight_update(self) -> tuple[dict[str, str], list[str]] | None:
+        """Of weights that were loaded and not committed: digests by checkpoint name, and the names of those that were
+        not loaded. None where no update is open.
+        """
+        return None
+
+    def end_weight_update(self) -> None:  # noqa: B027  # where none is ever open
+        """What was loaded is committed."""
 
     @abstractmethod
     def get_model_inspection(self) -> str:

@@ -4,6 +4,7 @@ A wrong number of parameters on one rank once left the others waiting for `timeo
 """
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ CALLS = {
     "rows on rank 1 alone": lambda: llm.generate(
         [PROMPTS[0], []], GREEDY, use_tqdm=False, on_error="row" if RANK else "raise"
     ),
+    "a call more on rank 1": lambda: with_call_more_on_rank_1(),
     "a long text on rank 1": lambda: llm.generate(FailingList() if RANK else PROMPTS, GREEDY, use_tqdm=False),
     "a payload on rank 1": lambda: llm.worker_event("swap", {1} if RANK else 1),
     "sizes on rank 1": lambda: llm.reinitialize_distributed(tensor_parallel_size="2" if RANK else 2),
@@ -57,6 +59,14 @@ def with_request_of_rank_0(call=lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=F
         if RANK == 0:
             engine.abort_request(request_id)
         engine.step()
+
+
+def with_call_more_on_rank_1():
+    llm.llm_engine.num_calls += RANK
+    try:
+        return CALLS["good"]()
+    finally:
+        llm.llm_engine.num_calls -= RANK
 
 
 def attempt(call):
@@ -145,6 +155,14 @@ def test_what_is_done_with_refused_prompts_is_the_same_on_every_rank(reports, di
             "RanksDisagreeError: ranks were given different calls: "
             'on_error is "raise" on rank 0, "row" on rank 1; start every rank with the same'
         )
+
+
+@pytest.mark.parametrize("digest_every", [1, 0])
+def test_ranks_that_count_their_calls_differently_would_draw_differently_and_say_so(reports, digest_every: int):
+    words = r"RanksDisagreeError: .*: number of the call is (\d+) on rank 0, (\d+) on rank 1; "
+    for report in reports:
+        first, second = re.match(words, report[f"a call more on rank 1, {digest_every}"][0]).groups()
+        assert int(second) == int(first) + 1
 
 
 @pytest.mark.parametrize("digest_every", [1, 0])

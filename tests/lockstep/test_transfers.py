@@ -220,6 +220,12 @@ class MadeUpExecutor:
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         """Nothing fails."""
 
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
+        """There are no weights."""
+
+    def get_weight_updates(self) -> list[None]:
+        return []
+
     def execute_model(self, plan: StepPlan, non_block: bool) -> StepResult:
         rows = self._mirror.apply(plan)
         operations = plan.block_ops

@@ -266,7 +266,12 @@ def test_a_tensor_that_does_not_fit_is_refused_before_a_byte_is_written(name: st
         good = ("model.layers.0.mlp.up_proj.weight", torch.ones(128, 64, dtype=torch.float16, requires_grad=True))
         with pytest.raises(ValueError, match=name):
             model.load_weights([good, (name, tensor)])
+        assert are_same(model, unchanged) == ("not finite" not in words), "of a list all forms are looked at first"
+        assert model.weight_update.is_open == ("not finite" in words)
+        with pytest.raises(ValueError, match=name):
+            model.load_weights(iter([good, (name, tensor)]))
         assert not are_same(model, unchanged), "what came before it was written"
+        assert list(model.weight_update.digests) == [good[0]]
 
 
 def test_only_what_is_asked_for_is_unpacked(monkeypatch: pytest.MonkeyPatch):
