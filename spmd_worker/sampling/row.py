@@ -49,4 +49,5 @@ class SampleRow(NamedTuple):
         sampling = self.sampling
         has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop or sampling.has_masks
         has_filters = sampling.has_filters and not sampling.is_greedy
-        return has_processors or has_filters or sampling.needs_logprobs
+        wants_all = sampling.logprobs == -1
+        return has_processors or has_filters or wants_all or sampling.needs_logprobs
