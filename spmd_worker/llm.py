@@ -230,7 +230,7 @@ class LLM:
             return [each.token_ids for each in encoded], asdict(params)
 
         token_ids, _ = agree_on_call(engine, "beam_search", prepare)
-        eos_token_ids = engine.model_config.eos_token_ids
+        eos_token_ids = engine.resolved.model_config.eos_token_ids
         searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
         with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
             for _ in range(params.max_tokens):
