@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -377,11 +377,13 @@ class LLM:
         self.llm_engine.shutdown()
         self._release.detach()
 
-    def __getattr__(self, name: str) -> Any:
-        # For names that are not here only.
-        why = why_absent(name)
-        hint = "" if why is None else f": {why}"
-        raise AttributeError(f"LLM has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:  # or a misspelled name would be an attribute to a type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """For names that are not here only."""
+            why = why_absent(name)
+            hint = "" if why is None else f": {why}"
+            raise AttributeError(f"LLM has no attribute {name!r}{hint}")
 
     def __enter__(self) -> "LLM":
         return self
