@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from spmd_worker.compat.keywords import KEYWORDS, Effect, Keyword
+from spmd_worker.compat.methods import ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
 from spmd_worker.sequence.sampling_params import DIFFERENT_FIELDS, REFUSED, SAMPLING_KEYS, WITHOUT_EFFECT
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> None:
 
 def document() -> str:
     """The whole file."""
-    return "\n".join([HEAD, *[section(effect, KEYWORDS.values()) for effect in TITLES], sampling_section()])
+    return "\n".join([HEAD, *[section(effect, KEYWORDS.values()) for effect in TITLES], sampling_section(), methods()])
 
 
 def section(effect: Effect, rows: Iterable[Keyword]) -> str:
@@ -59,6 +60,16 @@ def sampling_section() -> str:
     lines += [f"| {code(name)} | {words} |" for name, words in DIFFERENT_FIELDS.items()]
     lines += [f"| {code(name)} | without effect: {words} |" for name, words in WITHOUT_EFFECT.items()]
     lines += [f"| {code(name)} | refused: {words} |" for name, words in REFUSED.items()]
+    return "\n".join([*lines, ""])
+
+
+def methods() -> str:
+    """The methods of `LLM` and `LLMEngine`."""
+    lines = ["## Methods", "", "| method of `LLM` | here |", "| --- | --- |"]
+    lines += [f"| {code(name)} | {words or 'the same'} |" for name, words in LLM_METHODS.items()]
+    lines += [f"| {code(name)} | not here: {words} |" for name, words in LLM_ABSENT.items()]
+    lines += ["", "| method of `LLMEngine` | here |", "| --- | --- |"]
+    lines += [f"| {code(name)} | {words or 'the same'} |" for name, words in ENGINE_METHODS.items()]
     return "\n".join([*lines, ""])
 
 

@@ -8,11 +8,11 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from tqdm import tqdm
@@ -21,6 +21,7 @@ from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSea
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, ChatRenderer, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
+from spmd_worker.compat.methods import why_absent
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
 from spmd_worker.config.schema import ParallelConfig
@@ -147,6 +148,8 @@ class LLM:
         priority: Sequence[int] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One output a prompt, in order. Prompts that can never be answered (too long for the model, ...) raise
         PromptsRefusedError, a ValueError that names all of them, before anything is computed; with `on_error="row"`
@@ -164,12 +167,12 @@ class LLM:
 
         `use_tqdm` may be what makes the bar, such as `partial(tqdm, leave=False)`; the first rank has one. Adapters do
         not exist here and rows are served first come, first served: ValueError for a `lora_request` or a `priority`
-        that asks for anything.
+        that asks for anything, and for `tokenization_kwargs` and `mm_processor_kwargs`.
         """
 
         def encode() -> list[Encoded]:
             encoded = [encode_prompt(each, self.llm_engine.need_tokenizer) for each in _as_list(prompts)]
-            check_extras(len(encoded), lora_request, priority)
+            check_extras(len(encoded), lora_request, priority, tokenization_kwargs, mm_processor_kwargs)
             return encoded
 
         return self._run("generate", encode, sampling_params, on_error, gather, use_tqdm)
@@ -189,6 +192,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`.
 
@@ -210,7 +215,7 @@ class LLM:
                 {} if chat_template_kwargs is None else chat_template_kwargs,
             )
             encoded = [self._render(each, options) for each in _as_conversations(messages)]
-            check_extras(len(encoded), lora_request, None)
+            check_extras(len(encoded), lora_request, None, tokenization_kwargs, mm_processor_kwargs)
             return encoded
 
         return self._run("chat", encode, sampling_params, on_error, gather, use_tqdm)
@@ -289,16 +294,23 @@ class LLM:
         answered, and otherwise what `generate` raises.
         """
         engine = self.llm_engine
-        if not isinstance(params, BeamSearchParams):
-            raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
-        encoded = [encode_prompt(each, engine.need_tokenizer) for each in _as_list(prompts)]
-        check_extras(len(encoded), lora_request, None)
-        for each in encoded:
-            if each.error is not None:
-                raise ValueError(each.error)
-            engine.check_request(each.token_ids, params.step_params)
+        engine.check_open()
+
+        def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+            engine.check_idle()
+            if not isinstance(params, BeamSearchParams):
+                raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
+            encoded = [encode_prompt(each, engine.need_tokenizer) for each in _as_list(prompts)]
+            check_extras(len(encoded), lora_request, None)
+            for each in encoded:
+                if each.error is not None:
+                    raise ValueError(each.error)
+                engine.check_request(each.token_ids, params.step_params)
+            return [each.token_ids for each in encoded], asdict(params)
+
+        token_ids, _ = agree_on_call(engine, "beam_search", prepare)
         eos_token_ids = engine.resolved.model_config.eos_token_ids
-        searches = [BeamSearch(each.token_ids, params, eos_token_ids) for each in encoded]
+        searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
         with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
             for _ in range(params.max_tokens):
                 wanted = [search.prompts(engine.max_model_len) for search in searches]
@@ -397,6 +409,9 @@ class LLM:
         self.llm_engine.reset_prefix_cache()
         return True
 
+    def reset_mm_cache(self) -> None:
+        """Nothing: models of text have no other inputs."""
+
     def set_weight_version(self, version: int) -> None:
         """Say that the weights were changed in place (`apply_model`, `collective_rpc`): what was cached is not found.
 
@@ -494,6 +509,14 @@ class LLM:
         """Give back memory, and the process groups this object made. Idempotent; every rank calls it."""
         self.llm_engine.shutdown()
         self._release.detach()
+
+    if not TYPE_CHECKING:  # or a misspelled name would be an attribute to a type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """For names that are not here only."""
+            why = why_absent(name)
+            hint = "" if why is None else f": {why}"
+            raise AttributeError(f"LLM has no attribute {name!r}{hint}")
 
     def __enter__(self) -> "LLM":
         return self

@@ -11,7 +11,8 @@ from reference_models import checkpoint_folder, mixed_prompts, write_text_checkp
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker import LLM, LLMEngine, RequestOutput, SamplingParams
+from spmd_worker.compat.methods import ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
 from spmd_worker.compat.script_tokenizer import PlainTokenizer
 from spmd_worker.errors import ConfigError
 
@@ -53,7 +54,11 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM):
     expected = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-    for extra in ({"lora_request": None}, {"lora_request": [None] * 5}, {"priority": [0] * 5}, {"priority": None}):
+    nothing = (
+        *({"lora_request": None}, {"lora_request": [None] * 5}, {"priority": [0] * 5}, {"priority": None}),
+        *({"tokenization_kwargs": {}}, {"mm_processor_kwargs": None}),
+    )
+    for extra in nothing:
         assert token_ids(llm.generate(PROMPTS, sampling_params=GREEDY, use_tqdm=False, **extra)) == expected
 
 
@@ -63,6 +68,8 @@ def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM):
         ({"lora_request": "an adapter"}, "lora_request=an adapter is refused: there are no adapters; merge it"),
         ({"lora_request": [None, object()]}, "lora_request="),
         ({"priority": [1, 0, 0, 0, 0]}, "priority is refused: prompts are served first come, first served"),
+        ({"tokenization_kwargs": {"a": 1}}, "tokenization_kwargs={'a': 1} is refused: give prompt_token_ids"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs={'a': 1} is refused: models of text"),
         ({"priority": [0]}, r"priority=\[0\] must be a list of 5 numbers, one for each prompt"),
         ({"priority": 3}, "priority=3 must be a list of 5 numbers"),
     ],
@@ -342,3 +349,20 @@ def test_a_folder_that_transformers_cannot_open_gives_ours(text_llm: LLM, monkey
 def test_a_model_without_a_tokenizer_says_so(llm: LLM):
     with pytest.raises(ConfigError, match=r"the model folder has no tokenizer.json: give prompt_token_ids"):
         llm.get_tokenizer()
+
+
+# Methods.
+
+
+def test_every_method_of_the_table_is_there_or_says_what_to_do(llm: LLM):
+    for name in LLM_METHODS:
+        assert callable(getattr(llm, name)), name
+    for name in ENGINE_METHODS:
+        assert callable(getattr(LLMEngine(llm.llm_engine), name)), name
+    for name, words in LLM_ABSENT.items():
+        assert not hasattr(llm, name), f"{name} is here now: take it out of LLM_ABSENT"
+        with pytest.raises(AttributeError) as refused:
+            getattr(llm, name)
+        assert str(refused.value) == f"LLM has no attribute {name!r}: {words}"
+    with pytest.raises(AttributeError, match=r"^LLM has no attribute 'frobnicate'$"):
+        _ = llm.frobnicate

@@ -4,8 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def check_extras(num_prompts: int, lora_request: Any, priority: Any) -> None:
+def check_extras(
+    num_prompts: int, lora_request: Any, priority: Any = None, tokenization: Any = None, mm_processor: Any = None
+) -> None:
     """Raise ValueError for what asks for something, naming it and the way out."""
+    if tokenization:
+        raise ValueError(
+            f"tokenization_kwargs={str(tokenization)[:80]} is refused: give prompt_token_ids, encoded as you like, or "
+            f"truncate_prompt_tokens of SamplingParams"
+        )
+    if mm_processor:
+        raise ValueError(
+            f"mm_processor_kwargs={str(mm_processor)[:80]} is refused: models of text have no other inputs"
+        )
     adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
     if any(each is not None for each in adapters):
         raise ValueError(

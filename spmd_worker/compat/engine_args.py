@@ -3,12 +3,14 @@ which holds them until then.
 """
 
 import inspect
+import json
 import os
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from spmd_worker.compat.keywords import KEYWORDS, own_arguments
+from spmd_worker.compat.keywords import KEYWORDS, Keyword, own_arguments
 from spmd_worker.config.schema import (
     CacheConfig,
     ExecutorConfig,
@@ -111,6 +113,26 @@ def _default_sampling(source: Any, overrides: Any) -> SamplingConfig:
     return SamplingConfig(**{**values, **given})
 
 
+_SHORT_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "tensor_parallel_size": ("-tp",),
+    "pipeline_parallel_size": ("-pp",),
+    "data_parallel_size": ("-dp",),
+    "quantization": ("-q",),
+}
+
+
+def _cli_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None if text == "None" else text
+
+
+def _help(row: Keyword) -> str:
+    words = row.effect.value + (f": {row.words}" if row.words else "")
+    return words.replace("%", "%%")
+
+
 def _with_fields(made: Any) -> Any:
     """A dataclass with `model` and every keyword of the table, so that scripts can list them and take them apart."""
     made.__annotations__ = {"model": str, **dict.fromkeys(KEYWORDS, Any)}
@@ -130,6 +152,25 @@ class EngineArgs:
     """The arguments of `LLM(...)` as fields, for `LLM(**vars(args))`, `LLM.from_engine_args` and
     `LLMEngine.from_engine_args`. Fields may be set until then, and are checked then.
     """
+
+    @staticmethod
+    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+        """Give a parser an option for each argument: `--tensor-parallel-size 2`, `--enforce-eager`, `--dtype half`.
+        Values are read as JSON where they are JSON, else as text. What is parsed is for `LLM(**vars(...))`.
+        """
+        parser.add_argument("--model", type=str, default=None)
+        for row in KEYWORDS.values():
+            names = [*_SHORT_OPTIONS.get(row.name, ()), f"--{row.name.replace('_', '-')}"]
+            if isinstance(row.default, bool):
+                parser.add_argument(*names, action=BooleanOptionalAction, default=row.default, help=_help(row))
+            else:
+                parser.add_argument(*names, type=_cli_value, default=row.default, help=_help(row))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, parsed: Namespace) -> "EngineArgs":
+        """Of what such a parser has read; options of the caller's own are left aside."""
+        return cls(**{name: getattr(parsed, name) for name in ("model", *KEYWORDS)})
 
     def __init__(self, model: Any, **arguments: Any) -> None:
         """Raises TypeError for a keyword that nobody knows, naming the nearest."""

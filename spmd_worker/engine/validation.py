@@ -60,7 +60,7 @@ class RequestLimits:
         check_sampling(sampling)
         if sampling.truncate_prompt_tokens is None:
             return prompt_token_ids
-        sampling.frozen()
+        sampling.check()
         return truncated_prompt(as_token_ids(prompt_token_ids), sampling, self.max_model_len)
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -74,7 +74,8 @@ class RequestLimits:
                 f"token id of more than 64 bits is outside the vocabulary of {self.vocab_size} tokens",
             ) from None
         self._check_prompt(token_ids, sampling)
-        self._check_sampling(sampling.frozen())
+        sampling.check()
+        self._check_sampling(sampling)
 
     def _check_prompt(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
         if not prompt_token_ids:

@@ -158,8 +158,7 @@ class SamplingParams(_Freezable):
     __struct_fields__: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Check every rule; ValueError names key, value and rule."""
-        self._check()
+        self.check()
 
     @staticmethod
     def from_optional(**given: Any) -> "SamplingParams":
@@ -176,7 +175,7 @@ class SamplingParams(_Freezable):
         """
         if getattr(self, "_is_frozen", False):
             return self
-        self._check()
+        self.check()
         copy = object.__new__(SamplingParams)
         for name, value in [*_LOCAL_DEFAULTS, *[(name, getattr(self, name)) for name in _SENT]]:
             object.__setattr__(copy, name, value)
@@ -240,7 +239,10 @@ class SamplingParams(_Freezable):
                 if token_id >= vocab_size:
                     raise ValueError(f"{name}: token id {token_id} is outside the vocabulary of {vocab_size} tokens")
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check every rule; ValueError names key, value and rule. What is frozen has been checked."""
+        if getattr(self, "_is_frozen", False):
+            return
         self._check_types()
         self._check_ranges()
         for name, reason in REFUSED.items():

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -243,3 +244,29 @@ def test_a_trainers_and_a_scripts_arguments_make_an_engine():
     with LLM.from_engine_args(arguments) as llm:
         assert llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False) == expected
         assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_a_scripts_parser_has_an_option_for_every_argument():
+    parser = EngineArgs.add_cli_args(ArgumentParser())
+    parser.add_argument("--prompts", type=int, default=4)
+    assert EngineArgs.from_cli_args(parser.parse_args(["--model", FOLDER])) == EngineArgs(FOLDER)
+    words = "--model m -tp 2 --dtype half --enforce-eager --no-enable-chunked-prefill --seed 7 --max-model-len None"
+    words += " --hf-overrides {} --pipeline-layers [3,4] --gpu-memory-utilization 0.5 --swap-space 2 --prompts 9"
+    made = EngineArgs.from_cli_args(parser.parse_args(words.split()))
+    assert made == EngineArgs(
+        "m",
+        tensor_parallel_size=2,
+        dtype="half",
+        enforce_eager=True,
+        enable_chunked_prefill=False,
+        seed=7,
+        hf_overrides={},
+        pipeline_layers=[3, 4],
+        gpu_memory_utilization=0.5,
+        swap_space=2,
+    )
+    assert run_config(vars(made)).parallel.pipeline_layers == [3, 4]
+    given = vars(parser.parse_args(["--model", FOLDER]))
+    given.pop("prompts")
+    assert run_config(given) == config()
+    assert "--scheduler-cls" in parser.format_help()

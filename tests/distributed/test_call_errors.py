@@ -16,8 +16,9 @@ LAYOUTS = {"tensor parallel": {"tensor_parallel_size": 2}, "data parallel": {"da
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from spmd_worker import LLM, SamplingParams
+from spmd_worker import LLM, BeamSearchParams, SamplingParams
 
+BEAMS = BeamSearchParams(beam_width=2, max_tokens=2)
 RANK = int(os.environ["RANK"])
 PROMPTS = [[5, 6, 7], [8, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -35,6 +36,8 @@ CALLS = {
     "a call more on rank 1": lambda: with_call_more_on_rank_1(),
     "a long text on rank 1": lambda: llm.generate(FailingList() if RANK else PROMPTS, GREEDY, use_tqdm=False),
     "a payload on rank 1": lambda: llm.worker_event("swap", {1} if RANK else 1),
+    "no width on rank 1": lambda: llm.beam_search(PROMPTS, None if RANK else BEAMS),
+    "an adapter on rank 1": lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request="x" if RANK else None),
     "sizes on rank 1": lambda: llm.reinitialize_distributed(tensor_parallel_size="2" if RANK else 2),
     "a request of rank 0 alone at a restart": lambda: with_request_of_rank_0(llm.reinitialize_distributed),
     "version of text": lambda: llm.set_weight_version("x"),
@@ -101,6 +104,11 @@ NO_PAYLOAD = (
     "TypeError: a value of type set cannot cross processes, because nothing is unpickled from a wire: numbers, texts, "
     "bytes, lists, tuples and dicts can"
 )
+NO_BEAMS = "TypeError: params is a NoneType: give BeamSearchParams"
+NO_ADAPTER = (
+    "ValueError: lora_request=x is refused: there are no adapters; merge it into the checkpoint (PEFT's "
+    "merge_and_unload)"
+)
 NO_SIZE = "ConfigError: parallel.tensor_parallel_size='2' must be a whole number"
 FAILED = "RankFailedError: rank {} failed before {}: {}"
 EXPECTED = {
@@ -110,6 +118,8 @@ EXPECTED = {
     "on both": (PARAMETERS.format(3), PARAMETERS.format(4)),
     "a request of rank 0 alone": (WAITS, FAILED.format(0, "generate", WAITS)),
     "a payload on rank 1": (FAILED.format(1, "worker_event", NO_PAYLOAD), NO_PAYLOAD),
+    "no width on rank 1": (FAILED.format(1, "beam_search", NO_BEAMS), NO_BEAMS),
+    "an adapter on rank 1": (FAILED.format(1, "generate", NO_ADAPTER), NO_ADAPTER),
     "sizes on rank 1": (FAILED.format(1, "reinitialize_distributed", NO_SIZE), NO_SIZE),
     "a request of rank 0 alone at a restart": (WAITS, FAILED.format(0, "reinitialize_distributed", WAITS)),
 }

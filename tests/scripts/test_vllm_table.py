@@ -7,6 +7,7 @@ import pytest
 from ranks import REPOSITORY
 
 from spmd_worker.compat.keywords import KEYWORDS
+from spmd_worker.compat.methods import ENGINE_METHODS, LLM_ABSENT, LLM_METHODS
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 WRITTEN = (REPOSITORY / "docs" / "vllm.md").read_text(encoding="utf-8")
@@ -23,7 +24,7 @@ def test_the_table_in_the_docs_is_current(vllm_table: ModuleType):
 
 
 def test_every_name_stands_in_it():
-    for name in (*KEYWORDS, *SamplingParams.__struct_fields__):
+    for name in (*KEYWORDS, *SamplingParams.__struct_fields__, *LLM_METHODS, *LLM_ABSENT, *ENGINE_METHODS):
         assert WRITTEN.count(f"`{name}`") >= 1, name
 
 

@@ -176,7 +176,7 @@ def _concrete_sampling(sampling: SamplingParams, has_tokenizer: bool, num_left: 
         message = f"min_tokens={sampling.min_tokens} but only {num_left} tokens of model.max_model_len are left"
         raise RowProblem("invalid_value", message)
     limit = num_left if sampling.max_tokens is None else min(sampling.max_tokens, num_left)
-    return replace(sampling, max_tokens=limit, detokenize=sampling.detokenize and has_tokenizer)
+    return replace(sampling, max_tokens=limit, detokenize=sampling.detokenize and has_tokenizer).frozen()
 
 
 class CustomIds:

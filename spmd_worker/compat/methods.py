@@ -1,0 +1,65 @@
+"""Methods of vLLM's `LLM` and `LLMEngine`: what differs in those that are here, and what to do about the others.
+
+Data. An attribute that is not here is an AttributeError with these words, so that `hasattr` says the truth.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+_POOLING: Final = "models generate text here: log-probabilities of prompts come with prompt_logprobs"
+_QUEUE: Final = "prompts are answered in the call: use generate, or LLMEngine's add_request and step"
+_SLEEP: Final = "weights stay in memory while the engine lives: close() gives it back"
+
+LLM_METHODS: Final[Mapping[str, str]] = {
+    "generate": "every rank passes the same prompts and gets every output; arguments for what is not here are refused",
+    "chat": "arguments after `sampling_params` have names; contents are text parts; `auto` makes one string of them",
+    "beam_search": "`temperature` is 0; every end-of-sequence token of the model ends a beam",
+    "get_tokenizer": "transformers' tokenizer where transformers is installed, else one with the same names",
+    "get_default_sampling_params": "a copy, which may be changed",
+    "get_metrics": "numbers and gauges of this rank's replica",
+    "get_world_size": "",
+    "collective_rpc": "under torchrun each rank has one worker, so one answer; callables do not cross processes",
+    "apply_model": "the function gets this rank's shard under the checkpoint's names; it has no forward pass",
+    "reset_prefix_cache": "",
+    "reset_mm_cache": "nothing: models of text have no other inputs",
+    "start_profile": "takes the folder to write to",
+    "stop_profile": "returns the files",
+    "from_engine_args": "",
+}
+"""Methods that are here, and what differs."""
+
+LLM_ABSENT: Final[Mapping[str, str]] = {
+    "embed": _POOLING,
+    "encode": _POOLING,
+    "classify": _POOLING,
+    "score": _POOLING,
+    "reward": _POOLING,
+    "enqueue": _QUEUE,
+    "enqueue_chat": _QUEUE,
+    "wait_for_completion": _QUEUE,
+    "sleep": _SLEEP,
+    "wake_up": _SLEEP,
+    "set_tokenizer": "the engine decodes with the model folder's tokenizer: put another one there",
+    "preprocess_chat": "render with get_tokenizer().apply_chat_template",
+    "init_weight_transfer_engine": "weights are changed in this process: apply_model, then set_weight_version",
+}
+"""Methods that are not, and the way out."""
+
+ENGINE_METHODS: Final[Mapping[str, str]] = {
+    "from_engine_args": "what it takes beside the arguments is without effect",
+    "add_request": "returns the name; `lora_request`, `priority` and tracing may ask for nothing",
+    "step": "outputs before the end only where `output_kind` asks for them",
+    "abort_request": "",
+    "has_unfinished_requests": "",
+    "get_num_unfinished_requests": "",
+    "get_tokenizer": "as `LLM`'s",
+    "get_metrics": "as `LLM`'s",
+    "reset_prefix_cache": "takes effect with the next step",
+    "reset_mm_cache": "nothing",
+}
+"""Of `LLMEngine`, which has all that `llm.llm_engine` has too."""
+
+
+def why_absent(name: str) -> str | None:
+    """The words for a method of vLLM's `LLM` that is not here; None for a name that nobody knows."""
+    return LLM_ABSENT.get(name)
