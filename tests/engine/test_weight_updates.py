@@ -259,6 +259,14 @@ def test_worker_processes_load_from_a_folder(old: Any, new: Any):
         assert answers(llm) == new
 
 
+def assert_near(found: list[Any], expected: list[Any], tolerance: float) -> None:
+    """Ranks of a tensor-parallel group add in another order than one."""
+    for (token_ids, logprobs), (expected_ids, expected_logprobs) in zip(found, expected, strict=True):
+        assert token_ids == expected_ids
+        values = [float.fromhex(each) for each in expected_logprobs]
+        assert [float.fromhex(each) for each in logprobs] == pytest.approx(values, rel=0.0, abs=tolerance)
+
+
 @pytest.mark.parametrize("layout", [TP, PP, DP], ids=str)
 def test_ranks_compute_with_the_same_new_weights_or_not_at_all(
     layout: dict[str, int], tmp_path: Path, old: Any, new: Any
@@ -267,8 +275,8 @@ def test_ranks_compute_with_the_same_new_weights_or_not_at_all(
     assert done.returncode == 0, done.output
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for report in seen:
-        if layout != TP:  # which adds in another order
-            assert (report["before"], report["after"]) == (old, new)
+        assert_near(report["before"], old, 1e-4 if layout == TP else 0.0)
+        assert_near(report["after"], new, 1e-4 if layout == TP else 0.0)
         assert report["before"] != report["after"] == report["again"]
         assert "new weights.model.norm.weight is" in report["another norm on rank 1"]
         assert report["another norm on rank 1"].startswith("RanksDisagreeError: ranks were given different calls")
