@@ -282,10 +282,22 @@ def test_ranks_compute_with_the_same_new_weights_or_not_at_all(
         assert report["another norm on rank 1"].startswith("RanksDisagreeError: ranks were given different calls")
         assert "model.norm.weight is" in report["another norm on rank 1, finished"]
         assert report["another norm on rank 1, finished"].startswith("RanksDisagreeError")
+        assert report["from rank 1 alone"] == report["after"]
+        assert report["from nobody"].startswith(
+            ("ValueError: rank 0 alone gives tensors, the others None", "RankFailed")
+        )
+        failed = "RankFailedError: rank 1 failed in update_weights: " * (report["rank"] == 0)
+        assert report["an error on rank 1"] == f"{failed}KeyError: 'gone'"
+        assert report["an unknown name"].startswith("ValueError: norm: the model has no such weight")
         if layout != DP:
             # Rank 0 hears of it with the next step, before it computes anything.
             assert "new weights: none on rank 0, " in report[f"step {1 - report['rank']} with those of rank 1 alone"]
     assert seen[0]["after"] == seen[1]["after"]
+
+
+def pairs_and_an_error() -> Iterator[tuple[str, Tensor]]:
+    yield NORM, new_tensors()[NORM] * 3
+    raise KeyError("gone")
 
 
 def main(layout: dict[str, int], folder: Path) -> None:
@@ -310,6 +322,14 @@ def main(layout: dict[str, int], folder: Path) -> None:
         llm.start_weight_update()
         load(other.items())
         attempt("another norm on rank 1, finished", llm.finish_weight_update)
+        load(tensors.items())
+        attempt("again", lambda: answers(llm))
+        load(other.items())
+        llm.update_weights(tensors.items() if rank == 1 else None, source=1)
+        attempt("from rank 1 alone", lambda: answers(llm))
+        attempt("from nobody", lambda: llm.update_weights(None, source=0))
+        attempt("an error on rank 1", lambda: llm.update_weights(pairs_and_an_error() if rank else None, source=1))
+        attempt("an unknown name", lambda: llm.update_weights([("norm", tensors[NORM])] if rank else None, source=1))
         load(tensors.items())
         attempt("again", lambda: answers(llm))
         if rank == 1:
