@@ -29,6 +29,7 @@ from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
+from spmd_worker.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
 from spmd_worker.errors import ChatTemplateError, ConfigError, PromptsRefusedError
@@ -430,14 +431,21 @@ class LLM:
         self.llm_engine.check_open()
         self.llm_engine.weight_updates.hold(is_partial=partial)
 
-    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]] | None, *, source: int | None = None) -> None:
         """Load whole tensors by their checkpoint names: any of them, in any order, of any floating-point dtype, from
         any device. Every rank gives the same; nothing is exchanged. Each rank takes its slices, in place.
+
+        Where one rank alone has them, `source` is that rank of this engine, on every rank, and the others give None:
+        one tensor after the other is broadcast, through host memory.
 
         Raises RuntimeError while requests are being answered, and ValueError for an unknown name and a tensor that is
         misshapen, sharded or not finite, which is not written.
         """
         self.llm_engine.check_open()
+        if source is not None:
+            tensors = broadcast_weights(self.llm_engine, tensors, source)
+        elif tensors is None:
+            raise TypeError("tensors is None: give pairs of name and tensor, or the rank that has them as source")
         executor: Any = self.llm_engine.model_executor  # with a worker in this process, unless it says why not
         executor.driver_worker.model_runner.model.load_weights(tensors)
 
