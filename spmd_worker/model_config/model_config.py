@@ -187,6 +187,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     """`config` is the content of `path`, which is only named in errors."""
     architecture = _architecture(config, path)
     family = FAMILIES[architecture]
+    config = _text_part(config, path) if family.is_text_part else config
     reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
     _check_required(reader, family)
     max_positions = reader.count("max_position_embeddings", 2048)
@@ -290,6 +291,19 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
             why += ", and code from the model folder (auto_map) is never run"
         raise ModelConfigError(f"{path}: architectures={names!r} {why}; known are {', '.join(FAMILIES)}")
     return known[0]
+
+
+_OF_THE_WHOLE: Final = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
+
+
+def _text_part(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """What config.json says of the part that takes text; the file of the whole knows whether the head is tied."""
+    text = config.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, Mapping):
+        raise ModelConfigError(f"{path}: text_config must be an object")
+    return {**text, **{key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}}
 
 
 def _check_required(reader: ConfigReader, family: Family) -> None:

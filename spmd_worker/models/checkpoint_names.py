@@ -72,7 +72,8 @@ class CheckpointNames:
         and those of other stages.
         """
         is_tied_head = self._is_tied and name == self.head
-        return is_tied_head or name.endswith(self._names.ignored) or self._is_elsewhere(name)
+        is_ignored = name.endswith(self._names.ignored) or name.startswith(self._names.ignored_prefixes)
+        return is_tied_head or is_ignored or self._is_elsewhere(name)
 
     def _is_elsewhere(self, name: str) -> bool:
         stage, layer = self._stage, self._layer.match(name)

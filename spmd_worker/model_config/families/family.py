@@ -22,7 +22,8 @@ class Names:
 
     `norms` are the four places of `NORM_PLACES`, "" where there is no norm. `parts` renames modules of a layer, by our
     name. `fused` are tensors that hold several of ours, one below the other. `are_transposed`: matrices of a layer are
-    [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here.
+    [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here,
+    those that begin with one of `ignored_prefixes` are for other input than text.
     """
 
     embedding: str = "model.embed_tokens"
@@ -36,6 +37,7 @@ class Names:
     are_transposed: bool = False
     optional_prefix: str = ""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ignored_prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class Family:
     their own. `may_have_partial_rope`: `partial_rotary_factor` counts. `scale_key` is the scale of attention scores,
     `scale_root_key` what it is the inverse root of; without both it is the head size. `intermediate_factor`, times the
     hidden size, is the intermediate size where the file names none. `embeds_by_root`: embeddings are multiplied by the
-    root of the hidden size, rounded to the dtype.
+    root of the hidden size, rounded to the dtype. `is_text_part`: the model takes images too and runs with text alone;
+    its sizes are in `text_config`, or in older files where those of other models are.
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
@@ -85,6 +88,7 @@ class Family:
     is_gated: bool = True
     intermediate_factor: int = 0
     embeds_by_root: bool = False
+    is_text_part: bool = False
     embedding_multiplier_key: str = ""
     residual_multiplier_key: str = ""
     logit_divisor_key: str = ""
