@@ -30,7 +30,7 @@ BASE = {
     "pad_token_id": 0,
 }
 GPT2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "eos_token_id": 2}
-_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon")
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -67,6 +67,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "smollm3_layers": ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0], "attention_bias": True, "mlp_bias": True}),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "mlp_bias": True}),
+    "ernie": ("Ernie4_5", {"head_dim": 32, "use_bias": True}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 5}),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "gemma_older_word": ("Gemma", {"head_dim": 16, "hidden_act": "gelu"}),
     "phi3": ("Phi3", {"sliding_window": 7}),
     "phi3_long": (
         "Phi3",
@@ -220,6 +227,8 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         _older_ropes(thin, config)
     if "layer_types" in thin and CASES[name][1].get("layer_types") is None:
         del thin["layer_types"]
+    if name == "gemma_older_word":
+        thin["hidden_act"] = "gelu"
     path.write_text(json.dumps(thin))
     if CASES[name][0] == "GPT2":
         _drop_prefix(folder / "model.safetensors")

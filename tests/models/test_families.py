@@ -230,6 +230,11 @@ MODEL_TYPES = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Phi3ForCausalLM": "phi3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "SeedOssForCausalLM": "seed_oss",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "GemmaForCausalLM": "gemma",
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "GlmForCausalLM": "glm",
@@ -264,7 +269,11 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", heads)
         assert ours.max_position_embeddings == theirs.max_position_embeddings
         assert ours.has_tied_embeddings == whole.tie_word_embeddings
-        eps = [getattr(theirs, key) for key in ("rms_norm_eps", "layer_norm_epsilon") if hasattr(theirs, key)]
+        eps = [
+            getattr(theirs, key)
+            for key in ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+            if hasattr(theirs, key)
+        ]
         assert [ours.norm.eps] == eps
         eos = getattr(theirs, "eos_token_id", None)
         eos = eos if isinstance(eos, list) else [eos]
@@ -277,6 +286,8 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         assert [rope.rope_theta for rope in ours.ropes] == [rope["rope_theta"] for rope in ropes]
         partial = [rope.get("partial_rotary_factor", 1.0) for rope in ropes]
         assert [rope.partial_factor for rope in ours.ropes] == partial
+        flags = getattr(theirs, "no_rope_layers", None) or [int(bool(ropes))] * ours.num_layers
+        assert [layer.rope is not None for layer in ours.layers] == [flag == 1 for flag in flags]
         scale = getattr(theirs, "query_pre_attn_scalar", ours.head_size) ** -0.5
         assert ours.layers[0].scale == getattr(theirs, "attention_multiplier", scale)
         caps = (getattr(theirs, "attn_logit_softcapping", None), getattr(theirs, "final_logit_softcapping", None))

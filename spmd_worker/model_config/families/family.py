@@ -51,7 +51,9 @@ class Family:
 
     `norm_kind` to `norm_has_bias` are as in `NormConfig`, `qk_norm`, `is_gated` as in `LayerConfig`. `has_rope` False:
     positions are learned, a table of `max_position_embeddings` rows. `has_local_rope`: sliding layers have a rope of
-    their own. `may_have_partial_rope`: `partial_rotary_factor` counts. `scale_key` is the scale of attention scores,
+    their own. `rope_layers_key` lists 1 for each layer that turns and 0 for each that does not, else every
+    `rope_interval_key`th does not. `activation_words` are what the file's words for activations mean here.
+    `may_have_partial_rope`: `partial_rotary_factor` counts. `scale_key` is the scale of attention scores,
     `scale_root_key` what it is the inverse root of; without both it is the head size. `intermediate_factor`, times the
     hidden size, is the intermediate size where the file names none. `embeds_by_root`: embeddings are multiplied by the
     root of the hidden size, rounded to the dtype. `is_text_part`: the model takes images too and runs with text alone;
@@ -79,12 +81,15 @@ class Family:
     full_attention_every_key: str = ""
     has_rope: bool = True
     has_local_rope: bool = False
+    rope_layers_key: str = ""
+    rope_interval_key: str = ""
     has_interleaved_rope: bool = False
     may_have_partial_rope: bool = False
     scale_key: str = ""
     scale_root_key: str = ""
     score_cap_key: str = ""
     activation_key: str = "hidden_act"
+    activation_words: Mapping[str, str] = field(default_factory=dict)
     is_gated: bool = True
     intermediate_factor: int = 0
     embeds_by_root: bool = False
