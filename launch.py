@@ -20,6 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from spmd_worker.process import check_limits, end_with_launcher, outlive_parent
+
+if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
+    # Before anything that takes its time: a rank must not outlive its launcher.
+    end_with_launcher()
+
 from spmd_worker.config.compose import as_plain, as_yaml, compose_run, named_sets
 from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.cores import look_at_node, share_cores, take_share
@@ -30,6 +36,7 @@ from spmd_worker.liveness.flight_recorder import flight_recorder_variables
 from spmd_worker.liveness.signals import EndingSignals
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.memory.host import keep_freed_memory
+from spmd_worker.model_config.families.listing import describe_families
 from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.version import version
 
@@ -37,21 +44,30 @@ logger = logging.getLogger("spmd_worker.launch")
 
 CONF: Final = Path(__file__).resolve().parent / "conf"
 
+_PATH_OPTIONS: Final = {"input": "job.input", "output": "job.output"}
+"""Options that are other words for a key, for paths as the shell gives them."""
+
 _PATIENCE_S: Final = 5.0
 """How long a rank that failed like rank 0 waits for it to print the error, and a signalled one to learn the cause."""
+
+_OPTIONS: Final = "--help, --cfg job, --config-dir DIR, --input PATH, --output PATH or --version"
 
 _USAGE: Final = """\
 Offline LLM inference in the ranks that torchrun started: rows in, completions out.
 
 usage: torchrun --nproc-per-node N {ranks} KEY=VALUE... [--help] [--cfg job] [--config-dir DIR] [--version]
+                [--input PATH] [--output PATH]
        {alone} KEY=VALUE...
 
   {alone} plan=true model.path=DIR
+  {alone} families
   torchrun --nproc-per-node 2 {ranks} model.path=DIR parallel.tensor_parallel_size=2 job.input=IN job.output=OUT
 
   GROUP.KEY=VALUE    sets a key
   GROUP=NAME         takes a named set of values; experiment=NAME a whole named run
+  --input PATH       is job.input=PATH, and --output PATH job.output=PATH
   plan=true          prints ranks, bytes and blocks, and exits without loading weights
+  families           prints which models run, and which do not and why, and exits
   --cfg job          prints the configuration that the command line comes to, and exits
   --config-dir DIR   adds named sets: DIR/GROUP/NAME.yaml
 
@@ -63,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = RankEnvironment()
     try:
         environment = read_rank_environment()
+        check_limits()
         return _act(_parse(sys.argv[1:] if arguments is None else arguments), environment)
     except SpmdError as error:
         return _fail(str(error), environment, error.exit_code)
@@ -76,7 +93,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises where argparse would print, on every rank, and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}: give KEY=VALUE, --help, --cfg job, --config-dir DIR or --version")
+        raise ConfigError(f"{message}: give KEY=VALUE, {_OPTIONS}")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -85,19 +102,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--cfg", "-c", choices=("job",))
     parser.add_argument("--config-dir", "-cd", type=Path)
+    for name in _PATH_OPTIONS:
+        parser.add_argument(f"--{name}")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("overrides", nargs="*")
     return parser.parse_intermixed_args(arguments)
 
 
 def _act(command: argparse.Namespace, environment: RankEnvironment) -> int:
+    if command.overrides == ["families"]:
+        return _write_report(describe_families, environment)
     if command.multirun:
         raise ConfigError(
             "--multirun cannot run: a command runs one job; start the command once for each set of values"
         )
     if command.config_dir is not None and not command.config_dir.is_dir():
         raise ConfigError(f"--config-dir {command.config_dir} is not a folder: give one that holds GROUP/NAME.yaml")
-    config = compose_run(CONF, command.overrides, command.config_dir)
+    paths = {key: getattr(command, name) for name, key in _PATH_OPTIONS.items() if getattr(command, name) is not None}
+    config = compose_run(CONF, command.overrides, command.config_dir, paths)
     if command.version:
         return _write_report(lambda: f"spmd-worker {version()}", environment)
     if command.help:
@@ -162,7 +184,7 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
     """On the CPU: read the run, and begin to commit the cache's memory, while torch is not there yet. Returns what was
     read; None on a GPU, and where something is wrong, which is found again, and reported, later.
     """
-    from spmd_worker.batch.input.input_files import STANDARD_INPUT, find_inputs
+    from spmd_worker.batch.input.input_files import find_inputs, is_stream
     from spmd_worker.batch.prefault import prefault
     from spmd_worker.memory.plan import cache_spec_of, check_cache_setting
 
@@ -177,7 +199,7 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
     computes_here = config.executor.backend in ("auto", "external_launcher", "uniproc")
     if not computes_here or environment.world_size != resolved.layout.world_size:
         return resolved
-    if config.job.input is not None and config.job.input != STANDARD_INPUT:
+    if config.job.input is not None and not is_stream(config.job.input):
         try:
             inputs, spec = find_inputs(config.job.input), cache_spec_of(resolved, environment.rank)
             prefault(config, spec, inputs, resolved.max_model_len, environment.local_world_size)
@@ -210,6 +232,8 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     signals = EndingSignals(lambda: watchdog.before_exit(), watchdog.signalled, patience_s)
     signals.install()
     watchdog.start()
+    # From now on the watchdog looks for the launcher, and ends this rank with its finished rows kept.
+    outlive_parent()
     try:
         run_job(config, environment, watchdog, resolved)
     except SpmdError as error:

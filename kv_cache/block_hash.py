@@ -1,8 +1,14 @@
 """Names for the contents of full blocks: equal names mean equal tokens from the first on, in the same model.
 
-A block's keys and values depend on its own tokens, on all tokens before them, on the weights and on the adapter. So a
-name is a hash of the name before it and the block's tokens, and the first is made from a root that stands for weights
-and adapter. No seed of the process enters: ranks, and a later run, come to the same names. The chaining is vLLM's
+A block's name contains everything that its bytes depend on:
+
+    its own tokens, and all before them     the hash of the block before, and the tokens
+    the weights                             `weight_version`, in the root
+    the adapter                             `adapter_id`, in the root
+    how its row's positions are turned      `rope_regime`, in the root: fixed when the row is admitted
+
+So a name is a hash of the name before it and the block's tokens, and the first is made from a root that stands for the
+rest. No seed of the process enters: ranks, and a later run, come to the same names. The chaining is vLLM's
 (`hash_block_tokens`); 128 bits make a collision unthinkable by accident, and the person string keeps these hashes apart
 from others of the same bytes.
 """
@@ -18,12 +24,13 @@ NUM_HASH_BYTES: Final = 16
 _PERSON: Final = b"spmd-kv-block-1"
 
 
-def root_hash(weight_version: int = 0, adapter_id: int = 0) -> BlockHash:
-    """What stands before the first block: `adapter_id` 0 is the model without an adapter.
+def root_hash(weight_version: int = 0, adapter_id: int = 0, rope_regime: int = 0) -> BlockHash:
+    """What stands before the first block: `adapter_id` 0 is the model without an adapter, `rope_regime` is the
+    request's.
 
     Another version of the weights is another root, so no block computed with old weights is ever found again.
     """
-    return _digest(struct.pack("<qq", weight_version, adapter_id))
+    return _digest(struct.pack("<qqq", weight_version, adapter_id, rope_regime))
 
 
 def hash_blocks(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:

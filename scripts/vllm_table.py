@@ -15,8 +15,8 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "vllm.md"
 
 HEAD = """# Names of vLLM
 
-Written by `python scripts/vllm_table.py` from the tables that the code reads; do not edit it. A script for
-vLLM 0.32 runs here with `from spmd_worker import LLM, SamplingParams` in the place of vLLM's line, or fails with one of
+Written by `python scripts/vllm_table.py` from the tables that the code reads; do not edit it. A script for vLLM
+0.32 runs here with `from spmd_worker import LLM, SamplingParams` in the place of vLLM's line, or fails with one of
 these sentences.
 
 ## `LLM(...)`, `EngineArgs(...)`

@@ -5,10 +5,14 @@ one follows from its class attributes: the exit code, and what the failure diagn
 are a fault of this package itself are no `SpmdError`s: their traceback is wanted.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
 DIVERGED_EXIT_CODE: Final = 70
 """Exit code of every rank of a replica whose ranks diverged."""
+
+_MAX_REASONS: Final = 20
+"""Of many, so many are listed in a message."""
 
 
 class SpmdError(Exception):
@@ -58,6 +62,27 @@ class ChatTemplateError(SpmdError, ValueError):
 
 class CheckpointError(SpmdError, ValueError):
     """A checkpoint that cannot be used. The message names the file, the tensor and the rule it breaks."""
+
+
+class PromptsRefusedError(SpmdError, ValueError):
+    """Prompts of a call can never be answered, and none of the call was; every rank raises it. `reasons` has the words
+    for each, by index in the call.
+    """
+
+    is_known_to_all = True
+
+    def __init__(self, call: str, num_prompts: int, reasons: Mapping[int, str]) -> None:
+        self.reasons = dict(reasons)
+        indices = list(self.reasons)
+        lines = [f"  prompt {index}: {self.reasons[index]}" for index in indices[:_MAX_REASONS]]
+        if len(indices) > _MAX_REASONS:
+            lines.append(f"  and those of index {', '.join(map(str, indices[_MAX_REASONS:]))}: see reasons")
+        super().__init__(
+            f"{len(indices)} of {num_prompts} prompts cannot be answered, and none was:\n"
+            + "\n".join(lines)
+            + f"\nleave them out, or call {call}(..., on_error='row'), which answers the others and gives these an "
+            f"output with error"
+        )
 
 
 class DeviceError(SpmdError, RuntimeError):
@@ -134,6 +159,21 @@ class WorkerDiedError(RankFailedError):
     """A worker process ended without being asked to; the message has its rank, pid and exit code or signal."""
 
     is_secondary = False
+
+
+class MissingWeightsError(SpmdError, RuntimeError):
+    """Some weights were loaded and others, `names`, were not: nothing is computed with old and new ones together."""
+
+    def __init__(self, names: Sequence[str], num_weights: int) -> None:
+        self.names = list(names)
+        num_more = len(self.names) - _MAX_REASONS
+        super().__init__(
+            f"{len(self.names)} of {num_weights} weights were not loaded since the last commit:\n"
+            + "\n".join(f"  {name}" for name in self.names[:_MAX_REASONS])
+            + (f"\n  and {num_more} more: see names" if num_more > 0 else "")
+            + "\nload them too, or say that they stay as they are: llm.start_weight_update(partial=True), then "
+            "llm.finish_weight_update()"
+        )
 
 
 class WorkerEventError(SpmdError, RuntimeError):

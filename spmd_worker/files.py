@@ -5,8 +5,12 @@ differently.
 import contextlib
 import json
 import os
+import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
+
+CONFIG_BYTES: Final = 16 * 1024 * 1024
+"""A configuration file is no larger."""
 
 
 def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
@@ -54,6 +58,21 @@ def rename_durably(partial: Path, path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_regular_file(path: Path, most_bytes: int = CONFIG_BYTES) -> bytes:
+    """What is in a file of somebody else's. Raises OSError, also for what is no regular file, which may have no end or
+    keep whoever opens it waiting, and for a file of more than `most_bytes`.
+    """
+    # Neither a FIFO nor a device keeps this waiting.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a regular file: give one of at most {most_bytes:,} bytes")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(f"{path} has more than {most_bytes:,} bytes: give one of at most so many")
+    return content
 
 
 class JsonError(ValueError):

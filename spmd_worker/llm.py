@@ -6,13 +6,15 @@ rank gets every output.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+import torch
 from tqdm import tqdm
 
 from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -24,17 +26,22 @@ from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
 from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
+from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
-from spmd_worker.errors import ChatTemplateError, ConfigError
+from spmd_worker.errors import ChatTemplateError, ConfigError, PromptsRefusedError
 from spmd_worker.sequence.events import ResetPrefixCache
 from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 
+OnError = Literal["raise", "row"]
+
+_ON_ERROR: Final = get_args(OnError)
 UseTqdm = bool | Callable[..., Any]
 
 
@@ -72,6 +79,7 @@ class LLM:
         enable_chunked_prefill: bool | None = True,
         load_format: str = "auto",
         logprobs_mode: str = "raw_logprobs",
+        allow_nonfinite: bool = False,
         distributed_executor_backend: str | type | None = "auto",
         worker_cls: str | type | None = None,
         worker_extension_cls: str | type | None = None,
@@ -103,6 +111,7 @@ class LLM:
             "enable_chunked_prefill": enable_chunked_prefill,
             "load_format": load_format,
             "logprobs_mode": logprobs_mode,
+            "allow_nonfinite": allow_nonfinite,
             "distributed_executor_backend": distributed_executor_backend,
             "worker_cls": worker_cls,
             "worker_extension_cls": worker_extension_cls,
@@ -127,6 +136,7 @@ class LLM:
         # process when it takes them down with the interpreter.
         self._release = weakref.finalize(self.llm_engine, self.llm_engine.release, is_closed=False)
         self._replicas = open_replicas(self.llm_engine)
+        self._turns: Turns | None = None
 
     def generate(
         self,
@@ -138,14 +148,22 @@ class LLM:
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        on_error: OnError = "raise",
+        gather: bool = False,
     ) -> list[RequestOutput]:
-        """One output a prompt, in order. A prompt that cannot be answered gets an output with `error`; the rest is
-        answered.
+        """One output a prompt, in order. Prompts that can never be answered (too long for the model, ...) raise
+        PromptsRefusedError, a ValueError that names all of them, before anything is computed; with `on_error="row"`
+        each of them gets an output with `error` and no completions, and the rest is answered.
+
+        A prompt whose parameters have no `seed` draws by the engine's seed, the number of the call and its index in it:
+        another call draws other numbers, and a program that runs again draws the same ones.
 
         Under torchrun every rank of an engine, those of all its replicas, must pass the same prompts:
         RanksDisagreeError names the first that differs. Every rank gets every output. What one rank raises before any
         prompt is answered, such as TypeError or ValueError for its arguments, is RankFailedError on the others, and the
-        engine can be used again.
+        engine can be used again. With `gather` every rank passes prompts of its own, as many as it likes or none, and
+        gets their outputs only; prompts that are refused are that rank's error, and no bar is shown. In `turns` every
+        call is one of those, and not every rank needs to make it.
 
         `use_tqdm` may be what makes the bar, such as `partial(tqdm, leave=False)`; the first rank has one. Adapters do
         not exist here and rows are served first come, first served: ValueError for a `lora_request` or a `priority`
@@ -157,7 +175,7 @@ class LLM:
             check_extras(len(encoded), lora_request, priority, tokenization_kwargs, mm_processor_kwargs)
             return encoded
 
-        return self._run("generate", encode, sampling_params, use_tqdm)
+        return self._run("generate", encode, sampling_params, on_error, gather, use_tqdm)
 
     def chat(
         self,
@@ -174,6 +192,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        on_error: OnError = "raise",
+        gather: bool = False,
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`.
 
@@ -198,7 +218,66 @@ class LLM:
             check_extras(len(encoded), lora_request, None, tokenization_kwargs, mm_processor_kwargs)
             return encoded
 
-        return self._run("chat", encode, sampling_params, use_tqdm)
+        return self._run("chat", encode, sampling_params, on_error, gather, use_tqdm)
+
+    def score_tokens(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Sequence[Sequence[int]],
+        *,
+        gather: bool = False,
+        use_tqdm: bool = False,
+    ) -> list[list[float]]:
+        """The log-probability of each token of `completions[i]`, token ids, given `prompts[i]` and the tokens before.
+
+        They come from the kernels that sample, with weights as they are now: of what `generate` sampled they are the
+        bits that it reports as `logprobs` (those of the unprocessed logits, `raw_logprobs`), however rows were batched,
+        cut into chunks or preempted then and now (with `logprobs=-1` under tensor parallelism, but for the rounding of
+        a sum). `gather` as in `generate`. Raises ValueError, before anything is
+        computed, for a completion without tokens, and as `generate` does for what is too long.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        lengths: list[int] = []
+
+        def encode() -> list[Encoded]:
+            listed = _as_list(prompts)
+            if len(listed) != len(completions):
+                raise ValueError(f"{len(completions)} completions for {len(listed)} prompts: give one for each prompt")
+            joined = []
+            for prompt, completion in zip(listed, completions, strict=True):
+                encoded, tokens = encode_prompt(prompt, self.llm_engine.need_tokenizer), as_token_ids(completion)
+                if not tokens:
+                    raise ValueError("a completion has no tokens: there is nothing to score")
+                lengths.append(len(tokens))
+                joined.append(Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error))
+            return joined
+
+        outputs = self._run("score_tokens", encode, params, "raise", gather, use_tqdm)
+        return [_last_logprobs(output, length) for output, length in zip(outputs, lengths, strict=True)]
+
+    @contextmanager
+    def turns(self) -> Iterator[None]:
+        """A block in which each rank calls `generate` and `chat` with prompts of its own, as often as it likes, without
+        the others having to call them as often: for loops over tools or environments, whose number of turns differs.
+
+        Every rank of the engine enters and leaves the block. A call waits until every other rank has called too or is
+        at the end of its block, for `timeout_s` at most; a rank at the end of its block takes part in the calls of the
+        others until all have come there. An error that leaves the block on one rank ends it on all: the others get
+        RankFailedError with its words from the call they make or from the end of their block. The engine can be used
+        again.
+        """
+        self.llm_engine.check_open()
+        if self._turns is not None:
+            raise RuntimeError("turns are not taken inside turns: leave the block first")
+        turns = self._turns = Turns(self.llm_engine, self._replicas)
+        try:
+            yield
+            turns.leave()
+        except Exception as error:
+            turns.fail(error)
+            raise
+        finally:
+            self._turns = None
 
     def beam_search(
         self,
@@ -229,7 +308,8 @@ class LLM:
                 engine.check_request(each.token_ids, params.step_params)
             return [each.token_ids for each in encoded], asdict(params)
 
-        token_ids, _ = agree_on_call(engine, "beam_search", prepare)
+        # In turns each rank has beams of its own.
+        token_ids, _ = agree_on_call(engine, "beam_search", prepare) if self._turns is None else prepare()
         eos_token_ids = engine.resolved.model_config.eos_token_ids
         searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
         with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
@@ -286,10 +366,10 @@ class LLM:
         `named_parameters()`, `get_parameter(name)`, `state_dict()`, `load_state_dict(...)` and attributes
         (`model.model.layers[0].mlp.up_proj.weight`) show the checkpoint's tensors, or this rank's slices of them, and
         what `function` changes in them before it ends counts, a tied head included; `model.load_weights(pairs)` takes
-        whole tensors by name. It has no forward pass. Of a packed weight (those of the linear layers on the CPU) each
-        parameter that is asked for is a copy, kept until `function` ends: where memory is short, ask for a few in each
-        call. `collective_rpc("get_model_inspection")` shows shapes without any. Call `set_weight_version` after a
-        change, or cached prefixes go on answering for the old weights.
+        whole tensors by name, as `update_weights` does. It has no forward pass. Of a packed weight (those of the linear
+        layers on the CPU) each parameter that is asked for is a copy, kept until `function` ends: where memory is
+        short, ask for a few in each call. `collective_rpc("get_model_inspection")` shows shapes without any. Call
+        `set_weight_version` after a change, or cached prefixes go on answering for the old weights.
         """
         return self.collective_rpc("apply_model", args=(function,))
 
@@ -323,6 +403,9 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Later prompts find nothing of what is cached now, on every rank; returns True. For weights that were changed
         in place, under the same version. Under torchrun the first rank of each replica speaks for it.
+
+        Weights that were loaded since the last commit are committed, which every rank does: MissingWeightsError lists
+        those of the model that were not loaded.
         """
         self.llm_engine.reset_prefix_cache()
         return True
@@ -337,6 +420,57 @@ class LLM:
         last that fits 64 bits will do; a trainer gives its step. Raises TypeError or ValueError for anything else.
         """
         self.llm_engine.set_weight_version(version)
+
+    def start_weight_update(self, *, partial: bool = False) -> None:
+        """New weights come, by `update_weights` or the model's own `load_weights`, and nothing is computed before
+        `finish_weight_update`. `partial`: those that do not come stay as they are, which is an error otherwise.
+
+        Without this and `finish_weight_update`, what was loaded is committed by the next `generate`, `chat`,
+        `reset_prefix_cache` or `llm_engine.step`, and has to be all weights of the model.
+        """
+        self.llm_engine.check_open()
+        self.llm_engine.weight_updates.hold(is_partial=partial)
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load whole tensors by their checkpoint names: any of them, in any order, of any floating-point dtype, from
+        any device. Every rank gives the same; nothing is exchanged. Each rank takes its slices, in place.
+
+        Raises RuntimeError while requests are being answered, and ValueError for an unknown name and a tensor that is
+        misshapen, sharded or not finite, which is not written.
+        """
+        self.llm_engine.check_open()
+        executor: Any = self.llm_engine.model_executor  # with a worker in this process, unless it says why not
+        executor.driver_worker.model_runner.model.load_weights(tensors)
+
+    def finish_weight_update(self) -> None:
+        """Commit what was loaded: nothing that was cached before is found. Every rank calls this.
+
+        Raises MissingWeightsError that lists what was not loaded, and RanksDisagreeError that names a weight of which
+        ranks were given different tensors; load it again then.
+        """
+        engine, updates = self.llm_engine, self.llm_engine.weight_updates
+        engine.check_open()
+
+        def prepare() -> _Given:
+            engine.commit_weights(is_partial=updates.release())
+            return []
+
+        agree_on_prompts(engine, "finish_weight_update", prepare, lambda: {"new weights": updates.uncompared})
+        updates.uncompared = {}
+
+    @contextmanager
+    def weight_update(self, *, partial: bool = False) -> Iterator[Callable[[str, torch.Tensor], None]]:
+        """`with llm.weight_update() as load: load(name, tensor)`: as `start_weight_update`, `update_weights` one by
+        one, and `finish_weight_update`. After an exception inside, all weights have to be loaded before anything is
+        computed.
+        """
+        self.start_weight_update(partial=partial)
+        try:
+            yield lambda name, tensor: self.update_weights([(name, tensor)])
+        except BaseException:
+            self.llm_engine.weight_updates.release()
+            raise
+        self.finish_weight_update()
 
     def reinitialize_distributed(
         self,
@@ -402,6 +536,8 @@ class LLM:
         call: str,
         encode: Callable[[], list[Encoded]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        on_error: OnError,
+        gather: bool,
         use_tqdm: UseTqdm,
     ) -> list[RequestOutput]:
         engine, replicas = self.llm_engine, self._replicas
@@ -410,29 +546,76 @@ class LLM:
         if replicas is not None:
             replicas.check_whole()
 
-        def prepare() -> list[tuple[Encoded, SamplingParams]]:
+        def prepare() -> _Given:
             engine.check_idle()
+            engine.weight_updates.check_not_held()
+            engine.commit_weights()
+            if on_error not in _ON_ERROR:
+                raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
             encoded = encode()
             return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
 
-        agreed = agree_on_prompts(engine, call, prepare)
+        if gather or self._turns is not None:
+            return self._answer_own(call, prepare, on_error)
+        number, updates = engine.num_calls, engine.weight_updates
+
+        def settings() -> dict[str, Any]:
+            return {"new weights": updates.uncompared, "number of the call": number, "on_error": on_error}
+
+        given = agree_on_prompts(engine, call, prepare, settings)
+        updates.uncompared = {}
+        outputs = self._refused(call, given, on_error)
+        prompts = [
+            RoundPrompt(number, index, each.text, each.token_ids, sampling)
+            for index, (each, sampling) in enumerate(given)
+            if index not in outputs
+        ]
+        engine.num_calls += 1
+        answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
+        with contextlib.closing(_new_bar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
+            outputs |= answer(prompts, bar.update)
+        return [outputs[index] for index in range(len(given))]
+
+    def _answer_own(self, call: str, prepare: Callable[[], "_Given"], on_error: OnError) -> list[RequestOutput]:
+        """Of prompts that only this rank has."""
+        given: _Given = []
         outputs: dict[int, RequestOutput] = {}
-        prompts: list[RoundPrompt] = []
-        for index, (each, sampling) in enumerate(agreed):
+        accepted: list[int] = []
+
+        def prepare_own() -> list[OwnPrompt]:
+            given.extend(prepare())
+            outputs.update(self._refused(call, given, on_error))
+            accepted.extend(index for index in range(len(given)) if index not in outputs)
+            return [OwnPrompt(given[index][0].token_ids, given[index][1]) for index in accepted]
+
+        if self._turns is None:
+            answered = answer_own(self.llm_engine, self._replicas, f"{call}(gather=True)", prepare_own)
+        else:
+            # What this rank raises here is nobody else's business: it may ask again.
+            answered = self._turns.ask(prepare_own())
+        for index, output in zip(accepted, answered, strict=True):
+            output.request_id, output.prompt = str(index), given[index][0].text
+            outputs[index] = output
+        return [outputs[index] for index in range(len(given))]
+
+    def _refused(self, call: str, given: "_Given", on_error: OnError) -> dict[int, RequestOutput]:
+        """Outputs with errors, by index, of the prompts that can never be answered. Raises PromptsRefusedError where
+        `on_error` says so.
+        """
+        outputs = {}
+        for index, (each, sampling) in enumerate(given):
             try:
                 if each.error is not None:
                     raise ValueError(each.error)
-                each.token_ids = tuple(engine.limits.truncate(each.token_ids, sampling))
-                engine.check_request(each.token_ids, sampling)
-                prompts.append(RoundPrompt(index, each.text, each.token_ids, sampling))
+                each.token_ids = tuple(self.llm_engine.limits.truncate(each.token_ids, sampling))
+                self.llm_engine.check_request(each.token_ids, sampling)
             except ValueError as error:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
                 )
-        answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
-        with contextlib.closing(_new_bar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
-            outputs |= answer(prompts, bar.update)
-        return [outputs[index] for index in range(len(agreed))]
+        if outputs and on_error == "raise":
+            raise PromptsRefusedError(call, len(given), {index: str(each.error) for index, each in outputs.items()})
+        return outputs
 
     def _render(self, messages: Messages, options: ChatOptions) -> Encoded:
         try:
@@ -471,6 +654,17 @@ def _answered(output: RequestOutput) -> RequestOutput:
     if output.error is not None:
         raise ValueError(output.error)
     return output
+
+
+_Given = list[tuple[Encoded, SamplingParams]]
+"""Prompts of one call with their parameters."""
+
+
+def _last_logprobs(output: RequestOutput, count: int) -> list[float]:
+    """Of the last tokens of a prompt."""
+    assert output.prompt_logprobs is not None, "they were asked for"
+    tokens, positions = output.prompt_token_ids[-count:], output.prompt_logprobs[-count:]
+    return [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
 
 
 def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:

@@ -37,6 +37,18 @@ class ResolvedRun:
         return Path(self.config.model.path or "")
 
 
+@dataclass(frozen=True, slots=True)
+class EngineModelConfig:
+    """What an engine runs, by the names that programs written for vLLM read: `model` is the folder, `max_model_len`
+    counts tokens of a prompt and its answer.
+    """
+
+    model: str
+    dtype: str
+    max_model_len: int
+    seed: int
+
+
 def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
     """Read the model's files and resolve. Raises ConfigError or ModelConfigError."""
     if config.model.path is None:

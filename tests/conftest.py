@@ -11,6 +11,7 @@ import random
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         paths.sort(key=lambda path: longest.index(path) if path in longest else len(longest))
     places = {path: number for number, path in enumerate(paths)}
     items.sort(key=lambda item: places[item.path])
+
+
+@pytest.fixture
+def forked_workers() -> Iterator[None]:
+    """In this test, worker processes of the multiprocess executor are forked: tests/forked_workers.py."""
+    from forked_workers import forked
+
+    with forked():
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_workers_of_module() -> Iterator[None]:
+    """In this file."""
+    from forked_workers import forked
+
+    with forked():
+        yield

@@ -9,27 +9,37 @@ ends, the server ends all it has forked.
 
     process = fork_server().fork(["script.py", "argument"], env, cwd, stdout=file, stderr=file)
     process.wait(10.0)
+
+A command may begin with `-m MODULE` too, which runs as `python -P -m MODULE` does. Descriptors that are passed have
+other numbers in the forked process: the argument `{0}` becomes that of the first.
 """
 
 import contextlib
 import ctypes
 import functools
 import json
+import math
 import os
+import re
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_S = 120.0
+LONG_S = 3600.0
 ENVIRONMENT_BYTES = 1 << 16
+MAX_DESCRIPTORS = 8
+PASSED = re.compile(r"\{\d\}")
 PADDING_VARIABLE = "FORK_SERVER_PADDING"
 # In /proc/PID/stat, counted from the field after the state: `env_start` and `env_end` are the 50th and 51st of proc(5).
 ENVIRONMENT_FIELDS = slice(46, 48)
@@ -40,7 +50,7 @@ class ForkServerError(RuntimeError):
 
 
 class ForkServer:
-    """One server process and this end of the connection to it. Not for several threads at once."""
+    """One server process and this end of the connection to it. Any thread may fork and wait."""
 
     def __init__(self, hash_seed: int) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -63,9 +73,25 @@ class ForkServer:
                 start_new_session=True,
             )
         self._exit_codes: dict[int, int] = {}
+        self._forked: int | None = None
+        self._fork_lock = threading.Lock()
+        # Guards what was read; one thread reads while the others wait for what it reads.
+        self._news = threading.Condition()
+        self._is_being_read = False
+
+    @property
+    def pid(self) -> int:
+        """Of the server, which is the parent of all that it forks."""
+        return self._process.pid
 
     def fork(
-        self, command: Sequence[str], env: Mapping[str, str], cwd: str | Path, stdout: IO[bytes], stderr: IO[bytes]
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | Path,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        pass_fds: Sequence[int] = (),
     ) -> "ForkedProcess":
         """Run a script and its arguments as `python SCRIPT ARGUMENT...` would. `env` is all of its environment."""
         order = json.dumps({"command": list(command), "env": dict(env), "cwd": str(cwd)}).encode()
@@ -73,63 +99,86 @@ class ForkServer:
         try:
             os.write(payload, order)
             os.lseek(payload, 0, os.SEEK_SET)
-            socket.send_fds(self._connection, [b"fork"], [payload, stdout.fileno(), stderr.fileno()])
+            with self._fork_lock:
+                descriptors = [payload, stdout.fileno(), stderr.fileno(), *pass_fds]
+                socket.send_fds(self._connection, [b"fork"], descriptors)
+                if not self._wait_until(lambda: self._forked is not None, START_S):
+                    raise ForkServerError(f"the fork server has not answered for {START_S} s")
+                pid, self._forked = self._forked, None
         finally:
             os.close(payload)
-        return ForkedProcess(self, int(self._receive("pid", START_S)["pid"]))
+        assert pid is not None, "waited for"
+        return ForkedProcess(self, pid)
 
     def exit_code_of(self, pid: int, timeout_s: float) -> int | None:
         """Once it is known, which is when the process has ended; None after `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while pid not in self._exit_codes:
-            if self._next(max(deadline_s - time.monotonic(), 0.0)) is None:
-                return None
-        return self._exit_codes[pid]
+        self._wait_until(lambda: pid in self._exit_codes, timeout_s)
+        return self._exit_codes.get(pid)
 
     def close(self) -> None:
         """Ends the server and what it has forked."""
         self._connection.close()
         self._process.wait(START_S)
 
-    def _receive(self, key: str, timeout_s: float) -> dict[str, Any]:
-        while True:
-            message = self._next(timeout_s)
-            if message is None:
-                raise ForkServerError(f"the fork server has not answered for {timeout_s} s")
-            if key in message:
-                return message
+    def _wait_until(self, is_known: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether it is known within that time."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._news:
+            while not is_known():
+                left_s = deadline_s - time.monotonic()
+                if self._is_being_read:
+                    if left_s <= 0 or not self._news.wait(left_s):
+                        return is_known()
+                    continue
+                if not self._read(max(left_s, 0.0)):
+                    return is_known()
+        return True
 
-    def _next(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message, an exit noted; None after `timeout_s`."""
-        if not select.select([self._connection], [], [], timeout_s)[0]:
-            return None
-        content = self._connection.recv(1 << 16)
-        if not content:
+    def _read(self, timeout_s: float) -> bool:
+        """Take note of the next message; false after `timeout_s`. The condition is held before and after."""
+        self._is_being_read = True
+        self._news.release()
+        message = None
+        try:
+            if select.select([self._connection], [], [], timeout_s)[0]:
+                message = self._connection.recv(1 << 16)
+        finally:
+            self._news.acquire()
+            self._is_being_read = False
+            self._news.notify_all()
+        if message is None:
+            return False
+        if not message:
             raise ForkServerError(f"the fork server has ended (exit code {self._process.poll()})")
-        message = json.loads(content)
-        if "exit_code" in message:
-            self._exit_codes[message["ended"]] = message["exit_code"]
+        content = json.loads(message)
+        if "exit_code" in content:
+            self._exit_codes[content["ended"]] = content["exit_code"]
         else:
             # The system gives numbers out again.
-            self._exit_codes.pop(message["pid"], None)
-        return message
+            self._exit_codes.pop(content["pid"], None)
+            self._forked = content["pid"]
+        return True
 
 
 class ForkedProcess:
     """What tests use of `subprocess.Popen`, for a process that the server has forked."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
-        self._server, self.pid, self.returncode = server, pid, None
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         self.returncode = self._server.exit_code_of(self.pid, 0.0)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Raises subprocess.TimeoutExpired."""
-        self.returncode = self._server.exit_code_of(self.pid, timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        deadline_s = time.monotonic() + timeout
+        while self.returncode is None:
+            left_s = deadline_s - time.monotonic()
+            self.returncode = self._server.exit_code_of(self.pid, min(max(left_s, 0.0), LONG_S))
+            if self.returncode is None and left_s <= 0:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return self.returncode
 
     def kill(self) -> None:
@@ -170,7 +219,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
                 exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 send(connection, {"ended": pid, "exit_code": exit_code})
                 continue
-            words, descriptors, _, _ = socket.recv_fds(connection, 16, 3)
+            words, descriptors, _, _ = socket.recv_fds(connection, 16, MAX_DESCRIPTORS)
             if not words:
                 end_all(list(children.values()))
             order = json.loads(read_all(descriptors[0]))
@@ -213,11 +262,13 @@ def check_that_forks_are_safe() -> None:
 
 
 def become(order: dict[str, Any], streams: list[int]) -> None:
-    """This forked process has the session, streams, folder, environment and path that were asked for."""
+    """This forked process has the session, streams, folder, environment and path that were asked for. The first two of
+    `streams` are standard output and error, the others were passed.
+    """
     os.setsid()
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    for descriptor, stream in zip((1, 2), streams, strict=True):
+    for descriptor, stream in zip((1, 2), streams[:2], strict=True):
         os.dup2(stream, descriptor)
         os.close(stream)
     os.chdir(order["cwd"])
@@ -227,8 +278,11 @@ def become(order: dict[str, Any], streams: list[int]) -> None:
     os.environ.update(order["env"])
     show_environment()
     asked_path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.argv[:] = order["command"]
-    sys.path[:] = [str(Path(sys.argv[0]).resolve().parent), *asked_path, *rest]
+    order["command"] = [word.format(*streams[2:]) if PASSED.fullmatch(word) else word for word in order["command"]]
+    is_module = order["command"][0] == "-m"
+    sys.argv[:] = order["command"][is_module:]
+    own_folder = [] if is_module else [str(Path(sys.argv[0]).resolve().parent)]
+    sys.path[:] = [*own_folder, *asked_path, *rest]
     set_num_threads()
 
 
@@ -254,7 +308,12 @@ def set_num_threads() -> None:
 
 
 def run(command: list[str]) -> None:
-    """The script, as `__main__`."""
+    """The script or the module, as `__main__`."""
+    if command[0] == "-m":
+        # It has been imported; run_module would say that this may surprise.
+        sys.modules.pop(command[1], None)
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
     script = command[0]
     main = types.ModuleType("__main__")
     main.__file__ = script

@@ -15,7 +15,7 @@ from waiting import wait_until
 LAUNCH = ranks.REPOSITORY / "launch.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 500
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 LAYOUTS = {
     "two shards": (2, ["parallel.tensor_parallel_size=2"]),

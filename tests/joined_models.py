@@ -6,6 +6,7 @@ Knows how a worker builds and packs. Knows nothing of torchrun or of what is com
 from dataclasses import replace
 
 import torch
+from model_configs import with_layers, with_windows
 from native_libraries import WITH_AMX, library_for
 from our_model import BLOCK_SIZE, prompt_logits
 
@@ -15,36 +16,39 @@ from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.topology import Stage
 from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.layers.context import LayerContext
+from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 
+NORM = NormConfig(eps=1e-5)
+LAYER = LayerConfig(
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    intermediate_size=128,
+    scale=16**-0.5,
+    norm=NORM,
+)
 PLAIN = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=96,
     hidden_size=64,
-    intermediate_size=128,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    rms_norm_eps=1e-5,
+    layers=(LAYER,) * 3,
+    norm=NORM,
     max_position_embeddings=256,
-    rope=RopeParameters(rope_theta=10000.0),
+    ropes=(RopeParameters(rope_theta=10000.0),),
     has_tied_embeddings=False,
-    has_qkv_bias=False,
-    has_output_bias=False,
-    has_mlp_bias=False,
-    has_qk_norm=False,
-    sliding_windows=(0, 0, 0),
     dtype="float32",
     eos_token_ids=(),
 )
 SHAPES = {
     "plain": PLAIN,
-    "biased": replace(PLAIN, has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True),
-    "windows": replace(PLAIN, sliding_windows=(0, 20, 33), has_qkv_bias=True),
-    "wide heads": replace(PLAIN, head_size=32, num_heads=2, num_kv_heads=2, has_tied_embeddings=True),
+    "biased": with_layers(PLAIN, has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True),
+    "windows": with_windows(with_layers(PLAIN, has_qkv_bias=True), 0, 20, 33),
+    "wide heads": replace(
+        with_layers(PLAIN, head_size=32, scale=32**-0.5, num_heads=2, num_kv_heads=2), has_tied_embeddings=True
+    ),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

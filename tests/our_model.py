@@ -68,12 +68,16 @@ class _Run:
         tables: list[list[BlockId]] = [[] for _ in self.prompts]
         for block, index in enumerate(reversed(order)):
             tables[index].append(BlockId(block))
-        sampling = SamplingParams(temperature=0)
         self.sequences = [
-            MirroredSequence(Request(RequestId(index), tuple(prompt), sampling, index), 0, [], table, 0, 0)
-            for index, (prompt, table) in enumerate(zip(self.prompts, tables, strict=True))
+            MirroredSequence(request, 0, [], table, 0, 0)
+            for request, table in zip(map(self._request, range(len(self.prompts))), tables, strict=True)
         ]
         self.cache = self._new_cache(len(order))
+
+    def _request(self, index: int) -> Request:
+        prompt = tuple(self.prompts[index])
+        regime = self.model.model_config.rope_regime(len(prompt), len(prompt))
+        return Request(RequestId(index), prompt, SamplingParams(temperature=0), index, regime)
 
     def has_more(self) -> bool:
         return any(sequence.num_computed_tokens < sequence.num_tokens for sequence in self.sequences)
@@ -86,7 +90,7 @@ class _Run:
             if left:
                 scheduled.append(ScheduledSequence(sequence, min(chunk or left, left), num_samples=0))
         batch = build_batch(scheduled, BLOCK_SIZE, torch.device("cpu"))
-        tokens = (batch.token_ids, batch.positions, batch.prompt_lengths)
+        tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
         hidden = self.model(*tokens, self.cache, batch.attention, is_fused=is_fused)
         logits = self.model.compute_logits(hidden)[:, : self.model.model_config.vocab_size]
         for each in scheduled:

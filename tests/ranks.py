@@ -27,7 +27,7 @@ from fork_server import ForkedProcess, fork_server
 REPOSITORY = Path(__file__).resolve().parents[1]
 STORE_HOST = str(Path(__file__).with_name("store_host.py"))
 TOKEN_VARIABLE = "TESTS_RANKS_TOKEN"
-GRACE_S = 3.0
+GRACE_S = 10.0
 LAUNCHER_GRACE_S = 10.0
 POLL_S = 0.05
 STACKS_S = 0.5

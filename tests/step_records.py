@@ -14,6 +14,7 @@ from spmd_worker.sequence.events import (
     Abort,
     Admit,
     Close,
+    CommitWeights,
     EndRound,
     EndWorkerEvent,
     FinishTransfers,
@@ -72,6 +73,7 @@ requests = st.builds(Request, words | few, token_ids, sampling_params, st.intege
 cache_events = st.just(ResetPrefixCache()) | words.map(SetWeightVersion) | token_ids.map(FinishTransfers)
 ends = st.sampled_from([Close(), EndRound()])
 worker_events = st.builds(WorkerEvent, words, texts, st.binary()) | st.builds(EndWorkerEvent, words, texts)
+worker_events |= st.builds(CommitWeights, words, words)
 events = st.lists(requests.map(Admit) | words.map(Abort) | ends | cache_events | worker_events, max_size=3).map(tuple)
 sequence_data = st.builds(SequenceData, few, token_ids, token_ids, counts, counts, samples)
 sequence_deltas = st.builds(SequenceDataDelta, few, token_ids, counts, token_ids, counts, counts, samples)

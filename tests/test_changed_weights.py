@@ -1,97 +1,64 @@
-"""Weights changed through `LLM.apply_model` answer as a checkpoint with the same change, to the last bit.
+"""Weights changed in place, and new ones loaded, answer to the last bit as a checkpoint that has them."""
 
-Each kind of weight by itself on one rank, all kinds at once on several. The sizes fit the panels of the AMX unit, which
-is emulated where the processor has none.
-"""
-
-import shutil
+import random
+import sys
 from pathlib import Path
 
 import pytest
 import ranks
-from changed_weights import ALL, change, compare
-from native_libraries import HAS_AMX, NATIVE, WITH_AMX, WITHOUT_AMX, library_for, needs_avx512
-from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 
-from spmd_worker.attention import cpu
-from spmd_worker.kernels.cpu import native
-from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
-from spmd_worker.layers.embedding import VocabularyParallelEmbedding
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.layers.checkpoint_layer import PackedLayer
 
-OVERRIDES = {
-    "untied": {"intermediate_size": 128, "attention_bias": True, "mlp_bias": True},
-    "tied": {"intermediate_size": 128, "tie_word_embeddings": True},
-}
-KINDS = [*(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")), "embed_tokens", "lm_head"]
-KINDS += ["input_layernorm", "post_attention_layernorm", "model.norm", "bias"]
-PLAIN = WITHOUT_AMX if HAS_AMX else NATIVE
-
-each_dtype = pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
-each_arithmetic = pytest.mark.parametrize(
-    "instruction_set", [pytest.param(WITH_AMX, marks=needs_avx512), pytest.param(PLAIN, marks=pytest.mark.matrix)]
-)
+PROMPTS = [{"prompt_token_ids": random.Random(length).choices(range(10, 211), k=length)} for length in (1, 9, 23, 40)]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+MODELS = {"untied": {"intermediate_size": 128, "attention_bias": True}, "tied": {"tie_word_embeddings": True}}
+CASES = [("untied", []), ("tied", []), ("untied", ["tensor"]), ("tied", ["pipeline"])]
+FACTORS = (-0.5, 2.0, -1.0)  # by a name's length; bfloat16 does not round with them
 
 
-def folders(checkpoint: str, kind: str) -> tuple[Path, Path]:
+def folder_of(model: str) -> Path:
     def write(folder: Path) -> None:
-        shutil.copytree(base, folder)
-        tensors = load_file(folder / "model.safetensors")
-        for name, tensor in tensors.items():
-            change(name, tensor, kind)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint  # slow to import, so not on ranks
 
-    spec = CheckpointSpec(LlamaConfig, OVERRIDES[checkpoint])
-    base = made_once(f"weights {checkpoint}", lambda folder: write_checkpoint(folder, spec))
-    return base, made_once(f"weights {checkpoint} {kind}", write)
+        for name, factors in (("base", (1, 1, 1)), ("changed", FACTORS)):
+            path = write_checkpoint(folder / name, CheckpointSpec(LlamaConfig, MODELS[model])) / "model.safetensors"
+            save_file({n: each * factors[len(n) % 3] for n, each in load_file(path).items()}, path, {"format": "pt"})
+
+    return made_once(f"weights of {model}", write)
 
 
-@each_dtype
-@each_arithmetic
-@pytest.mark.parametrize(
-    ("checkpoint", "kind"), [("untied", kind) for kind in KINDS] + [("tied", "embed_tokens"), ("tied", "q_proj")]
-)
-def test_a_changed_kind_of_weight_answers_as_a_checkpoint_with_it(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: str, kind: str, instruction_set: str, dtype: str
-):
-    for module in (native, cpu):
-        monkeypatch.setattr(module, "native_library", lambda: library_for(instruction_set))
-    compare(*folders(checkpoint, kind), kind, dtype)
+def answers(llm: LLM) -> str:
+    return repr([(each.outputs, each.prompt_logprobs) for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
 
 
-@each_dtype
-@each_arithmetic
-@pytest.mark.parametrize(
-    ("checkpoint", "layout"),
-    [
-        ("untied", "tensor_parallel_size"),
-        ("tied", "pipeline_parallel_size"),
-        pytest.param("untied", "pipeline_parallel_size", marks=pytest.mark.matrix),
-        pytest.param("tied", "tensor_parallel_size", marks=pytest.mark.matrix),
-    ],
-)
-def test_weights_changed_on_two_ranks_answer_as_a_checkpoint_with_the_change(
-    checkpoint: str, layout: str, instruction_set: str, dtype: str
-):
-    arguments = [*folders(checkpoint, ALL), dtype, layout, instruction_set]
-    done = ranks.run_forked([ranks.REPOSITORY / "tests/changed_weights.py", *arguments], 2, timeout_s=120)
+def compare(folder: Path, dtype: str, **layout: int) -> None:
+    with LLM(folder / "changed", dtype=dtype, num_blocks=64, **layout) as llm:
+        expected = answers(llm)
+    with LLM(folder / "base", dtype=dtype, num_blocks=64, **layout) as llm:
+        before = answers(llm)
+        llm.apply_model(lambda m: [each.mul_(FACTORS[len(n) % 3]) for n, each in m.named_parameters()] and None)
+        llm.set_weight_version(1)
+        assert answers(llm) == expected != before
+        for name, expected_answers in (("base", before), ("changed", expected)):
+            llm.update_weights(load_file(folder / name / "model.safetensors").items())
+            assert answers(llm) == expected_answers
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("model", "cut"), CASES)
+def test_new_weights_answer_as_a_checkpoint_with_them(model: str, cut: list[str], dtype: str):
+    done = ranks.run_forked([__file__, folder_of(model), dtype, *cut], 1 + len(cut), timeout_s=240)
     assert done.returncode == 0, done.output
 
 
-@needs_avx512
-@pytest.mark.parametrize(("layer", "kind"), [(PackedLayer, "q_proj"), (VocabularyParallelEmbedding, "embed_tokens")])
-def test_the_comparison_sees_weights_that_are_not_packed_again(
-    monkeypatch: pytest.MonkeyPatch, layer: type[CheckpointLayer], kind: str
-):
-    """Negative control: panels, and the head of a tied model, stay as they were."""
-    for module in (native, cpu):
-        monkeypatch.setattr(module, "native_library", lambda: library_for(WITH_AMX))
-    base, changed = folders("tied", kind)
-    monkeypatch.setattr(layer, "write_region", CheckpointLayer.write_region if kind == "embed_tokens" else ignore)
+def test_the_comparison_sees_weights_that_are_not_packed_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PackedLayer, "write_region", lambda *_: None)
     with pytest.raises(AssertionError):
-        compare(base, changed, kind, "float32")
+        compare(folder_of("tied"), "float32")
 
 
-def ignore(*_: object) -> None:
-    """In place of what writes."""
+if __name__ == "__main__":
+    compare(Path(sys.argv[1]), sys.argv[2], **{f"{cut}_parallel_size": 2 for cut in sys.argv[3:]})

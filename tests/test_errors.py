@@ -3,7 +3,7 @@
 import pytest
 
 from spmd_worker import errors
-from spmd_worker.errors import AbortedError, SpmdError, WorkerError
+from spmd_worker.errors import AbortedError, MissingWeightsError, PromptsRefusedError, SpmdError, WorkerError
 from spmd_worker.liveness.failure_diagnosis import describe, explained_exit_code, is_secondary
 
 # name -> what callers catch, exit code, is_secondary, is_known_to_all, names_rank
@@ -15,6 +15,7 @@ EXPECTED = {
     "TokenizerError": (ValueError, 1, False, False, False),
     "ChatTemplateError": (ValueError, 1, False, False, False),
     "CheckpointError": (ValueError, 1, False, False, False),
+    "PromptsRefusedError": (ValueError, 1, False, True, False),
     "DeviceError": (RuntimeError, 1, False, False, False),
     "RanksDisagreeError": (RuntimeError, 70, False, True, False),
     "ReplicaDivergedError": (RuntimeError, 70, False, True, False),
@@ -24,6 +25,7 @@ EXPECTED = {
     "PeerLostError": (RuntimeError, 1, True, False, False),
     "WorkerError": (RuntimeError, 1, False, False, True),
     "WorkerDiedError": (RuntimeError, 1, False, False, True),
+    "MissingWeightsError": (RuntimeError, 1, False, False, False),
     "WorkerEventError": (RuntimeError, 1, False, False, True),
     "JobError": (RuntimeError, 1, False, True, False),
     "JournalError": (ValueError, 1, False, False, False),
@@ -32,7 +34,7 @@ EXPECTED = {
     "ReplayError": (ValueError, 1, False, False, False),
     "ReplayDivergedError": (ValueError, 1, False, False, False),
 }
-ERRORS = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+ERRORS = {name: each for name, each in vars(errors).items() if getattr(each, "__module__", None) == errors.__name__}
 
 
 def test_every_error_is_listed_here():
@@ -53,11 +55,14 @@ def test_the_diagnosis_follows_from_the_attributes(name: str):
     error = {
         "AbortedError": lambda: AbortedError("the text", is_divergence=False),
         "WorkerError": lambda: WorkerError(1, "step", "ValueError", "the text"),
+        "PromptsRefusedError": lambda: PromptsRefusedError("generate", 2, {1: "the text"}),
+        "MissingWeightsError": lambda: MissingWeightsError(["the text"], 2),
     }.get(name, lambda: ERRORS[name]("the text"))()
+    assert "the text" in str(error)
     assert is_secondary(error) is secondary
     assert explained_exit_code(error) == (exit_code if known_to_all else None)
     assert describe(error, 2, 7, "execute") == (
-        str(error) if names_rank else f"rank 2 raised {name} at step 7: the text"
+        str(error) if names_rank else f"rank 2 raised {name} at step 7: {error}"
     )
 
 

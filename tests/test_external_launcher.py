@@ -38,7 +38,7 @@ BUDGETS = (0.9, 0.5, 0.7, 0.6)
 MEMORY_BYTES = 16 << 20
 """What each rank is told its machine has, so that budgets and not need decide on the number of blocks."""
 LOGPROB_TOLERANCE = 1e-4
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 Report = dict[str, Any]
 
@@ -72,9 +72,11 @@ def test_texts_ids_and_logprobs_are_equal_on_all_ranks_to_the_last_bit(reports: 
 
 
 @pytest.mark.parametrize("params", PARAMS)
-def test_a_second_generate_gives_the_same_again(reports: list[Report], params: str):
+def test_a_second_generate_gives_the_same_again_or_draws_anew_without_seeds(reports: list[Report], params: str):
     for report in reports:
-        assert report["outputs again"][params] == report["outputs"][params]
+        assert report["outputs again"] == reports[0]["outputs again"]
+        is_same = report["outputs again"][params] == report["outputs"][params]
+        assert is_same == (params != "of the job")
 
 
 @pytest.mark.parametrize("params", PARAMS)

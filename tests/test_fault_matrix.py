@@ -27,7 +27,7 @@ MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 REPEATS = int(os.environ.get("SPMD_WORKER_FAULT_REPEATS", "10"))
 TIMEOUT_S = 5.0
 MAX_S = 10.0
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 SURE_S = 2.5
 """So long after a rank's start every rank is watched: imports end at different times."""
 HEADING = "rank status at the last heartbeats:"

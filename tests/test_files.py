@@ -6,7 +6,19 @@ from pathlib import Path
 import pytest
 
 from spmd_worker import files
-from spmd_worker.files import JsonError, parse_json_object, read_json_object, write_file, write_json
+from spmd_worker.errors import ModelConfigError, TokenizerError
+from spmd_worker.files import (
+    JsonError,
+    parse_json_object,
+    read_json_object,
+    read_regular_file,
+    write_file,
+    write_json,
+)
+from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+MODEL = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "model"
 
 
 def test_a_file_is_replaced_with_all_of_its_bytes(tmp_path: Path):
@@ -98,3 +110,37 @@ def test_nesting_is_limited_where_a_limit_is_given():
 def test_infinity_is_taken_where_others_wrote_it():
     """In a model's config.json, as Python's own json writes it, under keys that nobody here reads."""
     assert parse_json_object(b'{"time_step_limit": [0.0, Infinity]}', allows_nan=True)["time_step_limit"][1] > 1e300
+
+
+def test_a_file_of_somebody_else_is_regular_and_has_an_end(tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"x" * 100)
+    assert read_regular_file(path, 100) == b"x" * 100
+    with pytest.raises(OSError, match="has more than 99 bytes: give one of at most so many"):
+        read_regular_file(path, 99)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    for name in ("fifo", "endless"):
+        with pytest.raises(OSError, match="is not a regular file: give one of at most"):
+            read_regular_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_model_folder_whose_files_have_no_end_is_refused_by_name(tmp_path: Path, name: str):
+    for each in ("config.json", "tokenizer.json"):
+        (tmp_path / each).write_bytes((MODEL / each).read_bytes())
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero")
+    if name == "tokenizer_config.json":
+        # As if it were not there: what is no file is none.
+        assert Tokenizer.open(tmp_path).chat_template_source is None
+        return
+    with pytest.raises(ModelConfigError, match=f"{name} cannot be read: .* is not a regular file"):
+        read_model_files(tmp_path)
+
+
+def test_a_tokenizer_that_is_too_large_is_refused(tmp_path: Path):
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate((256 << 20) + 1)
+    with pytest.raises(TokenizerError, match=r"tokenizer.json cannot be read: .* has more than 268,435,456 bytes"):
+        Tokenizer.open(tmp_path)

@@ -19,7 +19,7 @@ import launch
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-START_S = 90.0
+START_S = 240.0
 DEMO = [f"model.path={MODEL}", "cache.num_blocks=512", "device=cpu"]
 SMALL_CACHE = (
     "cache.num_blocks=3 holds 48 tokens but model.max_model_len is 256: "
@@ -132,7 +132,7 @@ ALONE = [
     (["plan=true", "model.path=nosuch"], "model.path=nosuch is not a folder: give a Hugging Face model folder"),
     (["model=demo"], "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
     (["model=demo", "job.input=x"], "job.output is not set: give the file to write"),
-    (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR or --version"),
+    (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --help, --cfg job, --config-dir DIR, --input"),
     (["--cfg", "hydra"], "argument --cfg/-c: invalid choice: 'hydra'"),
     (["--config-dir", "nosuch"], "--config-dir nosuch is not a folder: give one that holds GROUP/NAME.yaml"),
     (["model.dtype=float8"], "model.dtype=float8 is not one of auto, float32, bfloat16, float16"),

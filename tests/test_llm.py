@@ -17,7 +17,7 @@ from reference_models import (
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.errors import ConfigError, ModelConfigError
+from spmd_worker.errors import ConfigError, ModelConfigError, PromptsRefusedError
 from spmd_worker.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -48,8 +48,8 @@ def text_llm(text_folder: Path) -> Iterator[LLM]:
         yield made
 
 
-def run(llm: LLM, prompts: object, sampling: object = GREEDY) -> list[RequestOutput]:
-    return llm.generate(prompts, sampling, use_tqdm=False)
+def run(llm: LLM, prompts: object, sampling: object = GREEDY, **options: object) -> list[RequestOutput]:
+    return llm.generate(prompts, sampling, use_tqdm=False, **options)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -113,7 +113,8 @@ def test_arguments_that_are_no_prompts_conversations_or_parameters_are_refused(l
 )
 def test_a_key_of_a_prompt_that_nobody_reads_is_that_prompts_error(llm: LLM, extra: dict[object, object], words: str):
     """An image once was dropped in silence, and the text alone answered."""
-    outputs = run(llm, [{"prompt_token_ids": PROMPTS[0], **extra}, {"prompt_token_ids": PROMPTS[0]}])
+    prompts = [{"prompt_token_ids": PROMPTS[0], **extra}, {"prompt_token_ids": PROMPTS[0]}]
+    outputs = run(llm, prompts, on_error="row")
     assert words in (outputs[0].error or "")
     assert outputs[0].outputs == []
     assert outputs[1].error is None
@@ -122,7 +123,7 @@ def test_a_key_of_a_prompt_that_nobody_reads_is_that_prompts_error(llm: LLM, ext
 
 def test_a_prompt_without_either_key_names_what_it_needs(llm: LLM):
     for prompt in ({}, {"prompt": None}, {"prompt": [1, 2]}):
-        (output,) = run(llm, prompt)
+        (output,) = run(llm, prompt, on_error="row")
         assert output.error == f"a prompt needs text under prompt, or prompt_token_ids; this one has {[*prompt]}"
 
 
@@ -138,7 +139,7 @@ def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answer
         None,
     ]
     given = [prompt for pair in zip(PROMPTS, bad, strict=True) for prompt in pair]
-    outputs = run(llm, given)
+    outputs = run(llm, given, on_error="row")
     words = [
         "has 512 tokens but model.max_model_len is 512",
         "has no tokens",
@@ -157,6 +158,39 @@ def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answer
     assert all(output.error is None for output in outputs[::2])
 
 
+def test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm: LLM):
+    prompts = [PROMPTS[0], [5, 211], PROMPTS[1], []]
+    expected, num_steps = tokens(run(llm, PROMPTS, replace(SAMPLED, seed=4))), llm.llm_engine.counters.num_steps
+    with pytest.raises(PromptsRefusedError) as refused:
+        run(llm, prompts)
+    assert isinstance(refused.value, ValueError)
+    assert list(refused.value.reasons) == [1, 3]
+    assert str(refused.value) == (
+        "2 of 4 prompts cannot be answered, and none was:\n"
+        "  prompt 1: token id 211 is outside the vocabulary of 211 tokens\n"
+        "  prompt 3: the prompt has no tokens: give at least one\n"
+        "leave them out, or call generate(..., on_error='row'), which answers the others and gives these an output "
+        "with error"
+    )
+    with pytest.raises(
+        PromptsRefusedError, match=r"1 of 1 prompts(.|\n)*no tokenizer.json(.|\n)*or call chat\(\.\.\., on"
+    ):
+        llm.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"on_error='rows' must be one of 'raise', 'row'"):
+        run(llm, PROMPTS, on_error="rows")
+    assert llm.llm_engine.counters.num_steps == num_steps, "nothing ran"
+    assert tokens(run(llm, PROMPTS, replace(SAMPLED, seed=4))) == expected
+
+
+def test_of_many_prompts_that_cannot_be_answered_all_are_named_and_the_first_with_reasons(llm: LLM):
+    with pytest.raises(PromptsRefusedError) as refused:
+        run(llm, [[]] * 23)
+    lines = str(refused.value).splitlines()
+    assert lines[20].startswith("  prompt 19: the prompt has no tokens")
+    assert lines[21] == "  and those of index 20, 21, 22: see reasons"
+    assert list(refused.value.reasons) == list(range(23))
+
+
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
@@ -167,7 +201,7 @@ def test_a_prompt_that_cannot_be_answered_has_an_error_and_the_others_are_answer
     ],
 )
 def test_parameters_that_this_model_cannot_follow_are_that_rows_error(llm: LLM, sampling: SamplingParams, words: str):
-    outputs = run(llm, PROMPTS[:2], [sampling, GREEDY])
+    outputs = run(llm, PROMPTS[:2], [sampling, GREEDY], on_error="row")
     assert words in (outputs[0].error or "")
     assert outputs[1].error is None
 
@@ -249,7 +283,7 @@ def test_a_chat_is_its_rendered_template(text_llm: LLM):
 
 
 def test_a_model_without_template_or_tokenizer_says_so_for_each_chat(llm: LLM):
-    (output,) = llm.chat([{"role": "user", "content": "hello"}], GREEDY, use_tqdm=False)
+    (output,) = llm.chat([{"role": "user", "content": "hello"}], GREEDY, on_error="row", use_tqdm=False)
     assert "no tokenizer.json" in (output.error or "")
 
 
@@ -258,7 +292,7 @@ def test_a_model_without_template_or_tokenizer_says_so_for_each_chat(llm: LLM):
 
 def test_every_block_is_free_after_answers_errors_and_aborts(llm: LLM):
     engine = llm.llm_engine
-    run(llm, [*PROMPTS, []], replace(SAMPLED, n=3))
+    run(llm, [*PROMPTS, []], replace(SAMPLED, n=3), on_error="row")
     first = engine.add_request(tuple(PROMPTS[0]), replace(GREEDY, max_tokens=100))
     second = engine.add_request(tuple(PROMPTS[1]), GREEDY)
     assert engine.step() == []

@@ -75,7 +75,7 @@ def test_the_best_of_equal_greedy_samples_is_the_one_answer(llm: LLM):
 def test_more_samples_than_may_run_at_once_are_that_rows_error():
     with LLM(checkpoint_folder(NAME), num_blocks=300, max_num_seqs=3) as llm:
         (refused, answered) = llm.generate(
-            PROMPTS[:2], [replace(SAMPLED, best_of=4), replace(SAMPLED, best_of=3)], use_tqdm=False
+            PROMPTS[:2], [replace(SAMPLED, best_of=4), replace(SAMPLED, best_of=3)], on_error="row", use_tqdm=False
         )
     assert "best_of=4" in refused.error
     assert "scheduler.max_num_seqs=3" in refused.error

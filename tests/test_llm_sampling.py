@@ -38,8 +38,8 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_checkpoint(tmp_path_factory.mktemp("text"))
 
 
-def run(llm: LLM, prompts: object, sampling: object = GREEDY) -> list[RequestOutput]:
-    return llm.generate(prompts, sampling, use_tqdm=False)
+def run(llm: LLM, prompts: object, sampling: object = GREEDY, **options: object) -> list[RequestOutput]:
+    return llm.generate(prompts, sampling, use_tqdm=False, **options)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -116,16 +116,51 @@ def test_four_greedy_samples_are_one_answer_four_times(llm: LLM):
     assert row == single * 4
 
 
-def test_a_rows_randomness_is_named_by_its_seed_or_by_the_jobs_and_its_place(llm: LLM):
-    prompts = [PROMPTS[0]] * 4
-    by_place = tokens(run(llm, prompts, SAMPLED))
-    assert len(dict.fromkeys(tuple(row[0]) for row in by_place)) == 4
-    assert tokens(run(llm, prompts, SAMPLED)) == by_place, "a second call names its rows alike"
-    seeded = tokens(run(llm, prompts, replace(SAMPLED, seed=3)))
-    assert seeded == [seeded[0]] * 4
-    with LLM(checkpoint_folder(NAME), num_blocks=300, seed=1) as other:
-        assert tokens(run(other, prompts, SAMPLED)) != by_place
-        assert tokens(run(other, prompts, replace(SAMPLED, seed=3))) == seeded
+def draws_of_a_program(seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """All answers to one prompt, drawn without seeds, four in each of two calls and one each by two requests; and with
+    one seed, four in a call and one by a request.
+    """
+    prompts, seeded = [PROMPTS[0]] * 4, replace(SAMPLED, seed=3)
+    with LLM(checkpoint_folder(NAME), num_blocks=300, seed=seed) as llm:
+        engine = llm.llm_engine
+
+        def by_request(sampling: SamplingParams) -> list[int]:
+            engine.add_request(PROMPTS[0], sampling)
+            (output,) = [output for _ in range(13) for output in engine.step()]
+            return output.outputs[0].token_ids
+
+        requested = [by_request(SAMPLED)]
+        called = [row for _ in range(2) for (row,) in tokens(run(llm, prompts, SAMPLED))]
+        requested.append(by_request(SAMPLED))
+        return [*called, *requested], [*(row for (row,) in tokens(run(llm, prompts, seeded))), by_request(seeded)]
+
+
+def test_each_row_of_each_call_draws_its_own_numbers_and_a_rerun_draws_them_again():
+    drawn, seeded = draws_of_a_program()
+    assert len(dict.fromkeys(map(tuple, drawn))) == 10
+    assert seeded == [seeded[0]] * 5
+    assert draws_of_a_program() == (drawn, seeded)
+    others, seeded_too = draws_of_a_program(seed=1)
+    assert not dict.fromkeys(map(tuple, others)).keys() & dict.fromkeys(map(tuple, drawn)).keys()
+    assert seeded_too == seeded
+
+
+def test_calls_and_requests_go_on_being_counted_when_the_ranks_are_divided_anew():
+    with LLM(checkpoint_folder(NAME), num_blocks=300) as llm, LLM(checkpoint_folder(NAME), num_blocks=300) as other:
+        for each in (llm, other):
+            run(each, PROMPTS[0], SAMPLED)
+        llm.reinitialize_distributed()
+        drawn = [tokens(run(each, PROMPTS[0], SAMPLED)) for each in (llm, other)]
+        assert drawn[0] == drawn[1]
+        llm.llm_engine.num_calls -= 1
+        assert tokens(run(llm, PROMPTS[0], SAMPLED)) == drawn[0], "negative control"
+
+
+def test_without_the_number_of_the_call_a_second_call_draws_the_same(llm: LLM):
+    """Negative control: so it once was, and a trainer saw one rollout for ever."""
+    first, second = (tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) for _ in range(2))
+    llm.llm_engine.num_calls -= 1
+    assert tokens(run(llm, [PROMPTS[0]] * 2, SAMPLED)) == second != first
 
 
 def test_the_hosts_generators_are_bit_identical_before_and_after():
@@ -211,11 +246,11 @@ def test_bad_words_are_never_written(text_folder: Path):
         (ids,) = {tuple(llm.get_tokenizer().encode(written, add_special_tokens=False))}
         assert not set(ids) & set(other.outputs[0].token_ids)
     with LLM(checkpoint_folder(NAME), num_blocks=300) as llm:
-        (refused,) = run(llm, PROMPTS[0], replace(GREEDY, bad_words=["a"]))
+        (refused,) = run(llm, PROMPTS[0], replace(GREEDY, bad_words=["a"]), on_error="row")
         assert refused.error == "bad_words need a tokenizer.json in the model folder: use bad_words_ids"
-        (refused,) = run(llm, PROMPTS[0], replace(GREEDY, bad_words_ids=[[1, 211]]))
+        (refused,) = run(llm, PROMPTS[0], replace(GREEDY, bad_words_ids=[[1, 211]]), on_error="row")
         assert refused.error == "bad_words_ids: token id 211 is outside the vocabulary of 211 tokens"
-        (refused,) = run(llm, PROMPTS[0], replace(GREEDY, allowed_token_ids=[211]))
+        (refused,) = run(llm, PROMPTS[0], replace(GREEDY, allowed_token_ids=[211]), on_error="row")
         assert refused.error == "allowed_token_ids: token id 211 is outside the vocabulary of 211 tokens"
 
 

@@ -1,16 +1,20 @@
 """Processes of this machine, as they are seen."""
 
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from waiting import wait_until
 
 from spmd_worker import process
+from spmd_worker.errors import ConfigError
 from spmd_worker.process import (
     children_of,
     cpu_seconds_of,
@@ -87,3 +91,44 @@ def test_a_system_that_does_not_say_which_node_this_is_gives_no_name(monkeypatch
 
     monkeypatch.setattr(process.os, "readlink", fail)
     assert node_name() == ""
+
+
+@pytest.mark.parametrize(
+    ("limit", "values", "message"),
+    [
+        (resource.RLIMIT_STACK, (256 * 1024, 8 << 20), "RLIMIT_STACK is 256 KiB, and a rank needs 1024 KiB"),
+        (resource.RLIMIT_NOFILE, (64, 128), "RLIMIT_NOFILE is 128 open files, and a rank needs 256"),
+    ],
+)
+def test_limits_that_are_too_small_are_said(
+    monkeypatch: pytest.MonkeyPatch, limit: int, values: tuple[int, int], message: str
+):
+    limits = {resource.RLIMIT_STACK: (8 << 20, resource.RLIM_INFINITY), resource.RLIMIT_NOFILE: (1024, 4096)}
+    changed: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(process.resource, "getrlimit", lambda which: limits[which])
+    monkeypatch.setattr(process.resource, "setrlimit", lambda which, given: changed.append((which, given)))
+    process.check_limits()
+    assert changed == []
+    limits[limit] = values
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        process.check_limits()
+    limits[limit] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    process.check_limits()
+
+
+def test_open_files_are_asked_for_where_the_hard_limit_allows_them(monkeypatch: pytest.MonkeyPatch):
+    changed: list[tuple[int, tuple[int, int]]] = []
+    limits = {resource.RLIMIT_STACK: (8 << 20, 8 << 20), resource.RLIMIT_NOFILE: (64, 4096)}
+    monkeypatch.setattr(process.resource, "getrlimit", lambda which: limits[which])
+    monkeypatch.setattr(process.resource, "setrlimit", lambda which, given: changed.append((which, given)))
+    process.check_limits()
+    assert changed == [(resource.RLIMIT_NOFILE, (256, 4096))]
+
+
+@pytest.mark.parametrize("limits", ["ulimit -s 256", "ulimit -n 64"])
+def test_the_command_says_so_in_place_of_a_crash(limits: str):
+    command = f"{limits}; exec {sys.executable} {Path(__file__).resolve().parents[1] / 'launch.py'} --version"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: RLIMIT_")
+    assert done.stderr.count("\n") == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ranks import REPOSITORY, run_script
 
+import launch
 from spmd_worker.batch.input.row_parser import parse_row
 from spmd_worker.batch.row import Row
 from spmd_worker.config.schema import RunConfig
@@ -35,6 +36,11 @@ def test_every_key_stands_in_the_table_with_its_default():
         else:
             expected[name] = as_typed(value)
     assert expected == TABLE
+
+
+def test_the_models_are_those_of_the_command(capsys):
+    assert launch.main(["families"]) == 0
+    assert f"prints this:\n\n{capsys.readouterr().out}\n" in README
 
 
 def test_every_sampling_key_is_named():
@@ -67,7 +73,7 @@ def test_its_python_runs_and_prints_what_it_says(tmp_path: Path):
     (expected,) = re.findall(r"(?m)^ *print\(.*\)  # (.*)$", example)
     script = tmp_path / "example.py"
     script.write_text(example)
-    done = run_script([script], timeout_s=60.0)
+    done = run_script([script], timeout_s=240)
     assert done.returncode == 0, done.output
     assert done.stdout == f"{expected}\n"
 

@@ -63,7 +63,7 @@ def run_job(folder: Path, num_ranks: int, *settings: str) -> list[Any]:
     )
     job = [f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", "device=cpu"]
     arguments = [f"model.path={MODEL}", "cache.num_blocks=64", *job, *settings]
-    done = ranks.run_ranks(JOB, num_ranks, timeout_s=120, arguments=arguments)
+    done = ranks.run_ranks(JOB, num_ranks, timeout_s=240, arguments=arguments)
     assert done.returncode == 0, done.output
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
@@ -71,7 +71,7 @@ def run_job(folder: Path, num_ranks: int, *settings: str) -> list[Any]:
 def run_llm(folder: Path, backend: str) -> Sequence[Any]:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(LLMS))
-    done = ranks.run_script([script, MODEL, backend], timeout_s=120)
+    done = ranks.run_script([script, MODEL, backend], timeout_s=240)
     assert done.returncode == 0, done.output
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -105,7 +105,7 @@ def test_replicas_whose_copies_advise_other_sampling_do_not_start(tmp_path: Path
         shutil.copytree(MODEL, tmp_path / name)
     advice = json.loads((MODEL / "generation_config.json").read_text())
     (tmp_path / "other" / "generation_config.json").write_text(json.dumps({**advice, "repetition_penalty": 1.25}))
-    done = ranks.run_ranks(COPIES, 2, timeout_s=120, arguments=[tmp_path / "one", tmp_path / "other"])
+    done = ranks.run_ranks(COPIES, 2, timeout_s=240, arguments=[tmp_path / "one", tmp_path / "other"])
     told = done.stdout.splitlines()
     assert len(told) == 2, done.output
     assert "default sampling.repetition_penalty" in told[0], done.output

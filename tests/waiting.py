@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 class NotInTime(AssertionError):

@@ -37,11 +37,18 @@ class AttentionBackend(Protocol):
         """Put keys and values [T, Hkv, D] of this step into `layer_cache` [blocks, *block_shape]."""
 
     def attend(
-        self, query: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int
+        self,
+        query: Tensor,
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int,
+        score_cap: float = 0.0,
     ) -> Tensor:
         """Causal attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D].
 
-        `window` 0 looks at everything before; otherwise at the last `window` keys, the query's own included.
+        `window` 0 looks at everything before; otherwise at the last `window` keys, the query's own included. Where
+        `score_cap` is above 0, scores are cap * tanh(score * scale / cap).
         """
 
     def attend_projected(

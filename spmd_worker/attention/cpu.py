@@ -94,7 +94,13 @@ class CpuBackend:
         )
 
     def attend(
-        self, query: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int
+        self,
+        query: Tensor,
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int,
+        score_cap: float = 0.0,
     ) -> Tensor:
         """See `AttentionBackend.attend`. Tokens and heads of `query` may be strided."""
         cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
@@ -109,7 +115,7 @@ class CpuBackend:
             *(*rows, num_heads),
             *_AS_THEY_ARE,
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
-            *(scale, window, output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
+            *(scale, score_cap, window, output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
         )
         return output
 

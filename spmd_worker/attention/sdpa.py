@@ -30,7 +30,13 @@ class SdpaBackend:
         layer_cache[metadata.token_blocks, 1, metadata.token_offsets] = value
 
     def attend(
-        self, query: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int
+        self,
+        query: Tensor,
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int,
+        score_cap: float = 0.0,
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
         output = torch.empty_like(query)
@@ -38,7 +44,8 @@ class SdpaBackend:
             rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
             keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
-            output[rows] = _attend_one(query[rows], keys, values, first_key, num_keys, scale, window)
+            arguments = (query[rows], keys, values, first_key, num_keys, scale, window)
+            output[rows] = _attend_bounded(*arguments, score_cap) if score_cap else _attend_one(*arguments)
         return output
 
     def attend_projected(
@@ -89,6 +96,27 @@ def _attend_one(
     mask = None if is_whole else _causal_mask(num_queries, num_keys, first_key, window, query.device)
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_whole, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
+
+
+def _attend_bounded(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first_key: int,
+    num_keys: int,
+    scale: float,
+    window: int,
+    score_cap: float,
+) -> Tensor:
+    """As `_attend_one`, with bounded scores, which torch's fused attention does not have: in float32, written down."""
+    num_queries, num_heads, _ = query.shape
+    repeats = num_heads // keys.shape[1]
+    k, v = (each.float().repeat_interleave(repeats, 1).transpose(0, 1) for each in (keys, values))
+    scores = query.float().transpose(0, 1) @ k.transpose(1, 2) * scale
+    scores = (scores / score_cap).tanh() * score_cap
+    mask = _causal_mask(num_queries, num_keys, first_key, window, query.device)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return (weights @ v).transpose(0, 1).to(query.dtype)
 
 
 def _causal_mask(num_queries: int, num_keys: int, first_key: int, window: int, device: torch.device) -> Tensor:

@@ -7,12 +7,16 @@ Rank 0 reads, admits, writes and reports; the other ranks follow, or answer rows
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from spmd_worker.batch.file_lock import ENDING
+from spmd_worker.batch.input.input_scan import InputScan
 from spmd_worker.batch.input.row_reader import RowReader
 from spmd_worker.batch.job_metrics import (
     ReplicaCounts,
@@ -22,7 +26,7 @@ from spmd_worker.batch.job_metrics import (
     report_of_replica,
     stages_of,
 )
-from spmd_worker.batch.job_rows import JobInput, JobOutput, count_rows
+from spmd_worker.batch.job_rows import JobInput, JobOutput
 from spmd_worker.batch.output.output_file import OutputFile
 from spmd_worker.batch.output.row_answer import error_result
 from spmd_worker.batch.progress import Progress, format_summary
@@ -31,12 +35,14 @@ from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.batch.run_dir.job_files import (
     METRICS_NAME,
     PROVENANCE_NAME,
+    check_files,
     check_job,
-    prepare_files,
     run_dir_of,
+    take_files,
+    try_output,
 )
 from spmd_worker.batch.run_dir.journal import RowJournal, remove_journal
-from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest
+from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest, take_input
 from spmd_worker.batch.run_dir.provenance import OutputDigest, write_provenance
 from spmd_worker.batch.run_dir.run_lock import RunLock
 from spmd_worker.batch.run_dir.run_records import open_step_log, write_last_records
@@ -60,15 +66,58 @@ from spmd_worker.worker.device import device_type
 
 logger = logging.getLogger(__name__)
 
+_SCAN_S: Final = 1.0
+"""A start waits so long for its input to be read; then it goes on beside."""
+_PAUSE_S: Final = 0.01
+_EMPTY_STEPS_A_TIMEOUT: Final = 8
+
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
     """What rank 0 holds while the job runs."""
 
+    lock: RunLock
     journal: RowJournal
     manifest: dict[str, Any]
     reader: RowReader
+    check: "InputCheck"
     tokenizer: Tokenizer | None
+
+    def before_exit(self) -> None:
+        """What is finished is kept, and whoever waits for the locks is told that they will be free."""
+        self.lock.note(ENDING)
+        self.journal.commit()
+
+
+class InputCheck:
+    """What is to be known of the input, once it is. A run that goes on reads no row before: its input must be the same.
+
+    `expect` is told how many rows there are.
+    """
+
+    def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, goes_on: bool) -> None:
+        self._scan, self._run_dir, self._manifest = scan, run_dir, manifest
+        self._resume, self._goes_on = resume, goes_on
+        self._is_settled = False
+        self.expect: Callable[[int | None], None] = lambda num_rows: None
+
+    def may_read(self) -> bool:
+        """Whether rows may be read now. Raises what `is_settled` raises."""
+        return self.is_settled() or not self._goes_on
+
+    def is_settled(self, timeout_s: float | None = 0.0) -> bool:
+        """Whether the input is known, after `timeout_s`; the manifest has what is known. Raises OSError for what
+        cannot be read, ConfigError for an input that has changed.
+        """
+        if self._is_settled:
+            return True
+        found = self._scan.wait(timeout_s)
+        if found is None:
+            return False
+        take_input(self._run_dir, self._manifest, self._resume, found.digest, found.num_rows)
+        self._is_settled = True
+        self.expect(found.num_rows)
+        return True
 
 
 def run_job(
@@ -92,28 +141,33 @@ def run_job(
         # Several engines would all read the same rows and write the same file.
         check_world_size(resolved.layout, environment.world_size)
     with ExitStack() as held:
-        run = _open_run(resolved, held) if environment.is_leader else None
+        run = _open_run(resolved, held, watchdog) if environment.is_leader else None
         _run(resolved, environment, watchdog, run, started_s)
 
 
-def _open_run(resolved: ResolvedRun, held: ExitStack) -> OpenRun:
+def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
     """The run directory is this job's until `held` ends; the journal has what is done, by an earlier start too."""
     config = resolved.config
     if config.job.prometheus_file:
         require_prometheus(config.job.prometheus_file)
-    run_dir = prepare_files(config.job)
-    held.enter_context(RunLock(run_dir))
+    check_files(config.job)
+    run_dir, lock = run_dir_of(config.job), held.enter_context(take_files(config.job))
+    if watchdog is not None:
+        watchdog.before_exit = partial(lock.note, ENDING)
+    try_output(config.job)
+    lock.note("reads the input")
     tokenizer = Tokenizer.open_if_present(resolved.model_folder)
     fingerprint = None if tokenizer is None else tokenizer.fingerprint()
     reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes)
-    manifest = make_manifest(
-        resolved,
-        package_versions(),
-        fingerprint,
-        inputs=reader.paths,
-        num_rows=count_rows(reader, config.job),
-    )
-    if not check_manifest(run_dir, manifest, config.job.resume):
+    scan = InputScan(reader, config.job.max_rows)
+    held.callback(scan.close)
+    manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths)
+    # Most inputs are read in a moment: what is wrong with one is said before anything is loaded.
+    scan.wait(_SCAN_S)
+    goes_on = check_manifest(run_dir, manifest, config.job.resume)
+    check = InputCheck(scan, run_dir, manifest, config.job.resume, goes_on)
+    check.is_settled()
+    if not goes_on:
         remove_journal(run_dir)
     clear_records(run_dir)
     for name in (METRICS_NAME, PROVENANCE_NAME):
@@ -125,7 +179,7 @@ def _open_run(resolved: ResolvedRun, held: ExitStack) -> OpenRun:
     held.callback(journal.close)
     if journal.num_rows:
         logger.info("%d rows were answered before this start; the job goes on with the others", journal.num_rows)
-    return OpenRun(journal, manifest, reader, tokenizer)
+    return OpenRun(lock, journal, manifest, reader, check, tokenizer)
 
 
 def _run(
@@ -136,6 +190,8 @@ def _run(
     started_s: float,
 ) -> None:
     config = resolved.config
+    if run is not None:
+        run.lock.note("joins the other ranks and loads the model")
     engine = start_engine(resolved, environment, watchdog, run.tokenizer if run is not None else None)
     loaded_s = time.perf_counter()
     try:
@@ -144,7 +200,8 @@ def _run(
             _follow(engine, replicas)
         else:
             if watchdog is not None:
-                watchdog.before_exit = run.journal.commit
+                watchdog.before_exit = run.before_exit
+            run.lock.note("answers rows")
             _lead(engine, replicas, config, run, started_s, loaded_s)
     except BaseException as error:  # told to the other ranks, before anything is taken down, and raised again
         if engine.watchdog is not None:
@@ -178,8 +235,10 @@ def _lead(
     job, run_dir = config.job, run.journal.folder
     num_rows = run.manifest["num_rows"]
     rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal)
+    rows.is_ready = run.check.may_read
     prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
     output = JobOutput(run.journal, rows.keys, Progress(num_rows), num_rows, prometheus)
+    run.check.expect = output.expect
     with (
         output,
         open_step_log(engine, run_dir) if job.step_log else nullcontext(),
@@ -195,6 +254,9 @@ def _lead(
         reports = engine.engine_channel.gather(report_of_replica(engine, answered))
         if replicas is not None:
             replicas.forget_round()
+        while not run.check.is_settled(timeout_s=_SCAN_S):
+            engine.times.heartbeat.enter("reading the input")
+        run.lock.note("writes the output")
         digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows)
         output.is_complete = True
     metrics = job_metrics(output.counts, reports) | {
@@ -246,11 +308,17 @@ def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_na
     runner = RowRunner(engine, model_name)
     # Enough to fill the next steps, few enough that a file of any size fits in memory.
     most_unfinished = 2 * engine.config.scheduler.max_num_seqs
+    # The other ranks wait for steps, and not for ever.
+    patience_s = engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
+    stepped_s = time.monotonic()
     while not rows.has_ended or runner.num_rows:
-        while not rows.has_ended and runner.num_rows < most_unfinished:
+        while rows.is_ready() and not rows.has_ended and runner.num_rows < most_unfinished:
             _admit_next(rows, runner, output)
-        if runner.num_rows:
+        if runner.num_rows or time.monotonic() - stepped_s > patience_s:
             output.take_all(runner.step())
+            stepped_s = time.monotonic()
+        elif not rows.has_ended:
+            time.sleep(_PAUSE_S)
         output.show(engine.counters.num_output_tokens)
     output.show(engine.counters.num_output_tokens)
 

@@ -1,6 +1,6 @@
 """The two ends of a job, both on rank 0: rows of the input that are not done yet, answers into the journal."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
@@ -34,6 +34,8 @@ class JobInput:
     ) -> None:
         self.num_rows = 0
         self.has_ended = False
+        self.is_ready: Callable[[], bool] = lambda: True
+        """Whether rows may be read now; where not, they may be a little later."""
         self.limits = limits
         self.keys: dict[int, int] = {}
         self._journal, self._input = journal, job.input
@@ -62,12 +64,6 @@ class JobInput:
                 )
         self.has_ended = True
         return None
-
-
-def count_rows(reader: RowReader, job: JobConfig) -> int | None:
-    """Rows that the job will answer; None for standard input. Raises OSError."""
-    num_rows = reader.count()
-    return num_rows if num_rows is None or job.max_rows is None else min(num_rows, job.max_rows)
 
 
 @dataclass(slots=True)
@@ -125,6 +121,11 @@ class JobOutput:
         for record in journal.records():
             self.counts.add_record(record)
         self._shown = (0, 0)
+
+    def expect(self, num_rows: int | None) -> None:
+        """So many rows the input has, it turned out."""
+        self._num_rows = num_rows
+        self._progress.expect(num_rows)
 
     def take(self, answer: RowAnswer) -> None:
         """One row's answer; every row comes once. Raises OSError."""

@@ -60,6 +60,12 @@ class Progress:
         elif self._is_due(now_s):
             self._show_line(now_s)
 
+    def expect(self, total_rows: int | None) -> None:
+        """The total is known now."""
+        self._total_rows = total_rows
+        if self._bar is not None:
+            self._bar.total = total_rows
+
     def close(self) -> None:
         """Show the last state. A second call does nothing."""
         if self._is_closed:

@@ -78,12 +78,13 @@ class EncodedRow:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """A row that cannot run. `code` is one of the snake_case codes below, `message` says what to change.
+    """A row without an answer. `code` is one of the snake_case codes below, `message` says what to change.
 
     Codes: line_too_long, invalid_utf8, invalid_json, nested_too_deeply, not_an_object, missing_key, invalid_value,
     unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
     unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_missing, chat_template_missing,
-    chat_template_error, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused.
+    chat_template_error, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused; and
+    non_finite_logits, of a row that ran and could not be answered to its end.
     """
 
     index: int

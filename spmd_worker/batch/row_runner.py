@@ -2,7 +2,7 @@
 
 from spmd_worker.batch.input.row_parser import resolve
 from spmd_worker.batch.output.row_answer import RowAnswer, error_result
-from spmd_worker.batch.output.row_writer import format_result
+from spmd_worker.batch.output.row_writer import error_code_of, format_result
 from spmd_worker.batch.row import EncodedRow, Row, RowError
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.sequence.outputs import RequestOutput
@@ -59,6 +59,7 @@ class RowRunner:
         return RowAnswer(
             row.index,
             format_result(row, output, self._model_name),
+            error_code_of(output) if output.error is not None else None,
             num_prompt_tokens=len(output.prompt_token_ids),
             num_cached_tokens=output.num_cached_tokens,
             num_output_tokens=sum(len(completion.token_ids) for completion in output.outputs),

@@ -116,7 +116,8 @@ class JobSharer:
 
     def advance(self) -> None:
         """Publish what should be there to be drawn, take what has come."""
-        if not self._has_ended:
+        # Also when there is nothing to publish: it is said there when the input is known.
+        if self._rows.is_ready() and not self._has_ended:
             self._publish()
         now_s = time.monotonic()
         if now_s - self._last_receive_s >= _RECEIVE_S:

@@ -25,7 +25,7 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
-    ModelOptions: {"dtype": "", "max_model_len": "", "load_format": "", "logprobs_mode": ""},
+    ModelOptions: {"dtype": "", "max_model_len": "", "load_format": "", "logprobs_mode": "", "allow_nonfinite": ""},
     ParallelConfig: {
         "tensor_parallel_size": "",
         "pipeline_parallel_size": "",
@@ -66,6 +66,7 @@ def run_config(arguments: Mapping[str, Any]) -> RunConfig:
     """
     model = arguments.get("model")
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    model = os.path.expanduser(model) if isinstance(model, str) else model
     own = own_arguments({name: value for name, value in arguments.items() if name != "model"}, model)
     # Checked before it is compared, here already.
     max_num_seqs = checked_value("scheduler.max_num_seqs", own.get("max_num_seqs"), int | None)

@@ -120,6 +120,7 @@ _ROWS: Final = (
     _ours("pipeline_layers", None, "the layers of each stage, such as [10, 8]"),
     _ours("timeout_s", None, "seconds that a rank waits for another"),
     _ours("device", "auto", "`auto`, `cpu` or `cuda`"),
+    _ours("allow_nonfinite", False, "load weights that are NaN or infinite, which are refused otherwise"),
     # Without effect.
     *_none("models are folders here, read as they are", revision=None, code_revision=None, tokenizer_revision=None),
     *_none("nothing is downloaded", hf_token=None, download_dir=None),

@@ -6,9 +6,10 @@ over nothing. What it refuses is said again in one sentence: the key, the value,
 
 import dataclasses
 import difflib
+import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -28,22 +29,38 @@ SCHEMA_NAME: Final = "run_schema"
 EXPERIMENT: Final = "experiment"
 """The group of named runs: its sets hold keys of any group."""
 
+PATH_KEYS: Final = ("model.path", "job.input", "job.output", "job.run_dir", "job.prometheus_file")
 
-def compose_run(config_dir: Path, overrides: Sequence[str], extra_dir: Path | None = None) -> RunConfig:
+
+def compose_run(
+    config_dir: Path,
+    overrides: Sequence[str],
+    extra_dir: Path | None = None,
+    paths: Mapping[str, str] | None = None,
+) -> RunConfig:
     """The run that `overrides` describe, over the values in `config_dir`; `extra_dir` adds named sets of its own.
 
-    Raises ConfigError. A `+` before a key makes no difference: a key exists or it does not.
+    `paths` are values of `PATH_KEYS`, which come last. They are taken as they are, and so are those of `overrides`, but
+    for what is in quotes, null, or has `${...}` in it: a path may hold what Hydra's grammar gives a meaning. In all of
+    them a `~` at the beginning is a home folder. Raises ConfigError. A `+` before a key makes no difference: a key
+    exists or it does not.
     """
-    plain = [override.lstrip("+") for override in overrides]
+    given = [override.lstrip("+") for override in overrides]
+    plain = [override for override in given if not _is_literal_path(override)]
+    literal = dict(override.split("=", 1) for override in given if _is_literal_path(override))
+    # Of two values of one key the later counts, whichever way it is written.
+    last = {override.partition("=")[0]: override for override in given}
+    literal = {key: value for key, value in literal.items() if last[key] == f"{key}={value}"}
     _check_overrides(plain)
     # Quoted, because a path may hold what Hydra's grammar gives a meaning.
-    paths = [] if extra_dir is None else [f"hydra.searchpath=['file://{extra_dir.resolve()}']"]
+    folders = [] if extra_dir is None else [f"hydra.searchpath=['file://{extra_dir.resolve()}']"]
     register_schema()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve()), job_name="launch"):
-            return to_run_config(compose("config", [*plain, *paths]))
+            config = to_run_config(compose("config", [*plain, *folders]))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise _explained(error, plain) from None
+    return _with_paths(config, literal | dict(paths or {}))
 
 
 def named_sets(config_dirs: Sequence[Path]) -> dict[str, list[str]]:
@@ -107,6 +124,25 @@ def _keys() -> dict[str, Any]:
         f"{group}.{name}": hint for group, kind in groups.items() for name, hint in typing.get_type_hints(kind).items()
     }
     return {**inner, **top}
+
+
+def _is_literal_path(override: str) -> bool:
+    """Whether it gives a path that Hydra has nothing to do with."""
+    key, sign, value = override.partition("=")
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    return key in PATH_KEYS and bool(sign) and not is_quoted and value != "null" and "${" not in value
+
+
+def _with_paths(config: RunConfig, literal: Mapping[str, str]) -> RunConfig:
+    """With these paths, and `~` for what it stands for in all of them."""
+    for key in PATH_KEYS:
+        group, _, name = key.partition(".")
+        options = getattr(config, group)
+        path = literal.get(key, getattr(options, name))
+        if path is not None:
+            options = dataclasses.replace(options, **{name: os.path.expanduser(path)})
+            config = dataclasses.replace(config, **{group: options})
+    return config
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

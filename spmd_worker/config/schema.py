@@ -86,13 +86,17 @@ def _check_types(record: Any, group: str = "") -> None:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model: a Hugging Face folder. `max_model_len` null takes the model's own length (tokens)."""
+    """Which model: a Hugging Face folder. `max_model_len` null takes the model's own length (tokens).
+
+    Weights that are NaN or infinite are refused unless `allow_nonfinite`.
+    """
 
     path: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
     logprobs_mode: str = "raw_logprobs"
+    allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         """Check each key alone."""

@@ -1,7 +1,7 @@
 """Before a call runs: whether every rank of an engine is ready to make it, with the same prompts or arguments."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any, Final, Protocol, TypeVar
@@ -27,18 +27,25 @@ _Prepared = TypeVar("_Prepared")
 
 
 def agree_on_prompts(
-    engine: LLMEngine, call: str, prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]]
+    engine: LLMEngine,
+    call: str,
+    prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]],
+    settings: Callable[[], Mapping[str, Any]],
 ) -> list[tuple[_Prompt, SamplingParams]]:
-    """What `prepare` returns, once every rank has the same; `call` is what the user called. Every rank of the engine
-    makes the same call.
+    """What `prepare` returns, once every rank has the same; `call` is what the user called, `settings`, called after
+    `prepare`, says what is the same for all of its prompts, in JSON values. Every rank of the engine makes the same
+    call.
 
-    One exchange (`_exchange`), in which each rank sends digests of its prompts. Raises RanksDisagreeError, naming
-    prompt, field and both values, unless every rank gives equal prompts; they are not compared with
-    `executor.digest_every` 0.
+    One exchange (`exchange`), in which each rank sends its settings and digests of its prompts. Raises
+    RanksDisagreeError, naming setting, or prompt and field, and both values, unless every rank gives equal ones;
+    prompts are not compared with `executor.digest_every` 0.
     """
     compares = engine.config.executor.digest_every > 0
-    prompts, digests = _exchange(engine, call, prepare, lambda own: _digests(own) if compares else [])
-    _check_digests(engine, digests, prompts)
+    prompts, answers = exchange(
+        engine, call, prepare, lambda own: [dict(settings()), _digests(own) if compares else []]
+    )
+    check_equal("calls", [canonical(given) for given, _ in answers])
+    _check_digests(engine, [digests for _, digests in answers], prompts)
     return prompts
 
 
@@ -46,20 +53,21 @@ def agree_on_call(engine: LLMEngine, call: str, prepare: Callable[[], _Prepared]
     """As `agree_on_prompts`, of a call whose arguments, which `prepare` returns, can cross processes
     (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank gives equal arguments.
     """
-    arguments, calls = _exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode())
+    arguments, calls = exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode())
     if engine.config.executor.digest_every:
         check_equal("calls", [each.encode() for each in calls])
     return arguments
 
 
-def _exchange(
+def exchange(
     engine: LLMEngine, call: str, prepare: Callable[[], _Prepared], answer_of: Callable[[_Prepared], Any]
 ) -> tuple[_Prepared, list[Any]]:
     """What `prepare` returns, and each rank's answer, in rank order: JSON values; none in an engine of one rank.
 
-    Each rank sends its answer or the error that `prepare` raised. Where it raised anywhere, nothing is done and the
-    engine can be used again: the rank raises its own error, the others RankFailedError with the words of the first.
-    Where a rank does not come, RankFailedError names it, and this engine has ended.
+    Each rank sends what was called, and its answer or the error that `prepare` raised. Where it raised anywhere,
+    nothing is done and the engine can be used again: the rank raises its own error, the others RankFailedError with the
+    words of the first. RanksDisagreeError where they called different things. Where a rank does not come,
+    RankFailedError names it, and this engine has ended.
     """
     channel = engine.engine_channel
     if channel.size == 1:
@@ -67,7 +75,7 @@ def _exchange(
     own_error: Exception | None = None
     try:
         prepared = prepare()
-        ready = {"answer": answer_of(prepared)}
+        ready = {"call": call, "answer": answer_of(prepared)}
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         own_error = error
         ready = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}
@@ -85,6 +93,7 @@ def _exchange(
             failed = RankFailedError(f"rank {rank} failed before {call}: {answer['error']}")
             failed.names_cause = True
             raise failed
+    check_equal("calls", [canonical({"call": answer["call"]}) for answer in answers])
     return prepared, [answer["answer"] for answer in answers]
 
 

@@ -21,8 +21,11 @@ OnAnswered = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class RoundPrompt:
-    """A prompt that `LLMEngine.check_request` found nothing wrong with. `index` names its randomness and its output."""
+    """A prompt that `LLMEngine.check_request` found nothing wrong with. `index` in the list of call number `call` names
+    its randomness, and its output.
+    """
 
+    call: int
     index: int
     text: str | None
     token_ids: tuple[int, ...]
@@ -129,7 +132,9 @@ class _Run:
 
     def add(self, prompt: RoundPrompt) -> None:
         """Queue a prompt for the next step."""
-        number = self._engine.admit_request(prompt.token_ids, prompt.sampling, prompt=prompt.text, index=prompt.index)
+        number = self._engine.admit_request(
+            prompt.token_ids, prompt.sampling, prompt=prompt.text, index=prompt.index, call=prompt.call
+        )
         self._prompts[number] = prompt
 
     def step(self) -> int:

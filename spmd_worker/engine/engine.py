@@ -24,6 +24,7 @@ from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.request_times import RequestTimes
 from spmd_worker.engine.step_recorder import StepRecorder
 from spmd_worker.engine.validation import RequestLimits, as_request_ids
+from spmd_worker.engine.weight_updates import WeightUpdates
 from spmd_worker.engine.worker_events import WorkerEvents
 from spmd_worker.errors import AbortedError, ConfigError, RankFailedError
 from spmd_worker.executor.executor import Executor
@@ -33,7 +34,7 @@ from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
 from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.metrics.step_stats import StepStats
 from spmd_worker.metrics.step_times import StepTimes
-from spmd_worker.resolved import ResolvedRun
+from spmd_worker.resolved import EngineModelConfig, ResolvedRun
 from spmd_worker.scheduler.counters import SchedulerCounters
 from spmd_worker.scheduler.scheduler import Scheduler
 from spmd_worker.scheduler.step_order import end_step, must_end_oldest
@@ -41,6 +42,7 @@ from spmd_worker.sequence.events import (
     Abort,
     Admit,
     Close,
+    CommitWeights,
     EndRound,
     EndWorkerEvent,
     Event,
@@ -50,7 +52,7 @@ from spmd_worker.sequence.events import (
     WorkerEvent,
 )
 from spmd_worker.sequence.outputs import RequestMetrics, RequestOutput
-from spmd_worker.sequence.request import Request, RequestId, random_stream, whole_number
+from spmd_worker.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup
@@ -100,7 +102,7 @@ class LLMEngine:
         watchdog: Watchdog | None = None,
     ) -> None:
         self.resolved, self.tokenizer, self.executor = resolved, tokenizer, executor
-        self.config, self.model_config = resolved.config, resolved.model_config
+        self.config = resolved.config
         self.default_sampling, self.max_model_len = resolved.default_sampling, resolved.max_model_len
         self.limits = RequestLimits(
             resolved.model_config.vocab_size,
@@ -122,11 +124,15 @@ class LLMEngine:
         self._prompts: dict[RequestId, str | None] = {}
         self._request_times = RequestTimes()
         self.num_requests = 0
+        self.num_calls = 0
+        """Lists of prompts that were given to this engine: the same on every rank."""
+        self._num_unnamed = 0
         self._script_tokenizer: Any = None
         self._last_taken = (self.default_sampling, self.default_sampling)
         self._sampled = SampledIds()
         self._finished_transfers: tuple[int, ...] = ()
         self._worker_events = WorkerEvents(executor)
+        self.weight_updates = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
         # What the steps of a worker event ended: the next `step` hands it out.
         self._ended: list[SequenceGroup] = []
         self._in_flight = StepPipeline(executor, channel, resolved.config.parallel.tensor_parallel_size)
@@ -145,6 +151,20 @@ class LLMEngine:
     def is_first_rank(self) -> bool:
         """Whether this rank speaks for all replicas."""
         return self.engine_channel.rank == 0
+
+    @property
+    def model_executor(self) -> Executor:
+        """The executor, by vLLM's name. Where its worker is in this process,
+        `model_executor.driver_worker.model_runner.model.load_weights(pairs)` takes new weights.
+        """
+        return self.executor
+
+    @property
+    def model_config(self) -> EngineModelConfig:
+        """What this engine runs, by vLLM's names."""
+        return EngineModelConfig(
+            str(self.resolved.model_folder), self.resolved.dtype, self.max_model_len, self.config.seed
+        )
 
     @property
     def counters(self) -> SchedulerCounters:
@@ -211,14 +231,22 @@ class LLMEngine:
         prompt: str | None = None,
         custom_id: str | None = None,
         index: int | None = None,
+        call: int = 0,
     ) -> RequestId:
-        """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index`, else the order of
-        requests names its randomness.
+        """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index` in call number
+        `call`, else the order of requests that have neither names its randomness.
         """
         request_id = RequestId(self.num_requests)
-        row = self.num_requests if index is None else whole_number("index", index)
-        stream = random_stream(self.config.seed, sampling.seed, custom_id, row)
-        request = Request(request_id, tuple(prompt_token_ids), self._taken(sampling), stream)
+        if custom_id is None and index is None:
+            stream = unnamed_stream(self.config.seed, sampling.seed, self._num_unnamed)
+            self._num_unnamed += 1
+        else:
+            row = 0 if index is None else whole_number("index", index)
+            stream = random_stream(self.config.seed, sampling.seed, custom_id, row, call)
+        num_tokens = len(prompt_token_ids)
+        most = min(num_tokens + (sampling.max_tokens or self.max_model_len), self.max_model_len)
+        regime = self.resolved.model_config.rope_regime(num_tokens, most)
+        request = Request(request_id, tuple(prompt_token_ids), self._taken(sampling), stream, regime)
         self.num_requests += 1
         self._prompts[request_id] = prompt
         self._request_times.add(request_id)
@@ -229,7 +257,7 @@ class LLMEngine:
         """Rows often share their parameters: the last ones are remembered."""
         if sampling is not self._last_taken[0]:
             frozen = sampling.frozen()
-            self._last_taken = (frozen, taken_params(frozen, self.tokenizer, self.limits.vocab_size))
+            self._last_taken = (frozen, taken_params(frozen, self.tokenizer, self.resolved.model_config.vocab_size))
         return self._last_taken[1]
 
     def abort_request(self, request_ids: str | int | Iterable[str | int]) -> None:
@@ -253,8 +281,25 @@ class LLMEngine:
         return self.executor.collective_rpc("get_stage_times") if has_pipeline else []
 
     def reset_prefix_cache(self) -> None:
-        """From the next step on no request finds what is in the cache now. Running requests go on."""
+        """From the next step on no request finds what is in the cache now. Running requests go on. Weights that were
+        loaded since the last commit are committed: see `commit_weights`, also for what it raises.
+        """
+        if not self.weight_updates.is_held:
+            self.commit_weights()
         self._events.append(ResetPrefixCache())
+
+    def commit_weights(self, *, is_partial: bool = False) -> None:
+        """What was loaded into the model is complete, or meant to be part of it where `is_partial`: nothing that was
+        cached before is found, and the next step compares with the other ranks. Does nothing where nothing was loaded.
+
+        Every rank calls this, or what calls it: `step`, `reset_prefix_cache`. Raises MissingWeightsError that lists
+        what was not loaded; nothing can be computed until it is.
+        """
+        event = self.weight_updates.commit(is_partial=is_partial)
+        if event is not None:
+            # Before the requests that wait to be admitted.
+            self._events = [event, *(each for each in self._events if not isinstance(each, CommitWeights))]
+            logger.info("%d new weights are committed as version %d", event.num_tensors, event.version)
 
     def set_weight_version(self, version: int) -> None:
         """The weights are others than before: from the next step on nothing computed with the old ones is found.
@@ -273,6 +318,8 @@ class LLMEngine:
         several replicas every rank of each calls this.
         """
         self.check_open()
+        self.weight_updates.check_not_held()
+        self.commit_weights()
         event = self._worker_events.new(name, payload)
         self._events.append(event)
         self._ended += self._step()
@@ -338,6 +385,11 @@ class LLMEngine:
         self.is_closed = True
         self.release()
 
+    def continue_from(self, engine: "LLMEngine") -> None:
+        """Go on counting where `engine`, in whose place this one stands, ended: no number names two things."""
+        self.num_requests, self.num_calls = engine.num_requests, engine.num_calls
+        self._num_unnamed = engine._num_unnamed
+
     def retire(self) -> None:
         """Close, and leave executor and watchdog to the engine that goes on with them."""
         self.is_closed = True
@@ -364,6 +416,8 @@ class LLMEngine:
     def _step(self) -> list[SequenceGroup]:
         """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
         self._check_whole()
+        self.weight_updates.check_not_held()
+        self.commit_weights()
         self._is_mid_step = True
         try:
             ended = self._run_step()
@@ -402,6 +456,7 @@ class LLMEngine:
             self._sampled.num_ids,
         )
         self._sampled, self._finished_transfers = SampledIds(), ()
+        self.weight_updates.check_agreed(agreed.events)
         self.times.end("lockstep")
         self._in_flight.add(agreed)
         self._request_times.begin(agreed.plan)

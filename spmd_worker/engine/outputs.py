@@ -2,7 +2,13 @@
 
 import math
 
-from spmd_worker.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
+from spmd_worker.sequence.outputs import (
+    NON_FINITE_LOGITS,
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -13,9 +19,22 @@ def request_output(
     """`prompt` is the text that was encoded, if there was any.
 
     Of `best_of` samples the best `n` come back, best first, with indices counted anew and with the
-    `cumulative_logprob` that ranked them, also where the row did not ask for log-probabilities.
+    `cumulative_logprob` that ranked them, also where the row did not ask for log-probabilities. A request of which one
+    sample's logits, or those of the prompt's tokens, were not finite has an error and no outputs.
     """
     sampling = group.request.sampling
+    trouble = _non_finite_position(group)
+    if trouble is not None:
+        return RequestOutput(
+            request_id=str(group.request.request_id),
+            prompt=prompt,
+            prompt_token_ids=list(group.request.prompt_token_ids),
+            finished=True,
+            num_cached_tokens=group.num_cached_tokens or 0,
+            error=f"the model's logits for {trouble} are not finite: its numbers overflow in model.dtype, or its "
+            f"weights are damaged; see model.dtype and model.allow_nonfinite",
+            error_code=NON_FINITE_LOGITS,
+        )
     wants_prompt_logprobs = sampling.prompt_logprobs is not None
     return RequestOutput(
         request_id=str(group.request.request_id),
@@ -29,6 +48,18 @@ def request_output(
         num_cached_tokens=group.num_cached_tokens or 0,
         metrics=metrics,
     )
+
+
+def _non_finite_position(group: SequenceGroup) -> str | None:
+    """In words, the first position whose logits were not finite: of the prompt, else of the first such sample."""
+    for position, entries in enumerate(group.prompt_logprobs):
+        if entries is not None and any(math.isnan(entry.logprob) for entry in entries.values()):
+            return f"token {position} of the prompt"
+    for sequence in group.sequences:
+        if sequence.finish_reason is FinishReason.ERROR:
+            sample = f" of sample {sequence.sample_index}" if len(group.sequences) > 1 else ""
+            return f"output token {len(sequence.output_token_ids)}{sample}"
+    return None
 
 
 def _returned(group: SequenceGroup) -> list[Sequence]:

@@ -84,9 +84,9 @@ def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
     """The engine that goes on in its place, over ranks divided in another way, with nothing in its caches.
 
     Under a launcher the ranks stay as many as they are; `multiproc` starts and ends processes. Everything that a start
-    agrees on is agreed on anew, numbers of blocks too. Requests go on being numbered; counters begin anew. Every rank
-    of the world calls this. Raises RuntimeError while requests are unanswered and ConfigError for a layout that cannot
-    run here, with everything as it was; any later failure is for good.
+    agrees on is agreed on anew, numbers of blocks too. Requests and calls go on being numbered; counters begin anew.
+    Every rank of the world calls this. Raises RuntimeError while requests are unanswered and ConfigError for a layout
+    that cannot run here, with everything as it was; any later failure is for good.
     """
     engine.check_idle()
     executor, watchdog = engine.executor, engine.watchdog
@@ -97,7 +97,7 @@ def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
     engine.retire()
     set_up = partial(executor.reinitialize_distributed, resolved)
     restarted = _start_together(resolved, executor, watchdog, engine.tokenizer, set_up)
-    restarted.num_requests = engine.num_requests
+    restarted.continue_from(engine)
     return restarted
 
 

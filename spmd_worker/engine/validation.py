@@ -73,11 +73,11 @@ class RequestLimits:
                 "token_out_of_vocabulary",
                 f"token id of more than 64 bits is outside the vocabulary of {self.vocab_size} tokens",
             ) from None
-        self._check_prompt(token_ids)
+        self._check_prompt(token_ids, sampling)
         sampling.check()
         self._check_sampling(sampling)
 
-    def _check_prompt(self, prompt_token_ids: tuple[int, ...]) -> None:
+    def _check_prompt(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
         if not prompt_token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
         least, most = min(prompt_token_ids), max(prompt_token_ids)
@@ -86,7 +86,9 @@ class RequestLimits:
             raise RequestError(
                 "token_out_of_vocabulary", f"token id {outside} is outside the vocabulary of {self.vocab_size} tokens"
             )
-        if len(prompt_token_ids) + 1 > self.max_model_len:
+        # An output token needs no place behind a prompt that is only scored: nothing is computed with it.
+        is_scored = sampling.prompt_logprobs is not None and sampling.max_tokens == 1
+        if len(prompt_token_ids) + (0 if is_scored else 1) > self.max_model_len:
             raise RequestError(
                 "prompt_too_long",
                 f"the prompt has {len(prompt_token_ids)} tokens but model.max_model_len is {self.max_model_len}, which "

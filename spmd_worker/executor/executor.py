@@ -39,6 +39,7 @@ class Executor(ABC):
         self._failure_callbacks: list[Callable[[], None]] = []
         self._callback_lock = threading.Lock()
         self._transfers = TransferBook(self.num_workers)
+        self._num_in_flight: Callable[[], int] = lambda: 0
 
     @property
     def config(self) -> RunConfig:
@@ -135,6 +136,18 @@ class Executor(ABC):
     def end_event(self, is_committed: bool) -> list[Any]:
         """Have every worker commit what it prepared, or undo it: what the commits returned, in rank order."""
         return self._call_between_steps("end_event", is_committed)
+
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
+        """`num_in_flight` says how many requests are being answered: no weight may change meanwhile."""
+        self._num_in_flight = num_in_flight
+
+    def get_weight_updates(self) -> list[tuple[dict[str, str], list[str]] | None]:
+        """Of each worker, in rank order: see `WorkerBase.get_weight_update`. May be empty where none is open."""
+        return self.collective_rpc("get_weight_update")
+
+    def end_weight_update(self) -> None:
+        """Every worker's update is committed."""
+        self.collective_rpc("end_weight_update")
 
     def check_health(self) -> None:
         """Raise when a worker can no longer compute."""

@@ -29,6 +29,7 @@ from spmd_worker.metrics.log import LOGGER_NAME
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,15 @@ class MultiprocExecutor(Executor):
         self._encoder = Encoder()
         self._step_lock = threading.Lock()
         self._sampled: dict[int, SampledIds] = {}
+        self._may_have_update = False
+
+    @property
+    def driver_worker(self) -> WorkerWrapper:
+        """Raises AttributeError: there is none in this process."""
+        raise AttributeError(
+            "the workers of executor.backend=multiproc live in other processes, which no tensor reaches: load weights "
+            "from files there, collective_rpc('reload_weights', args=(folder,)), or start ranks with torchrun"
+        )
 
     @property
     def num_workers(self) -> int:
@@ -104,6 +114,9 @@ class MultiprocExecutor(Executor):
                 "from a wire: give the name of a worker's method; methods of your own come with "
                 "executor.worker_extension_cls"
             )
+        if method == "reload_weights" and self._num_in_flight():
+            raise RuntimeError(f"{self._num_in_flight()} requests are being answered: weights are loaded between calls")
+        self._may_have_update = True
         if non_block:
             return self._pool.submit(FrameKind.CALL, method, encode_call(method, args, kwargs or {}))
         return self._call(FrameKind.CALL, method, args, kwargs or {}, timeout)
@@ -125,6 +138,19 @@ class MultiprocExecutor(Executor):
         except BaseException as error:
             self._fail_with(error)
             raise
+
+    def get_weight_updates(self) -> list[tuple[dict[str, str], list[str]] | None]:
+        """See `Executor.get_weight_updates`. The workers are asked after calls that may have loaded weights."""
+        if not self._may_have_update:
+            return []
+        updates = self._call(FrameKind.CALL, "get_weight_update")
+        self._may_have_update = any(updates)
+        return updates
+
+    def end_weight_update(self) -> None:
+        """See `Executor.end_weight_update`."""
+        self._call(FrameKind.CALL, "end_weight_update")
+        self._may_have_update = False
 
     def peak_memory_bytes(self) -> int:
         """See `Executor.peak_memory_bytes`: the workers' processes and this one."""

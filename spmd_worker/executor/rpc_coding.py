@@ -15,6 +15,7 @@ from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config import schema as config
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.outputs import Logprob
@@ -42,6 +43,8 @@ _RECORDS: Final[dict[str, type]] = {
         CacheSpec,
         Logprob,
         ModelConfig,
+        LayerConfig,
+        NormConfig,
         RankEnvironment,
         RankLayout,
         ResolvedRun,

@@ -51,6 +51,10 @@ class UniProcExecutor(Executor):
         """The worker allocates its cache."""
         self.collective_rpc("initialize_cache", args=(num_device_blocks, num_host_blocks))
 
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
+        """See `Executor.watch_requests`: the worker refuses new weights by itself."""
+        self.collective_rpc("watch_requests", args=(num_in_flight,))
+
     def _call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
             if callable(method):

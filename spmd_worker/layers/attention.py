@@ -3,55 +3,60 @@
 T: tokens of the step; Hq, Hkv: query and key-value heads of this rank; D: head size.
 """
 
+import torch
 from torch import Tensor, nn
 
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.distributed.topology import shard_range
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.linear import RowParallelLinear, kv_head_range, qkv_linear
-from spmd_worker.layers.norm import RMSNorm
-from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.layers.norm import Norm, new_norm
+from spmd_worker.layers.rotary import Angles
+from spmd_worker.model_config.layer_config import LayerConfig
 
 
 class Attention(nn.Module):
-    """Projections, optional norm of queries and keys (Qwen3), rotary embedding, attention, output projection."""
+    """Projections, optional norms of queries and keys, rotary embedding, attention, output projection."""
 
-    def __init__(self, context: LayerContext, model_config: ModelConfig, layer_index: int) -> None:
+    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
-        group, head_size = context.tensor_group, model_config.head_size
-        first_head, end_head = shard_range(model_config.num_heads, group.size, group.rank)
-        first_kv_head, end_kv_head = kv_head_range(model_config.num_kv_heads, group.size, group.rank)
+        group, head_size = context.tensor_group, layer.head_size
+        first_head, end_head = shard_range(layer.num_heads, group.size, group.rank)
+        first_kv_head, end_kv_head = kv_head_range(layer.num_kv_heads, group.size, group.rank)
         self.num_heads, self.num_kv_heads, self.head_size = (
             end_head - first_head,
             end_kv_head - first_kv_head,
             head_size,
         )
         self._sizes = [heads * head_size for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        self.window, self.scale = model_config.sliding_windows[layer_index], head_size**-0.5
-        self._kernels, self._backend = context.kernels, context.attention
+        self.window, self.scale, self._score_cap = layer.window, layer.scale, layer.score_cap
+        self._qk_norm, self._total_kv_heads, self._rope = layer.qk_norm, layer.num_kv_heads, layer.rope
+        self._group, self._kernels, self._backend = group, context.kernels, context.attention
         self.qkv_proj = qkv_linear(
-            context,
-            model_config.hidden_size,
-            model_config.num_heads,
-            model_config.num_kv_heads,
-            head_size,
-            model_config.has_qkv_bias,
+            context, hidden_size, layer.num_heads, layer.num_kv_heads, head_size, layer.has_qkv_bias
         )
         self.o_proj = RowParallelLinear(
             context,
             (first_head * head_size, end_head * head_size),
-            model_config.num_heads * head_size,
-            model_config.hidden_size,
-            model_config.has_output_bias,
+            layer.num_heads * head_size,
+            hidden_size,
+            layer.has_output_bias,
         )
-        self.q_norm = RMSNorm(context, head_size, model_config.rms_norm_eps) if model_config.has_qk_norm else None
-        self.k_norm = RMSNorm(context, head_size, model_config.rms_norm_eps) if model_config.has_qk_norm else None
+        is_flat = layer.qk_norm == "flat"
+        sizes = [head_size * (heads if is_flat else 1) for heads in (layer.num_heads, layer.num_kv_heads)]
+        norms = [new_norm(context, size, layer.norm) if layer.qk_norm != "none" else None for size in sizes]
+        self.q_norm: Norm | None = norms[0]
+        self.k_norm: Norm | None = norms[1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rotary embedding, writing and attention can be one call, but for what angles say."""
+        return self.q_norm is None and self._rope is not None and not self._score_cap
 
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        ropes: tuple[Angles, ...],
         layer_cache: Tensor,
         metadata: AttentionMetadata,
         *,
@@ -60,23 +65,48 @@ class Attention(nn.Module):
         """[T, hidden] -> [T, hidden], this rank's part; writes this step's keys and values before it reads."""
         projected = self.qkv_proj(x)
         attended = None
-        if is_fused and self.q_norm is None:
+        angles = None if self._rope is None else ropes[self._rope]
+        if is_fused and self.is_plain and angles is not None and angles.is_plain:
             attended = self._backend.attend_projected(
-                projected, (cos, sin), layer_cache, metadata, self.num_heads, self.scale, self.window
+                projected, (angles.cos, angles.sin), layer_cache, metadata, self.num_heads, self.scale, self.window
             )
         if attended is None:
-            attended = self._attend(projected, cos, sin, layer_cache, metadata)
+            attended = self._attend(projected, angles, layer_cache, metadata)
         output: Tensor = self.o_proj(attended)
         return output
 
     def _attend(
-        self, projected: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata
+        self, projected: Tensor, angles: Angles | None, layer_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Step by step: [T, (Hq + 2 * Hkv) * D] -> [T, Hq * D]."""
         parts = projected.split_with_sizes(self._sizes, dim=-1)
+        if self._qk_norm == "flat":
+            parts = (*self._norm_all_heads(parts[0], parts[1]), parts[2])
         query, key, value = (part.view(len(projected), -1, self.head_size) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self._qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self._kernels.rotate(query, cos, sin), self._kernels.rotate(key, cos, sin)
+        if angles is not None:
+            query, key = (angles.turn(self._kernels, each) for each in (query, key))
         self._backend.write(key, value, layer_cache, metadata)
-        return self._backend.attend(query, layer_cache, metadata, self.scale, self.window).view(len(projected), -1)
+        return self._backend.attend(query, layer_cache, metadata, self.scale, self.window, self._score_cap).view(
+            len(projected), -1
+        )
+
+    def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, Hq * D] and keys [T, Hkv * D], of which the heads of all ranks are one row of the norm: so that
+        its bits are those of one rank.
+        """
+        assert self.q_norm is not None, "flat norms have weights"
+        assert self.k_norm is not None, "flat norms have weights"
+        size, rank = self._group.size, self._group.rank
+        # Of heads that several ranks hold, each counts once.
+        num_copies = max(size // self._total_kv_heads, 1)
+        whole_query = self.q_norm(self._all_ranks(query, 1))
+        whole_key = self.k_norm(self._all_ranks(key, num_copies))
+        first, first_kv = rank * query.shape[1], rank // num_copies * key.shape[1]
+        return whole_query[:, first : first + query.shape[1]], whole_key[:, first_kv : first_kv + key.shape[1]]
+
+    def _all_ranks(self, part: Tensor, num_copies: int) -> Tensor:
+        if self._group.size == 1:
+            return part
+        return torch.cat(self._group.all_gather(part.contiguous())[::num_copies].unbind(), dim=1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from spmd_worker.distributed.topology import vocabulary_rows
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
+from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, whole
 
 
 class VocabularyShard:
@@ -67,7 +67,8 @@ class VocabularyParallelEmbedding(CheckpointLayer):
             return F.embedding(token_ids, self.weight)
         is_mine = (token_ids >= self.shard.start) & (token_ids < self.shard.stop)
         rows = F.embedding((token_ids - self.shard.start) * is_mine, self.weight)
-        return self._group.all_reduce(rows * is_mine.unsqueeze(1))
+        # Not times zero: what is looked up for a token of another rank may be no number.
+        return self._group.all_reduce(rows.masked_fill_(~is_mine.unsqueeze(1), 0.0))
 
     def pack_for_head(self) -> None:
         """Make the copy that a tied head multiplies with, where the kernels have an order of their own."""
@@ -94,13 +95,39 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         return self.shard.padding_slices(prefix, self.hidden_size)
 
 
+class PositionEmbedding(CheckpointLayer):
+    """Learned positions (GPT-2): int64 [T] -> [T, hidden_size]. Whole on every rank."""
+
+    def __init__(self, context: LayerContext, num_positions: int, hidden_size: int) -> None:
+        super().__init__()
+        self.num_positions, self.hidden_size = num_positions, hidden_size
+        self.weight = context.parameter(num_positions, hidden_size)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Positions are below the number of them."""
+        return F.embedding(positions, self.weight)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """`prefix` is this layer's name."""
+        yield whole(f"{prefix}.weight", (self.num_positions, self.hidden_size), f"{prefix}.weight")
+
+
 class VocabularyParallelHead(PackedLayer):
     """[R, hidden_size] -> [R, Vs], logits of this rank's token ids. Tied to the embedding when it is given."""
 
     def __init__(
-        self, context: LayerContext, vocab_size: int, hidden_size: int, tied_to: VocabularyParallelEmbedding | None
+        self,
+        context: LayerContext,
+        vocab_size: int,
+        hidden_size: int,
+        tied_to: VocabularyParallelEmbedding | None,
+        *,
+        divisor: float = 1.0,
+        cap: float = 0.0,
     ) -> None:
+        """Logits are divided by `divisor` and, where `cap` is above 0, bounded by it."""
         super().__init__()
+        self._divisor, self._cap = divisor, cap
         self.shard = VocabularyShard(vocab_size, context.tensor_group.size, context.tensor_group.rank)
         self.hidden_size, self._kernels = hidden_size, context.kernels
         self.weight = tied_to.weight if tied_to is not None else context.parameter(self.shard.size, hidden_size)
@@ -110,6 +137,10 @@ class VocabularyParallelHead(PackedLayer):
     def forward(self, hidden: Tensor) -> Tensor:
         """Rows that sample -> logits; ids past the vocabulary get minus infinity."""
         logits = self._kernels.linear(hidden, self._gemm_weight, None)
+        if self._divisor != 1.0:
+            logits = logits.div_(self._divisor)
+        if self._cap:
+            logits = self._kernels.bound(logits, self._cap)
         if self.shard.num_owned < self.shard.size:
             logits[:, self.shard.num_owned :] = -torch.inf
         return logits
@@ -118,6 +149,9 @@ class VocabularyParallelHead(PackedLayer):
         """Of each row the largest logit, float32 [R], and its column, int64 [R]: the first of equal ones."""
         if self.shard.num_owned == 0:
             return self._kernels.largest(self(hidden))
+        if self._divisor != 1.0 or self._cap:
+            # Rounding may make equals of what was not.
+            return self._kernels.largest(self(hidden)[:, : self.shard.num_owned])
         return self._kernels.linear_argmax(hidden, self._gemm_weight, self.shard.num_owned)
 
     @property

@@ -61,21 +61,52 @@ class ColumnParallelLinear(PackedLayer):
 
 
 class GatedLinear(ColumnParallelLinear):
-    """Two parts of equal size, gates and what they open: [T, input_size] -> silu(gate) * up, [T, size of a part]
+    """Two parts of equal size, gates and what they open: [T, input_size] -> act(gate) * up, [T, size of a part]
     (https://arxiv.org/abs/2002.05202).
     """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        input_size: int,
+        parts: tuple[OutputPart, ...],
+        has_bias: bool,
+        activation: str = "silu",
+    ) -> None:
+        super().__init__(context, input_size, parts, has_bias)
+        self._activation = activation
 
     def forward(self, x: Tensor, *, is_fused: bool = True) -> Tensor:
         """[T, input_size] -> [T, half of the outputs of this rank]. If not `is_fused`, the GEMM is written down and the
         gates are applied after it, with the same bits.
         """
+        if self._activation != "silu":
+            columns = self._kernels.linear(x, self.weight, self.bias)
+            return self._kernels.activate_and_mul(columns, self._activation)
         if is_fused:
             return self._kernels.gated_linear(x, self.weight, self.bias)
         return self._kernels.silu_and_mul(self._kernels.linear(x, self.weight, self.bias))
 
     def pack_weights(self) -> None:
         """See `PackedLayer.pack_weights`."""
-        self.weight = nn.Parameter(self._kernels.pack_gated(self.weight), requires_grad=False)
+        if self._activation != "silu":
+            super().pack_weights()
+        else:
+            self.weight = nn.Parameter(self._kernels.pack_gated(self.weight), requires_grad=False)
+
+
+class ActivatedLinear(ColumnParallelLinear):
+    """[T, input_size] -> act of the outputs of this rank."""
+
+    def __init__(
+        self, context: LayerContext, input_size: int, parts: tuple[OutputPart, ...], has_bias: bool, activation: str
+    ) -> None:
+        super().__init__(context, input_size, parts, has_bias)
+        self._activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, input_size] -> [T, outputs of this rank]."""
+        return self._kernels.activate(super().forward(x), self._activation)
 
 
 class RowParallelLinear(PackedLayer):
@@ -137,11 +168,22 @@ def kv_head_range(num_kv_heads: int, size: int, rank: int) -> tuple[int, int]:
     return head, head + 1
 
 
-def gate_up_linear(context: LayerContext, hidden_size: int, intermediate_size: int, has_bias: bool) -> GatedLinear:
+def gate_up_linear(
+    context: LayerContext, hidden_size: int, intermediate_size: int, has_bias: bool, activation: str = "silu"
+) -> GatedLinear:
     """Gate and up projections as one layer, with what the gates do."""
     start, stop = shard_range(intermediate_size, context.tensor_group.size, context.tensor_group.rank)
     parts = tuple(OutputPart(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj"))
-    return GatedLinear(context, hidden_size, parts, has_bias)
+    return GatedLinear(context, hidden_size, parts, has_bias, activation)
+
+
+def up_linear(
+    context: LayerContext, hidden_size: int, intermediate_size: int, has_bias: bool, activation: str
+) -> ActivatedLinear:
+    """The up projection of a feed-forward without gates, with what follows it."""
+    start, stop = shard_range(intermediate_size, context.tensor_group.size, context.tensor_group.rank)
+    part = OutputPart("up_proj", intermediate_size, start, stop)
+    return ActivatedLinear(context, hidden_size, (part,), has_bias, activation)
 
 
 def _heads(name: str, num_heads: int, head_size: int, start: int, stop: int) -> OutputPart:

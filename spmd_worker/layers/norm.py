@@ -1,4 +1,5 @@
-"""RMS norm, alone or with the residual addition before it (https://arxiv.org/abs/1910.07467).
+"""Norms, alone or with the residual addition before them: the plain RMS norm (https://arxiv.org/abs/1910.07467), which
+sums over ranks and joined layers know, and every other form of `NormConfig`.
 
 T: tokens of the step.
 """
@@ -11,10 +12,11 @@ from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import WeightSlice, whole
+from spmd_worker.model_config.layer_config import NormConfig
 
 
 class RMSNorm(CheckpointLayer):
-    """Whole on every rank."""
+    """Whole on every rank. The plain form: rounded to the dtype before the weight is applied."""
 
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:
         super().__init__()
@@ -39,6 +41,44 @@ class RMSNorm(CheckpointLayer):
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
         yield whole(f"{prefix}.weight", (self.size,), f"{prefix}.weight")
+
+
+class FullNorm(CheckpointLayer):
+    """Whole on every rank. Every form but the plain one: in float32 from the input to the result, rounded once."""
+
+    def __init__(self, context: LayerContext, size: int, norm: NormConfig) -> None:
+        super().__init__()
+        assert norm.kind == "layer" or norm.rounds_once, norm
+        self.size, self.eps, self._norm = size, norm.eps, norm
+        self._kernels, self._group = context.kernels, context.tensor_group
+        self.weight = context.parameter(size)
+        self.bias = context.parameter(size) if norm.has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        norm = self._norm
+        return self._kernels.full_norm(
+            x, self.weight, self.bias, self.eps, offset=norm.offset, is_centred=norm.kind == "layer"
+        )
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `RMSNorm.add_and_norm`; the residual stream is whole on every rank."""
+        normed: Tensor = self(residual.add_(self._group.all_reduce(x)))
+        return normed
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """`prefix` is this layer's name."""
+        yield whole(f"{prefix}.weight", (self.size,), f"{prefix}.weight")
+        if self.bias is not None:
+            yield whole(f"{prefix}.bias", (self.size,), f"{prefix}.bias")
+
+
+Norm = RMSNorm | FullNorm
+
+
+def new_norm(context: LayerContext, size: int, norm: NormConfig) -> Norm:
+    """The layer for a norm of rows of `size`."""
+    return RMSNorm(context, size, norm.eps) if norm.is_plain else FullNorm(context, size, norm)
 
 
 def add_whole(group: GroupHandle, x: Tensor, residual: Tensor) -> Tensor:

@@ -1,41 +1,83 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864) and the ways it is stretched to longer texts.
 
-Computed once a step for all layers. Knows positions; knows nothing about queries and keys.
+Computed once a step for all layers that share a rope. Knows positions; knows nothing about queries and keys.
 
 With `dynamic` scaling (NTK) the base depends on how long the sequence is when a token is computed. To keep the promise
 that a row's answer depends on the row alone, a token's base is a function of its position and its row's prompt length
 only: the prompt's tokens take the base of the whole prompt, each later token the base of the length it makes. That is
-also what Hugging Face's models do when they compute a prompt whole and then one token at a time.
+also what Hugging Face's models do when they compute a prompt whole and then one token at a time, so a row that grows
+past the model's own length while it decodes has the keys that it has there: those before the crossing stay as they are.
 
-T: tokens of the step; D: head size.
+With `longrope` a row takes the frequencies for long texts if it may grow past the original length, prompt and
+`max_tokens` together, and those for short ones else, all of it: nothing of a row is computed twice when it crosses.
+Hugging Face's models take the long ones from the first token past the original length, which is the same for rows that
+stay on one side; for one that crosses while it decodes they compute everything before again, or do not, by model.
+
+What angles depend on besides positions is the row's regime (`ModelConfig.rope_regime`) and nothing else, because the
+names of cached blocks hold the regime and nothing else of a row but its tokens.
+
+T: tokens of the step; D: head size; R: how many numbers of a head are turned.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spmd_worker.model_config.model_config import RopeParameters
+from spmd_worker.kernels.api import Kernels
+from spmd_worker.model_config.rope import RopeParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Cosines and sines [T, R / 2] of a step's tokens, and which numbers of a head they turn: the first R, pairs of
+    equal places in two halves, or of neighbours where `is_interleaved`. `is_plain`: whole heads, in halves.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool
+    is_plain: bool
+
+    def turn(self, kernels: Kernels, x: Tensor) -> Tensor:
+        """[T, heads, D] -> [T, heads, D]."""
+        if self.is_plain:
+            return kernels.rotate(x, self.cos, self.sin)
+        size = 2 * self.cos.shape[1]
+        turned, kept = x[..., :size], x[..., size:]
+        if self.is_interleaved:
+            halves = turned.reshape(*turned.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
+            turned = kernels.rotate(halves, self.cos, self.sin)
+            turned = turned.reshape(*turned.shape[:-1], 2, size // 2).transpose(-1, -2).flatten(-2)
+        else:
+            turned = kernels.rotate(turned, self.cos, self.sin)
+        return torch.cat((turned, kept), dim=-1)
 
 
 class RotaryEmbedding:
     """Positions -> cosines and sines. `max_positions` is the length before scaling, tokens."""
 
     def __init__(self, rope: RopeParameters, head_size: int, max_positions: int, device: torch.device) -> None:
-        self._rope, self._head_size, self._max_positions = rope, head_size, max_positions
-        self._frequencies = inverse_frequencies(rope, head_size).to(device)
+        self._rope, self._head_size, self._max_positions = rope, rope.turned_size(head_size), max_positions
+        self.is_plain = self._head_size == head_size and not rope.is_interleaved
+        """Whether whole heads are turned, in halves: what calls that do more than this can do."""
+        self._frequencies = inverse_frequencies(rope, self._head_size).to(device)
         self._amplitude = attention_factor(rope)
 
-    def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """int64 [T] positions and prompt lengths -> cosines and sines [T, D / 2] in `dtype`, computed in float32."""
-        turns = positions.float().unsqueeze(1) * self._frequencies_at(positions, prompt_lengths)
-        return (turns.cos() * self._amplitude).to(dtype), (turns.sin() * self._amplitude).to(dtype)
+    def angles(self, positions: Tensor, regimes: Tensor, dtype: torch.dtype) -> Angles:
+        """int64 [T] positions and regimes -> angles in `dtype`, computed in float32."""
+        turns = positions.float().unsqueeze(1) * self._frequencies_at(positions, regimes)
+        cos, sin = (turns.cos() * self._amplitude).to(dtype), (turns.sin() * self._amplitude).to(dtype)
+        return Angles(cos, sin, self._rope.is_interleaved, self.is_plain)
 
-    def _frequencies_at(self, positions: Tensor, prompt_lengths: Tensor) -> Tensor:
-        """[D / 2], or [T, D / 2] where tokens differ."""
+    def _frequencies_at(self, positions: Tensor, regimes: Tensor) -> Tensor:
+        """[R / 2], or [T, R / 2] where tokens differ."""
+        if self._rope.rope_type == "longrope":
+            return self._frequencies[regimes]
         if self._rope.rope_type != "dynamic":
             return self._frequencies
-        lengths = torch.maximum(positions + 1, prompt_lengths).clamp(min=self._max_positions).double()
+        lengths = torch.maximum(positions + 1, regimes).clamp(min=self._max_positions).double()
         growth = self._rope.factor * lengths / self._max_positions - (self._rope.factor - 1)
         base = self._rope.rope_theta * growth ** (self._head_size / (self._head_size - 2))
         exponents = _exponents(self._head_size).to(positions.device)
@@ -43,7 +85,9 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:
-    """Radians per token of each pair of dimensions, float32 [D / 2]."""
+    """Radians per token of each pair of dimensions, float32 [R / 2]; of `longrope` [2, R / 2], short and long.
+    `head_size` is what is turned of it.
+    """
     plain = 1.0 / (rope.rope_theta ** _exponents(head_size))
     if rope.rope_type == "linear":
         return plain / rope.factor
@@ -51,15 +95,21 @@ def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:
         return _llama3(plain, rope)
     if rope.rope_type == "yarn":
         return _yarn(plain, rope, head_size)
+    if rope.rope_type == "longrope":
+        factors = torch.tensor((rope.short_factors, rope.long_factors), dtype=torch.float32)
+        return 1.0 / (factors * rope.rope_theta ** _exponents(head_size))
     return plain
 
 
 def attention_factor(rope: RopeParameters) -> float:
-    """What cosines and sines are multiplied with; other than 1 only for YaRN."""
-    if rope.rope_type != "yarn":
+    """What cosines and sines are multiplied with; other than 1 only for YaRN and LongRoPE."""
+    if rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.rope_type == "longrope":
+        original = rope.original_max_position_embeddings
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
     if rope.mscale and rope.mscale_all_dim:
         return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
     return _yarn_scale(rope.factor, 1.0)

@@ -41,7 +41,8 @@ class WeightSlice:
     `checkpoint_shape` is the full shape the checkpoint must have. `source` may be empty: this rank owns nothing of
     the tensor but knows that it belongs to the model (see `nothing_of`); the parameter need not exist then.
     `destination` has the extents of `source`, and may have further leading dimensions of extent 1 (one expert's
-    matrix landing in a parameter that stacks the experts).
+    matrix landing in a parameter that stacks the experts). `is_transposed`: the matrix is the other way round in the
+    checkpoint, so `destination` has the extents of `source` in reverse.
     """
 
     checkpoint_name: str
@@ -49,12 +50,17 @@ class WeightSlice:
     source: Rectangle
     parameter_name: str
     destination: Rectangle
+    is_transposed: bool = False
 
     def __post_init__(self) -> None:
         assert is_inside(self.source, self.checkpoint_shape), self
         num_leading = len(self.destination) - len(self.source)
         assert num_leading >= 0, self
-        assert extents(self.destination) == (1,) * num_leading + extents(self.source), self
+        assert extents(self.destination) == (1,) * num_leading + extents(self.turned(self.source)), self
+
+    def turned(self, rectangle: Rectangle) -> Rectangle:
+        """A rectangle of the checkpoint tensor, as the parameter has its dimensions."""
+        return rectangle[::-1] if self.is_transposed else rectangle
 
     @property
     def is_empty(self) -> bool:

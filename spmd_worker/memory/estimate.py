@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.distributed.topology import RankLayout, shard_range, stage_of, vocabulary_rows
+from spmd_worker.model_config.layer_config import layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 
 
@@ -40,18 +41,15 @@ def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     in plain rows. Where oneDNN packs (there is no AMX), it pads beyond this what fills no tile of its own.
     """
     sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
-    query, key_value = sizes.num_heads * model_config.head_size, sizes.num_kv_heads * model_config.head_size
-    layer = hidden * (2 * query + 2 * key_value) + 3 * hidden * sizes.num_columns + 2 * hidden
-    layer += (query + 2 * key_value) * model_config.has_qkv_bias + hidden * model_config.has_output_bias
-    layer += (
-        2 * sizes.num_columns + hidden
-    ) * model_config.has_mlp_bias + 2 * model_config.head_size * model_config.has_qk_norm
     stage = stage_of(layout, model_config, rank)
+    share = (sizes.num_heads, sizes.num_kv_heads, sizes.num_columns)
+    layers = sum(layer_elements(layer, hidden, *share) for layer in model_config.layers[stage.start : stage.stop])
     # A tied head shares the embedding's rows only where one stage has both, and nothing packs.
     shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and device != "cpu"
     num_tables = stage.is_first + stage.is_last - shares_rows
-    tables = num_tables * sizes.num_vocabulary_rows * hidden
-    return (tables + stage.num_layers * layer + hidden * stage.is_last) * DTYPE_BYTES[dtype]
+    tables = (num_tables * sizes.num_vocabulary_rows + stage.is_first * model_config.num_positions) * hidden
+    norm = model_config.num_norm_parameters * stage.is_last
+    return (tables + layers + norm) * DTYPE_BYTES[dtype]
 
 
 def activation_bytes(
@@ -60,12 +58,16 @@ def activation_bytes(
     """Peak of a step of `num_tokens` tokens of which `num_rows` sample.
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
-    gated columns and their product; layers that run as one hold all of these at once, each of them once. The sampler
-    holds float32 logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
+    gated columns and their product; layers that run as one hold all of these at once, each of them once. Heads that are
+    turned in part or in pairs are copied twice more, and flat norms hold those of all ranks. The sampler holds float32
+    logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
     """
     sizes = rank_sizes(model_config, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
-    attention = 3 * heads * model_config.head_size
+    copies = 5 if any(rope.partial_factor < 1 or rope.is_interleaved for rope in model_config.ropes) else 3
+    attention = copies * heads * model_config.head_size
+    if any(layer.qk_norm == "flat" for layer in model_config.layers):
+        attention += 3 * (model_config.num_heads + model_config.num_kv_heads) * model_config.head_size
     per_token = 4 * model_config.hidden_size + max(attention, 4 * sizes.num_columns)
     logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     return num_tokens * per_token * DTYPE_BYTES[dtype] + logits

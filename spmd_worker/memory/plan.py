@@ -6,10 +6,17 @@ Both the run and its plan in words (`plan_text.py`) take them from here.
 from dataclasses import replace
 from typing import Final
 
-from kv_cache.cache_sizing import CacheNeed, CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence, size_cache
+from kv_cache.cache_sizing import (
+    CacheNeed,
+    CacheSizing,
+    MemoryMeasurement,
+    check_cache_holds_one_sequence,
+    format_bytes,
+    size_cache,
+)
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.errors import ConfigError
-from spmd_worker.memory.estimate import cache_spec
+from spmd_worker.memory.estimate import cache_spec, weights_bytes
 from spmd_worker.resolved import ResolvedRun
 
 _DEFAULT_SWAP_SPACE_GIB: Final = 4.0
@@ -28,6 +35,24 @@ def check_cache_setting(resolved: ResolvedRun) -> None:
         check_cache_holds_one_sequence(cache.num_blocks, cache.block_size, resolved.max_model_len)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def check_weights_fit(resolved: ResolvedRun, rank: int, num_local_ranks: int, total_bytes: int) -> None:
+    """Raise ConfigError when the weights of the ranks that share `total_bytes` of memory, each of which has about as
+    much as this one, are more than that: before anything is allocated.
+    """
+    needed = num_local_ranks * weights_bytes(
+        resolved.model_config, resolved.layout, rank, resolved.dtype, resolved.device_type
+    )
+    if needed <= total_bytes:
+        return
+    ranks = "this rank" if num_local_ranks == 1 else f"the {num_local_ranks} ranks here"
+    raise ConfigError(
+        f"model.path={resolved.model_folder} is too large: {resolved.model_config.num_parameters:,} parameters in "
+        f"{resolved.dtype}, of which {ranks} would hold {format_bytes(needed)} ({needed:,} bytes), and there are "
+        f"{format_bytes(total_bytes)} ({total_bytes:,} bytes) of memory: take more nodes or devices (parallel.*), or "
+        f"check config.json"
+    )
 
 
 def resolve_swap_space_bytes(resolved: ResolvedRun) -> int:

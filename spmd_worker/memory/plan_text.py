@@ -17,9 +17,16 @@ from kv_cache.cache_sizing import (
     num_swap_blocks,
 )
 from spmd_worker.distributed.topology import stage_of
+from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
 from spmd_worker.memory.estimate import RankSizes, activation_bytes, rank_sizes, weights_bytes
-from spmd_worker.memory.plan import cache_spec_of, resolve_cache_need, resolve_swap_space_bytes, size_rank
+from spmd_worker.memory.plan import (
+    cache_spec_of,
+    check_weights_fit,
+    resolve_cache_need,
+    resolve_swap_space_bytes,
+    size_rank,
+)
 from spmd_worker.resolved import ResolvedRun
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
@@ -67,7 +74,14 @@ class MemoryPlan:
 
     @property
     def error_result(self) -> str | None:
-        """Why a run here would be refused: the cache cannot hold one sequence. None when it can, or nobody knows."""
+        """Why a run here would be refused: memory cannot hold the weights, or the cache one sequence. None when it can,
+        or nobody knows.
+        """
+        if self.resolved.device_type == "cpu":
+            try:
+                check_weights_fit(self.resolved, 0, self.resolved.layout.world_size, host.total_bytes())
+            except ConfigError as error:
+                return str(error)
         if self.num_blocks is None:
             return None
         cache = self.resolved.config.cache

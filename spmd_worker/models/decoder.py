@@ -1,18 +1,15 @@
 """The decoder stack that every family is: embedding, layers, norm, head.
 
-What families do differently is in `model_shape.FAMILIES`, read into `ModelConfig`; the modules are named as Hugging
-Face names theirs, so checkpoint names and module names are the same words. Knows architecture and nothing else: no
-scheduling, no files, no sampling.
+What families do differently is in `model_config/families/`, read into `ModelConfig` and one `LayerConfig` a layer; the
+modules are named as Llama's are, and `CheckpointNames` has what a family's checkpoint calls them. Knows architecture
+and nothing else: no scheduling, no files, no sampling.
 
 T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabulary shard.
 """
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -24,52 +21,56 @@ from spmd_worker.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.layers.attention import Attention
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.layers.embedding import VocabularyParallelEmbedding, VocabularyParallelHead
+from spmd_worker.layers.embedding import PositionEmbedding, VocabularyParallelEmbedding, VocabularyParallelHead
 from spmd_worker.layers.feed_forward import FeedForward
-from spmd_worker.layers.norm import RMSNorm, add_whole
-from spmd_worker.layers.rotary import RotaryEmbedding
+from spmd_worker.layers.norm import Norm, RMSNorm, add_whole, new_norm
+from spmd_worker.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
+from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.models.checkpoint_names import CheckpointNames
 from spmd_worker.models.checkpoint_view import CheckpointView
-from spmd_worker.models.held_weights import HeldWeight, held_weights
-
-_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+from spmd_worker.models.held_weights import HeldWeight, check_form, check_tensor, held_weights
+from spmd_worker.models.weight_update import WeightUpdate
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm, on a residual stream."""
+    """Attention and feed-forward, each with a norm before it, on a residual stream."""
 
-    def __init__(self, context: LayerContext, model_config: ModelConfig, layer_index: int) -> None:
+    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
-        self.self_attn = Attention(context, model_config, layer_index)
-        self.mlp = FeedForward(context, model_config)
-        self.input_layernorm = RMSNorm(context, model_config.hidden_size, model_config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(context, model_config.hidden_size, model_config.rms_norm_eps)
+        self.self_attn = Attention(context, layer, hidden_size)
+        self.mlp = FeedForward(context, layer, hidden_size)
+        self.input_layernorm = RMSNorm(context, hidden_size, layer.norm.eps)
+        self.post_attention_layernorm = RMSNorm(context, hidden_size, layer.norm.eps)
+        self._multiplier = layer.residual_multiplier
 
     def forward(
         self,
         x: Tensor | None,
         residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        ropes: tuple[Angles, ...],
         layer_cache: Tensor,
         metadata: AttentionMetadata,
         *,
         is_fused: bool = True,
-    ) -> Tensor:
-        """The last layer's output, as this rank's part, or None before the first layer of a stage, and the residual
+    ) -> Tensor | None:
+        """The last layer's output, as this rank's part, or None where nothing is still to be added, and the residual
         stream, to which it is added in place -> this layer's output, likewise. All [T, hidden].
         """
         x = self.input_layernorm(residual) if x is None else self.input_layernorm.add_and_norm(x, residual)
-        x = self.self_attn(x, cos, sin, layer_cache, metadata, is_fused=is_fused)
+        x = self._scaled(self.self_attn(x, ropes, layer_cache, metadata, is_fused=is_fused))
         x = self.post_attention_layernorm.add_and_norm(x, residual)
-        output: Tensor = self.mlp(x, is_fused=is_fused)
-        return output
+        return self._scaled(self.mlp(x, is_fused=is_fused))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self._multiplier == 1.0 else x.mul_(self._multiplier)
 
     def weights(self) -> LayerWeights | None:
         """For `AttentionBackend.join_layers`; None where there is more to a layer than those."""
         attention, feed_forward = self.self_attn, self.mlp
-        if attention.q_norm is not None:
+        is_plain = attention.is_plain and feed_forward.is_gated and feed_forward.activation == "silu"
+        if not is_plain or self._multiplier != 1.0:
             return None
         return LayerWeights(
             input_norm=self.input_layernorm.weight,
@@ -99,23 +100,70 @@ class DecoderLayer(nn.Module):
         )
 
 
+class SandwichLayer(nn.Module):
+    """Attention and feed-forward with norms in any of the four places, of any kind, on a residual stream that is whole
+    on every rank.
+    """
+
+    def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(context, layer, hidden_size)
+        self.mlp = FeedForward(context, layer, hidden_size)
+        norms = [new_norm(context, hidden_size, layer.norm) if is_there else None for is_there in layer.norms]
+        self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
+        self._multiplier, self._group = layer.residual_multiplier, context.tensor_group
+
+    def forward(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        ropes: tuple[Angles, ...],
+        layer_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        is_fused: bool = True,
+    ) -> None:
+        """See `DecoderLayer.forward`: what this layer gives is added before it returns."""
+        assert x is None, "layers of one model are of one kind"
+        x = _normed(self.input_layernorm, residual)
+        x = self.self_attn(x, ropes, layer_cache, metadata, is_fused=is_fused)
+        self._add(x, self.attention_output_norm, residual)
+        x = self.mlp(_normed(self.post_attention_layernorm, residual), is_fused=is_fused)
+        self._add(x, self.mlp_output_norm, residual)
+
+    def _add(self, part: Tensor, norm: Norm | None, residual: Tensor) -> None:
+        x = _normed(norm, self._group.all_reduce(part))
+        residual.add_(x if self._multiplier == 1.0 else x * self._multiplier)
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
 class DecoderStack(nn.Module):
     """Token ids -> hidden states, or a stage of the way there. Layers count from 0 in each stage."""
 
     def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
+        hidden_size = model_config.hidden_size
         if stage.is_first:
-            self.embed_tokens = VocabularyParallelEmbedding(context, model_config.vocab_size, model_config.hidden_size)
+            self.embed_tokens = VocabularyParallelEmbedding(context, model_config.vocab_size, hidden_size)
+            self._multiplier = _embedding_multiplier(model_config, context.dtype)
+            if model_config.num_positions:
+                self.embed_positions = PositionEmbedding(context, model_config.num_positions, hidden_size)
+        is_plain = all(layer.is_plain_wiring for layer in model_config.layers)
+        new_layer = DecoderLayer if is_plain else SandwichLayer
         self.layers = nn.ModuleList(
-            DecoderLayer(context, model_config, index) for index in range(stage.start, stage.stop)
+            new_layer(context, layer, hidden_size) for layer in model_config.layers[stage.start : stage.stop]
         )
         if stage.is_last:
-            self.norm = RMSNorm(context, model_config.hidden_size, model_config.rms_norm_eps)
-        self._stage = stage
-        self._rotary = RotaryEmbedding(
-            model_config.rope, model_config.head_size, model_config.max_position_embeddings, context.device
+            self.norm = new_norm(context, hidden_size, model_config.norm)
+        self._stage, self._has_positions = stage, model_config.num_positions > 0
+        self._rotaries = tuple(
+            RotaryEmbedding(rope, model_config.head_size, model_config.max_position_embeddings, context.device)
+            for rope in model_config.ropes
         )
-        self._dtype, self._group, self._attention = context.dtype, context.tensor_group, context.attention
+        self.dtype, self._group, self._attention = context.dtype, context.tensor_group, context.attention
         self.joined_layers: JoinedLayers | None = None
         """All layers at once, where that can be; None: one by one."""
 
@@ -123,14 +171,15 @@ class DecoderStack(nn.Module):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        prompt_lengths: Tensor,
+        rope_regimes: Tensor,
         cache: Tensor,
         metadata: AttentionMetadata,
         incoming: Tensor | None = None,
         *,
         is_fused: bool = True,
     ) -> Tensor:
-        """int64 [T] ids, positions and lengths of the rows' prompts; `cache` [layers, blocks, ...] -> [T, hidden].
+        """int64 [T] ids, positions and their rows' regimes (`Request.rope_regime`); `cache` [layers, blocks, ...] ->
+        [T, hidden].
 
         `incoming` is what the stage before gave, and every stage but the last gives to the next: the residual stream
         [T, hidden]. It becomes this stage's own.
@@ -139,30 +188,41 @@ class DecoderStack(nn.Module):
         bits: for a step in which something is added to some of them (an adapter). It is all layers' in one call else,
         or attention and gates with what is before them.
         """
-        cos, sin = self._rotary.angles(positions, prompt_lengths, self._dtype)
-        residual = self.embed_tokens(token_ids) if self._stage.is_first else incoming
+        ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
+        residual = self._embed(token_ids, positions) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first is given the residual stream"
         x = None
         assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
         if is_fused and self.joined_layers is not None:
-            x = self.joined_layers.run(residual, (cos, sin), cache, metadata)
+            x = self.joined_layers.run(residual, (ropes[0].cos, ropes[0].sin), cache, metadata)
         else:
             for layer, layer_cache in zip(self.layers, cache, strict=True):
-                x = layer(x, residual, cos, sin, layer_cache, metadata, is_fused=is_fused)
-        assert x is not None, "a stage has layers"
+                x = layer(x, residual, ropes, layer_cache, metadata, is_fused=is_fused)
         if not self._stage.is_last:
-            return add_whole(self._group, x, residual)
-        hidden = self.norm.add_and_norm(x, residual)
+            return residual if x is None else add_whole(self._group, x, residual)
+        hidden: Tensor = self.norm(residual) if x is None else self.norm.add_and_norm(x, residual)
         # Not memory of the group, which the next step's norms write to.
-        return hidden if self._group.fast is None else hidden.clone()
+        return hidden if self._group.fast is None or x is None else hidden.clone()
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x: Tensor = self.embed_tokens(token_ids)
+        if self._multiplier != 1.0:
+            x = x * self._multiplier
+        return x + self.embed_positions(positions) if self._has_positions else x
 
     def join_layers(self) -> None:
         """Once the weights are packed: from now on they stay where they are."""
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         weights = [each for layer in layers if (each := layer.weights()) is not None]
         self.joined_layers = None
-        if weights and len(weights) == len(self.layers):
+        is_plain = len(self._rotaries) == 1 and self._rotaries[0].is_plain
+        if weights and is_plain and len(weights) == len(self.layers):
             self.joined_layers = self._attention.join_layers(weights, layers[0].sizes(), self._group)
+
+
+def _embedding_multiplier(model_config: ModelConfig, dtype: torch.dtype) -> float:
+    value = model_config.embedding_multiplier
+    return float(torch.tensor(value, dtype=dtype)) if model_config.rounds_multiplier else value
 
 
 class DecoderForCausalLM(nn.Module):
@@ -171,17 +231,26 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
         self.model_config, self.stage = model_config, stage
+        self._names = CheckpointNames(model_config, stage)
+        self.weight_update = WeightUpdate()
         self.model = DecoderStack(context, model_config, stage)
         if stage.is_last:
             # A tied head in a later stage than the embedding has a copy of its own.
             tied_to = self.model.embed_tokens if model_config.has_tied_embeddings and stage.is_first else None
-            self.lm_head = VocabularyParallelHead(context, model_config.vocab_size, model_config.hidden_size, tied_to)
+            self.lm_head = VocabularyParallelHead(
+                context,
+                model_config.vocab_size,
+                model_config.hidden_size,
+                tied_to,
+                divisor=model_config.logit_divisor,
+                cap=model_config.logit_cap,
+            )
 
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
-        prompt_lengths: Tensor,
+        rope_regimes: Tensor,
         cache: Tensor,
         metadata: AttentionMetadata,
         incoming: Tensor | None = None,
@@ -189,7 +258,7 @@ class DecoderForCausalLM(nn.Module):
         is_fused: bool = True,
     ) -> Tensor:
         """See `DecoderStack.forward`."""
-        hidden: Tensor = self.model(token_ids, positions, prompt_lengths, cache, metadata, incoming, is_fused=is_fused)
+        hidden: Tensor = self.model(token_ids, positions, rope_regimes, cache, metadata, incoming, is_fused=is_fused)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -204,7 +273,7 @@ class DecoderForCausalLM(nn.Module):
     def weight_slices(self) -> list[WeightSlice]:
         """Which rectangles of which checkpoint tensors this rank holds, and where."""
         return [
-            replace(piece, checkpoint_name=self._checkpoint_name(piece.checkpoint_name))
+            self._names.piece(piece)
             for name, layer in self._checkpoint_layers().items()
             for piece in layer.weight_slices(name)
         ]
@@ -225,19 +294,35 @@ class DecoderForCausalLM(nn.Module):
         """Make whole checkpoint tensors this rank's weights: any of them, in any order, any number of times.
 
         One after the other, in place, of any floating-point dtype, from any device; while one is written, there is one
-        copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside.
+        copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside; every
+        rank is given the same tensors. The first opens `weight_update`, which has to be committed before a step runs.
         Returns the names of which this rank holds something; those of other stages, and a tied head's, are passed over.
-        Raises ValueError for a name that the model does not have, and a tensor that is misshapen, sharded, without data
-        or not finite: that tensor is not written, those before it are.
+
+        Raises RuntimeError while requests are being answered, and ValueError, the same on every rank, for a name that
+        the model does not have and a tensor that is misshapen, sharded, without data or not finite: that tensor is not
+        written, and of a collection, such as a list, no tensor is when a name or a shape is wrong.
         """
+        if isinstance(tensors, Collection):
+            for name, tensor in tensors:
+                if not self._names.is_derived(name):
+                    check_form(name, tensor, self._shape_of(name))
         loaded = set()
         for name, tensor in tensors:
+            if self._names.is_derived(name):
+                continue
+            check_tensor(name, tensor, self._shape_of(name), self.model.dtype)
+            self.weight_update.begin()
             if name in self._held:
                 self._held[name].load(tensor)
                 loaded.add(name)
-            elif not self.is_ignorable(name):
-                raise ValueError(f"{name}: the model has no such weight: give the names that its checkpoint has")
+            self.weight_update.add(name, tensor)
         return loaded
+
+    @cached_property
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every checkpoint tensor of the model, those of other stages too: shapes by name."""
+        own = {piece.checkpoint_name: piece.checkpoint_shape for piece in self.weight_slices()}
+        return self._names.shapes_of_all_stages(own)
 
     @contextmanager
     def as_checkpoint(self) -> Iterator[CheckpointView]:
@@ -245,9 +330,8 @@ class DecoderForCausalLM(nn.Module):
         end, also where that is an exception: some weights are changed at once, and a head must follow its embedding.
         """
         names = {name: name for name in self._held}
-        embedding = "model.embed_tokens.weight"
         if self.model_config.has_tied_embeddings and self.stage.is_last:
-            names["lm_head.weight"] = embedding
+            names[self._names.head] = self._names.embedding
         view = CheckpointView(self._held, names, self.load_weights, model_config=self.model_config, stage=self.stage)
         try:
             yield view
@@ -259,29 +343,14 @@ class DecoderForCausalLM(nn.Module):
         return held_weights(self.weight_slices(), self._checkpoint_layers())
 
     def is_ignorable(self, checkpoint_name: str) -> bool:
-        """Checkpoint tensors that are derived here (rotary frequencies, and the head when it is the embedding), and
-        those of other stages.
-        """
-        is_tied_head = self.model_config.has_tied_embeddings and checkpoint_name == "lm_head.weight"
-        return is_tied_head or checkpoint_name.endswith("rotary_emb.inv_freq") or self._is_elsewhere(checkpoint_name)
+        """See `CheckpointNames.is_ignorable`."""
+        return self._names.is_ignorable(checkpoint_name)
+
+    def _shape_of(self, checkpoint_name: str) -> tuple[int, ...]:
+        if checkpoint_name not in self.checkpoint_shapes:
+            raise ValueError(f"{checkpoint_name}: the model has no such weight: give the names that its checkpoint has")
+        return self.checkpoint_shapes[checkpoint_name]
 
     def _checkpoint_layers(self) -> dict[str, CheckpointLayer]:
         """Layers that have their own sharding rule, by name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, CheckpointLayer)}
-
-    def _is_elsewhere(self, checkpoint_name: str) -> bool:
-        layer = _LAYER.match(checkpoint_name)
-        if layer is not None:
-            index = int(layer[1])
-            return index < self.model_config.num_layers and not self.stage.start <= index < self.stage.stop
-        if checkpoint_name == "model.embed_tokens.weight":
-            return not self.stage.is_first
-        return not self.stage.is_last and checkpoint_name in ("model.norm.weight", "lm_head.weight")
-
-    def _checkpoint_name(self, name: str) -> str:
-        """A module's parameter as the checkpoint calls it: layers count through all stages there."""
-        layer = _LAYER.match(name)
-        if layer is not None:
-            return f"model.layers.{int(layer[1]) + self.stage.start}.{name[layer.end() :]}"
-        is_tied_head = self.model_config.has_tied_embeddings and name == "lm_head.weight"
-        return "model.embed_tokens.weight" if is_tied_head else name

@@ -1,6 +1,6 @@
 """Architecture name -> model class.
 
-The families' differences are data (`model_shape.FAMILIES`), so today one class builds them all.
+The families' differences are data (`model_config/families/`), so today one class builds them all.
 """
 
 from typing import Final
@@ -14,8 +14,8 @@ MODEL_CLASSES: Final[dict[str, type[DecoderForCausalLM]]] = dict.fromkeys(FAMILI
 
 
 def build_model(context: LayerContext, model_config: ModelConfig, stage: Stage | None = None) -> DecoderForCausalLM:
-    """The model of `shape`, or a stage of it, with uninitialised parameters.
+    """The model of `model_config`, or a stage of it, with uninitialised parameters.
 
-    `read_model_config` has refused unknown architectures.
+    `read_model_files` has refused unknown architectures.
     """
     return MODEL_CLASSES[model_config.architecture](context, model_config, stage or whole_model(model_config)).eval()

@@ -58,6 +58,7 @@ struct Attention {
   const int64_t* context_lengths;
   int num_heads;
   float scale;  // of scores, to base 2
+  float cap;    // of scores, to base 2; 0: none
   int64_t window;
   bool has_unit;
 
@@ -160,7 +161,7 @@ struct Attention {
     const int64_t place = row - item.first_row;
     Range visible[kUnitRows];
     for (int r = 0; r < num_rows; ++r) visible[r] = visible_to(scratch.positions[place + r], number);
-    const AttentionByUnit<Type> by_amx = {cache.head_size, scale, scratch};
+    const AttentionByUnit<Type> by_amx = {cache.head_size, scale, cap, scratch};
     if (unit_rows != num_rows) by_amx.set_up(unit_rows = num_rows);
     by_amx.run_rows(place, num_rows, visible, tile, next);
   }
@@ -189,7 +190,7 @@ struct Attention {
     for (int r = 0; r < kRows; ++r)
       if (!visible[r].is_empty())
         decays[r] = probabilities_of<Type>(
-            scratch.scores + r * kTile, scale, visible[r], scratch.softmax[place + r],
+            scratch.scores + r * kTile, scale, cap, visible[r], scratch.softmax[place + r],
             scratch.probabilities + r * kTile / Type::kPair);
     if (!is_even)
       add_uneven<kRows>(visible, place, tile, next, decays, scratch);
@@ -326,13 +327,13 @@ struct Attention {
       Type::Element* cache, int64_t block_stride, int64_t num_kv_heads, int64_t head_size, int64_t block_size,         \
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
-      const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale,                 \
+      const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,                                                                                 \
       int64_t window, Type::Element* output, int64_t may_use_unit, int64_t num_threads) {                              \
-    const float scale_to_base_2 = scale * 1.44269504088896340736f;                                                     \
+    const float log2_of_e = 1.44269504088896340736f;                                                                   \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size)},               \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
-        int(num_heads), scale_to_base_2, window, may_use_unit != 0 && amx::is_granted()};                      \
+        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, may_use_unit != 0 && amx::is_granted()};                      \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 

@@ -20,6 +20,7 @@ struct AttentionByUnit {
 
   int head_size;
   float scale;  // of scores, to base 2
+  float cap;    // of scores, to base 2; 0: none
   Scratch<Type>& scratch;
 
   static void set_up(int num_rows) {
@@ -47,7 +48,7 @@ struct AttentionByUnit {
     for (int r = 0; r < num_rows; ++r)
       if (!visible[r].is_empty())
         decays[r] = probabilities_of<Type>(
-            scratch.scores + r * kTile, scale, visible[r], scratch.softmax[place + r],
+            scratch.scores + r * kTile, scale, cap, visible[r], scratch.softmax[place + r],
             scratch.probabilities + r * kTile / Type::kPair);
     float* outputs = scratch.outputs + place * head_size;
     if (is_finite_outside(all, some, tile)) {

@@ -16,11 +16,14 @@ struct Softmax {
 
 // Scores of one row -> probabilities against the argmax score so far; returns what older sums shrink by.
 template <class Type>
-float probabilities_of(const float* scores, float scale, Range visible, Softmax& softmax, typename Type::Left* to) {
+float probabilities_of(
+    const float* scores, float scale, float cap, Range visible, Softmax& softmax, typename Type::Left* to) {
   constexpr int kCount = kTile / kLanes;
   Floats scaled[kCount];
   const Floats factor = broadcast(scale);
   for (int v = 0; v < kCount; ++v) scaled[v] = load<Floats>(scores + v * kLanes) * factor;
+  if (cap > 0.0f)
+    for (int v = 0; v < kCount; ++v) scaled[v] = bounded(scaled[v], cap);
   if (visible.first > 0 || visible.end < kTile) {
     const Ints numbers = lane_numbers();
     for (int v = 0; v < kCount; ++v) {

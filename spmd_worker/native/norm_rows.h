@@ -45,3 +45,33 @@ SPMD_INLINE void add_and_norm_row(
   }
   scale_row(residual, size, squares, weight, epsilon, to);
 }
+
+// The row's deviation from its mean (or itself) over its root mean square, times weight + offset, plus bias (or null): in
+// float until the end.
+template <class Element>
+SPMD_INLINE void full_norm_row(
+    const Element* row, int64_t size, const Element* weight, const Element* bias, float epsilon, float offset,
+    bool is_centred, Element* to) {
+  float mean = 0.0f;
+  if (is_centred) {
+    Floats total = Floats{};
+    for (int64_t place = 0; place < size; place += kLanes) total += load_some(row + place, size - place);
+    mean = sum_of_lanes(total) / float(size);
+  }
+  const Floats centre = broadcast(mean);
+  Floats squares = Floats{};
+  for (int64_t place = 0; place < size; place += kLanes) {
+    const Floats deviation = load_some(row + place, size - place) - centre;
+    // Lanes beyond the row hold zeros, which deviate from the mean.
+    const Floats kept = lane_numbers() < int32_t(size - place < kLanes ? size - place : kLanes) ? deviation : Floats{};
+    squares = fused(kept, kept, squares);
+  }
+  const Floats factor = broadcast(inverse_root_mean_square(squares, size, epsilon));
+  for (int64_t place = 0; place < size; place += kLanes) {
+    const int64_t count = size - place;
+    const Floats normal = (load_some(row + place, count) - centre) * factor;
+    Floats scaled = normal * (load_some(weight + place, count) + broadcast(offset));
+    if (bias != nullptr) scaled += load_some(bias + place, count);
+    store_some(to + place, scaled, count);
+  }
+}

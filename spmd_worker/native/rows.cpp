@@ -37,6 +37,19 @@ void add_rms_norm(
   }
 }
 
+template <class Element>
+void full_norm(
+    const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
+    const Element* weight, const Element* bias, float epsilon, float offset, bool is_centred, Element* to,
+    int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * num_heads * size >= kSmall)
+  for (int64_t token = 0; token < num_tokens; ++token)
+    for (int64_t head = 0; head < num_heads; ++head)
+      full_norm_row(
+          x + token * token_stride + head * head_stride, size, weight, bias, epsilon, offset, is_centred,
+          to + (token * num_heads + head) * size);
+}
+
 // ---- rotary embedding ---------------------------------------------------------------------------------------------
 
 // The result may take the place of what is rotated.
@@ -67,6 +80,36 @@ void silu_and_mul(
       store_some(to + token * size + place, as_kept<Element>(silu(gate)) * up, count);
     }
   }
+}
+
+// ---- other activations --------------------------------------------------------------------------------------------
+
+// The activation of each row's first `size` numbers, times the next `size` of them if it `is_gate`.
+template <class Element, class Activation>
+void activate_rows(
+    const Element* x, int64_t stride, int64_t num_tokens, int64_t size, bool is_gate, Activation activation, Element* to,
+    int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * size >= kSmall)
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const Element* row = x + token * stride;
+    for (int64_t place = 0; place < size; place += kLanes) {
+      const int64_t count = size - place;
+      Floats result = as_kept<Element>(activation(load_some(row + place, count)));
+      if (is_gate) result = result * load_some(row + size + place, count);
+      store_some(to + token * size + place, result, count);
+    }
+  }
+}
+
+// `kind` 0 is SiLU, 1 GELU by way of tanh.
+template <class Element>
+void activate(
+    const Element* x, int64_t stride, int64_t num_tokens, int64_t size, bool is_gate, int64_t kind, Element* to,
+    int64_t num_threads) {
+  if (kind == 0)
+    activate_rows(x, stride, num_tokens, size, is_gate, [](Floats each) { return silu(each); }, to, num_threads);
+  else
+    activate_rows(x, stride, num_tokens, size, is_gate, [](Floats each) { return gelu_tanh(each); }, to, num_threads);
 }
 
 // ---- the argmax of a row -----------------------------------------------------------------------------------------
@@ -133,6 +176,26 @@ void argmax(
       Element* x, int64_t x_stride, Element* residual, int64_t residual_stride, int64_t num_tokens, int64_t size,      \
       const Element* weight, float epsilon, int64_t num_threads) {                                                     \
     add_rms_norm(x, x_stride, residual, residual_stride, num_tokens, size, weight, epsilon, num_threads);              \
+  }                                                                                                                    \
+  extern "C" void spmd_full_norm_##name(                                                                               \
+      const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads,              \
+      int64_t size, const Element* weight, const Element* bias, float epsilon, float offset, int64_t is_centred,       \
+      Element* to, int64_t num_threads) {                                                                              \
+    full_norm(                                                                                                         \
+        x, token_stride, head_stride, num_tokens, num_heads, size, weight, bias, epsilon, offset, is_centred != 0, to, \
+        num_threads);                                                                                                  \
+  }                                                                                                                    \
+  /* `kind` 0 is SiLU, 1 GELU by way of tanh. */                                                                       \
+  extern "C" void spmd_activate_##name(                                                                                \
+      const Element* x, int64_t stride, int64_t num_tokens, int64_t size, int64_t is_gate, int64_t kind, Element* to,  \
+      int64_t num_threads) {                                                                                           \
+    activate(x, stride, num_tokens, size, is_gate != 0, kind, to, num_threads);                                        \
+  }                                                                                                                    \
+  extern "C" void spmd_bound_##name(                                                                                   \
+      const Element* x, int64_t stride, int64_t num_tokens, int64_t size, float cap, Element* to,                      \
+      int64_t num_threads) {                                                                                           \
+    activate_rows(                                                                                                     \
+        x, stride, num_tokens, size, false, [cap](Floats each) { return bounded(each, cap); }, to, num_threads);       \
   }                                                                                                                    \
   extern "C" void spmd_rotate_##name(                                                                                  \
       const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads,              \

@@ -136,6 +136,27 @@ SPMD_INLINE Floats silu(Floats x) {
   return x / (broadcast(1.0f) + exp2(x * broadcast(-1.44269504088896340736f)));
 }
 
+// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), as x times a logistic function (https://arxiv.org/abs/1606.08415).
+SPMD_INLINE Floats gelu_tanh(Floats x) {
+  const Floats inner = x * fused(x * x, broadcast(0.044715f), broadcast(1.0f));
+  return x / (broadcast(1.0f) + exp2(inner * broadcast(-2.0f * 0.7978845608028654f * 1.44269504088896340736f)));
+}
+
+// To 3e-7 of it: near 0 its series, elsewhere by way of an exponential.
+SPMD_INLINE Floats tanh_of(Floats x) {
+  const Floats square = x * x;
+  Floats series = fused(square, broadcast(62.0f / 2835.0f), broadcast(-17.0f / 315.0f));
+  series = fused(series, square, broadcast(2.0f / 15.0f));
+  series = fused(series, square, broadcast(-1.0f / 3.0f));
+  series = fused(series * square, x, x);
+  const Floats one = broadcast(1.0f), power = exp2(x * broadcast(2.0f * 1.44269504088896340736f));
+  const Floats far = one - broadcast(2.0f) / (one + power);
+  return square < broadcast(0.0625f) ? series : far;
+}
+
+// cap * tanh(x / cap).
+SPMD_INLINE Floats bounded(Floats x, float cap) { return tanh_of(x / broadcast(cap)) * broadcast(cap); }
+
 // ---- bfloat16: the upper half of a float --------------------------------------------------------------------------
 
 // To the nearest, ties to even; any NaN becomes the quiet one.

@@ -7,7 +7,15 @@ from typing import Final, NamedTuple
 
 from spmd_worker.replay.replay import ReplayedStep
 from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    CommitWeights,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.metadata import SequenceData, SequenceDataDelta
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampled import sample_indices, sampling_keys
@@ -169,7 +177,7 @@ class RowHistory:
     def _tell_of_cache(self, step: int, event: Event) -> None:
         if isinstance(event, ResetPrefixCache):
             self._write_report(step, None, "prefix cache reset after this step")
-        elif isinstance(event, SetWeightVersion):
+        elif isinstance(event, SetWeightVersion | CommitWeights):
             self._write_report(step, None, f"weight version {event.version} after this step")
         elif isinstance(event, FinishTransfers):
             for sample_index, place in self._places.items():

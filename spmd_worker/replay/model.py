@@ -75,6 +75,8 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
             dtype=header.dtype,
             max_model_len=header.max_model_len,
             load_format=header.load_format,
+            # What the run has loaded.
+            allow_nonfinite=True,
         ),
         executor=ExecutorConfig(backend="uniproc"),
         cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks),

@@ -32,7 +32,7 @@ class Batch:
 
     token_ids: Tensor
     positions: Tensor
-    prompt_lengths: Tensor
+    rope_regimes: Tensor
     attention: AttentionMetadata
     sample_rows: tuple[int, ...]
     rows: tuple[SampleRow, ...]
@@ -44,7 +44,7 @@ def build_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device:
     firsts = [each.sequence.num_computed_tokens for each in scheduled]
     starts = (0, *accumulate(counts))
     positions = _positions(firsts, counts, starts[-1])
-    prompt_lengths = np.repeat([len(each.sequence.request.prompt_token_ids) for each in scheduled], counts)
+    rope_regimes = np.repeat([each.sequence.request.rope_regime for each in scheduled], counts)
     tables = _block_tables([each.sequence.block_ids for each in scheduled])
     sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
     attention = AttentionMetadata(
@@ -57,7 +57,7 @@ def build_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device:
     return Batch(
         token_ids=_to(_token_ids(scheduled), device),
         positions=_to(positions, device),
-        prompt_lengths=_to(prompt_lengths.astype(np.int64), device),
+        rope_regimes=_to(rope_regimes.astype(np.int64), device),
         attention=attention,
         sample_rows=tuple(
             end - 1 for each, end in zip(scheduled, starts[1:], strict=True) for _ in range(each.num_samples)

@@ -15,7 +15,7 @@ from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _FILTERED = SamplingParams(top_p=0.9, logprobs=0)
-_REPORTED = SamplingParams(logprobs=0)
+_REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0)
 
 
 def largest_step(
@@ -23,8 +23,8 @@ def largest_step(
 ) -> tuple[ScheduledSequence, ...]:
     """As many tokens as a step may hold, spread over as many sequences as may run, all of which sample.
 
-    All want log-probabilities, which take whole rows of logits. Filters go row by row, so one filtered row holds as
-    much as many and takes less time.
+    All have a bias and want log-probabilities, which takes whole rows of logits. Filters go row by row, so one filtered
+    row holds as much as many and takes less time.
     """
     num_sequences = max(1, min(max_num_seqs, max_num_batched_tokens))
     num_tokens = max(1, min(max_model_len - 1, max_num_batched_tokens // num_sequences))

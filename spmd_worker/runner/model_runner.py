@@ -19,6 +19,7 @@ from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.runner.batch import Batch, build_batch
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.sampler import Sampler
+from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.step import StepResult
 
 
@@ -38,6 +39,7 @@ class ModelRunner:
 
     `pipeline` are the ranks that hold the other stages of this model's shard: hidden states come from the one before
     and go to the one behind; only the last stage has a sampler and samples. `clock` is told when this stage computes.
+    `model` takes new weights between steps.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class ModelRunner:
         clock: StageClock | None = None,
     ) -> None:
         self._clock = clock or StageClock(pipeline.rank)
-        self._model, self._cache_engine, self._sampler = model, cache_engine, sampler
+        self.model, self._cache_engine, self._sampler = model, cache_engine, sampler
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
         self._pending: _Forwarded | None = None
@@ -71,9 +73,9 @@ class ModelRunner:
         self._clock.begin(step)
         batch = build_batch(scheduled, self._block_size, self._device)
         cache = self._cache_engine.device_cache
-        incoming = None if self._model.stage.is_first else self._receive(len(batch.token_ids))
-        tokens = (batch.token_ids, batch.positions, batch.prompt_lengths)
-        hidden = self._model(*tokens, cache, batch.attention, incoming, is_fused=is_fused)
+        incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
+        tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
+        hidden = self.model(*tokens, cache, batch.attention, incoming, is_fused=is_fused)
         if self._sampler is None:
             self._send(hidden)
             self._clock.end()
@@ -81,9 +83,9 @@ class ModelRunner:
             return
         sampled = hidden[torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)]
         is_greedy = all(row.is_plainly_greedy for row in batch.rows)
-        largest = self._model.argmax_logits(sampled) if is_greedy else None
-        logits = None if is_greedy else self._model.compute_logits(sampled)
-        reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._whole_logits)
+        largest = self.model.argmax_logits(sampled) if is_greedy else None
+        logits = None if is_greedy else self.model.compute_logits(sampled)
+        reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._report)
         self._pending = _Forwarded(step, batch, logits, largest, reported)
 
     @torch.inference_mode()
@@ -120,10 +122,10 @@ class ModelRunner:
         return incoming.tensor
 
     def _receiving(self, num_tokens: int) -> Transfer:
-        shape = (num_tokens, self._model.model_config.hidden_size)
+        shape = (num_tokens, self.model.model_config.hidden_size)
         dtype = self._cache_engine.device_cache.dtype
         return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
 
-    def _whole_logits(self, hidden: Tensor) -> Tensor:
+    def _report(self, hidden: Tensor, token_ids: list[int], num_likeliest: int) -> list[TokenLogprobs]:
         assert self._sampler is not None, "log-probabilities are the last stage's"
-        return self._sampler.gather(self._model.compute_logits(hidden))
+        return self._sampler.report(self.model.compute_logits(hidden), token_ids, num_likeliest)

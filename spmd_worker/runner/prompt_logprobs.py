@@ -1,6 +1,6 @@
 """Log-probabilities of prompt tokens, for the rows that ask.
 
-T: tokens of the step; V: vocabulary.
+K: positions; T: tokens of the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from spmd_worker.mirror.mirror import ScheduledSequence
-from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import RequestId
 
 _ROWS_AT_ONCE = 64
 """Logits of this many positions are held at a time: a vocabulary of 150,000 ids takes 37 MiB."""
+
+Report = Callable[[Tensor, list[int], int], list[TokenLogprobs]]
+"""Hidden states [K, hidden], the token that each predicts, how many of the likeliest are wanted: an entry each."""
 
 PromptLogprobs = tuple[RequestId, int, tuple[TokenLogprobs | None, ...]]
 
@@ -22,13 +24,11 @@ def prompt_logprobs(
     scheduled: Sequence[ScheduledSequence],
     query_starts: tuple[int, ...],
     hidden: Tensor,
-    whole_logits: Callable[[Tensor], Tensor],
+    report: Report,
 ) -> tuple[PromptLogprobs, ...]:
-    """`whole_logits` maps hidden states [K, hidden] to logits [K, V]. The entry of position 0 is None: nothing predicts
-    it.
-    """
+    """`hidden` is [T, hidden]. The entry of position 0 is None: nothing predicts it."""
     return tuple(
-        _of_sequence(each, hidden[start:end], whole_logits)
+        _of_sequence(each, hidden[start:end], report)
         for each, start, end in zip(scheduled, query_starts, query_starts[1:])
         if _is_wanted(each)
     )
@@ -41,7 +41,7 @@ def _is_wanted(each: ScheduledSequence) -> bool:
     return sequence.request.sampling.prompt_logprobs is not None and is_in_prompt and sequence.sample_index == 0
 
 
-def _of_sequence(each: ScheduledSequence, hidden: Tensor, whole_logits: Callable[[Tensor], Tensor]) -> PromptLogprobs:
+def _of_sequence(each: ScheduledSequence, hidden: Tensor, report: Report) -> PromptLogprobs:
     """Position p is predicted by the logits of position p - 1: a chunk [a, b) gives the entries of [a + 1, b + 1)."""
     sequence = each.sequence
     prompt = sequence.request.prompt_token_ids
@@ -51,6 +51,5 @@ def _of_sequence(each: ScheduledSequence, hidden: Tensor, whole_logits: Callable
     entries: list[TokenLogprobs | None] = [] if first else [None]
     for start in range(0, len(targets), _ROWS_AT_ONCE):
         some = targets[start : start + _ROWS_AT_ONCE]
-        logprobs = log_softmax(whole_logits(hidden[start : start + len(some)]))
-        entries += [token_logprobs(row, token_id, num_likeliest) for row, token_id in zip(logprobs, some, strict=True)]
+        entries += report(hidden[start : start + len(some)], list(some), num_likeliest)
     return sequence.request.request_id, first + 1 if first else 0, tuple(entries)

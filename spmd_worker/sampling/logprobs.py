@@ -15,8 +15,13 @@ def token_logprobs(logprobs: Tensor, token_id: int, num_likeliest: int) -> Token
     """
     chosen = logprobs[token_id]
     rank = int((logprobs > chosen).sum()) + 1
-    entries: TokenLogprobs = {token_id: Logprob(float(chosen), rank)}
-    for place, (likely_id, value) in enumerate(_likeliest(logprobs, num_likeliest), start=1):
+    return entries_of(token_id, float(chosen), rank, likeliest(logprobs, num_likeliest))
+
+
+def entries_of(token_id: int, logprob: float, rank: int, likely: list[tuple[int, float]]) -> TokenLogprobs:
+    """The entry of a token, then those of `likely`: (token id, log-probability), likeliest first."""
+    entries: TokenLogprobs = {token_id: Logprob(logprob, rank)}
+    for place, (likely_id, value) in enumerate(likely, start=1):
         entries.setdefault(likely_id, Logprob(value, place))
     return entries
 
@@ -26,11 +31,11 @@ def log_softmax(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1)
 
 
-def _likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
-    """(token id, log-probability), likeliest first; torch.topk leaves the order of equal values open, so it is set
-    here.
+def likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
+    """[V], log-probabilities or logits -> (token id, value) of the `count` largest, largest first; equal ones by
+    ascending id, which torch.topk leaves open.
     """
-    if count == 0:
+    if count == 0 or logprobs.numel() == 0:
         return []
     if count < 0:
         count = logprobs.numel()

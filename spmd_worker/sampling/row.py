@@ -41,13 +41,12 @@ class SampleRow(NamedTuple):
     @property
     def is_plainly_greedy(self) -> bool:
         """Whether the largest logit is all there is to know."""
-        return self.sampling.is_greedy and not self.needs_all_logits
+        return self.sampling.is_greedy and not self.needs_all_logits and not self.sampling.needs_logprobs
 
     @property
     def needs_all_logits(self) -> bool:
-        """Whether the choice depends on more than maxima and sums over vocabulary shards."""
+        """Whether the choice depends on more than maxima and sums over vocabulary shards. Log-probabilities do not."""
         sampling = self.sampling
         has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop or sampling.has_masks
         has_filters = sampling.has_filters and not sampling.is_greedy
-        wants_all = sampling.logprobs == -1
-        return has_processors or has_filters or wants_all or sampling.needs_logprobs
+        return has_processors or has_filters

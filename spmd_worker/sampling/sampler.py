@@ -1,16 +1,18 @@
 """Logits of vocabulary shards -> token ids, the same on every rank of the tensor-parallel group.
 
 Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by
-inverting the cumulative distribution with one counter-based uniform a row. Only rows that need whole vocabularies
-(filters, penalties, log-probabilities) have their logits gathered. A row's token depends on its own logits, parameters
-and key alone.
+inverting the cumulative distribution with one counter-based uniform a row. Their log-probabilities come from the
+shards too (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties) have their logits
+gathered. A row's token depends on its own logits, parameters and key alone. A row with a logit that is NaN or
+infinite, or with none above minus infinity, gets `NON_FINITE` in place of an id; every rank says so of the same rows,
+because each looks at the largest logits of all shards.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +25,10 @@ from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
 from spmd_worker.sampling.processors import process_logits
 from spmd_worker.sampling.random import uniforms
 from spmd_worker.sampling.row import SampleRow
+from spmd_worker.sampling.shard_logprobs import log_masses, shard_logprobs
 from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.sampled import NON_FINITE
+from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
 Value = TypeVar("Value")
 
@@ -37,6 +42,21 @@ class Sampled:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
+
+
+class _Choice(NamedTuple):
+    """Parallel to the rows: their tokens, and what was found out on the way, [K] each.
+
+    `columns` int64: of the largest logit in this rank's shard; `largest` float64: of the vocabulary.
+    """
+
+    token_ids: list[int]
+    columns: Tensor
+    largest: Tensor
+
+    def of(self, indices: list[int]) -> "_Choice":
+        """Of the rows named."""
+        return _Choice([self.token_ids[i] for i in indices], self.columns[indices], self.largest[indices])
 
 
 class Sampler:
@@ -60,15 +80,17 @@ class Sampler:
         simple: list[int] = []
         others: list[int] = []
         for index, row in enumerate(rows):
-            (others if row.needs_all_logits else simple).append(index)
+            wants_all = row.sampling.logprobs == ALL_LOGPROBS
+            is_whole = row.sampling.needs_logprobs and (self._group.size == 1 or wants_all)
+            (others if row.needs_all_logits or is_whole else simple).append(index)
         token_ids = [-1] * len(rows)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if simple:
-            chosen = self._choose(_rows_of(logits, simple), [rows[index] for index in simple], self._group)
-            _scatter(chosen, simple, token_ids)
+            sampled = self._sample_shards(_rows_of(logits, simple), [rows[index] for index in simple])
+            _scatter(sampled.token_ids, simple, token_ids)
+            _scatter(sampled.logprobs, simple, logprobs)
         if others:
-            whole = self.gather(_rows_of(logits, others))
-            sampled = self._sample_whole(whole, [rows[index] for index in others])
+            sampled = self._sample_gathered(_rows_of(logits, others), [rows[index] for index in others])
             _scatter(sampled.token_ids, others, token_ids)
             _scatter(sampled.logprobs, others, logprobs)
         has_logprobs = any(entry is not None for entry in logprobs)
@@ -78,7 +100,8 @@ class Sampler:
         """As `sample` for rows that are all plainly greedy, given each row's largest logit of this rank, [R], and its
         column in this rank's shard.
         """
-        return Sampled(tuple(self._best(values, columns, self._group)[1].long().tolist()), ())
+        best_values, best_ids = self._best(values, columns, self._group)
+        return Sampled(tuple(_where_finite(best_values, best_ids).tolist()), ())
 
     def gather(self, logits: Tensor) -> Tensor:
         """[K, Vs] on each rank -> float32 [K, V] on every rank; a new tensor that may be changed."""
@@ -87,9 +110,79 @@ class Sampler:
         shards = self._group.all_gather(logits)
         return shards.transpose(0, 1).flatten(1)[:, : self._vocab_size].to(torch.float32, copy=True)
 
+    def report(self, logits: Tensor, token_ids: list[int], num_likeliest: int) -> list[TokenLogprobs]:
+        """[K, Vs] and a token each -> its log-probability, and those of the likeliest: the bits that `sample` reports
+        of these logits in raw_logprobs mode. Every rank of the group calls this with the same tokens.
+        """
+        if self._group.size == 1 or num_likeliest == ALL_LOGPROBS:
+            whole = log_softmax(self.gather(logits))
+            return [token_logprobs(row, token, num_likeliest) for row, token in zip(whole, token_ids, strict=True)]
+        return self._of_shards(logits, token_ids, [num_likeliest] * len(token_ids))
+
+    def _sample_shards(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        """[K, Vs], of rows that need no more than maxima and sums."""
+        choice = self._choose(logits, rows, self._group)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        wants = [
+            index
+            for index, row in enumerate(rows)
+            if row.sampling.needs_logprobs and choice.token_ids[index] != NON_FINITE
+        ]
+        if wants:
+            reported = self._report(_rows_of(logits, wants), [rows[index] for index in wants], choice.of(wants))
+            _scatter(reported, wants, logprobs)
+        return Sampled(tuple(choice.token_ids), tuple(logprobs))
+
+    def _report(self, logits: Tensor, rows: list[SampleRow], choice: _Choice) -> list[TokenLogprobs]:
+        """Log-probabilities of rows that all want some."""
+        counts = [row.sampling.logprobs or 0 for row in rows]
+        temperatures = None if self._logprobs_mode == "raw_logprobs" else _temperatures(rows, logits.device)
+        return self._of_shards(logits, choice.token_ids, counts, (choice.columns, choice.largest), temperatures)
+
+    def _of_shards(
+        self,
+        logits: Tensor,
+        token_ids: list[int],
+        nums_likeliest: list[int],
+        largest: tuple[Tensor, Tensor] | None = None,
+        temperatures: Tensor | None = None,
+    ) -> list[TokenLogprobs]:
+        """`largest` are columns and values as in `_Choice`, where they are known; `temperatures` float32 [K, 1]."""
+        if largest is None:
+            values, columns = self._kernels.largest(logits)
+            largest = columns, self._best(values, columns, self._group)[0]
+        if temperatures is None:
+            temperatures = torch.ones((len(token_ids), 1), device=logits.device)
+        masses = log_masses(logits, *largest, temperatures, self._group)
+        num_owned = max(0, min(logits.shape[1], self._vocab_size - self._shard_start))
+        return shard_logprobs(
+            logits, token_ids, nums_likeliest, largest[1], masses, temperatures, self._group, num_owned
+        )
+
+    def _sample_gathered(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        """[K, Vs], of rows that need whole vocabularies. What is reported of logits as they are comes from the shards
+        even so: how a token was chosen makes no difference.
+        """
+        sampled = self._sample_whole(self.gather(logits), rows)
+        if self._group.size == 1 or self._logprobs_mode != "raw_logprobs":
+            return sampled
+        wants = [
+            index
+            for index, (row, entry) in enumerate(zip(rows, sampled.logprobs, strict=True))
+            if entry is not None and row.sampling.logprobs != ALL_LOGPROBS
+        ]
+        logprobs = list(sampled.logprobs)
+        if wants:
+            chosen = [sampled.token_ids[index] for index in wants]
+            counts = [rows[index].sampling.logprobs or 0 for index in wants]
+            _scatter(self._of_shards(_rows_of(logits, wants), chosen, counts), wants, logprobs)
+        return Sampled(sampled.token_ids, tuple(logprobs))
+
     def _sample_whole(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[K, V] on every rank: each computes the same, so nothing is exchanged."""
-        wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs]
+        # Before they are processed: a row may forbid every token that it has.
+        is_finite = self._kernels.largest(logits)[0].isfinite().tolist()
+        wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs and is_finite[index]]
         reported = log_softmax(logits[wants]) if wants and self._logprobs_mode == "raw_logprobs" else None
         process_logits(logits, rows, self._eos_token_ids)
         for values, row in zip(logits, rows, strict=True):
@@ -100,18 +193,24 @@ class Sampler:
         if wants and reported is None:
             reported = log_softmax(logits[wants] / _temperatures([rows[index] for index in wants], logits.device))
         alone = GroupHandle(ranks=(0,), rank=0, group=None)
-        chosen = self._choose(logits, rows, alone)
+        ids = self._choose(logits, rows, alone, forbidden_id=0).token_ids
+        chosen = [token_id if finite else NON_FINITE for token_id, finite in zip(ids, is_finite, strict=True)]
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         for place, index in enumerate(wants):
             assert reported is not None, wants
             logprobs[index] = token_logprobs(reported[place], chosen[index], rows[index].sampling.logprobs or 0)
         return Sampled(tuple(chosen), tuple(logprobs))
 
-    def _choose(self, logits: Tensor, rows: list[SampleRow], group: GroupHandle) -> list[int]:
-        """Greedy or by inverting the cumulative distribution; `logits` are shards, or whole for a group of one."""
-        best_values, best_ids = self._best(*self._kernels.largest(logits), group)
-        chosen: list[int] = best_ids.long().tolist()
-        # A row all of whose tokens are forbidden, or whose model overflowed, has no distribution to draw from.
+    def _choose(
+        self, logits: Tensor, rows: list[SampleRow], group: GroupHandle, forbidden_id: int = NON_FINITE
+    ) -> _Choice:
+        """Greedy or by inverting the cumulative distribution; `logits` are shards, or whole for a group of one.
+
+        `forbidden_id` is for rows without a finite largest logit, which have no distribution to draw from.
+        """
+        values, columns = self._kernels.largest(logits)
+        best_values, best_ids = self._best(values, columns, group)
+        chosen: list[int] = _where_finite(best_values, best_ids, forbidden_id).tolist()
         is_drawable = best_values.isfinite().tolist()
         drawn = [index for index, row in enumerate(rows) if is_drawable[index] and not row.sampling.is_greedy]
         if drawn:
@@ -119,7 +218,7 @@ class Sampler:
             first = self._first_id(group)
             ids = _draw(_rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
             _scatter(ids, drawn, chosen)
-        return chosen
+        return _Choice(chosen, columns, best_values)
 
     def _best(self, values: Tensor, columns: Tensor, group: GroupHandle) -> tuple[Tensor, Tensor]:
         """Each rank's largest values and their columns, [R] -> the largest of all and its id, [R] each; equal values
@@ -153,6 +252,11 @@ def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHa
     candidates = group.all_gather(found)
     owner = owner.clamp(max=group.size - 1).unsqueeze(0)
     return [int(token_id) for token_id in candidates.gather(0, owner).squeeze(0).tolist()]
+
+
+def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> Tensor:
+    """Int64 [R]: ids, but `otherwise` where the value is not finite."""
+    return torch.where(values.isfinite(), ids.long(), otherwise)
 
 
 def _temperatures(rows: list[SampleRow], device: torch.device) -> Tensor:

@@ -47,7 +47,7 @@ class Allocator:
     ) -> None:
         self._cache, self._preemption, self._counters = cache, preemption, counters
         self._enable_prefix_caching = enable_prefix_caching
-        self._root = root_hash()
+        self._weight_version = 0
         self.num_swapped = 0
 
     def find_prefix(self, sequence: Sequence) -> list[BlockId]:
@@ -134,7 +134,7 @@ class Allocator:
 
     def set_weight_version(self, version: int, groups: Iterable[SequenceGroup]) -> None:
         """Names of blocks begin from another root; what was computed with the old weights is forgotten as well."""
-        self._root = root_hash(weight_version=version)
+        self._weight_version = version
         self.reset_prefix_cache(groups)
 
     def _swap_out(self, sequence: Sequence) -> bool:
@@ -191,7 +191,11 @@ class Allocator:
         if hashes is None or not self._enable_prefix_caching:
             return None
         if len(hashes) < num_blocks:
-            parent = hashes[-1] if hashes else self._root
+            parent = hashes[-1] if hashes else self._root_of(sequence)
             token_ids = sequence.token_ids(len(hashes) * block_size, num_blocks * block_size)
             hashes += hash_blocks(parent, token_ids, block_size)
         return hashes
+
+    def _root_of(self, sequence: Sequence) -> BlockHash:
+        """See `kv_cache/block_hash.py` for what must be in it."""
+        return root_hash(weight_version=self._weight_version, rope_regime=sequence.request.rope_regime)

@@ -24,10 +24,18 @@ from spmd_worker.scheduler.policy import WaitingQueue
 from spmd_worker.scheduler.queues import Queues
 from spmd_worker.scheduler.stop import StopChecker
 from spmd_worker.scheduler.updates import Decision, Decisions, given_ids, group_updates
-from spmd_worker.sequence.events import Abort, Admit, Event, FinishTransfers, ResetPrefixCache, SetWeightVersion
+from spmd_worker.sequence.events import (
+    Abort,
+    Admit,
+    CommitWeights,
+    Event,
+    FinishTransfers,
+    ResetPrefixCache,
+    SetWeightVersion,
+)
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
-from spmd_worker.sequence.sampled import SampledIds, sample_indices
+from spmd_worker.sequence.sampled import NON_FINITE, SampledIds, sample_indices
 from spmd_worker.sequence.sequence import (
     FinishReason,
     Sequence,
@@ -88,7 +96,7 @@ class Scheduler:
             return self._abort(event.request_id)
         elif isinstance(event, ResetPrefixCache):
             self._allocator.reset_prefix_cache(self.queues.groups.values())
-        elif isinstance(event, SetWeightVersion):
+        elif isinstance(event, SetWeightVersion | CommitWeights):
             self._allocator.set_weight_version(event.version, self.queues.groups.values())
         elif isinstance(event, FinishTransfers):
             for number in event.numbers:
@@ -130,6 +138,8 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[SequenceGroup]:
         """Append what was sampled, fork, finish. Returns the groups that ended, in plan order.
 
+        A sequence whose logits were not finite ends; others of its request go on, so that the request's error does not
+        depend on the order of steps.
         Of several ids, those after the one that ends a sequence are dropped. A sequence that was given none computes
         its last token again.
         """
@@ -195,12 +205,19 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, ended: list[SequenceGroup]
     ) -> None:
-        sequence.output_token_ids.append(token_id)
-        if logprobs is not None:
-            sequence.cumulative_logprob += logprobs[token_id].logprob
-            if sequence.request.sampling.logprobs is not None:
-                sequence.logprobs.append(logprobs)
-        if self._stop_checker.has_ended(sequence):
+        if token_id == NON_FINITE:
+            self.counters.num_output_tokens -= 1
+            sequence.finish_reason = FinishReason.ERROR
+            self._stop_checker.forget(sequence)
+            has_ended = True
+        else:
+            sequence.output_token_ids.append(token_id)
+            if logprobs is not None:
+                sequence.cumulative_logprob += logprobs[token_id].logprob
+                if sequence.request.sampling.logprobs is not None:
+                    sequence.logprobs.append(logprobs)
+            has_ended = self._stop_checker.has_ended(sequence)
+        if has_ended:
             self._finish(sequence)
             group = self.queues.group_of(sequence)
             if group.is_finished:

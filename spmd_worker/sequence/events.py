@@ -94,6 +94,19 @@ class EndWorkerEvent:
         check_fields(self)
 
 
+@dataclass(frozen=True, slots=True)
+class CommitWeights:
+    """All ranks have loaded new weights: as `SetWeightVersion`. `version` is a digest of what was loaded, `num_tensors`
+    of them; each rank compares both with its own before the step runs.
+    """
+
+    version: int
+    num_tensors: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 Event = (
     Admit
     | Abort
@@ -104,6 +117,7 @@ Event = (
     | FinishTransfers
     | WorkerEvent
     | EndWorkerEvent
+    | CommitWeights
 )
 
 

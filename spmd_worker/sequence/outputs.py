@@ -1,7 +1,10 @@
 """What a caller gets back: requests and their completions, in the field's usual names."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+NON_FINITE_LOGITS: Final = "non_finite_logits"
+"""`RequestOutput.error_code` where the model's logits were NaN or infinite."""
 
 
 class Logprob(NamedTuple):
@@ -56,7 +59,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its completions. A request that was refused has `error` and no outputs.
+    """A request with its completions. One that was refused, or could not be answered to its end, has `error`, what is
+    the matter, `error_code`, its kind in one word, and no outputs.
 
     `metrics` differ from run to run, so that outputs are compared without them; None where another rank's replica
     answered. `lora_request`, `encoder_prompt`, `encoder_prompt_token_ids` and `kv_transfer_params` are vLLM's names for
@@ -71,6 +75,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_code: str | None = None
     metrics: RequestMetrics | None = field(default=None, compare=False)
     lora_request: None = None
     encoder_prompt: None = None

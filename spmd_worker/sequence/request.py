@@ -15,12 +15,17 @@ RequestId = NewType("RequestId", int)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A row at admission. `stream` is the key of its random numbers, 64 bits (see `random_stream`)."""
+    """A row at admission. `stream` is the key of its random numbers, 64 bits (see `random_stream`).
+
+    `rope_regime` is all that its rotary angles depend on besides positions (see `ModelConfig.rope_regime`): fixed here,
+    so that whatever becomes of the row, its keys are made one way and its cached blocks named for it.
+    """
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stream: Integer65
+    rope_regime: int = 0
 
     def __post_init__(self) -> None:
         """Check what callers give. A wrong type would be found when a step's message is coded, and end every rank."""
@@ -60,17 +65,27 @@ def check_sampling(sampling: Any) -> None:
         raise TypeError(f"sampling is a {type(sampling).__name__}: give SamplingParams")
 
 
-def random_stream(job_seed: int, sampling_seed: int | None, custom_id: str | None, index: int) -> int:
+def random_stream(job_seed: int, sampling_seed: int | None, custom_id: str | None, index: int, call: int = 0) -> int:
     """Key of a row's random stream: its own seed when it has one, else the job's seed with its custom id or index.
 
-    Returns an unsigned 64-bit integer. The three kinds of name never collide, because the kind is part of what is
-    hashed.
+    `call` counts the calls in which an engine is given lists of rows: the rows of the first draw what a job's rows
+    draw, those of a later one what no other call's rows do. Returns an unsigned 64-bit integer. The kinds of name never
+    collide, because the kind is part of what is hashed.
     """
     if sampling_seed is not None:
-        name = f"seed:{sampling_seed}"
-    elif custom_id is not None:
-        name = f"id:{job_seed}:{custom_id}"
-    else:
-        name = f"index:{job_seed}:{index}"
+        return _stream_named(f"seed:{sampling_seed}")
+    if custom_id is not None:
+        return _stream_named(f"id:{job_seed}:{custom_id}")
+    return _stream_named(f"call:{job_seed}:{call}:{index}" if call else f"index:{job_seed}:{index}")
+
+
+def unnamed_stream(job_seed: int, sampling_seed: int | None, number: int) -> int:
+    """As `random_stream`, of a row that has neither custom id nor index: `number` counts such rows."""
+    if sampling_seed is not None:
+        return random_stream(job_seed, sampling_seed, None, 0)
+    return _stream_named(f"request:{job_seed}:{number}")
+
+
+def _stream_named(name: str) -> int:
     digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, person=b"spmd-stream").digest()
     return int.from_bytes(digest, "little")

@@ -7,12 +7,15 @@ sequence's after another's. All ranks, the wire and a replay count in this order
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
 
 Value = TypeVar("Value")
+
+NON_FINITE: Final = -1
+"""Stands for the id of a sequence whose logits are no numbers to choose by: it ends there, and is given no id."""
 
 
 def sample_indices(sample_index: int, num_samples: int) -> range:

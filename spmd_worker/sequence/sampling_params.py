@@ -19,6 +19,9 @@ GREEDY_TEMPERATURE: Final = 1e-5
 MAX_LOGPROBS: Final = 64
 """The most alternatives `logprobs` and `prompt_logprobs` may ask for, unless they ask for all."""
 
+ALL_LOGPROBS: Final = -1
+"""In the place of a number of alternatives: the whole vocabulary."""
+
 _MAX_SAMPLES: Final = 1024
 
 

@@ -35,11 +35,12 @@ class SequenceKey(NamedTuple):
 
 
 class FinishReason(Enum):
-    """Why a sequence ended; the values are the field's words in outputs."""
+    """Why a sequence ended; the values are the field's words in outputs. ERROR: its logits were not finite."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(slots=True, eq=False)

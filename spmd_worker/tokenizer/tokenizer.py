@@ -23,6 +23,9 @@ _TEMPLATE_FILE: Final = "chat_template.jinja"
 _OLD_TEMPLATE_FILE: Final = "chat_template.json"
 _FILES: Final = (_TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
 
+_MOST_BYTES: Final = 256 * 1024 * 1024
+"""Of each: vocabularies of a million tokens take 64 MiB."""
+
 _REPLACEMENT: Final = "\ufffd"
 """What an incomplete or invalid UTF-8 sequence decodes to."""
 
@@ -284,7 +287,7 @@ def _is_unicode(text: str) -> bool:
 def _read(path: Path) -> bytes | None:
     """None where there is no file."""
     try:
-        return path.read_bytes() if path.is_file() else None
+        return files.read_regular_file(path, _MOST_BYTES) if path.is_file() else None
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
 

@@ -39,6 +39,7 @@ from spmd_worker.sequence.events import (
     Abort,
     Admit,
     Close,
+    CommitWeights,
     EndRound,
     EndWorkerEvent,
     Event,
@@ -215,6 +216,8 @@ def event_in_words(event: Event) -> str:
         return "the prefix cache is reset"
     if isinstance(event, SetWeightVersion):
         return f"the weights are of version {event.version}"
+    if isinstance(event, CommitWeights):
+        return f"{event.num_tensors} new weights are committed as version {event.version}"
     if isinstance(event, FinishTransfers):
         return f"transfers {shorten(event.numbers)} have finished on every rank"
     if isinstance(event, WorkerEvent):

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from spmd_worker.errors import CheckpointError
-from spmd_worker.files import JsonError, parse_json_object
+from spmd_worker.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.layers.weight_slice import Rectangle, is_inside
 from spmd_worker.weights.region import plan_read
 from spmd_worker.weights.safetensors_header import (
@@ -47,6 +47,7 @@ class Checkpoint:
     headers: Mapping[str, SafetensorsHeader]
     num_bytes_read: int = 0
     _file_of: dict[str, str] = field(default_factory=dict)
+    _stored_names: dict[str, str] = field(default_factory=dict)
     _descriptors: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -78,6 +79,12 @@ class Checkpoint:
         while self._descriptors:
             _, descriptor = self._descriptors.popitem()
             os.close(descriptor)
+
+    def add_prefix(self, prefix: str, besides: str) -> None:
+        """Names other than `besides` begin with `prefix` from now on, if none in the files does: some leave it out."""
+        if not any(name.startswith(prefix) for name in self._file_of):
+            self._stored_names = {name if name == besides else prefix + name: name for name in self._file_of}
+            self._file_of = {name: self._file_of[stored] for name, stored in self._stored_names.items()}
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -135,7 +142,7 @@ class Checkpoint:
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder}: has no tensor {name!r}")
-        return self.headers[self._file_of[name]].tensors[name]
+        return self.headers[self._file_of[name]].tensors[self._stored_names.get(name, name)]
 
     def _fill(self, name: str, target: memoryview, offset: int) -> None:
         descriptor = self._descriptor(self._file_of[name])
@@ -169,10 +176,10 @@ def _read_indexed_headers(folder: Path) -> dict[str, SafetensorsHeader]:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    with path.open("rb") as file:
-        text = file.read(MAX_HEADER_BYTES + 1)
-    if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path.name}: exceeds the limit of {MAX_HEADER_BYTES} bytes")
+    try:
+        text = read_regular_file(path, MAX_HEADER_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read: {error}") from None
     try:
         weight_map = parse_json_object(text).get("weight_map")
     except JsonError as error:

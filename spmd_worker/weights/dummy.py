@@ -17,12 +17,13 @@ from torch import nn
 
 from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
 from spmd_worker.weights.coverage import check_parameters
-from spmd_worker.weights.loader import copy_region, fill_paddings, parameters_by_name, shapes_of
-from spmd_worker.weights.region import move_block, plan_read, split_region
+from spmd_worker.weights.loader import copy_block, fill_paddings, parameters_by_name, shapes_of
+from spmd_worker.weights.region import plan_read, split_region
 
 # Changing either of the first two changes the weights.
 _BLOCK_ELEMENTS = 1 << 16
 _EMBEDDING_STD = 0.02
+_NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 # Rows of less than a block share their blocks, so generating through the gaps is free; larger gaps are skipped.
 _MAX_GAP_ELEMENTS = _BLOCK_ELEMENTS
 _MAX_BUFFER_ELEMENTS = 1 << 22
@@ -35,7 +36,7 @@ def fill_dummy(
     """Fill every parameter with random weights of reasonable scale, converted from float32. Idempotent.
 
     Matrices ~ N(0, 1 / fan_in) with fan_in the last dimension, embeddings and lm_head with a deviation of 0.02,
-    `*norm.weight` around 1 with a deviation of 0.1, other vectors (biases) around 0 with a deviation of 0.1.
+    weights of norms around 1 with a deviation of 0.1, other vectors (biases) around 0 with a deviation of 0.1.
     Raises CheckpointError when the slices do not cover the parameters exactly once.
     """
     parameters = parameters_by_name(model)
@@ -44,21 +45,21 @@ def fill_dummy(
         if piece.is_empty:
             continue
         stream = NormalStream(piece.checkpoint_name, seed, piece.checkpoint_shape)
-        mean, std = mean_and_std(piece.checkpoint_name, piece.checkpoint_shape)
+        shape = piece.checkpoint_shape[::-1] if piece.is_transposed else piece.checkpoint_shape
+        mean, std = mean_and_std(piece.checkpoint_name, shape)
         for block in split_region(piece.checkpoint_shape, piece.source, _MAX_BUFFER_ELEMENTS):
             values = torch.from_numpy(stream.region(block)).mul(std).add(mean)
-            destination = move_block(block, piece.source, piece.destination)
-            copy_region(parameters[piece.parameter_name], destination, values)
+            copy_block(parameters[piece.parameter_name], piece, block, values)
     fill_paddings(parameters, paddings)
 
 
 def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Mean and standard deviation of a dummy weight, from its checkpoint name and full shape."""
-    if name.endswith("norm.weight"):
+    """Mean and standard deviation of a dummy weight, from its checkpoint name and full shape, inputs last."""
+    if name.endswith(_NORMS):
         return 1.0, 0.1
     if len(shape) < 2:
         return 0.0, 0.1
-    if "embed" in name or name.endswith("lm_head.weight"):
+    if "embed" in name or name.endswith(("lm_head.weight", "wte.weight", "wpe.weight")):
         return 0.0, _EMBEDDING_STD
     return 0.0, 1.0 / sqrt(shape[-1])
 

@@ -5,15 +5,16 @@ Knows nothing of architectures or ranks: the slices say it all.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
+from spmd_worker.errors import CheckpointError
+from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, full_rectangle, whole
 from spmd_worker.weights.checkpoint import Checkpoint
-from spmd_worker.weights.coverage import check_coverage
+from spmd_worker.weights.coverage import check_coverage, checkpoint_problems, raise_problems
 from spmd_worker.weights.region import move_block, split_region
 
 # Well under the promised 64 MB: glibc keeps blocks below 32 MB for reuse instead of faulting in fresh pages each time.
@@ -42,11 +43,13 @@ def load_weights(
     checkpoint: Checkpoint,
     *,
     ignorable: Callable[[str], bool] = nothing_ignorable,
+    allows_nonfinite: bool = False,
 ) -> LoadReport:
     """Fill every parameter of `model` from the checkpoint, converting to the parameters' dtypes.
 
     Holds at most 16 MB of file data at a time. Raises CheckpointError before anything is touched when names,
-    shapes, dtypes or coverage are wrong; and, halfway, when a file cannot be read.
+    shapes, dtypes or coverage are wrong; and, halfway, when a file cannot be read, or, unless `allows_nonfinite`, for
+    an element that is NaN or infinite in the parameter's dtype.
     """
     start_s, num_bytes_before = time.perf_counter(), checkpoint.num_bytes_read
     parameters = parameters_by_name(model)
@@ -55,10 +58,30 @@ def load_weights(
     for piece in slices:
         checkpoint.dtype(piece.checkpoint_name)
     for piece in sorted(wanted, key=lambda piece: (checkpoint.position(piece.checkpoint_name), piece.source)):
-        _load_slice(parameters[piece.parameter_name], piece, checkpoint)
+        _load_slice(parameters[piece.parameter_name], piece, checkpoint, allows_nonfinite)
     fill_paddings(parameters, paddings)
     num_tensors = len({piece.checkpoint_name for piece in wanted})
     return LoadReport(num_tensors, checkpoint.num_bytes_read - num_bytes_before, time.perf_counter() - start_s)
+
+
+def load_whole(
+    load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    shapes: Mapping[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+    *,
+    ignorable: Callable[[str], bool] = nothing_ignorable,
+) -> None:
+    """Give `load` all tensors of the checkpoint, one after the other; `shapes` has those that it takes, by name.
+
+    Raises CheckpointError, before the first, when names, shapes or dtypes are wrong; and, halfway, when a file cannot
+    be read.
+    """
+    expected = [whole(name, shape, name) for name, shape in shapes.items()]
+    raise_problems(checkpoint_problems(expected, checkpoint.shapes(), ignorable=ignorable))
+    for name in shapes:
+        checkpoint.dtype(name)
+    in_order = sorted(shapes, key=checkpoint.position)
+    load((name, checkpoint.read(name, full_rectangle(shapes[name]))) for name in in_order)
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -74,10 +97,11 @@ def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ..
     return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
-def copy_region(parameter: nn.Parameter, destination: Rectangle, values: torch.Tensor) -> None:
-    """Copy `values` into a rectangle of a parameter, converting dtype and device; extents may differ by leading 1s."""
+def copy_block(parameter: nn.Parameter, piece: WeightSlice, block: Rectangle, values: torch.Tensor) -> None:
+    """Copy `values`, a block of a slice's source, to where it belongs, converting dtype and device."""
+    destination = move_block(piece.turned(block), piece.turned(piece.source), piece.destination)
     target = parameter.data[tuple(slice(*bounds) for bounds in destination)]
-    target.copy_(values.reshape(target.shape))
+    target.copy_((values.T if piece.is_transposed else values).reshape(target.shape))
 
 
 def fill_paddings(parameters: Mapping[str, nn.Parameter], paddings: Sequence[PaddingSlice]) -> None:
@@ -87,9 +111,31 @@ def fill_paddings(parameters: Mapping[str, nn.Parameter], paddings: Sequence[Pad
             parameters[padding.parameter_name].data[tuple(slice(*bounds) for bounds in padding.destination)].zero_()
 
 
-def _load_slice(parameter: nn.Parameter, piece: WeightSlice, checkpoint: Checkpoint) -> None:
+def _load_slice(parameter: nn.Parameter, piece: WeightSlice, checkpoint: Checkpoint, allows_nonfinite: bool) -> None:
     name = piece.checkpoint_name
     max_elements = _BLOCK_BYTES // checkpoint.dtype(name).itemsize
     for block in split_region(piece.checkpoint_shape, piece.source, max_elements):
-        destination = move_block(block, piece.source, piece.destination)
-        copy_region(parameter, destination, checkpoint.read(name, block))
+        values = checkpoint.read(name, block)
+        if not allows_nonfinite and not is_finite(values, parameter.dtype):
+            raise CheckpointError(_describe_nonfinite(checkpoint, name, block, values, parameter.dtype))
+        copy_block(parameter, piece, block, values)
+
+
+def is_finite(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether every element, rounded to `dtype`, is a finite number."""
+    # Bounds are NaN where an element is, and are rounded as the elements will be.
+    return values.numel() == 0 or bool(torch.stack(values.aminmax()).to(dtype).isfinite().all())
+
+
+def _describe_nonfinite(
+    checkpoint: Checkpoint, name: str, block: Rectangle, values: torch.Tensor, dtype: torch.dtype
+) -> str:
+    troubles = values.to(dtype).isfinite().logical_not().nonzero()
+    index = [start + offset for (start, _), offset in zip(block, troubles[0].tolist(), strict=True)]
+    value = float(values[tuple(troubles[0].tolist())])
+    file_name, _ = checkpoint.position(name)
+    return (
+        f"{checkpoint.folder / file_name}: tensor {name!r} has {value:g} at {index}, which is not finite in {dtype}: "
+        f"the file is damaged or its training diverged; set model.allow_nonfinite=true to load it all the same (rows "
+        f"whose logits are not finite are error rows), or another model.dtype where the value is only too large"
+    )

@@ -26,9 +26,10 @@ from spmd_worker.distributed.topology import stage_of
 from spmd_worker.errors import ConfigError
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.layers.context import LayerContext
+from spmd_worker.memory import host
 from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.memory.estimate import activation_bytes
-from spmd_worker.memory.plan import cache_spec_of, is_estimate_enough, size_rank
+from spmd_worker.memory.plan import cache_spec_of, check_weights_fit, is_estimate_enough, size_rank
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.models.decoder import DecoderForCausalLM
@@ -40,7 +41,7 @@ from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.dummy import fill_dummy
-from spmd_worker.weights.loader import load_weights
+from spmd_worker.weights.loader import load_weights, load_whole
 from spmd_worker.worker.backends import arithmetic_of, choose_backends
 from spmd_worker.worker.device import choose_device
 from spmd_worker.worker.inspection import describe_model
@@ -66,7 +67,7 @@ class Worker(WorkerBase):
         self._cache_engine: CacheEngine | None = None
         self._tier_engine: TransferEngine | None = None
         self._mirror: Mirror | None = None
-        self._runner: ModelRunner | None = None
+        self.model_runner: ModelRunner | None = None
         self._clock = StageClock(self.layout.pipeline_rank(environment.rank))
         self._profiler = TraceProfiler(environment.rank)
 
@@ -83,8 +84,11 @@ class Worker(WorkerBase):
             self.groups = replace(self.groups, tensor=tensor, pipeline=pipeline)
 
     def load_model(self) -> None:
-        """Raises CheckpointError before anything is filled when names, shapes or coverage are wrong."""
+        """Raises ConfigError, before anything is allocated, for weights that no memory here can hold, and
+        CheckpointError before anything is filled when names, shapes or coverage are wrong.
+        """
         assert self.groups is not None, "init_device comes first"
+        self._check_weights_fit()
         self._kernels, self._attention = choose_backends(
             self.device, getattr(torch, self.resolved.dtype), self.model_config.head_size, self.config.cache.block_size
         )
@@ -101,7 +105,16 @@ class Worker(WorkerBase):
             fill_dummy(model, slices, paddings)
         else:
             with Checkpoint.open(self.resolved.model_folder) as checkpoint:
-                report = load_weights(model, slices, paddings, checkpoint, ignorable=model.is_ignorable)
+                names = self.model_config.names
+                checkpoint.add_prefix(names.optional_prefix, besides=f"{names.head}.weight")
+                report = load_weights(
+                    model,
+                    slices,
+                    paddings,
+                    checkpoint,
+                    ignorable=model.is_ignorable,
+                    allows_nonfinite=self.config.model.allow_nonfinite,
+                )
             logger.info(
                 "loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds
             )
@@ -138,7 +151,7 @@ class Worker(WorkerBase):
         self._cache_engine.allocate(host_reserve.offered())
         host_reserve.offer(None)
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
-        self._runner = self._new_runner(self._cache_engine, self._clock)
+        self.model_runner = self._new_runner(self._cache_engine, self._clock)
 
     def initialize_host_tier(self, num_slots: int) -> None:
         """See `WorkerBase.initialize_host_tier`."""
@@ -147,14 +160,14 @@ class Worker(WorkerBase):
 
     def expect_step(self, num_tokens: int) -> None:
         """See `WorkerBase.expect_step`."""
-        assert self._runner is not None, "initialize_cache comes first"
-        self._runner.expect(num_tokens)
+        assert self.model_runner is not None, "initialize_cache comes first"
+        self.model_runner.expect(num_tokens)
 
     def execute_model(self, plan: StepPlan) -> StepResult | None:
         """Raises MirrorError, before anything runs, for a plan that does not follow from the last one."""
         assert self._mirror is not None, "initialize_cache comes first"
         assert self._cache_engine is not None, "initialize_cache comes first"
-        assert self._runner is not None, "initialize_cache comes first"
+        assert self.model_runner is not None, "initialize_cache comes first"
         scheduled = self._mirror.apply(plan)
         if self._tier_engine is not None:
             self._tier_engine.store(plan.block_ops.transfer, plan.block_ops.store)
@@ -163,14 +176,14 @@ class Worker(WorkerBase):
             self._tier_engine.load(plan.block_ops.transfer, plan.block_ops.load)
         if not scheduled:
             return StepResult(plan.step, finished_transfers=self._take_finished_transfers())
-        self._runner.forward(plan.step, scheduled)
+        self.model_runner.forward(plan.step, scheduled)
         return None
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """See `WorkerBase.sample_tokens`; no grammar is known yet, so its output must be None."""
         assert grammar_output is None, grammar_output
-        assert self._runner is not None, "execute_model comes first"
-        return replace(self._runner.sample(), finished_transfers=self._take_finished_transfers())
+        assert self.model_runner is not None, "execute_model comes first"
+        return replace(self.model_runner.sample(), finished_transfers=self._take_finished_transfers())
 
     def get_stage_times(self) -> dict[str, Any]:
         """See `WorkerBase.get_stage_times`."""
@@ -218,6 +231,32 @@ class Worker(WorkerBase):
         with self._model.as_checkpoint() as view:
             return function(view)
 
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
+        """See `WorkerBase.watch_requests`."""
+        assert self._model is not None, "load_model comes first"
+        self._model.weight_update.num_in_flight = num_in_flight
+
+    def get_weight_update(self) -> tuple[dict[str, str], list[str]] | None:
+        """See `WorkerBase.get_weight_update`."""
+        if self._model is None or not self._model.weight_update.is_open:
+            return None
+        update = self._model.weight_update
+        return update.digests, update.missing(self._model.checkpoint_shapes)
+
+    def end_weight_update(self) -> None:
+        """See `WorkerBase.end_weight_update`."""
+        assert self._model is not None, "load_model comes first"
+        self._model.weight_update.end()
+
+    def reload_weights(self, folder: str | None = None) -> None:
+        """Load all weights again from safetensors files: the model's own, or those of `folder`. Raises CheckpointError,
+        with the weights as they were, for a folder whose names or shapes are not the model's.
+        """
+        assert self._model is not None, "load_model comes first"
+        with Checkpoint.open(Path(folder) if folder is not None else self.resolved.model_folder) as checkpoint:
+            model = self._model
+            load_whole(model.load_weights, model.checkpoint_shapes, checkpoint, ignorable=model.is_ignorable)
+
     def get_model_inspection(self) -> str:
         """See `WorkerBase.get_model_inspection`."""
         return describe_model(self.get_model())
@@ -238,7 +277,7 @@ class Worker(WorkerBase):
 
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups stay."""
-        self._runner = self._mirror = self._model = self._tier_engine = None
+        self.model_runner = self._mirror = self._model = self._tier_engine = None
         if self._cache_engine is not None:
             self._cache_engine.release()
             self._cache_engine = None
@@ -255,6 +294,12 @@ class Worker(WorkerBase):
         if self.resolved.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
             name = torch.cuda.get_device_name(self.device)
             raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
+
+    def _check_weights_fit(self) -> None:
+        rank, num_local_ranks, total = self.environment.rank, self.environment.local_world_size, host.total_bytes()
+        if self.device.type == "cuda":
+            num_local_ranks, total = 1, torch.cuda.mem_get_info(self.device)[1]
+        check_weights_fit(self.resolved, rank, num_local_ranks, total)
 
     def _measure(self) -> MemoryMeasurement:
         model = self.get_model()

@@ -1,10 +1,9 @@
 """The contract of a worker: what one rank does for an executor, whatever its device.
 
 Order of calls: `init_device`, `load_model`, `check_health`, `determine_num_available_blocks`, `initialize_cache`,
-`initialize_host_tier` if at all, `compile_or_warm_up_model`, then for each step
-`execute_model` and, when that returned nothing, `sample_tokens`; between two steps `prepare_event` and, after the next
-step, `end_event`; `shutdown` last. Names follow vLLM's. Imports no torch when it runs, so that a process can learn its
-environment before torch reads it.
+`initialize_host_tier` if at all, `compile_or_warm_up_model`, then for each step `execute_model` and, when that returned
+nothing, `sample_tokens`; between two steps `prepare_event` and, after the next step, `end_event`; `shutdown` last.
+Names follow vLLM's. Imports no torch when it runs, so that a process can learn its environment before torch reads it.
 
 A worker event NAME is up to three methods of the worker, its own or an extension's:
 
@@ -42,6 +41,8 @@ class WorkerBase(ABC):
     """
 
     groups: "ParallelGroups | None" = None
+    model_runner: Any = None
+    """What runs the model, where the worker has such a part; its `model` takes new weights (`load_weights`)."""
     _prepared: tuple[str, Any] | None = None
     """The open worker event's name and what it staged."""
 
@@ -118,6 +119,20 @@ class WorkerBase(ABC):
     def apply_model(self, function: "Callable[[nn.Module], Any]") -> Any:
         """Call `function` with the model as its checkpoint has it; it must live in this process."""
         return function(self.get_model())
+
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:  # noqa: B027  # for weights that never change
+        """`num_in_flight` says how many requests are being answered: no weight may change meanwhile. Only called where
+        the worker is in the engine's process.
+        """
+
+    def get_weight_update(self) -> tuple[dict[str, str], list[str]] | None:
+        """Of weights that were loaded and not committed: digests by checkpoint name, and the names of those that were
+        not loaded. None where no update is open.
+        """
+        return None
+
+    def end_weight_update(self) -> None:  # noqa: B027  # where none is ever open
+        """What was loaded is committed."""
 
     @abstractmethod
     def get_model_inspection(self) -> str:

@@ -35,6 +35,11 @@ class WorkerWrapper:
         self.global_rank = rpc_rank if global_rank is None else global_rank
         self.worker: WorkerBase | None = None
 
+    @property
+    def model_runner(self) -> Any:
+        """The worker's: `model_runner.model.load_weights(...)` is where trainers put new weights."""
+        return self.worker.model_runner if self.worker is not None else None
+
     def adjust_rank(self, rank_mapping: Mapping[int, int]) -> None:
         """Renumber this worker, once all exist: `rpc_rank` by the mapping, and `global_rank` where both are one."""
         rank = rank_mapping.get(self.rpc_rank, self.rpc_rank)

@@ -25,6 +25,7 @@ class Sizes:
     head_size: int = 64
     block_size: int = 16
     window: int = 0
+    score_cap: float = 0.0
 
     @property
     def num_heads(self) -> int:
@@ -66,6 +67,8 @@ def formula(one: Sequence) -> Tensor:
     query, key, value = (part.double() for part in one.parts)
     key, value = (part.repeat_interleave(one.sizes.group_size, dim=1) for part in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * one.sizes.scale
+    if one.sizes.score_cap:
+        scores = (scores / one.sizes.score_cap).tanh() * one.sizes.score_cap
     positions = torch.arange(one.length)
     is_visible = positions <= positions.unsqueeze(1)
     if one.sizes.window:
@@ -132,4 +135,5 @@ def _step(
     merged = torch.cat([one.merged[start:end] for one, (start, end) in zip(sequences, ranges, strict=True)])
     query, key, value = Sequence(merged, sequences[0].sizes).parts
     backend.write(key, value, cache, metadata)
-    return backend.attend(query, cache, metadata, sequences[0].sizes.scale, sequences[0].sizes.window)
+    sizes = sequences[0].sizes
+    return backend.attend(query, cache, metadata, sizes.scale, sizes.window, sizes.score_cap)

@@ -57,6 +57,31 @@ def test_every_group_and_window_agrees_with_the_formula(instruction_set, dtype, 
 
 @each_library
 @each_dtype
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("score_cap", [0.5, 3.0, 50.0])
+def test_bounded_scores_agree_with_the_formula_and_chunks_change_no_bit(instruction_set, dtype, window, score_cap):
+    sizes = Sizes(dtype=dtype, group_size=3, window=window, score_cap=score_cap)
+    one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    assert is_close(whole, formula(one), dtype)
+    # Few scores here come near a bound of 50.
+    other_cap = 0.7 * score_cap if score_cap < 50 else 5.0
+    assert not is_close(whole, formula(replace(one, sizes=replace(sizes, score_cap=other_cap))), dtype)
+    for chunk in ODD_PLACES:
+        assert torch.equal(run(backend, one, chunk), whole), chunk
+    for other, result in zip((one, one), together(backend, [one, one], [1, 66]), strict=True):
+        assert torch.equal(result, run(backend, other, WHOLE)[-len(result) :])
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_plain_torch_bounds_scores_too(window):
+    one = sequence(90, Sizes(group_size=3, window=window, score_cap=3.0))
+    for chunk in (WHOLE, 7):
+        assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
+
+
+@each_library
+@each_dtype
 @pytest.mark.parametrize("group_size", [1, 3, 4, 7])
 @pytest.mark.parametrize("window", [0, 50])
 def test_chunks_of_any_length_give_the_bits_of_the_whole_prompt(instruction_set, dtype, group_size, window):

@@ -186,7 +186,7 @@ def test_one_replicas_end_is_everybodys_in_seconds_and_named(tmp_path: Path, fau
     (tmp_path / "mixed.out.jsonl").write_text("older\n")
     arguments = [*overrides_of(tmp_path, "mixed"), "parallel.data_parallel_size=2", "executor.timeout_s=600"]
     # Nobody waits for the timeout.
-    done = ranks.run_ranks(FAULT, 2, timeout_s=120, arguments=[fault, str(culprit), *arguments])
+    done = ranks.run_ranks(FAULT, 2, timeout_s=240, arguments=[fault, str(culprit), *arguments])
     assert done.returncode != 0
     assert f"rank {culprit}" in done.stderr, done.output
     if fault == "raise":
@@ -203,7 +203,7 @@ def test_a_replica_waits_for_rows_for_longer_than_the_timeout(tmp_path: Path):
     write_inputs(tmp_path)
     arguments = [*SETTINGS, "job.input=-", f"job.output={tmp_path}/out.jsonl", "executor.timeout_s=4"]
     given = [script, tmp_path / "mixed.jsonl", *arguments, "parallel.data_parallel_size=2"]
-    done = ranks.run_forked(given, 2, timeout_s=120)
+    done = ranks.run_forked(given, 2, timeout_s=240)
     assert done.returncode == 0, done.output
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(INPUTS["mixed"])
 

@@ -2,12 +2,15 @@ import gzip
 import json
 import os
 import sys
+import tracemalloc
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
+from spmd_worker.batch.input import input_files, row_reader
 from spmd_worker.batch.input.row_reader import RowReader
 from spmd_worker.errors import ConfigError
 
@@ -126,3 +129,117 @@ def test_without_its_package_a_format_is_refused_with_the_way_to_get_it(tmp_path
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"job.input=.*{name} needs {package}.*spmd-worker\[{extra}\]"):
         rows_of(tmp_path / name)
+
+
+def dictionary_of(text, num_rows):
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * num_rows, pyarrow.int32()), [text])
+
+
+def peak_bytes_of(path, num_rows, **limits):
+    """Of Python's objects and pyarrow's buffers, while the first rows are read."""
+    tracemalloc.start()
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for _, _ in zip(range(num_rows), RowReader((path,), **limits)):
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak + most
+
+
+TEXT = "x" * 100_000
+
+
+@pytest.mark.parametrize("shape", ["text", "list", "struct"])
+def test_a_text_that_a_dictionary_repeats_takes_the_memory_of_a_few_rows(tmp_path, monkeypatch, shape):
+    """1,000 rows of 100 kB in a file of some hundred bytes: a batch of them would be 100 MB."""
+    column = dictionary_of(TEXT, 1000)
+    if shape == "list":
+        column = pyarrow.ListArray.from_arrays(list(range(1001)), column)
+    if shape == "struct":
+        column = pyarrow.StructArray.from_arrays([column], ["content"])
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 5_000
+    assert peak_bytes_of(tmp_path / "a.parquet", 50) < 8 << 20
+    index, line = next(iter(RowReader((tmp_path / "a.parquet",))))
+    expected = {"text": TEXT, "list": [TEXT], "struct": {"content": TEXT}}[shape]
+    assert (index, json.loads(line)) == (0, {"prompt": expected})
+    # Negative control.
+    monkeypatch.setattr(input_files.ParquetRows, "_size_of", lambda self, batch: 0)
+    assert peak_bytes_of(tmp_path / "a.parquet", 50) > 50 << 20
+
+
+def test_a_row_that_is_longer_than_a_line_may_be_is_never_put_together(tmp_path):
+    """One row of 100,000 times the same 100 kB: 10 GB."""
+    column = pyarrow.ListArray.from_arrays([0, 1, 100_000], dictionary_of(TEXT, 100_000))
+    pyarrow.parquet.write_table(pyarrow.table({"stop": column}), tmp_path / "a.parquet")
+    assert peak_bytes_of(tmp_path / "a.parquet", 2) < 64 << 20
+    lines = [line for _, line in RowReader((tmp_path / "a.parquet",), max_line_bytes=1 << 20)]
+    assert json.loads(lines[0]) == {"stop": [TEXT]}
+    assert lines[1] == b" " * ((1 << 20) + 1)
+
+
+def test_rows_of_more_values_than_a_line_has_bytes_are_refused_before_they_are_read(tmp_path):
+    column = pyarrow.ListArray.from_arrays([0, 5000], pyarrow.array([1] * 5000, pyarrow.int8()))
+    pyarrow.parquet.write_table(pyarrow.table({"stop": column}), tmp_path / "a.parquet")
+    reader = RowReader((tmp_path / "a.parquet",), max_line_bytes=4000)
+    with pytest.raises(ConfigError, match=r"row group 0 has 5,000 values in 1 rows.*limits.max_line_bytes=4,000"):
+        list(reader)
+
+
+def test_a_large_row_group_is_read_row_by_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 20)
+    texts = [f"{number:06}" + "x" * 100_000 for number in range(200)]
+    table = pyarrow.table({"prompt": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, write_batch_size=1)
+    assert peak_bytes_of(tmp_path / "a.parquet", 200) < 12 << 20
+    assert [json.loads(line)["prompt"] for _, line in RowReader((tmp_path / "a.parquet",))] == texts
+    # Negative control: kept in dictionaries they grow with the group.
+    monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 30)
+    assert peak_bytes_of(tmp_path / "a.parquet", 200) > 20 << 20
+
+
+def test_a_row_group_that_is_larger_than_it_says_is_refused(tmp_path, monkeypatch):
+    texts = [f"{number:06}" + "x" * 100_000 for number in range(100)]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": texts}), tmp_path / "a.parquet", use_dictionary=False)
+    reader = input_files.ParquetRows(tmp_path / "a.parquet", 1 << 20)
+    says = SimpleNamespace(num_columns=0, num_rows=100, total_byte_size=1000)
+    monkeypatch.setattr(input_files, "_GROUP_BYTES", 1 << 20)
+    reader._whole = SimpleNamespace(num_row_groups=1, metadata=SimpleNamespace(row_group=lambda group: says))
+    with pytest.raises(ConfigError, match=r"row group 0 says that it has 1,000 bytes, and has more than"):
+        list(reader)
+
+
+def test_a_damaged_page_is_an_error_that_names_the_file(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [f"{number}" * 50 for number in range(100)]}), path)
+    content = bytearray(path.read_bytes())
+    content[60:200] = bytes(140)
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=r"parquet|[Cc]orrupt|snappy|damaged|page"):
+        list(RowReader((path,)))
+
+
+@pytest.mark.parametrize("blank", [b"\n", b" \t\r\n", b"\r\n"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_blank_lines_are_skipped_by_the_buffer(tmp_path, monkeypatch, suffix, blank):
+    content = b"1\n" + blank * 300_000 + b" 2 \n" + blank * 70_000 + b"3\n" + blank
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    calls = []
+    bounded = row_reader._bounded_lines
+    monkeypatch.setattr(
+        row_reader, "_bounded_lines", lambda *given: (calls.append(1) or line for line in bounded(*given))
+    )
+    assert list(RowReader((path,))) == [(0, b"1"), (1, b" 2 "), (2, b"3")]
+    assert len(calls) < 2_000
+    # Negative control.
+    calls.clear()
+    monkeypatch.setattr(row_reader, "_skip_blank_lines", lambda *_: None)
+    assert list(RowReader((path,))) == [(0, b"1"), (1, b" 2 "), (2, b"3")]
+    assert len(calls) > 370_000
+
+
+def test_a_blank_line_that_is_too_long_is_a_row_among_others_that_are_none(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n" + b" " * 20 + b"\n\n" + b" " * 8 + b"\n1\n")
+    lines = [line for _, line in RowReader((tmp_path / "a.jsonl",), max_line_bytes=8)]
+    assert lines == [b" " * 9, b"1"]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -228,6 +229,8 @@ def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loa
     write_rows(tmp_path, [{"prompt": "add 1 2 ="}])
     rows, out = str(tmp_path / "rows.jsonl"), str(tmp_path / "out.jsonl")
     (tmp_path / "folder").mkdir()
+    os.link(rows, tmp_path / "hard_link")
+    os.symlink(rows, tmp_path / "symbolic_link")
     for job, message in (
         ({"input": None}, "job.input is not set: give a JSONL or Parquet file of rows, or - for standard input"),
         ({"output": None}, "job.output is not set: give the file to write"),
@@ -241,6 +244,14 @@ def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loa
             {"output": rows},
             f"job.output={rows} is read too (job.input={rows}), and would be replaced: give another file",
         ),
+        *[
+            (
+                {"output": f"{tmp_path}/{link}"},
+                f"job.output={tmp_path}/{link} is read too (job.input={rows}), and would be replaced: "
+                f"give another file",
+            )
+            for link in ("hard_link", "symbolic_link")
+        ],
         (
             {"output": str(tmp_path / "folder")},
             f"job.output={tmp_path}/folder exists and is not a regular file: give another file to write",
@@ -253,7 +264,7 @@ def test_files_that_cannot_be_read_or_written_are_refused_before_anything_is_loa
         ({"run_dir": rows}, f"job.run_dir={rows} exists and is not a folder: give another"),
     ):
         assert error_result(config_of(tmp_path, **job)) == message
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "rows.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "hard_link", "rows.jsonl", "symbolic_link"]
     # The control: nothing is wrong with the rest.
     with pytest.raises(AssertionError, match="the engine was started"):
         run(config_of(tmp_path, output=out))

@@ -22,7 +22,7 @@ from spmd_worker.metrics.prometheus import PrometheusFile
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 LAUNCH = ranks.REPOSITORY / "launch.py"
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def config_of(folder: Path, **job: Any) -> RunConfig:

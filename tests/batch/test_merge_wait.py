@@ -45,7 +45,7 @@ def run(folder: Path, when: str) -> ranks.CompletedRanks:
         *(when, f"model.path={MODEL}", f"job.input={folder}/in.jsonl", f"job.output={folder}/out.jsonl"),
         *("parallel.tensor_parallel_size=2", f"executor.timeout_s={TIMEOUT_S:g}", "cache.num_blocks=64"),
     ]
-    return ranks.run_ranks(JOB, 2, timeout_s=100, arguments=arguments)
+    return ranks.run_ranks(JOB, 2, timeout_s=240, arguments=arguments)
 
 
 @pytest.mark.matrix

@@ -106,3 +106,16 @@ def test_facts_that_are_not_known_are_left_out():
         "peak memory    1.0 MiB",
     ]
     assert format_summary({}) == ""
+
+
+def test_a_total_that_becomes_known_later_is_shown_from_then_on():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(None, stream, is_terminal=False, interval_s=1, clock=clock)
+    for total in (None, 4):
+        progress.expect(total)
+        clock.now_s += 2
+        progress.update(1, 50)
+    assert stream.getvalue().splitlines() == [
+        "1 rows, 50 output tokens, 25.0 tokens/s",
+        "2 of 4 rows, 100 output tokens, 25.0 tokens/s, 4.0 s left",
+    ]

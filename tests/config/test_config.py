@@ -41,8 +41,8 @@ KEYS = {
 }
 
 
-def composed(*overrides: str, extra_dir: Path | None = None) -> RunConfig:
-    return compose_run(CONF, overrides, extra_dir)
+def composed(*overrides: str, extra_dir: Path | None = None, paths: dict[str, str] | None = None) -> RunConfig:
+    return compose_run(CONF, overrides, extra_dir, paths)
 
 
 def error_result(*overrides: str, extra_dir: Path | None = None) -> str:
@@ -169,7 +169,7 @@ REFUSED = [
         "parallel.pipeline_layers=x must be a list of whole numbers, such as [10,8] or null",
     ),
     ("plan=maybe", "plan=maybe must be true or false"),
-    ("model.path=[1]", "model.path=[1] must be text or null"),
+    ("executor.worker_cls=[1]", "executor.worker_cls=[1] must be text or null"),
     ("model.dtype=float8", "model.dtype=float8 is not one of auto, float32, bfloat16, float16"),
     ("model.max_model_len=0", "model.max_model_len=0 must be 1 or more"),
     ("device=tpu", "device=tpu is not one of auto, cpu, cuda"),
@@ -211,9 +211,36 @@ def test_a_bad_value_is_one_sentence_with_key_value_and_rule(override: str, mess
 
 
 def test_a_value_that_cannot_be_read_comes_back_in_the_quotes_it_needs():
-    said = error_result("job.input=a=b (1).jsonl")
-    assert said.startswith("job.input=a=b (1).jsonl cannot be read:")
-    assert said.endswith("as in \"job.input='a=b (1).jsonl'\"")
+    said = error_result("executor.worker_cls=a=b (1)")
+    assert said.startswith("executor.worker_cls=a=b (1) cannot be read:")
+    assert said.endswith("as in \"executor.worker_cls='a=b (1)'\"")
+
+
+ODD = [*"=()[]{},#&;!?|<>*$'\"\\ \t", "é", "日本", "a=b (1) [2] {3}.jsonl", "trailing\\"]
+ODD += ["-x", "+x", "@x", "007", "true", "1e3"]
+
+
+@pytest.mark.parametrize("key", ["model.path", "job.input", "job.output", "job.run_dir", "job.prometheus_file"])
+def test_a_path_is_taken_as_the_shell_gives_it(key: str):
+    group, _, name = key.partition(".")
+    for path in ODD:
+        assert getattr(getattr(composed(f"{key}={path}"), group), name) == path
+        assert getattr(getattr(composed(paths={key: path}), group), name) == path
+    # What was quoted for Hydra stays what it was, and null is none.
+    assert getattr(getattr(composed(f"{key}='a=b'"), group), name) == "a=b"
+    assert getattr(getattr(composed(f"{key}=x", f"{key}=null"), group), name) is None
+    # The later of two counts, and an option more than both.
+    assert getattr(getattr(composed(f"{key}='a'", f"{key}=b=c"), group), name) == "b=c"
+    assert getattr(getattr(composed(f"{key}=b=c", f"{key}='a'"), group), name) == "a"
+    assert getattr(getattr(composed(f"{key}=b=c", paths={key: "d"}), group), name) == "d"
+
+
+def test_a_tilde_is_the_home_folder_and_only_at_the_beginning(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    job = composed("job.input=~/rows.jsonl", "job.output=out~/~", paths={"job.run_dir": "~/run"}).job
+    assert (job.input, job.output, job.run_dir) == ("/home/somebody/rows.jsonl", "out~/~", "/home/somebody/run")
+    assert composed("job.input='~/rows.jsonl'").job.input == "/home/somebody/rows.jsonl"
+    assert composed("job.input=-").job.input == "-"
 
 
 FILES = [

@@ -4,6 +4,7 @@ A wrong number of parameters on one rank once left the others waiting for `timeo
 """
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -28,6 +29,11 @@ CALLS = {
     "a chat on rank 1": lambda: llm.chat("hello" if RANK else [], GREEDY, use_tqdm=False),
     "on both": lambda: llm.generate(PROMPTS, [GREEDY] * (3 + RANK), use_tqdm=False),
     "a request of rank 0 alone": lambda: with_request_of_rank_0(),
+    "prompts that are refused": lambda: llm.generate([PROMPTS[0], [], [999]], GREEDY, use_tqdm=False),
+    "rows on rank 1 alone": lambda: llm.generate(
+        [PROMPTS[0], []], GREEDY, use_tqdm=False, on_error="row" if RANK else "raise"
+    ),
+    "a call more on rank 1": lambda: with_call_more_on_rank_1(),
     "a long text on rank 1": lambda: llm.generate(FailingList() if RANK else PROMPTS, GREEDY, use_tqdm=False),
     "a payload on rank 1": lambda: llm.worker_event("swap", {1} if RANK else 1),
     "no width on rank 1": lambda: llm.beam_search(PROMPTS, None if RANK else BEAMS),
@@ -56,6 +62,14 @@ def with_request_of_rank_0(call=lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=F
         if RANK == 0:
             engine.abort_request(request_id)
         engine.step()
+
+
+def with_call_more_on_rank_1():
+    llm.llm_engine.num_calls += RANK
+    try:
+        return CALLS["good"]()
+    finally:
+        llm.llm_engine.num_calls -= RANK
 
 
 def attempt(call):
@@ -137,6 +151,31 @@ def test_the_rank_raises_its_own_error_and_the_others_name_it(reports, name: str
 
 
 @pytest.mark.parametrize("digest_every", [1, 0])
+def test_prompts_that_are_refused_are_the_same_error_on_every_rank(reports, digest_every: int):
+    first, second = (report[f"prompts that are refused, {digest_every}"][:2] for report in reports)
+    assert first == second
+    assert first[0].startswith("PromptsRefusedError: 2 of 3 prompts cannot be answered, and none was:")
+    assert first[1] == 1
+
+
+@pytest.mark.parametrize("digest_every", [1, 0])
+def test_what_is_done_with_refused_prompts_is_the_same_on_every_rank(reports, digest_every: int):
+    for report in reports:
+        assert report[f"rows on rank 1 alone, {digest_every}"][0] == (
+            "RanksDisagreeError: ranks were given different calls: "
+            'on_error is "raise" on rank 0, "row" on rank 1; start every rank with the same'
+        )
+
+
+@pytest.mark.parametrize("digest_every", [1, 0])
+def test_ranks_that_count_their_calls_differently_would_draw_differently_and_say_so(reports, digest_every: int):
+    words = r"RanksDisagreeError: .*: number of the call is (\d+) on rank 0, (\d+) on rank 1; "
+    for report in reports:
+        first, second = re.match(words, report[f"a call more on rank 1, {digest_every}"][0]).groups()
+        assert int(second) == int(first) + 1
+
+
+@pytest.mark.parametrize("digest_every", [1, 0])
 def test_any_error_reaches_the_other_ranks_cut_where_it_is_long(reports, digest_every: int):
     own, others = reports[1], reports[0]
     own_text, text = (report[f"a long text on rank 1, {digest_every}"][0] for report in (own, others))
@@ -186,7 +225,7 @@ llm.close()
 
 def test_a_rank_that_never_makes_the_call_is_named_and_the_engine_answers_nothing_more():
     """It once was an error of gloo's, which named nobody."""
-    done = ranks.run_ranks(WITHOUT_RANK_1, 2, timeout_s=120, arguments=[checkpoint_folder("llama3")])
+    done = ranks.run_ranks(WITHOUT_RANK_1, 2, timeout_s=240, arguments=[checkpoint_folder("llama3")])
     assert done.returncode == 0, done.output
     first, second = done.stdout.splitlines()
     assert first.startswith("RankFailedError: rank 1 is gone: "), done.output

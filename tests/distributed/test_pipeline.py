@@ -159,6 +159,6 @@ def test_the_comparison_sees_a_stage_that_forgets_what_the_stages_before_compute
         "layout": {"pipeline_parallel_size": 2},
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    done = ranks.run_ranks(forgetful, 2, timeout_s=120, arguments=[tmp_path / "job.json", tmp_path])
+    done = ranks.run_ranks(forgetful, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
     assert done.returncode == 0, done.output
     assert json.loads((tmp_path / "0.json").read_text())["llama_tied"]["outputs"] != expected["llama_tied"]

@@ -12,7 +12,7 @@ import ranks
 
 from spmd_worker.native import build
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 START = """
     import os, random, signal, sys, threading, time

@@ -76,14 +76,14 @@ def overlap_share(folder: Path) -> float:
 
 @pytest.mark.stress
 def test_on_two_quiet_cores_both_stages_compute_at_once_for_much_of_the_time(tmp_path: Path, model: str):
-    done = ranks.run_forked([ranks.REPOSITORY / "launch.py", *job(tmp_path, model)], 2, timeout_s=60)
+    done = ranks.run_forked([ranks.REPOSITORY / "launch.py", *job(tmp_path, model)], 2, timeout_s=240)
     assert done.returncode == 0, done.output
     print(f"both stages computed for {overlap_share(tmp_path):.0%} of the time of the less busy one")
     assert overlap_share(tmp_path) > 0.3
 
 
 def run_held(folder: Path, model: str, limit_s: float, how: str) -> ranks.CompletedRanks:
-    done = ranks.run_ranks(HELD, 2, timeout_s=120, arguments=[folder, str(limit_s), how, *job(folder, model)])
+    done = ranks.run_ranks(HELD, 2, timeout_s=240, arguments=[folder, str(limit_s), how, *job(folder, model)])
     assert done.returncode == 0, done.output
     return done
 

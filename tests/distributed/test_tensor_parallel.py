@@ -49,7 +49,7 @@ params = [SamplingParams(**each) for each in job["params"]]
 answers = {"hash": hash("probe")}
 for name, folder in job["folders"].items():
     with LLM(folder, tensor_parallel_size=job["size"], **job["settings"]) as llm:
-        outputs = llm.generate(job["prompts"], params, use_tqdm=False)
+        outputs = llm.generate(job["prompts"], params, on_error="row", use_tqdm=False)
         used = llm.llm_engine.scheduler.cache.num_used_blocks
     answers[name] = {"outputs": [asdict(each) for each in outputs], "used": used, "groups": dist.is_initialized()}
 (out / f"{os.environ['RANK']}.json").write_text(json.dumps(answers))
@@ -92,7 +92,7 @@ def logprobs_of(output: dict[str, Any]) -> list[float]:
 def one_rank(name: str) -> list[dict[str, Any]]:
     """As the ranks write it: records as mappings, token ids as strings where they are keys."""
     with LLM(checkpoint_folder(name), **SETTINGS) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        outputs = llm.generate(PROMPTS, PARAMS, on_error="row", use_tqdm=False)
     return json.loads(json.dumps([asdict(output) for output in outputs]))
 
 

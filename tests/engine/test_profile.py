@@ -83,7 +83,7 @@ def test_a_commit_that_raises_ends_the_engine(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.matrix
 def test_every_rank_writes_its_own_trace(tmp_path: Path):
-    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=60, arguments=[MODEL, tmp_path])
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=[MODEL, tmp_path])
     assert done.returncode == 0, done.output
     paths = [tmp_path / f"trace.rank{rank}.json" for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == [f"['{path}']" for path in paths]

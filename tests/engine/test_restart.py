@@ -52,7 +52,7 @@ def expected() -> str:
 
 
 def test_ranks_of_a_launcher_are_divided_anew_and_answer_the_same_from_an_empty_cache(expected: str):
-    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=90, arguments=[MODEL, PROMPT])
+    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=[MODEL, PROMPT])
     assert done.returncode == 0, done.output
     for rank in ("0", "1"):
         first, second, *anew, refused, after = [x[2:] for x in done.stdout.splitlines() if x.startswith(rank)]

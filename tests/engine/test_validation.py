@@ -58,7 +58,8 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_prompt_is_checked_once(checked: list[int]):
     with LLM(MODEL, num_blocks=64, device="cpu", max_model_len=64) as llm:
         params = SamplingParams(max_tokens=1)
-        outputs = llm.generate([{"prompt_token_ids": [60] * length} for length in (5, 64, 7)], params, use_tqdm=False)
+        prompts = [{"prompt_token_ids": [60] * length} for length in (5, 64, 7)]
+        outputs = llm.generate(prompts, params, on_error="row", use_tqdm=False)
         assert [output.error is None for output in outputs] == [True, False, True]
         assert checked == [5, 64, 7]
         # One that comes from outside is checked where it comes in.

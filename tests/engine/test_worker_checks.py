@@ -63,6 +63,7 @@ def test_a_worker_warms_up_once_its_cache_is_there():
         assert llm.collective_rpc(lambda worker: worker.num_warmed_blocks) == [32]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_died_while_nothing_ran_is_named_before_anything_is_asked_of_it(monkeypatch: pytest.MonkeyPatch):
     """The engine is told by the executor's failure callback; nothing is queued and no step begins."""
     monkeypatch.syspath_prepend(ranks.REPOSITORY / "tests" / "executor")

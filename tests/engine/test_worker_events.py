@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ranks
+from forked_workers import forked
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.errors import WorkerEventError
@@ -46,9 +47,10 @@ def main(folder: Path, **options: Any) -> None:
 @pytest.mark.parametrize("layout", [TP, PP, DP, {**TP, **MULTIPROC}, {**PP, **MULTIPROC}], ids=str)
 def test_a_worker_event(layout: dict[str, Any], tmp_path: Path):
     if "distributed_executor_backend" in layout:
-        main(tmp_path, **layout)
+        with forked():
+            main(tmp_path, **layout)
     else:
-        done = ranks.run_forked([SCRIPT, json.dumps(layout), tmp_path], nproc=2, timeout_s=60)
+        done = ranks.run_forked([SCRIPT, json.dumps(layout), tmp_path], nproc=2, timeout_s=240)
         assert done.returncode == 0, done.output
     seen = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
     for first, running, refused, after_refused, norms, after_committed in seen:

@@ -32,7 +32,7 @@ def test_a_rank_that_commits_before_the_others_are_ok_is_seen(tmp_path: Path, mo
 
 
 def test_a_rank_that_dies_while_it_prepares_is_named_by_the_other(tmp_path: Path):
-    done = ranks.run_ranks(DYING, nproc=2, timeout_s=60, arguments=[ranks.REPOSITORY / "scripts/demo/model", tmp_path])
+    done = ranks.run_ranks(DYING, nproc=2, timeout_s=240, arguments=[ranks.REPOSITORY / "scripts/demo/model", tmp_path])
     assert done.stdout.startswith("RankFailedError: "), done.output
     assert "rank 1" in done.stdout, done.output
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from plain_executors import new_plain, plain
+from waiting import LIMIT_S
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config.schema import ParallelConfig
@@ -17,6 +18,8 @@ from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.resolved import resolve_again
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepPlan, StepResult
+
+pytestmark = pytest.mark.usefixtures("forked_workers_of_module")
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +112,10 @@ def test_an_answer_that_cannot_cross_processes_is_an_error_of_its_rank(executor:
 def test_a_call_that_does_not_block_gives_a_future_a_rank(executor: MultiprocExecutor):
     futures = executor.collective_rpc("nap", args=(0.5,), non_block=True)
     assert not any(future.done() for future in futures)
-    assert [future.result(timeout=5) for future in futures] == [0, 1]
+    assert [future.result(timeout=LIMIT_S) for future in futures] == [0, 1]
     good, bad = executor.collective_rpc("fail_on", args=(1,), non_block=True)
-    assert good.result(timeout=5) == "fine"
-    assert isinstance(bad.exception(timeout=5), WorkerError)
+    assert good.result(timeout=LIMIT_S) == "fine"
+    assert isinstance(bad.exception(timeout=LIMIT_S), WorkerError)
 
 
 def test_coroutines_wait_for_workers_while_others_run(executor: MultiprocExecutor):
@@ -155,7 +158,7 @@ def test_steps_can_be_under_way_while_the_caller_goes_on(executor: MultiprocExec
     executor.collective_rpc("nap", args=(0.5,), non_block=True)
     futures = [executor.execute_model(StepPlan(step=step), non_block=True) for step in (11, 12, 13)]
     assert not any(future.done() for future in futures)
-    assert [future.result(timeout=5).token_ids for future in futures] == [(0, 11), (0, 12), (0, 13)]
+    assert [future.result(timeout=LIMIT_S).token_ids for future in futures] == [(0, 11), (0, 12), (0, 13)]
 
 
 def test_a_transfer_counts_when_every_rank_has_finished_it(executor: MultiprocExecutor):

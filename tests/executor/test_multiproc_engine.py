@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import ranks
-from waiting import wait_until
+from waiting import LIMIT_S, wait_until
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.errors import WorkerError
@@ -117,7 +117,7 @@ def test_a_job_writes_the_rows_that_one_rank_writes(tmp_path: Path):
     for backend in ("uniproc", "multiproc"):
         (tmp_path / backend).mkdir()
         rows = write_rows(tmp_path / backend, [{"prompt": prompt, "max_tokens": 12} for prompt in PROMPTS])
-        done = ranks.run_command(command(rows, backend), timeout_s=60)
+        done = ranks.run_command(command(rows, backend), timeout_s=240)
         assert done.returncode == 0, done.output
         written.append((tmp_path / backend / "out.jsonl").read_bytes())
     assert written[0] == written[1]
@@ -127,7 +127,7 @@ def test_a_job_writes_the_rows_that_one_rank_writes(tmp_path: Path):
 @pytest.mark.matrix
 def test_a_job_whose_workers_cannot_start_says_why_and_exits_1(tmp_path: Path):
     rows = write_rows(tmp_path, [{"prompt": "x"}])
-    done = ranks.run_command(command(rows, "multiproc", "executor.worker_extension_cls=no_such.Thing"), timeout_s=60)
+    done = ranks.run_command(command(rows, "multiproc", "executor.worker_extension_cls=no_such.Thing"), timeout_s=240)
     assert done.returncode == 1
     # Both cannot; which of them is heard first is theirs.
     assert [re.sub("rank [01]", "rank N", line) for line in done.stderr.splitlines() if "error" in line] == [
@@ -146,7 +146,7 @@ def test_a_job_whose_worker_is_killed_names_it_and_leaves_nobody(tmp_path: Path)
         wait_until((tmp_path / "out.jsonl.run" / STEP_STATS_NAME).exists)
         victim = max(pid for pid in ranks.processes_of(token) if "--rank 1 " in command_line(pid))
         os.kill(victim, signal.SIGKILL)
-        _, errors = job.communicate(timeout=10)
+        _, errors = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 1
     # Whether it was noticed in a step or between two.
     assert errors.splitlines()[-1].startswith(f"error: worker rank 1 (pid {victim}) was killed by SIGKILL")

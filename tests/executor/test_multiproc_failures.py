@@ -23,6 +23,8 @@ from spmd_worker.errors import RankFailedError, WorkerDiedError, WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
 from spmd_worker.sequence.step import StepPlan
 
+forked = pytest.mark.usefixtures("forked_workers")
+
 DRIVER = """
 import sys, time
 sys.path[:0] = sys.argv[1:]
@@ -35,6 +37,7 @@ print(*executor.worker_pids, flush=True)
 WORK = 'executor.collective_rpc("nap", args=(60.0, 1), non_block=True)\n'
 
 
+@forked
 def test_a_worker_killed_while_a_future_waits_is_named_and_every_waiter_gets_the_error(
     caplog: pytest.LogCaptureFixture,
 ):
@@ -44,7 +47,7 @@ def test_a_worker_killed_while_a_future_waits_is_named_and_every_waiter_gets_the
         os.kill(pids[1], signal.SIGKILL)
         text = f"worker rank 1 (pid {pids[1]}) was killed by SIGKILL"
         for future in futures:
-            error = future.exception(timeout=5)
+            error = future.exception(timeout=LIMIT_S)
             assert isinstance(error, WorkerDiedError)
             assert isinstance(error, RankFailedError)
             assert str(error) == text
@@ -53,6 +56,7 @@ def test_a_worker_killed_while_a_future_waits_is_named_and_every_waiter_gets_the
         assert caplog.messages == [f"{text}: the other workers are ended"]
 
 
+@forked
 def test_a_blocking_call_ends_when_a_worker_does():
     with plain() as executor:
         pid = executor.worker_pids[0]
@@ -66,6 +70,7 @@ def test_a_blocking_call_ends_when_a_worker_does():
             )
 
 
+@forked
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -73,12 +78,12 @@ def test_a_blocking_call_ends_when_a_worker_does():
         ("die", "worker rank 1 (pid {pid}) was killed by SIGKILL"),
         ("exit", "worker rank 1 (pid {pid}) exited with code 3"),
         ("fault", "worker rank 1 (pid {pid}) was killed by SIGSEGV"),
-        ("hang", "rank 1 (pid {pid}) has not answered step within 1.8 s"),
-        ("stop", "rank 1 (pid {pid}, stopped) has not answered step within 1.8 s"),
+        ("hang", "rank 1 (pid {pid}) has not answered step within 3.6 s"),
+        ("stop", "rank 1 (pid {pid}, stopped) has not answered step within 3.6 s"),
     ],
 )
 def test_a_step_that_fails_on_rank_1_fails_the_executor_and_ends_all(what: str, text: str):
-    with plain(timeout_s=2.0) as executor:
+    with plain(timeout_s=4.0 if what in ("hang", "stop") else LIMIT_S) as executor:
         called: list[bool] = []
         executor.register_failure_callback(lambda: called.append(executor.is_failed))
         pids = executor.worker_pids
@@ -96,24 +101,26 @@ def test_a_step_that_fails_on_rank_1_fails_the_executor_and_ends_all(what: str, 
             executor.execute_model(StepPlan(step=3))
 
 
+@forked
 def test_a_step_in_a_future_fails_the_executor_too():
     with plain() as executor:
         called = threading.Event()
         executor.register_failure_callback(called.set)
         executor.collective_rpc("arrange", args=(1, "raise"))
         future = executor.execute_model(StepPlan(step=1), non_block=True)
-        assert str(future.exception(timeout=5)) == "rank 1 raised ValueError in step: went wrong"
+        assert str(future.exception(timeout=LIMIT_S)) == "rank 1 raised ValueError in step: went wrong"
         assert executor.is_failed
-        assert called.wait(5)
+        assert called.wait(LIMIT_S)
 
 
+@forked
 def test_a_coroutine_that_waits_hears_of_a_death():
     async def main(executor: MultiprocExecutor) -> str:
         futures = executor.collective_rpc("nap", args=(60.0,), non_block=True)
         waiting = asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
         await asyncio.sleep(0.05)
         os.kill(executor.worker_pids[0], signal.SIGTERM)
-        first, second = await asyncio.wait_for(waiting, 5)
+        first, second = await asyncio.wait_for(waiting, LIMIT_S)
         assert str(first) == str(second)
         return str(first)
 
@@ -121,6 +128,7 @@ def test_a_coroutine_that_waits_hears_of_a_death():
         assert asyncio.run(main(executor)) == f"worker rank 0 (pid {executor.worker_pids[0]}) was killed by SIGTERM"
 
 
+@forked
 def test_a_failure_callback_may_raise_or_shut_the_executor_down(caplog: pytest.LogCaptureFixture):
     with plain() as executor:
         called: list[str] = []
@@ -138,6 +146,7 @@ def test_a_failure_callback_may_raise_or_shut_the_executor_down(caplog: pytest.L
         assert "a failure callback raised" in caplog.text
 
 
+@forked
 def test_a_queue_that_is_closed_while_somebody_waits_gives_an_error_at_once():
     with plain() as executor:
         futures = executor.collective_rpc("nap", args=(60.0, 1), non_block=True)
@@ -185,6 +194,7 @@ def test_shutdown_leaves_no_process_thread_descriptor_or_shared_memory():
         assert sorted(os.listdir("/dev/shm")) == shared
 
 
+@forked
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_workers", [2, 4])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
@@ -211,6 +221,7 @@ def test_an_executor_that_cannot_start_leaves_nothing(monkeypatch: pytest.Monkey
     assert threading.enumerate() == threads
 
 
+@forked
 def test_the_store_listens_on_loopback_only():
     with plain() as executor:
         port = executor._store.port
@@ -272,7 +283,7 @@ def test_a_driver_that_just_ends_ends_its_workers_without_a_word(ending: str, co
     token = secrets.token_hex(16)
     driver = start_driver(DRIVER + ending, {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"})
     try:
-        _, errors = driver.communicate(timeout=20)
+        _, errors = driver.communicate(timeout=LIMIT_S)
         assert processes_of(token) == []
         assert driver.returncode == code, errors
         assert errors == "" or "KeyError: 'of the driver'" in errors.splitlines()[-1]

@@ -12,6 +12,8 @@ from reference_models import checkpoint_folder, mixed_prompts
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("forked_workers_of_module")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 DRAWN = SamplingParams(temperature=1.0, n=2, max_tokens=24, ignore_eos=True)
 PROMPTS = mixed_prompts(10, 60, seed=3)

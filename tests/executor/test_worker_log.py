@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from plain_executors import plain
+from waiting import LIMIT_S
 
 from spmd_worker.executor.worker_log import LinePrefixer, forward_lines, line_prefix
 
@@ -86,7 +87,7 @@ def test_what_the_interpreter_says_of_its_own_death_has_the_prefix(capfd: pytest
     with plain() as executor:
         pid = executor.worker_pids[1]
         future = executor.collective_rpc("act_on", args=(1, "fault"), non_block=True)[1]
-        assert future.exception(timeout=5) is not None
+        assert future.exception(timeout=LIMIT_S) is not None
     errors = capfd.readouterr().err
     assert f"(worker 1 pid={pid}) Fatal Python error: Segmentation fault\n" in errors
     assert f'(worker 1 pid={pid})   File "' in errors

@@ -47,6 +47,25 @@ def test_norms_agree_with_plain_torch(instruction_set, dtype, size):
 
 @each_library
 @each_dtype
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_centred", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_full_norms_agree_with_plain_torch(instruction_set, dtype, size, is_centred, offset):
+    kernels = kernels_for(instruction_set)
+    x, weight, bias = (numbers(*shape, dtype=dtype, seed=size) for shape in ((37, size), (size,), (size,)))
+    for each in (None, bias):
+        ways = [
+            one.full_norm(x, weight, each, 0.1, offset=offset, is_centred=is_centred) for one in (kernels, reference)
+        ]
+        assert ways[0].dtype == dtype
+        torch.testing.assert_close(*ways, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
+    if is_centred and not offset:
+        theirs = torch.nn.functional.layer_norm(x.float(), (size,), weight.float(), bias.float(), 0.1).to(dtype)
+        torch.testing.assert_close(ways[0], theirs, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
+
+
+@each_library
+@each_dtype
 @pytest.mark.parametrize("head_size", [16, 64, 80, 128])
 def test_heads_of_a_merged_projection_are_normed_and_turned_where_they_lie(instruction_set, dtype, head_size):
     kernels = kernels_for(instruction_set)
@@ -56,6 +75,8 @@ def test_heads_of_a_merged_projection_are_normed_and_turned_where_they_lie(instr
     angles = torch.linspace(0, 40, 37 * head_size // 2).view(37, -1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     assert_close(kernels.rms_norm(heads, weight, EPS), reference.rms_norm(heads, weight, EPS))
+    whole = kernels.full_norm(heads.contiguous(), weight, None, EPS, offset=1.0, is_centred=False)
+    assert torch.equal(kernels.full_norm(heads, weight, None, EPS, offset=1.0, is_centred=False), whole)
     assert torch.equal(kernels.rotate(heads, cos, sin), reference.rotate(heads, cos, sin))
 
 
@@ -65,6 +86,33 @@ def test_heads_of_a_merged_projection_are_normed_and_turned_where_they_lie(instr
 def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
     gate_up = numbers(37, 2 * size, dtype=dtype)
     assert_close(kernels_for(instruction_set).silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activation):
+    kernels, gate_up = kernels_for(instruction_set), numbers(37, 2 * size, dtype=dtype)
+    rounding = 2e-6 if dtype == torch.float32 else 2**-7
+    ways = [
+        (one.activate(gate_up, activation), one.activate_and_mul(gate_up, activation)) for one in (kernels, reference)
+    ]
+    for mine, expected in zip(*ways, strict=True):
+        # Far below 0 the reference has lost what is left of it.
+        torch.testing.assert_close(mine, expected, rtol=rounding, atol=2e-5)
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("size", SIZES)
+def test_bounds_agree_with_plain_torch(instruction_set, dtype, size):
+    kernels, x = kernels_for(instruction_set), 20 * numbers(37, size, dtype=dtype)
+    x[0, :5] = torch.tensor([0.0, -0.0, 1e-6, math.inf, -math.inf])
+    for cap in (0.5, 30.0):
+        rounding = 2e-6 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(kernels.bound(x, cap), reference.bound(x, cap), rtol=rounding, atol=0)
+        assert float(kernels.bound(x, cap).abs().max()) == cap
 
 
 @each_library
@@ -104,6 +152,12 @@ def _all_operations(kernels, x, residual, weight, angles):
         total,
         kernels.rotate(heads, angles, angles),
         kernels.silu_and_mul(x),
+        kernels.full_norm(x, weight, weight, EPS, offset=1.0, is_centred=True),
+        kernels.full_norm(x[:, :570], weight[:570], None, EPS, offset=0.0, is_centred=False),
+        kernels.full_norm(heads, weight[:64], None, EPS, offset=1.0, is_centred=False),
+        kernels.activate(x[:, :570], "gelu_tanh"),
+        kernels.activate_and_mul(x, "gelu_tanh"),
+        kernels.bound(x[:, :570], 3.0),
     )
 
 
@@ -113,6 +167,8 @@ def test_no_rows_are_no_trouble(dtype):
     assert kernels.rms_norm(empty, weight, EPS).shape == (0, 64)
     assert kernels.add_rms_norm(empty, empty.clone(), weight, EPS).shape == (0, 64)
     assert kernels.silu_and_mul(empty).shape == (0, 32)
+    assert kernels.full_norm(empty, weight, None, EPS, offset=0.0, is_centred=True).shape == (0, 64)
+    assert kernels.activate(empty, "gelu_tanh").shape == kernels.bound(empty, 1.0).shape == (0, 64)
     assert kernels.rotate(empty.view(0, 2, 32), empty[:, :16], empty[:, :16]).shape == (0, 2, 32)
 
 

@@ -44,7 +44,7 @@ SCALINGS: list[dict[str, Any]] = [
 def read(scaling: dict[str, Any], theta: float = 500000.0) -> tuple[RopeParameters, LlamaConfig]:
     keys = {**SIZES, "rope_parameters": {"rope_theta": theta, **scaling}}
     ours = model_config_of({"architectures": ["LlamaForCausalLM"], **keys}, "config.json")
-    return ours.rope, LlamaConfig(**keys)
+    return ours.ropes[0], LlamaConfig(**keys)
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
@@ -68,8 +68,8 @@ DYNAMIC = RopeParameters(rope_type="dynamic", factor=4.0)
 
 def angles(positions: list[int], prompt_lengths: list[int], max_positions: int = 100) -> torch.Tensor:
     rotary = RotaryEmbedding(DYNAMIC, 16, max_positions, CPU)
-    cos, sin = rotary.angles(torch.tensor(positions), torch.tensor(prompt_lengths), torch.float32)
-    return torch.cat((cos, sin), dim=-1)
+    found = rotary.angles(torch.tensor(positions), torch.tensor(prompt_lengths), torch.float32)
+    return torch.cat((found.cos, found.sin), dim=-1)
 
 
 @pytest.mark.parametrize("length", [101, 150, 1000])

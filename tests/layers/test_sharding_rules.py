@@ -3,11 +3,10 @@
 Pure arithmetic on the slices that the layers name; the parameters have no storage.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from model_configs import spelled, with_layers
 
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle
@@ -35,7 +34,7 @@ def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelCo
         "attention_bias": True,
         "mlp_bias": True,
     }
-    return model_config_of({"architectures": [architecture], **sizes, **keys}, "config.json")
+    return model_config_of(spelled(architecture, {**sizes, **keys}), "config.json")
 
 
 def new_model(model_config: ModelConfig, size: int, rank: int) -> DecoderForCausalLM:
@@ -60,9 +59,15 @@ def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are
     model_config = new_shape(architecture)
     num_holders = max(size // model_config.num_kv_heads, 1)
     for name, count in times_read(model_config, size).items():
-        if ".k_proj." in name or ".v_proj." in name:
+        if "qkv_proj" in name:
+            num_queries = model_config.num_heads * model_config.head_size
+            assert (count[:num_queries] == 1).all(), name
+            count, expected = count[num_queries:], num_holders
+        elif ".k_proj." in name or ".v_proj." in name:
             expected = num_holders
-        elif "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
+        elif any(word in name for word in ("norm", ".ln_", "wpe")) or name.endswith(
+            ("o_proj.bias", "down_proj.bias", "c_proj.bias")
+        ):
             expected = size
         else:
             expected = 1
@@ -128,7 +133,7 @@ def test_vocabulary_shards_are_of_equal_size_and_own_every_id_once(vocab_size: i
 
 
 def test_nine_heads_on_two_ranks_are_refused_with_the_sizes_that_divide():
-    model_config = replace(new_shape(), num_heads=9, num_kv_heads=3)
+    model_config = with_layers(new_shape(), num_heads=9, num_kv_heads=3)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*9 attention heads.* are 1, 3 and 9"):
         check_divides(RankLayout(2), model_config)
     for size in (1, 3, 9):
@@ -148,4 +153,4 @@ def test_nine_heads_on_two_ranks_are_refused_with_the_sizes_that_divide():
 )
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do(changes: dict[str, int], size: int, words: str):
     with pytest.raises(ConfigError, match=words):
-        check_divides(RankLayout(size), replace(new_shape(), **changes))
+        check_divides(RankLayout(size), with_layers(new_shape(), **changes))

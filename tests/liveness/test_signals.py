@@ -17,7 +17,7 @@ from waiting import wait_until
 from spmd_worker.batch.run_dir.journal import read_journal
 
 NO_COMMITS = ("job.commit_rows=100000", "job.commit_s=3600")
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 @pytest.fixture(scope="module")

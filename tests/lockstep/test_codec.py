@@ -19,6 +19,7 @@ from spmd_worker.sequence.events import (
     Abort,
     Admit,
     Close,
+    CommitWeights,
     EndRound,
     EndWorkerEvent,
     FinishTransfers,
@@ -84,7 +85,7 @@ FULL_MESSAGE = StepMessage(
     events=(
         *(Admit(Request(7, (1, 2), FULL_SAMPLING, 0)), Abort(2), ResetPrefixCache()),
         *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Close()),
-        *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no")),
+        *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no"), CommitWeights(-(2**63), 38)),
     ),
     plan=FULL_PLAN,
     sampled_token_ids=(11, 21, 31, 32),
@@ -165,7 +166,7 @@ MESSAGE_BEFORE = StepMessage(8, (), PLAN_BEFORE, (1, 2), b"")
 
 def test_every_field_of_every_record_is_among_the_changes():
     changed = {name for path, _ in CHANGES for name in re.findall(r"[a-z_]+", path)}
-    records = (Admit, Abort, SetWeightVersion, FinishTransfers, WorkerEvent, EndWorkerEvent)
+    records = (Admit, Abort, SetWeightVersion, FinishTransfers, WorkerEvent, EndWorkerEvent, CommitWeights)
     records += (Request, SamplingParams, StepPlan, BlockOps)
     listed = (SequenceData, SequenceDataDelta, SequenceGroupMetadata, SequenceGroupMetadataDelta)
     for record in (*records, *listed):

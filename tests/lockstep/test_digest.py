@@ -18,6 +18,7 @@ from spmd_worker.lockstep.wire.codec import decode_message, encode_message
 from spmd_worker.sequence.events import (
     Abort,
     Close,
+    CommitWeights,
     EndRound,
     EndWorkerEvent,
     FinishTransfers,
@@ -109,10 +110,10 @@ def test_moves_and_events_of_different_kinds_do_not_run_together():
     events = [(), (ResetPrefixCache(),), (SetWeightVersion(0),), (SetWeightVersion(1),), (FinishTransfers(()),)]
     events += [(FinishTransfers((1,)),), (FinishTransfers((1, 2)),), (FinishTransfers((1,)), FinishTransfers((2,)))]
     events += [(Abort(0),), (Close(),), (EndRound(),), (WorkerEvent(1, "a", b"b"),), (WorkerEvent(1, "ab", b""),)]
-    events += [(EndWorkerEvent(1, ""),), (EndWorkerEvent(1, "a"),)]
+    events += [(EndWorkerEvent(1, ""),), (EndWorkerEvent(1, "a"),), (CommitWeights(0, 1),), (CommitWeights(1, 0),)]
     plans = [dataclasses.replace(FULL_MESSAGE.plan, block_ops=each) for each in moves]
     found = [dataclasses.replace(FULL_MESSAGE, plan=plan, events=each) for plan in plans for each in events]
-    assert len(dict.fromkeys(map(digest_of, found))) == len(moves) * len(events) == 120
+    assert len(dict.fromkeys(map(digest_of, found))) == len(moves) * len(events) == 136
 
 
 def test_a_difference_is_remembered_for_ever():

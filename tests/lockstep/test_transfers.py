@@ -27,7 +27,7 @@ from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.transfers import TransferBook, pack_answer, unpack_answer
 from spmd_worker.lockstep.transport.step_channel import FollowerChannel, GlooStepChannel, LeaderChannel
 from spmd_worker.mirror.mirror import Mirror
-from spmd_worker.model_config.model_config import read_model_config
+from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.resolved import resolve_run
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
@@ -200,7 +200,7 @@ def test_an_answer_of_a_byte_too_many_ends_every_rank(monkeypatch):
 # The engine: transfers of a host tier on three ranks.
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
-SHAPE = read_model_config(MODEL)
+SHAPE = read_model_files(MODEL).model_config
 NUM_BLOCKS, BLOCK_SIZE = 6, 4
 
 
@@ -219,6 +219,12 @@ class MadeUpExecutor:
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         """Nothing fails."""
+
+    def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
+        """There are no weights."""
+
+    def get_weight_updates(self) -> list[None]:
+        return []
 
     def execute_model(self, plan: StepPlan, non_block: bool) -> StepResult:
         rows = self._mirror.apply(plan)

@@ -1,9 +1,8 @@
 """Bytes by arithmetic against the parameters of real models, for every family, number of ranks and dtype."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from model_configs import spelled, with_layers
 from native_libraries import WITH_AMX, library_for
 
 from spmd_worker.attention.sdpa import SdpaBackend
@@ -29,7 +28,7 @@ def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelCo
         "num_key_value_heads": 2,
         "head_dim": 6,
     }
-    return model_config_of({"architectures": [architecture], **sizes, **keys}, "config.json")
+    return model_config_of(spelled(architecture, {**sizes, **keys}), "config.json")
 
 
 def parameter_bytes(model_config: ModelConfig, size: int, rank: int, dtype: str, stage: Stage | None = None) -> int:
@@ -103,12 +102,10 @@ def test_packed_weights_take_the_estimated_bytes_a_tied_heads_copy_included(
             assert estimate - weights_bytes(model_config, layout, rank, dtype, "cuda") == is_copied * copy
 
 
-@pytest.mark.parametrize(
-    "change", [{"has_qk_norm": True}, {"has_mlp_bias": True}, {"num_kv_heads": 4}, {"head_size": 8}]
-)
+@pytest.mark.parametrize("change", [{"qk_norm": "head"}, {"has_mlp_bias": True}, {"num_kv_heads": 4}, {"head_size": 8}])
 def test_the_comparison_sees_a_part_that_is_not_counted(change: dict[str, int]):
     model_config = new_shape()
-    other = replace(model_config, **change)
+    other = with_layers(model_config, **change)
     assert weights_bytes(model_config, RankLayout(2), 0, "float32", "cuda") != parameter_bytes(other, 2, 0, "float32")
 
 

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from spmd_worker import LLM
 from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig, SchedulerConfig
 from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
-from spmd_worker.memory.plan import check_cache_setting
+from spmd_worker.memory.plan import check_cache_setting, check_weights_fit
 from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_config
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_files
 from spmd_worker.resolved import ResolvedRun, resolve
+from spmd_worker.worker import worker
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
 
 
 def llama_8b(**keys: object) -> ModelConfig:
@@ -41,6 +45,11 @@ def resolved(config: RunConfig, model_config: ModelConfig, num_ranks: int = 1) -
     parallel = ParallelConfig(num_ranks)
     device_type = "cuda" if config.device == "cuda" else "cpu"
     return resolve(replace(config, parallel=parallel), ModelFiles(model_config, {}, ""), device_type)
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "total_bytes", lambda: 64 * 2**30)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +128,31 @@ def test_a_plan_reads_nothing_but_the_config_file(tmp_path: Path):
     config = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 50, "hidden_size": 8, "intermediate_size": 16}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    text = describe_plan(make_plan(resolved(run(device="cuda"), read_model_config(tmp_path), 2)))
+    text = describe_plan(make_plan(resolved(run(device="cuda"), read_model_files(tmp_path).model_config, 2)))
     assert "Qwen2ForCausalLM" in text
     assert "measured when the run starts" in text
+
+
+def test_weights_that_no_memory_here_holds_are_refused_with_what_is_needed_and_what_there_is():
+    large = resolved(run(), llama_8b(hidden_size=2 * 10**9))
+    with pytest.raises(ConfigError, match=r"is too large: .* this rank would hold .* bytes\), and there are 64.0 GiB"):
+        check_weights_fit(large, 0, 1, host.total_bytes())
+    assert "refused    model.path" in describe_plan(make_plan(large))
+    # 16 GB a rank: three fit, five do not.
+    small = resolved(run(), llama_8b())
+    check_weights_fit(small, 0, 3, host.total_bytes())
+    with pytest.raises(ConfigError, match=r"of which the 5 ranks here would hold 7\d.\d GiB"):
+        check_weights_fit(small, 0, 5, host.total_bytes())
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "head_dim"])
+def test_a_worker_refuses_them_before_anything_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str):
+    monkeypatch.setattr(worker, "build_model", lambda *_: pytest.fail("the model was built"))
+    config = json.loads((DEMO_MODEL / "config.json").read_text()) | {key: 2 * 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is too large"):
+        LLM(tmp_path, load_format="dummy", device="cpu")
+    # Negative control: with the model's own sizes it gets there.
+    (tmp_path / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
+    with pytest.raises(pytest.fail.Exception):
+        LLM(tmp_path, load_format="dummy", device="cpu")

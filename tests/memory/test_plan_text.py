@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from model_configs import with_layers
 
 from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.plan_text import describe_plan, make_plan
-from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_config
+from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.resolved import ResolvedRun, resolve
 
 GIB = 2**30
@@ -36,12 +37,13 @@ LLAMA_8B = {
 @pytest.fixture
 def model_config(tmp_path: Path) -> ModelConfig:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    return read_model_config(tmp_path)
+    return read_model_files(tmp_path).model_config
 
 
 @pytest.fixture(autouse=True)
 def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host, "available_bytes", lambda: 64 * GIB)
+    for name in ("available_bytes", "total_bytes"):
+        monkeypatch.setattr(host, name, lambda: 64 * GIB)
 
 
 def text_of(model_config: ModelConfig, tensor_parallel_size: int, **config: object) -> list[str]:
@@ -99,7 +101,7 @@ def test_the_copy_of_a_tied_head_is_counted_where_weights_are_packed(model_confi
 def test_equal_ranks_share_a_line_and_unequal_ones_do_not(model_config: ModelConfig):
     table = text_of(model_config, 32, cache=CacheConfig(num_blocks=512))[4:6]
     assert table[1].startswith("0-31 ")
-    lines = text_of(replace(model_config, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
+    lines = text_of(with_layers(model_config, intermediate_size=14338), 4, cache=CacheConfig(num_blocks=512))
     assert [line.split()[:5] for line in lines[5:7]] == [
         ["0-1", "32", "8", "2", "3,585"],
         ["2-3", "32", "8", "2", "3,584"],

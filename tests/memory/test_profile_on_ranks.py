@@ -47,7 +47,7 @@ except Exception as error:
 
 def run(tmp_path: Path, *, scarce_on: list[int], agreed: bool = True) -> list[dict[str, object]]:
     arguments = [MODEL, tmp_path, json.dumps(scarce_on), json.dumps(agreed)]
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=60, arguments=arguments)
+    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert done.returncode == 0, (done.output, found)
     return found

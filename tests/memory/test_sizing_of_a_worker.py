@@ -14,7 +14,7 @@ from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.errors import ConfigError
 from spmd_worker.memory import device, host
 from spmd_worker.memory.estimate import activation_bytes
-from spmd_worker.model_config.model_config import read_model_config
+from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.resolved import resolve_run
 from spmd_worker.runner import largest_step
 from spmd_worker.worker import worker as worker_module
@@ -58,7 +58,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def estimate() -> int:
-    return activation_bytes(read_model_config(MODEL), RankLayout(1), 0, "float32", 512, 32)
+    return activation_bytes(read_model_files(MODEL).model_config, RankLayout(1), 0, "float32", 512, 32)
 
 
 def leave(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

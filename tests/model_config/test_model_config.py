@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import spelled, windows_of
 from transformers import AutoConfig
 
 from spmd_worker.errors import ModelConfigError
+from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import (
     FAMILIES,
     ModelConfig,
     RopeParameters,
     model_config_of,
-    read_model_config,
+    read_model_files,
 )
 
 MODEL_TYPES = {
@@ -63,41 +65,37 @@ def test_a_llama_config_is_read_key_by_key():
         torch_dtype="bfloat16",
         rope_theta=500.0,
     )
+    layer = LayerConfig(
+        num_heads=32,
+        num_kv_heads=4,
+        head_size=6,
+        intermediate_size=90,
+        scale=6**-0.5,
+        norm=NormConfig(eps=1e-5),
+        has_qkv_bias=True,
+        has_output_bias=True,
+        has_mlp_bias=True,
+    )
     assert model_config == ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=211,
         hidden_size=64,
-        intermediate_size=90,
-        num_layers=30,
-        num_heads=32,
-        num_kv_heads=4,
-        head_size=6,
-        rms_norm_eps=1e-5,
+        layers=(layer,) * 30,
+        norm=NormConfig(eps=1e-5),
         max_position_embeddings=1000,
-        rope=RopeParameters(rope_theta=500.0, original_max_position_embeddings=1000),
+        ropes=(RopeParameters(rope_theta=500.0, original_max_position_embeddings=1000),),
         has_tied_embeddings=True,
-        has_qkv_bias=True,
-        has_output_bias=True,
-        has_mlp_bias=True,
-        has_qk_norm=False,
-        sliding_windows=(0,) * 30,
         dtype="bfloat16",
         eos_token_ids=(7, 9),
     )
 
 
 def test_the_families_differ_where_they_should():
-    shapes = {name: shape_of(name, attention_bias=True, mlp_bias=True, num_key_value_heads=4) for name in FAMILIES}
-    differences = {
-        name: (
-            model_config.has_qkv_bias,
-            model_config.has_output_bias,
-            model_config.has_mlp_bias,
-            model_config.has_qk_norm,
-            model_config.head_size,
-        )
-        for name, model_config in shapes.items()
-    }
+    differences = {}
+    for name in MODEL_TYPES:
+        layer = shape_of(name, attention_bias=True, mlp_bias=True, num_key_value_heads=4).layers[0]
+        biases = (layer.has_qkv_bias, layer.has_output_bias, layer.has_mlp_bias)
+        differences[name] = (*biases, layer.qk_norm == "head", layer.head_size)
     assert differences == {
         "LlamaForCausalLM": (True, True, True, False, 2),
         "MistralForCausalLM": (False, False, False, False, 2),
@@ -107,29 +105,29 @@ def test_the_families_differ_where_they_should():
 
 
 @pytest.mark.parametrize("extra", [{}, {"use_sliding_window": True}, {"rope_theta": 5e5}])
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_what_a_config_leaves_out_means_what_it_means_to_transformers(
     architecture: str, extra: dict[str, Any], tmp_path: Path
 ):
     """A Mistral config without `sliding_window` or `num_key_value_heads` once ran without window, with 32 heads."""
     keys = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture], **extra}
     theirs = AutoConfig.from_pretrained(write_folder(tmp_path, **keys))
-    ours = read_model_config(tmp_path)
+    ours = read_model_files(tmp_path).model_config
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_size == (getattr(theirs, "head_dim", None) or 64 // 32)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.norm.eps == theirs.rms_norm_eps
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.has_tied_embeddings == theirs.tie_word_embeddings
-    assert ours.rope.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.ropes[0].rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     window = getattr(theirs, "sliding_window", None) or 0
     layer_types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
-    assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
+    assert windows_of(ours) == tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
 
 
 def test_null_is_not_the_same_as_absent_where_a_family_has_a_default():
-    assert shape_of("MistralForCausalLM").sliding_windows == (4096,) * 30
-    assert shape_of("MistralForCausalLM", sliding_window=None).sliding_windows == (0,) * 30
+    assert windows_of(shape_of("MistralForCausalLM")) == (4096,) * 30
+    assert windows_of(shape_of("MistralForCausalLM", sliding_window=None)) == (0,) * 30
     assert shape_of("Qwen2ForCausalLM", num_key_value_heads=None).num_kv_heads == 32
     assert shape_of("LlamaForCausalLM", eos_token_id=None).eos_token_ids == ()
 
@@ -137,8 +135,8 @@ def test_null_is_not_the_same_as_absent_where_a_family_has_a_default():
 def test_layer_types_go_before_the_older_window_rule():
     types = ["sliding_attention", "full_attention"] * 15
     keys = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 29}
-    assert shape_of("Qwen2ForCausalLM", **keys).sliding_windows == (0,) * 29 + (5,)
-    assert shape_of("Qwen2ForCausalLM", layer_types=types, **keys).sliding_windows == (5, 0) * 15
+    assert windows_of(shape_of("Qwen2ForCausalLM", **keys)) == (0,) * 29 + (5,)
+    assert windows_of(shape_of("Qwen2ForCausalLM", layer_types=types, **keys)) == (5, 0) * 15
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -176,20 +174,20 @@ def test_older_and_newer_rope_keys_say_the_same():
 
 
 def test_yarn_takes_the_length_and_factor_that_are_left_out_from_the_others():
-    assert shape_of(max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}).rope == (
-        RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=256)
+    assert shape_of(max_position_embeddings=256, rope_parameters={"rope_type": "yarn", "factor": 4.0}).ropes == (
+        RopeParameters(rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
     )
     scaling = {"rope_type": "yarn", "original_max_position_embeddings": 64}
-    assert shape_of(max_position_embeddings=256, rope_parameters=scaling).rope.factor == 4.0
+    assert shape_of(max_position_embeddings=256, rope_parameters=scaling).ropes[0].factor == 4.0
 
 
 def test_end_of_sequence_ids_of_generation_config_replace_those_of_config(tmp_path: Path):
-    assert read_model_config(write_folder(tmp_path / "1", eos_token_id=3)).eos_token_ids == (3,)
-    assert read_model_config(write_folder(tmp_path / "2", {"eos_token_id": [4, 5]}, eos_token_id=3)).eos_token_ids == (
-        4,
-        5,
-    )
-    assert read_model_config(write_folder(tmp_path / "3", {"top_p": 0.5}, eos_token_id=3)).eos_token_ids == (3,)
+    def ids(name: str, generation: dict[str, Any] | None = None) -> tuple[int, ...]:
+        return read_model_files(write_folder(tmp_path / name, generation, eos_token_id=3)).model_config.eos_token_ids
+
+    assert ids("1") == (3,)
+    assert ids("2", {"eos_token_id": [4, 5]}) == (4, 5)
+    assert ids("3", {"top_p": 0.5}) == (3,)
 
 
 def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
@@ -199,14 +197,15 @@ def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
 
 def error_result(folder: Path) -> str:
     with pytest.raises(ModelConfigError) as caught:
-        read_model_config(folder)
+        read_model_files(folder)
     return str(caught.value)
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
-    message = error_result(write_folder(tmp_path, architectures=["GPT2LMHeadModel"]))
-    assert "GPT2LMHeadModel" in message
+    message = error_result(write_folder(tmp_path, architectures=["MambaForCausalLM"]))
+    assert "MambaForCausalLM" in message
     assert all(name in message for name in FAMILIES)
+    assert "is not run: some of its layers have a recurrent state" in message
     assert "known are" in error_result(write_folder(tmp_path, architectures=None))
     assert "known are" in error_result(write_folder(tmp_path, architectures=[["LlamaForCausalLM"]]))
 
@@ -214,18 +213,26 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"auto_map": {"AutoModel": "modeling.Evil"}}, ["auto_map", "never does"]),
+        (
+            {"auto_map": {"AutoModel": "modeling.Evil"}, "architectures": ["EvilForCausalLM"]},
+            ["EvilForCausalLM", "auto_map", "never run"],
+        ),
+        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "is not run", "experts"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "bfloat16"]),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope", "llama3, yarn"]),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope short_factor must list 1 numbers"]),
+        ({"rope_scaling": {"type": "ntk", "factor": 2}}, ["ntk", "llama3, yarn"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["linear factor=None"]),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["llama3 low_freq_factor=None"]),
         ({"rope_parameters": {**YARN, "original_max_position_embeddings": "64"}}, ["original_max_position_embeddings"]),
         ({"rope_parameters": {**YARN, "truncate": "no"}}, ["truncate='no'"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1}}, ["rope_theta=1", "above 1", "yarn"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 0.5}}, ["rope_theta=0.5", "above 1", "yarn"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"hidden_act": "gelu"}, ["hidden_act=gelu", "silu"]),
         ({"num_key_value_heads": 5}, ["32", "num_key_value_heads=5"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000"]),
+        ({"num_hidden_layers": 9999}, ["num_hidden_layers=9999", "from 1 to 1024"]),
         ({"hidden_size": "64"}, ["hidden_size='64'"]),
         ({"hidden_size": True}, ["hidden_size=True"]),
         ({"head_dim": 3}, ["head_dim=3", "even"]),
@@ -244,6 +251,15 @@ def test_a_config_that_cannot_run_is_refused_with_file_key_and_value(
         assert word in message
 
 
+def test_code_of_a_folder_whose_architecture_runs_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = write_folder(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"})
+    with caplog.at_level("INFO"):
+        assert read_model_files(folder).model_config == shape_of()
+    assert [record.message for record in caplog.records] == [
+        f"{folder}/config.json: auto_map is ignored: code in a model folder is never run"
+    ]
+
+
 def test_folders_and_files_that_are_not_models_are_refused(tmp_path: Path):
     assert "is not a folder" in error_result(tmp_path / "missing")
     assert "does not exist" in error_result(tmp_path)
@@ -260,6 +276,8 @@ ROPES = [
     {**YARN, "beta_fast": 3, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
     LLAMA3,
     {"type": "dynamic", "factor": 2.0},
+    {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+    {"full_attention": LLAMA3, "sliding_attention": {"rope_type": "default"}},
 ]
 
 
@@ -268,7 +286,6 @@ def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
     """max_window_layers null, original_max_position_embeddings "abc" and others once ended in a traceback."""
     for rope in ROPES:
         config = {
-            "architectures": [architecture],
             **SIZES,
             "num_key_value_heads": 4,
             "head_dim": 16,
@@ -289,6 +306,7 @@ def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
             "rope_parameters": rope,
             "rope_scaling": None,
         }
+        config = spelled(architecture, {**config, **FAMILIES[architecture].defaults})
         for key in config:
             for value in WEIRD:
                 _shape_or_refusal({**config, key: value})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_configs import with_norms, with_ropes, with_windows
 from our_model import load_model, prompt_logits
 from reference_models import (
     CHECKPOINTS,
@@ -27,7 +28,7 @@ from reference_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from spmd_worker.model_config.model_config import ModelConfig, RopeParameters, read_model_config
+from spmd_worker.model_config.model_config import ModelConfig, RopeParameters, read_model_files
 
 TOLERANCE = 1e-4
 # Around the block size of 16, beyond every window, and (the last) beyond the 48 positions of the dynamic checkpoints.
@@ -73,20 +74,20 @@ Break = Callable[[ModelConfig], ModelConfig]
 
 
 def _rope(**changes: object) -> Break:
-    return lambda model_config: replace(model_config, rope=replace(model_config.rope, **changes))
+    return lambda model_config: with_ropes(model_config, **changes)
 
 
 def _plain_rope(model_config: ModelConfig) -> ModelConfig:
-    return replace(model_config, rope=RopeParameters(rope_theta=model_config.rope.rope_theta))
+    return replace(model_config, ropes=(RopeParameters(rope_theta=model_config.ropes[0].rope_theta),))
 
 
 def _windows(*windows: int) -> Break:
-    return lambda model_config: replace(model_config, sliding_windows=windows)
+    return lambda model_config: with_windows(model_config, *windows)
 
 
 BREAKS: list[tuple[str, str, Break]] = [
     ("llama2", "another base", _rope(rope_theta=9000.0)),
-    ("llama2", "another epsilon", lambda model_config: replace(model_config, rms_norm_eps=1e-3)),
+    ("llama2", "another epsilon", lambda model_config: with_norms(model_config, eps=1e-3)),
     ("llama2", "a window", _windows(0, 0, 149)),
     ("llama3", "no scaling", _plain_rope),
     ("llama3", "another original length", _rope(original_max_position_embeddings=63)),
@@ -125,7 +126,7 @@ BREAKS: list[tuple[str, str, Break]] = [
 @pytest.mark.parametrize(("name", "what", "break_it"), BREAKS, ids=[f"{name}: {what}" for name, what, _ in BREAKS])
 def test_the_comparison_sees_a_model_that_is_read_wrongly(name: str, what: str, break_it: Break):
     folder = checkpoint_folder(name)
-    logits = prompt_logits(load_model(folder, break_it(read_model_config(folder))), PROMPTS)
+    logits = prompt_logits(load_model(folder, break_it(read_model_files(folder).model_config)), PROMPTS)
     assert worst_error(name, logits) > TOLERANCE, what
 
 

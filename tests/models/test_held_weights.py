@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one
+from model_configs import with_layers
 from native_libraries import NATIVE, WITH_AMX, library_for, needs_avx512
 from our_model import BLOCK_SIZE, prompt_logits
 from reference_models import random_prompt
@@ -42,7 +43,9 @@ KERNELS: dict[str, Kernels] = {
 # 4 query heads over 2 key-value heads; on 4 ranks each of these is held twice. 96 token ids are padded to 128.
 CONFIGS = {
     **SHAPES,
-    "no panels": dataclasses.replace(PLAIN, intermediate_size=90, has_qk_norm=True, has_tied_embeddings=True),
+    "no panels": dataclasses.replace(
+        with_layers(PLAIN, intermediate_size=90, qk_norm="head"), has_tied_embeddings=True
+    ),
 }
 PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 5, 30)]
 
@@ -263,7 +266,12 @@ def test_a_tensor_that_does_not_fit_is_refused_before_a_byte_is_written(name: st
         good = ("model.layers.0.mlp.up_proj.weight", torch.ones(128, 64, dtype=torch.float16, requires_grad=True))
         with pytest.raises(ValueError, match=name):
             model.load_weights([good, (name, tensor)])
+        assert are_same(model, unchanged) == ("not finite" not in words), "of a list all forms are looked at first"
+        assert model.weight_update.is_open == ("not finite" in words)
+        with pytest.raises(ValueError, match=name):
+            model.load_weights(iter([good, (name, tensor)]))
         assert not are_same(model, unchanged), "what came before it was written"
+        assert list(model.weight_update.digests) == [good[0]]
 
 
 def test_only_what_is_asked_for_is_unpacked(monkeypatch: pytest.MonkeyPatch):

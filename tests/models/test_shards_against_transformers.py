@@ -27,7 +27,7 @@ from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers import linear
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.model_config.model_config import read_model_config
+from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.models.registry import build_model
 from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.loader import load_weights
@@ -51,7 +51,7 @@ CASES = [
 
 def sharded_logits(folder: Path, size: int, prompts: list[list[int]]) -> list[list[Tensor]]:
     """Every rank's logits of its own token ids, without padding, for each prompt."""
-    shape = read_model_config(folder)
+    shape = read_model_files(folder).model_config
 
     def run(group) -> list[Tensor]:
         context = LayerContext(group, ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))

@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 from logged_run import HEADER, LoggedRun, pressure_events, request, write_log, write_pressure_log
+from tools_main import tool
 
 from spmd_worker.replay.history import RowHistory
 from spmd_worker.replay.replay import Replay
 from spmd_worker.replay.step_log import read_step_log
-from spmd_worker.sequence.events import Admit, EndWorkerEvent, ResetPrefixCache, SetWeightVersion, WorkerEvent
+from spmd_worker.sequence.events import (
+    Admit,
+    CommitWeights,
+    EndWorkerEvent,
+    ResetPrefixCache,
+    SetWeightVersion,
+    WorkerEvent,
+)
 from spmd_worker.sequence.sequence import Sequence, SequenceStatus
 
 FEW_BLOCKS = {"num_blocks": 5, "watermark_blocks_per_sequence": 0}
@@ -22,11 +30,12 @@ Script = Callable[..., str]
 @pytest.fixture
 def run_script(capsys: pytest.CaptureFixture[str]) -> Script:
     """What spmd_worker.tools.replay prints with these arguments; it must end well."""
-    main = import_module("spmd_worker.tools.replay").main
+    replay = tool("replay", capsys)
 
     def run(*arguments: object) -> str:
-        assert main([str(argument) for argument in arguments]) == 0
-        return capsys.readouterr().out
+        code, output, _ = replay(*arguments)
+        assert code == 0
+        return output
 
     return run
 
@@ -114,13 +123,14 @@ def test_the_state_after_a_step_shows_who_waits_for_a_transfer_and_what_it_moves
 
 def test_the_state_after_a_step_tells_the_events_that_came_with_it(tmp_path: Path, run_script: Script):
     events = {1: [Admit(request(0, 5))], 2: [ResetPrefixCache(), SetWeightVersion(4), WorkerEvent(1, "sleep", b"")]}
-    events[3] = [EndWorkerEvent(1, "rank 1: no")]
+    events[3] = [EndWorkerEvent(1, "rank 1: no"), CommitWeights(5, 38)]
     run = write_log(tmp_path / "log", events, enable_prefix_caching=True)
     first, second, third, last = (run_script(tmp_path / "log", "--until", step) for step in (1, 2, 3, len(run.plans)))
     assert "\n  then request 0 is admitted\n" in first
     assert "\n  then the prefix cache is reset\n  then the weights are of version 4\n" in second
     assert "\n  then worker event 1 (sleep) is prepared\n" in second
     assert "\n  then worker event 1 is undone: rank 1: no\n" in third
+    assert "\n  then 38 new weights are committed as version 5\n" in third
     assert "\n  then the engine ends\n" in last
 
 

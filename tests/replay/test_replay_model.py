@@ -3,10 +3,10 @@
 import json
 import re
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tools_main import tool
 
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.batch.job import run_job
@@ -58,14 +58,7 @@ def run_logged(folder: Path, cache: CacheConfig, preemption_mode: str) -> Path:
 
 @pytest.fixture
 def run_script(capsys: pytest.CaptureFixture[str]):
-    main = import_module("spmd_worker.tools.replay").main
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return tool("replay", capsys)
 
 
 def with_header(source: Path, target: Path, **changes: object) -> Path:

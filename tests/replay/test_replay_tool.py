@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,13 @@ from logged_run import (
     standard_events,
     write_log,
 )
+from tools_main import tool
 
 
 @pytest.fixture
 def run_script(capsys: pytest.CaptureFixture[str]):
     """spmd_worker.tools.replay with these arguments: (exit code, standard output, standard error)."""
-    main = import_module("spmd_worker.tools.replay").main
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return tool("replay", capsys)
 
 
 def test_the_script_replays_a_log(tmp_path: Path, run_script):

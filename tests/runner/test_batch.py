@@ -21,8 +21,9 @@ def scheduled(
     num_tokens: int,
     num_samples: int,
     sample: int = 0,
+    regime: int = 0,
 ) -> ScheduledSequence:
-    request = Request(RequestId(request_id), tuple(prompt), SamplingParams(n=4), stream=100 + request_id)
+    request = Request(RequestId(request_id), tuple(prompt), SamplingParams(n=4), 100 + request_id, regime)
     tables = [BlockId(block) for block in blocks]
     return ScheduledSequence(
         MirroredSequence(request, sample, output, tables, first, num_tokens), num_tokens, num_samples
@@ -31,9 +32,9 @@ def scheduled(
 
 STEP = [
     scheduled(0, [10, 11, 12], [], [5], 0, 3, 2),  # a whole prompt, about to fork
-    scheduled(1, [20, 21, 22, 23, 24], [25, 26, 27], [7, 2], 7, 1, 1, sample=3),  # decodes
+    scheduled(1, [20, 21, 22, 23, 24], [25, 26, 27], [7, 2], 7, 1, 1, sample=3, regime=105),  # decodes
     scheduled(2, [30, 31, 32, 33, 34, 35], [], [1, 9], 3, 2, 0),  # a chunk that crosses into its second block
-    scheduled(3, [40, 41], [42, 43, 44], [0, 3], 1, 4, 1),  # computed again after a preemption
+    scheduled(3, [40, 41], [42, 43, 44], [0, 3], 1, 4, 1, regime=2),  # computed again after a preemption
 ]
 
 
@@ -41,7 +42,7 @@ def test_a_step_is_laid_out_flat_in_plan_order():
     batch = build_batch(STEP, 4, CPU)
     assert batch.token_ids.tolist() == [10, 11, 12, 27, 33, 34, 41, 42, 43, 44]
     assert batch.positions.tolist() == [0, 1, 2, 7, 3, 4, 1, 2, 3, 4]
-    assert batch.prompt_lengths.tolist() == [3, 3, 3, 5, 6, 6, 2, 2, 2, 2]
+    assert batch.rope_regimes.tolist() == [0, 0, 0, 105, 0, 0, 2, 2, 2, 2]
     assert batch.attention.query_starts == (0, 3, 4, 6, 10)
     assert batch.attention.context_lengths == (3, 8, 5, 5)
     assert batch.attention.token_blocks.tolist() == [5, 5, 5, 2, 1, 9, 0, 0, 0, 3]
@@ -68,7 +69,7 @@ def test_a_sequence_is_laid_out_alike_in_any_company():
     for index, each in enumerate(STEP):
         alone = build_batch([each], 4, CPU)
         tokens = slice(together.attention.query_starts[index], together.attention.query_starts[index + 1])
-        for name in ("token_ids", "positions", "prompt_lengths"):
+        for name in ("token_ids", "positions", "rope_regimes"):
             assert torch.equal(getattr(together, name)[tokens], getattr(alone, name)), name
         assert torch.equal(together.attention.token_blocks[tokens], alone.attention.token_blocks)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.runner import prompt_logprobs as module
 from spmd_worker.runner.prompt_logprobs import prompt_logprobs
+from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -24,6 +25,11 @@ def whole_logits(hidden: Tensor) -> Tensor:
     return hidden @ HEAD.t()
 
 
+def report(hidden: Tensor, token_ids: list[int], num_likeliest: int) -> list[TokenLogprobs]:
+    rows = log_softmax(whole_logits(hidden))
+    return [token_logprobs(row, token_id, num_likeliest) for row, token_id in zip(rows, token_ids, strict=True)]
+
+
 def chunk(first: int, end: int, wanted: int | None = 2, sample: int = 0) -> ScheduledSequence:
     request = Request(RequestId(3), PROMPT, SamplingParams(prompt_logprobs=wanted, n=2), 0)
     sequence = MirroredSequence(request, sample, [1] * 6, [], first, end - first)
@@ -35,7 +41,7 @@ def entries_of(cuts: list[int]) -> list[TokenLogprobs | None]:
     found: list[TokenLogprobs | None] = []
     for first, end in pairwise(cuts):
         for request_id, start, entries in prompt_logprobs(
-            [chunk(first, end)], (0, end - first), HIDDEN[first:end], whole_logits
+            [chunk(first, end)], (0, end - first), HIDDEN[first:end], report
         ):
             assert request_id == 3
             assert start == len(found)
@@ -69,5 +75,5 @@ def test_long_chunks_are_worked_through_in_pieces(monkeypatch: pytest.MonkeyPatc
 
 def test_only_rows_that_ask_and_prompts_that_are_not_known_yet_are_reported():
     step = [chunk(0, 5, wanted=None), chunk(20, 21), chunk(0, 5, sample=1), chunk(0, 5)]
-    reported = prompt_logprobs(step, (0, 5, 6, 11, 16), HIDDEN[:16], whole_logits)
+    reported = prompt_logprobs(step, (0, 5, 6, 11, 16), HIDDEN[:16], report)
     assert [(request_id, start, len(entries)) for request_id, start, entries in reported] == [(3, 0, 6)]

@@ -12,11 +12,14 @@ import torch
 from thread_groups import on_ranks
 
 import spmd_worker.sampling.sampler as sampler_module
+import spmd_worker.sampling.shard_logprobs as shard_module
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
-from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.sampled import NON_FINITE
+from spmd_worker.sequence.sampling_params import ALL_LOGPROBS, SamplingParams
 
 VOCAB_SIZE = 211
 EOS = (5,)
@@ -132,14 +135,8 @@ def test_the_largest_of_each_shard_gives_what_all_its_logits_give(size: int):
     logits = (2 * torch.randn(60, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).round()
     logits[3] = -torch.inf
 
-    def run(group: GroupHandle) -> Sampled:
-        shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
-        mine = torch.full((len(logits), shard.size), -torch.inf)
-        mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
-        return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample_argmax(*mine.max(dim=1))
-
     expected = whole(logits, [row(temperature=0)] * len(logits))
-    assert on_ranks(size, run) == [expected] * size
+    assert on_ranks(size, lambda group: argmax_of(group, logits)) == [expected] * size
     # Negative control: without the shards' beginnings, or with the last of equal values, other ids come out.
     last = VOCAB_SIZE - 1 - logits.flip(1).argmax(dim=1)
     assert tuple(last.tolist()) != expected.token_ids
@@ -188,8 +185,103 @@ def test_the_logits_given_are_not_changed():
 def test_shards_give_the_ids_of_the_whole_on_every_rank(size: int):
     logits, rows = mixed(240)
     expected = whole(logits, rows)
-    for each in sharded(logits, rows, size):
-        assert each == expected
+    first, *others = sharded(logits, rows, size)
+    assert all(each == first for each in others)
+    check_same(first, expected)
+
+
+def check_same(found: Sampled, expected: Sampled) -> None:
+    """Log-probabilities may differ by the rounding of a sum."""
+    assert found.token_ids == expected.token_ids
+    for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        assert [(token, each.rank) for token, each in (mine or {}).items()] == [
+            (token, each.rank) for token, each in (theirs or {}).items()
+        ]
+        for token, each in (mine or {}).items():
+            assert each.logprob == pytest.approx(theirs[token].logprob, abs=2e-6)
+
+
+REPORTING = [
+    {**kind, "logprobs": count}
+    for count in (0, 1, 5, 64)
+    for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 3.0})
+]
+
+
+def reporting(dtype: torch.dtype) -> tuple[torch.Tensor, list[SampleRow]]:
+    """Logits with equal ones in several shards, at the ends of shards too, for rows that report."""
+    logits = 2 * torch.randn(len(REPORTING) * 3, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    logits[::2, [0, 26, 27, 105, 106, 210]] = 3.5
+    return logits.to(dtype), [row(stream=i, **REPORTING[i % len(REPORTING)]) for i in range(len(logits))]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 8])
+def test_logprobs_of_shards_are_those_of_the_whole_and_the_same_on_every_rank(size: int, dtype, mode: str):
+    logits, rows = reporting(dtype)
+    first, *others = sharded(logits, rows, size, mode)
+    assert all(each == first for each in others)
+    check_same(first, whole(logits, rows, mode))
+    for index in (0, 1, 2, 6, len(rows) - 1):
+        (alone, _) = sharded(logits[index : index + 1], [rows[index]], size, mode)[:2]
+        assert alone.logprobs == first.logprobs[index : index + 1], "to the last bit"
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_what_is_reported_of_a_token_does_not_depend_on_how_it_was_chosen(size: int):
+    logits, _ = mixed(120)
+    rows = [
+        row(stream=i, **{**KINDS[i % len(KINDS)], "logprobs": (0, 3, ALL_LOGPROBS)[i // len(KINDS) % 3]})
+        for i in range(len(logits))
+    ]
+
+    def run(group: GroupHandle) -> tuple[Sampled, list[TokenLogprobs]]:
+        shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
+        mine = torch.full((logits.shape[0], shard.size), -torch.inf)
+        mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
+        sampler = Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs")
+        sampled = sampler.sample(mine, rows)
+        return sampled, [
+            sampler.report(mine[index : index + 1], [token_id], rows[index].sampling.logprobs)[0]
+            for index, token_id in enumerate(sampled.token_ids)
+        ]
+
+    for sampled, reported in on_ranks(size, run):
+        assert list(sampled.logprobs) == reported, "to the last bit"
+        assert {1, 3, 4, VOCAB_SIZE} <= {len(each) for each in reported}
+
+
+@pytest.mark.parametrize("what", ["sums", "counts", "likeliest"])
+def test_the_comparison_sees_what_is_left_out_of_the_shards(monkeypatch: pytest.MonkeyPatch, what: str):
+    logits, rows = reporting(torch.float32)
+    expected = whole(logits, rows)
+    if what == "sums":
+        monkeypatch.setattr(
+            sampler_module, "log_masses", lambda logits, columns, largest, *_: torch.zeros_like(largest)
+        )
+    elif what == "counts":
+        monkeypatch.setattr(shard_module, "_num_above", lambda logits, values: torch.zeros(len(logits)).long())
+    else:
+        find = shard_module.likeliest
+        monkeypatch.setattr(shard_module, "likeliest", lambda values, count: find(values, count)[1:])
+    with pytest.raises(AssertionError):
+        check_same(sharded(logits, rows, 2)[0], expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_overflowed_have_no_logprobs_and_harm_no_row_beside_them(value: float):
+    logits, rows = reporting(torch.float32)
+    broken = logits.clone()
+    broken[::3, 50:] = value
+    found = sharded(broken, rows, 2)
+    assert [each.token_ids for each in found] == [whole(broken, rows).token_ids] * 2
+    kept = [index for index in range(len(rows)) if index % 3]
+    expected = sharded(logits, rows, 2)[0]
+    assert [found[1].logprobs[index] for index in kept] == [expected.logprobs[index] for index in kept]
+    if value != -float("inf"):
+        assert {found[0].token_ids[index] for index in range(0, len(rows), 3)} == {NON_FINITE}
+        assert {found[0].logprobs[index] for index in range(0, len(rows), 3)} == {None}
 
 
 def test_a_forbidden_token_is_never_sampled_from_any_shard():
@@ -235,8 +327,23 @@ def test_greedy_and_plain_temperature_exchange_pairs_and_not_logits():
 
         return on_ranks(2, count)[0]
 
-    exchanged = {"greedy": run({"temperature": 0.0}), "plain": run({}), "filtered": run({"top_k": 5})}
-    assert exchanged == {"greedy": 12 * 2, "plain": 12 * (2 + 1 + 1), "filtered": 12 * 128}
+    kinds = {
+        "greedy": {"temperature": 0.0},
+        "plain": {},
+        "filtered": {"top_k": 5},
+        "plain that reports": {"logprobs": 0},
+        "tempered that reports": {"logprobs": 0, "temperature": 0.5},
+        "greedy that reports three": {"logprobs": 3, "temperature": 0.0},
+    }
+    # A logit and a count, the latter as a pair; the sum unless the draw had it; pairs of the likeliest.
+    assert {name: run(kind) / 12 for name, kind in kinds.items()} == {
+        "greedy": 2,
+        "plain": 2 + 1 + 1,
+        "filtered": 128,
+        "plain that reports": 4 + 1 + 1 + 2,
+        "tempered that reports": 4 + 1 + 1 + 2,
+        "greedy that reports three": 2 + 1 + 1 + 2 + 3 * 2,
+    }
 
 
 def test_raw_logprobs_are_those_before_anything_was_changed():
@@ -258,7 +365,7 @@ def test_a_row_whose_samples_are_ranked_gets_what_logprobs_0_gets(mode: str):
         ranked = [row(stream=index, n=2, best_of=3, **kind) for index in range(3)]
         asked = [row(stream=index, n=3, logprobs=0, **kind) for index in range(3)]
         assert whole(logits, ranked, mode) == whole(logits, asked, mode)
-        assert [each.logprobs for each in sharded(logits, ranked, 2, mode)] == [whole(logits, asked, mode).logprobs] * 2
+        assert sharded(logits, ranked, 2, mode) == sharded(logits, asked, 2, mode)
 
 
 def test_a_row_that_returns_all_its_samples_gets_no_logprobs():
@@ -316,15 +423,43 @@ def test_no_parameters_lead_outside_the_vocabulary(mode: str, logprobs: int | No
         assert [each.token_ids for each in sharded(logits, rows, size, mode)] == [sampled.token_ids] * size
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_logits_of_a_model_that_overflowed_lead_nowhere_else_either(value: float):
+@pytest.mark.parametrize("part", [slice(0, 1), slice(50, 53), slice(VOCAB_SIZE - 1, VOCAB_SIZE), slice(0, VOCAB_SIZE)])
+def test_a_row_whose_logits_are_not_finite_gets_no_id_on_any_rank_and_its_neighbours_theirs(
+    part: slice, value: float, size: int
+):
     logits, rows = mixed(len(KINDS))
-    logits[:, 50:] = value
-    neighbours, _ = mixed(len(KINDS))
-    token_ids = whole(torch.cat((logits, neighbours)), rows + rows).token_ids
-    assert all(0 <= token < VOCAB_SIZE for token in token_ids)
-    assert token_ids[len(KINDS) :] == whole(neighbours, rows).token_ids, "the rows beside it are as they were"
-    assert sharded(logits, rows, 2)[0].token_ids == sharded(logits, rows, 2)[1].token_ids
+    clean = whole(logits.clone(), rows)
+    neighbours = logits.clone()
+    logits[:, part] = value
+    sampled = sharded(torch.cat((logits, neighbours)), rows + rows, size)
+    assert sampled == sampled[:1] * size
+    token_ids, logprobs = sampled[0].token_ids, sampled[0].logprobs
+    # Of tokens that are impossible there may be some: those that are left are chosen from.
+    is_left = value == -float("inf") and part != slice(0, VOCAB_SIZE)
+    assert [token == NON_FINITE for token in token_ids[: len(KINDS)]] == [not is_left] * len(KINDS)
+    assert is_left or logprobs[: len(KINDS)] == (None,) * len(KINDS)
+    assert token_ids[len(KINDS) :] == clean.token_ids, "the rows beside it are as they were"
+    argmaxes = on_ranks(size, lambda group: argmax_of(group, torch.cat((logits, neighbours))))
+    greedy = [row(temperature=0)] * (2 * len(KINDS))
+    assert argmaxes == [whole(torch.cat((logits, neighbours)), greedy)] * size
+
+
+def argmax_of(group: GroupHandle, logits: torch.Tensor) -> Sampled:
+    """What `sample_argmax` says of a rank's shard."""
+    shard = VocabularyShard(VOCAB_SIZE, group.size, group.rank)
+    mine = torch.full((len(logits), shard.size), -torch.inf)
+    mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
+    return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample_argmax(*mine.max(dim=1))
+
+
+def test_the_tests_see_a_sampler_that_takes_what_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampler_module, "_where_finite", lambda values, ids, otherwise=-1: ids.long())
+    with pytest.raises(AssertionError):
+        test_a_row_whose_logits_are_not_finite_gets_no_id_on_any_rank_and_its_neighbours_theirs(
+            slice(0, 1), float("nan"), 1
+        )
 
 
 def test_a_row_is_uniform_where_it_is_as_hot_as_can_be():

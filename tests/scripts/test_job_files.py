@@ -11,6 +11,7 @@ import pytest
 import ranks
 import yaml
 from torch.distributed.run import get_args_parser
+from waiting import LIMIT_S
 
 SLURM = ranks.REPOSITORY / "scripts" / "slurm" / "job.sbatch"
 KUBERNETES = ranks.REPOSITORY / "scripts" / "k8s" / "job.yaml"
@@ -53,7 +54,7 @@ def check_overrides(overrides: list[str]) -> None:
 
 def test_every_rank_of_a_slurm_job_starts_with_what_the_user_gave(cluster: dict[str, str]):
     overrides = ["model.path=/models/a b", "parallel.tensor_parallel_size=8"]
-    subprocess.run(["bash", str(SLURM), *overrides], env=cluster, check=True, timeout=30)
+    subprocess.run(["bash", str(SLURM), *overrides], env=cluster, check=True, timeout=LIMIT_S)
     arguments = Path(f"{cluster['CALLS']}.torchrun").read_text().splitlines()
     options = get_args_parser().parse_args(arguments)
     assert (options.nnodes, options.node_rank, options.nproc_per_node, options.max_restarts) == ("2", 1, "4", 3)
@@ -72,7 +73,7 @@ def test_a_slurm_job_that_runs_out_of_time_is_queued_again(cluster: dict[str, st
                 break
             time.sleep(0.05)
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=20) == 0
+        assert job.wait(timeout=LIMIT_S) == 0
         assert "scontrol requeue 41" in Path(cluster["CALLS"]).read_text()
     finally:
         os.killpg(job.pid, signal.SIGKILL)

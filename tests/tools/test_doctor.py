@@ -2,10 +2,10 @@
 
 import json
 import os
-from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tools_main import tool
 
 from spmd_worker.liveness.error_file import ErrorRecord, write_record
 from spmd_worker.liveness.failure_diagnosis import Diagnosis, RankStatus, diagnose
@@ -19,14 +19,7 @@ METRICS = {"rows": 7, "error_rows": 2, "error_codes": {"invalid_json": 2}}
 @pytest.fixture
 def doctor(capsys: pytest.CaptureFixture[str]):
     """Run the script: (exit code, standard output, standard error)."""
-    main = import_module("spmd_worker.tools.doctor").main
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main([*map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return tool("doctor", capsys)
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tools_main import tool
 
 from spmd_worker.metrics.report.page import NO_CHARTS
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
@@ -17,14 +17,7 @@ PROGRAM = "python -m spmd_worker.tools.report"
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str]):
     """Run the script: (exit code, standard output, standard error)."""
-    main = import_module("spmd_worker.tools.report").main
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main([*map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return tool("report", capsys)
 
 
 @pytest.fixture

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -222,3 +224,43 @@ def test_parameters_without_storage_are_not_silently_left_empty(tmp_path):
     model = model.to("meta")
     with Checkpoint.open(save_single(tmp_path, full_tensors())) as checkpoint, pytest.raises(AssertionError):
         load_weights(model, slices, paddings, checkpoint)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["embed.weight", "k.weight", "down.weight", "norm.weight", "experts.1.weight"])
+def test_what_is_not_finite_is_named_with_its_tensor_and_place(tmp_path, name, value):
+    tensors = full_tensors()
+    index = tuple(size - 1 for size in tensors[name].shape)
+    tensors[name][index] = value
+    save_single(tmp_path, tensors)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        place = re.escape(f"tensor {name!r} has {value:g} at {list(index)}")
+        with pytest.raises(CheckpointError, match=f"{place}.*not finite in torch.float32"):
+            load_weights(*build(), checkpoint)
+        load_weights(*build(), checkpoint, allows_nonfinite=True)
+
+
+def test_of_two_ranks_the_one_that_holds_it_finds_it(tmp_path):
+    tensors = full_tensors()
+    tensors["down.weight"][3, 9] = torch.nan
+    save_single(tmp_path, tensors)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        load_weights(*build(0, 2), checkpoint)
+        with pytest.raises(CheckpointError, match=re.escape("'down.weight' has nan at [3, 9]")):
+            load_weights(*build(1, 2), checkpoint)
+
+
+def test_a_number_that_is_too_large_for_the_parameter_is_not_finite_there(tmp_path):
+    tensors = full_tensors()
+    tensors["q.weight"][0, 0] = 1e6
+    save_single(tmp_path, tensors)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        load_weights(*build(), checkpoint)
+        with pytest.raises(CheckpointError, match=re.escape("'q.weight' has 1e+06 at [0, 0]") + ".*model.dtype"):
+            load_weights(*build(dtype=torch.float16), checkpoint)
+
+
+def test_the_tests_see_a_loader_that_looks_at_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "is_finite", lambda values, dtype: True)
+    with pytest.raises(pytest.fail.Exception):
+        test_what_is_not_finite_is_named_with_its_tensor_and_place(tmp_path, "k.weight", float("nan"))

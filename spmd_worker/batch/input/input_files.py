@@ -1,6 +1,6 @@
 """The files that `job.input` names, and each as a stream of bytes or rows.
 
--                          standard input
+-                          standard input; a FIFO and /dev/stdin work alike: read once, by the job
 rows.jsonl                 a file, plain or compressed: what its name ends in says which (.gz, .zst)
 parts/*.jsonl.gz           all files that match, in the order of their names
 rows.parquet               a row group at a time, each of its rows as a line of JSON
@@ -10,8 +10,12 @@ import glob
 import gzip
 import io
 import json
+import os
+import stat
+import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -19,15 +23,45 @@ from spmd_worker.config.extras import refuse_without
 from spmd_worker.errors import ConfigError
 
 STANDARD_INPUT: Final = "-"
+_STANDARD_INPUT_DEVICE: Final = "/dev/stdin"
 PARQUET_SUFFIX: Final = ".parquet"
 _ZSTD_PIECE_BYTES: Final = 1024
 """Of compressed bytes at a time: what they become, which may be 32,768 times as much, is held in memory."""
 _BUFFER_BYTES: Final = 1 << 18
 _PARQUET_ROWS: Final = 1024
+_PARQUET_BYTES: Final = 32 << 20
+"""Of values that are held at a time, by rows and by this."""
+_GROUP_BYTES: Final = 64 << 20
+"""Of a row group: with more it is large."""
+_VALUE_BYTES: Final = 16
+"""Of a value in memory, however few bits it takes in the file."""
+
+
+def is_stream(name: str) -> bool:
+    """Whether `job.input` can be read but once: standard input, or a FIFO. A file that is standard input is a file."""
+    if name == STANDARD_INPUT:
+        return True
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return False
+    # A terminal.
+    is_device = stat.S_ISCHR(mode) and name == _STANDARD_INPUT_DEVICE
+    return is_device or stat.S_ISFIFO(mode)
+
+
+def open_stream(name: str) -> AbstractContextManager[BinaryIO]:
+    """The bytes of what `is_stream`, decompressed. Raises OSError and ConfigError."""
+    if name == STANDARD_INPUT:
+        # Not ours to close.
+        return nullcontext(sys.stdin.buffer)
+    if Path(name).suffix == PARQUET_SUFFIX:
+        raise ConfigError(f"job.input={name} is a FIFO, and a Parquet file is read from its end: give a regular file")
+    return open_input(Path(name))
 
 
 def find_inputs(name: str) -> tuple[Path, ...]:
-    """The files of `job.input`, which is not standard input. Raises ConfigError where there is none."""
+    """The files of `job.input`, which is no stream. Raises ConfigError where there is none."""
     if Path(name).is_file():
         return (Path(name),)
     if not glob.has_magic(name):
@@ -122,28 +156,111 @@ class _ZstdFile(io.RawIOBase):
 class ParquetRows:
     """Rows of a Parquet file as lines of JSON; a column that is null in a row is one that the row does not have.
 
-    Raises ConfigError for columns that JSON has no values for, and for what is no Parquet file.
+    Of a row whose texts alone are longer than `max_line_bytes` there are `max_line_bytes + 1` spaces: it is never put
+    together. Memory is bounded by the file's pages and one row, whatever a few bytes of dictionary and run lengths say:
+    the texts of a small row group stay in its dictionaries until their row's turn, a large one is read row by row.
+
+    Raises ConfigError for columns that JSON has no values for, for rows of more values than a line has bytes, and for
+    what is no Parquet file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_line_bytes: int) -> None:
         try:
             import pyarrow
+            import pyarrow.compute
             import pyarrow.parquet
         except ImportError as error:
             refuse_without("pyarrow", "parquet", f"job.input={path}", error)
+        self._path, self._max_line_bytes, self._pyarrow = path, max_line_bytes, pyarrow
         try:
-            self._file = pyarrow.parquet.ParquetFile(path)
+            metadata = pyarrow.parquet.read_metadata(path)
+            self._whole = pyarrow.parquet.ParquetFile(path, metadata=metadata, buffer_size=_BUFFER_BYTES)
+            columns = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+            texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+            self._coded = pyarrow.parquet.ParquetFile(
+                path, metadata=metadata, read_dictionary=texts, buffer_size=_BUFFER_BYTES
+            )
         except pyarrow.ArrowInvalid as error:
             raise ConfigError(f"job.input={path} is no Parquet file ({error}): give one that is whole") from None
-        self.num_rows = int(self._file.metadata.num_rows)
-        for field in self._file.schema_arrow:
+        self.num_rows = int(metadata.num_rows)
+        for field in self._whole.schema_arrow:
             _check_type(path, field.name, field.type, pyarrow.types)
 
     def __iter__(self) -> Iterator[bytes]:
         """Raises OSError."""
-        for batch in self._file.iter_batches(batch_size=_PARQUET_ROWS):
-            for row in batch.to_pylist():
-                yield json.dumps(_without_nulls(row), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        try:
+            for group in range(self._whole.num_row_groups):
+                for batch in self._batches(group):
+                    yield from self._lines_of(batch)
+        except self._pyarrow.ArrowException as error:
+            raise OSError(f"{self._path} is damaged or holds what cannot be read ({error}): give another") from None
+
+    def _batches(self, group: int) -> Iterator[Any]:
+        """A row group, a few rows at a time where each is large."""
+        metadata = self._whole.metadata.row_group(group)
+        columns = [metadata.column(index) for index in range(metadata.num_columns)]
+        num_values = max((column.num_values for column in columns), default=0)
+        if num_values > max(metadata.num_rows, 1) * self._max_line_bytes:
+            raise ConfigError(
+                f"job.input={self._path}: row group {group} has {num_values:,} values in {metadata.num_rows:,} rows, "
+                f"more than limits.max_line_bytes={self._max_line_bytes:,} a row: leave those rows out"
+            )
+        num_bytes = max(metadata.total_byte_size, 1)
+        if num_bytes > _GROUP_BYTES:
+            # Its dictionaries would grow with it.
+            yield from self._whole.iter_batches(batch_size=1, row_groups=[group])
+            return
+        num_rows = _PARQUET_BYTES * metadata.num_rows // max(num_bytes, _VALUE_BYTES * num_values)
+        for batch in self._coded.iter_batches(batch_size=max(1, min(_PARQUET_ROWS, num_rows)), row_groups=[group]):
+            held = sum(map(self._dictionary_bytes, batch.columns))
+            if held > 2 * _GROUP_BYTES:
+                raise ConfigError(
+                    f"job.input={self._path}: row group {group} says that it has {num_bytes:,} bytes, and has more "
+                    f"than {held:,}: write the file anew"
+                )
+            yield batch
+
+    def _dictionary_bytes(self, array: Any) -> int:
+        types = self._pyarrow.types
+        if types.is_struct(array.type):
+            return sum(map(self._dictionary_bytes, array.flatten()))
+        if types.is_list(array.type) or types.is_large_list(array.type) or types.is_fixed_size_list(array.type):
+            return self._dictionary_bytes(array.flatten())
+        return int(array.dictionary.nbytes) if types.is_dictionary(array.type) else 0
+
+    def _lines_of(self, batch: Any) -> Iterator[bytes]:
+        if self._size_of(batch) <= min(_PARQUET_BYTES, self._max_line_bytes):
+            for each in batch.to_pylist():
+                yield self._line_of(each)
+            return
+        for index in range(batch.num_rows):
+            row = batch.slice(index, 1)
+            if self._size_of(row) > self._max_line_bytes:
+                yield b" " * (self._max_line_bytes + 1)
+            else:
+                yield self._line_of(row.to_pylist()[0])
+
+    def _line_of(self, row: dict[str, Any]) -> bytes:
+        line = json.dumps(_without_nulls(row), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        return line[: self._max_line_bytes + 1]
+
+    def _size_of(self, batch: Any) -> int:
+        """Bytes of all its texts, and one for each other value: no more than the lines will have."""
+        return sum(self._size_of_array(column) for column in batch.columns)
+
+    def _size_of_array(self, array: Any) -> int:
+        types, compute = self._pyarrow.types, self._pyarrow.compute
+        if types.is_struct(array.type):
+            return sum(self._size_of_array(field) for field in array.flatten())
+        if types.is_list(array.type) or types.is_large_list(array.type) or types.is_fixed_size_list(array.type):
+            return self._size_of_array(array.flatten())
+        if types.is_dictionary(array.type):
+            lengths = compute.binary_length(array.dictionary).take(array.indices)
+        elif types.is_string(array.type) or types.is_large_string(array.type):
+            lengths = compute.binary_length(array)
+        else:
+            return len(array) - int(array.null_count)
+        return int(compute.sum(lengths).as_py() or 0)
 
 
 def _check_type(path: Path, name: str, kind: Any, types: Any) -> None:

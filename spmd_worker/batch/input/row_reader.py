@@ -3,15 +3,24 @@
 Knows nothing about JSON: a line may hold anything.
 """
 
-import sys
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from spmd_worker.batch.input.input_files import PARQUET_SUFFIX, STANDARD_INPUT, ParquetRows, find_inputs, open_input
+from spmd_worker.batch.input.input_files import (
+    PARQUET_SUFFIX,
+    STANDARD_INPUT,
+    ParquetRows,
+    find_inputs,
+    is_stream,
+    open_input,
+    open_stream,
+)
 from spmd_worker.config.schema import RowLimits
 
+_ROWS_A_LOOK: Final = 4096
 _SKIP_BYTES: Final = 1024 * 1024
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _JSON_SPACE: Final = b" \t\r"
@@ -19,46 +28,54 @@ _JSON_SPACE: Final = b" \t\r"
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Iterates the rows of files as (index, bytes without line end), in order; `paths` None is standard input.
+    """Iterates the rows of files as (index, bytes without line end), in order; where `paths` is None, of `stream`.
 
     A row is a line that is not blank; `index` counts rows from 0, over all files, so blank lines have no index and no
     output row. The last line of a file may lack its line end, lines may end in CRLF, and a byte order mark before a
     file's first line is dropped. Of a line longer than `max_line_bytes` the first `max_line_bytes + 1` bytes are given
-    and the rest is skipped: the length tells the parser. Files can be iterated again, standard input cannot. Iterating
-    raises OSError.
+    and the rest is skipped: the length tells the parser. Files can be iterated again, a stream cannot. Iterating raises
+    OSError.
     """
 
     paths: Sequence[Path] | None
     max_line_bytes: int = RowLimits().max_line_bytes
+    stream: str = STANDARD_INPUT
 
     @staticmethod
     def of(name: str, max_line_bytes: int = RowLimits().max_line_bytes) -> "RowReader":
         """For a value of `job.input`. Raises ConfigError where there is no such file."""
-        return RowReader(None if name == STANDARD_INPUT else find_inputs(name), max_line_bytes)
+        if is_stream(name):
+            return RowReader(None, max_line_bytes, name)
+        return RowReader(find_inputs(name), max_line_bytes)
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         return enumerate(self._lines())
 
-    def count(self) -> int | None:
-        """How many rows there are; None for standard input, which can be read only once."""
-        if self.paths is None:
-            return None
-        return sum(
-            ParquetRows(path).num_rows if path.suffix == PARQUET_SUFFIX else sum(1 for _ in self._lines_of(path))
-            for path in self.paths
-        )
+    def count(self, is_over: Callable[[], bool] = lambda: False) -> int:
+        """How many rows the files have, or fewer once `is_over`."""
+        assert self.paths is not None, "a stream can be read only once"
+        num_rows = 0
+        for path in self.paths:
+            if path.suffix == PARQUET_SUFFIX:
+                num_rows += ParquetRows(path, self.max_line_bytes).num_rows
+                continue
+            for _ in self._lines_of(path):
+                num_rows += 1
+                if num_rows % _ROWS_A_LOOK == 0 and is_over():
+                    return num_rows
+        return num_rows
 
     def _lines(self) -> Iterator[bytes]:
         if self.paths is None:
-            yield from _rows(sys.stdin.buffer, self.max_line_bytes)
+            with open_stream(self.stream) as stream:
+                yield from _rows(stream, self.max_line_bytes)
             return
         for path in self.paths:
             yield from self._lines_of(path)
 
     def _lines_of(self, path: Path) -> Iterator[bytes]:
         if path.suffix == PARQUET_SUFFIX:
-            for line in ParquetRows(path):
-                yield line[: self.max_line_bytes + 1]
+            yield from ParquetRows(path, self.max_line_bytes)
             return
         with open_input(path) as stream:
             yield from _rows(stream, self.max_line_bytes)
@@ -68,6 +85,24 @@ def _rows(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
     for line in _bounded_lines(stream, max_line_bytes):
         if len(line) > max_line_bytes or line.strip(_JSON_SPACE):
             yield line
+        else:
+            _skip_blank_lines(stream, max_line_bytes)
+
+
+def _skip_blank_lines(stream: BinaryIO, max_line_bytes: int) -> None:
+    """Those that the stream has in its buffer, and then those in the next: a compressed file may have very many."""
+    if not isinstance(stream, io.BufferedReader):
+        return
+    while ahead := stream.peek():
+        num_blank = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip(_JSON_SPACE + b"\n"))) + 1
+        # A line that is too long is a row, blank or not.
+        if not num_blank or (num_blank > max_line_bytes and _longest_line(ahead[:num_blank]) > max_line_bytes):
+            return
+        stream.read(num_blank)
+
+
+def _longest_line(lines: bytes) -> int:
+    return max(map(len, lines.split(b"\n")))
 
 
 def _bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:

@@ -68,6 +68,11 @@ class OutputFile:
         self._stream.close()
         rename_durably(partial_path(self.path), self.path)
 
+    def abandon(self) -> None:
+        """Leave what was written, for the next who begins the file."""
+        self._sink.close()
+        self._stream.close()
+
     def discard(self) -> None:
         """Remove what was written; a file that had the output's name before stays as it was."""
         with contextlib.suppress(OSError, ValueError):

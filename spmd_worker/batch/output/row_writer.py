@@ -22,12 +22,17 @@ def format_result(row: EncodedRow, output: RequestOutput, model_name: str = "") 
     """The output line, with its line end, of a row that ran. `model_name` is named when the row's body names none."""
     if output.error is not None:
         shape = shape_of(row.kind)
-        return format_error(RowError(row.index, row.custom_id, shape, "request_refused", output.error))
+        return format_error(RowError(row.index, row.custom_id, shape, error_code_of(output), output.error))
     if row.kind == "plain":
         return _line(_plain_result(row, output))
     build = completion_body if row.kind == "completion" else chat_body
     response = {"status_code": 200, "request_id": f"req-{row.index}", "body": build(row, output, model_name)}
     return _line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": response, "error": None})
+
+
+def error_code_of(output: RequestOutput) -> str:
+    """Of a request that has an error."""
+    return output.error_code or "request_refused"
 
 
 def format_error(row: RowError) -> bytes:

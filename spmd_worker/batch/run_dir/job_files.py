@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Final
 
-from spmd_worker.batch.input.input_files import STANDARD_INPUT, find_inputs
+from spmd_worker.batch.input.input_files import find_inputs, is_stream
 from spmd_worker.batch.output.output_file import OutputFile
+from spmd_worker.batch.run_dir.run_lock import RunLock, make_folder
 from spmd_worker.config.schema import JobConfig
 from spmd_worker.errors import ConfigError
 
@@ -26,42 +27,40 @@ def run_dir_of(job: JobConfig) -> Path:
     return Path(job.run_dir) if job.run_dir else Path(f"{job.output}.run")
 
 
-def prepare_files(job: JobConfig) -> Path:
-    """Look at the input, make the run directory and try the output; rank 0 only. Returns the run directory.
-
-    Raises ConfigError now for what would otherwise fail when the rows are there.
+def check_files(job: JobConfig) -> None:
+    """Look at what is there, and change nothing; rank 0 only. Raises ConfigError now for what would otherwise fail when
+    the rows are there.
     """
     output = Path(job.output or "")
-    if job.input != STANDARD_INPUT:
-        found = [path for path in find_inputs(job.input or "") if path.resolve() == output.resolve()]
-        if found:
-            raise ConfigError(
-                f"job.output={job.output} is read too (job.input={job.input}), and would be replaced: give another file"
-            )
+    inputs = () if is_stream(job.input or "") else find_inputs(job.input or "")
+    # A hard link of the input has a path of its own.
+    if output.exists() and any(path.samefile(output) for path in inputs):
+        raise ConfigError(
+            f"job.output={job.output} is read too (job.input={job.input}), and would be replaced: give another file"
+        )
     run_dir = run_dir_of(job)
     if job.resume == "never" and any((run_dir / name).exists() for name in (MANIFEST_NAME, METRICS_NAME)):
         raise ConfigError(
             f"job.run_dir={run_dir} holds a run already and job.resume=never: give another job.run_dir or remove it"
         )
-    _try_output(output)
-    _make_folder("job.run_dir", run_dir)
-    return run_dir
+    if output.exists() and not output.is_file():
+        raise ConfigError(f"job.output={output} exists and is not a regular file: give another file to write")
 
 
-def _try_output(path: Path) -> None:
-    _make_folder("the folder of job.output", path.parent)
+def take_files(job: JobConfig) -> RunLock:
+    """Make the folders and try the output; rank 0 only. Returns the job's locks, to be held while it runs.
+
+    Raises ConfigError for what cannot be made or written; entered, the locks do too.
+    """
+    output = Path(job.output or "")
+    make_folder("the folder of job.output", output.parent)
+    return RunLock(run_dir_of(job), output)
+
+
+def try_output(job: JobConfig) -> None:
+    """Begin the output as it will be begun; with the locks held. Raises ConfigError."""
+    path = Path(job.output or "")
     try:
-        OutputFile.open(path).discard()
-    except FileExistsError:
-        raise ConfigError(f"job.output={path} exists and is not a regular file: give another file to write") from None
+        OutputFile.open(path).abandon()
     except OSError as error:
         raise ConfigError(f"job.output={path} cannot be written ({error.strerror}): give another file") from None
-
-
-def _make_folder(key: str, path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ConfigError(f"{key}={path} exists and is not a folder: give another") from None
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be made ({error.strerror}): give another") from None

@@ -21,7 +21,9 @@ from spmd_worker.weights.safetensors_header import read_header
 
 FORMAT_VERSION: Final = 1
 _HASH_BYTES: Final = 16
-_PIECE_BYTES: Final = 1 << 20
+_INPUT_KEY: Final = "job.input"
+NOT_READ: Final = "not read yet"
+"""What stands for the digest of an input until there is one."""
 
 _ANSWER_KEYS: Final = ("model.dtype", "model.max_model_len", "model.load_format", "model.logprobs_mode", "seed")
 """Keys of the configuration that answers depend on, beside all of `sampling`, the input and the model's files."""
@@ -32,12 +34,11 @@ def make_manifest(
     packages: Mapping[str, str],
     tokenizer: str | None,
     inputs: Sequence[Path] | None,
-    num_rows: int | None,
 ) -> dict[str, Any]:
     """`answers` is what must be equal to go on, by key; the rest says how the job was run. Raises OSError.
 
-    `tokenizer` is the tokenizer's fingerprint, `inputs` the files that are read and `num_rows` how many rows they have
-    (None: standard input).
+    `tokenizer` is the tokenizer's fingerprint, `inputs` the files that are read (None: a stream). Their digest and how
+    many rows they have come later (`take_input`).
     """
     config = resolved.config
     settings = asdict(config)
@@ -46,7 +47,7 @@ def make_manifest(
     answers |= {f"limits.{key}": value for key, value in settings["limits"].items()}
     answers["device"] = resolved.device_type
     answers["job.max_rows"] = config.job.max_rows
-    answers["job.input"] = None if inputs is None else _input_digest(inputs)
+    answers[_INPUT_KEY] = None if inputs is None else NOT_READ
     answers["model.path"] = model_digest(resolved)
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
@@ -57,7 +58,7 @@ def make_manifest(
         "answers": answers,
         "config": settings,
         "config_hash": _digest_of(json.dumps(settings, sort_keys=True)),
-        "num_rows": num_rows,
+        "num_rows": None,
         "version": version(),
         "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
         "model": str(resolved.model_folder.resolve()),
@@ -73,24 +74,48 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
     """
     path = run_dir / MANIFEST_NAME
     last = read_manifest(path)
-    overridden: dict[str, Any] = {}
     goes_on = last is not None and not last["has_ended"]
+    manifest["overridden"] = []
     if last is not None and goes_on:
-        keys = dict.fromkeys([*last["answers"], *manifest["answers"]])
-        values = {key: (last["answers"].get(key), manifest["answers"].get(key)) for key in keys}
-        overridden = {key: list(pair) for key, pair in values.items() if pair[0] != pair[1]}
-        if overridden and resume != "force":
-            key, (before, now) = next(iter(overridden.items()))
-            raise ConfigError(
-                f"{key} is {_short(now)}, and {_short(before)} in the run that job.run_dir={run_dir} holds: answers "
-                f"would differ. Go on as that run began, give another job.run_dir, or set job.resume=force to go on "
-                f"all the same"
-            )
-    history, starts = (last["overridden"], last["starts"]) if last is not None and goes_on else ([], [])
-    manifest["overridden"] = [*history, overridden] if overridden else history
-    manifest["starts"] = [*starts, *manifest["starts"]]
+        now = manifest["answers"]
+        if now[_INPUT_KEY] == NOT_READ:
+            # Until it is known the last run's stands: this one may be ended before.
+            now = {**now, _INPUT_KEY: last["answers"].get(_INPUT_KEY)}
+        _compare(run_dir, last["answers"], now, resume, manifest)
+        manifest["answers"][_INPUT_KEY] = now[_INPUT_KEY]
+        manifest["overridden"] = [*last["overridden"], *manifest["overridden"]]
+        manifest["starts"] = [*last["starts"], *manifest["starts"]]
     write_json(path, manifest)
     return goes_on
+
+
+def take_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
+    """The input's digest and rows are known: compare with what the manifest has from the last run, and write it.
+
+    Raises ConfigError where they differ, unless `resume` is force; what is written is as it was then.
+    """
+    before = manifest["answers"][_INPUT_KEY]
+    if before not in (digest, NOT_READ):
+        _compare(run_dir, {_INPUT_KEY: before}, {_INPUT_KEY: digest}, resume, manifest)
+    manifest["answers"][_INPUT_KEY], manifest["num_rows"] = digest, num_rows
+    write_json(run_dir / MANIFEST_NAME, manifest)
+
+
+def _compare(
+    run_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any], resume: str, manifest: dict[str, Any]
+) -> None:
+    """Note what differs in the manifest's history."""
+    values = {key: (before.get(key), now.get(key)) for key in dict.fromkeys([*before, *now])}
+    overridden = {key: list(pair) for key, pair in values.items() if pair[0] != pair[1]}
+    if overridden and resume != "force":
+        key, (earlier, later) = next(iter(overridden.items()))
+        raise ConfigError(
+            f"{key} is {_short(later)}, and {_short(earlier)} in the run that job.run_dir={run_dir} holds: answers "
+            f"would differ. Go on as that run began, give another job.run_dir, or set job.resume=force to go on "
+            f"all the same"
+        )
+    if overridden:
+        manifest["overridden"] = [*manifest["overridden"], overridden]
 
 
 def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
@@ -123,20 +148,6 @@ def model_digest(resolved: ResolvedRun) -> str:
         header = read_header(path)
         digest.update(f"\0{path.name}\0{header.file_bytes}\0{header.digest}".encode())
     return digest.hexdigest()
-
-
-def _input_digest(paths: Sequence[Path]) -> str:
-    """Of the bytes of all files; of standard input there is none, and each row is compared when it comes."""
-    digest = blake2b(digest_size=_HASH_BYTES)
-    num_bytes = 0
-    for path in paths:
-        with open(path, "rb") as stream:
-            while piece := stream.read(_PIECE_BYTES):
-                digest.update(piece)
-                num_bytes += len(piece)
-        # Where one file ends and the next begins a row ends.
-        digest.update(f"\0{num_bytes}\0".encode())
-    return f"{num_bytes} bytes in {len(paths)} file{'s' * (len(paths) != 1)}, {digest.hexdigest()}"
 
 
 def _digest_of(text: str) -> str:

@@ -1,41 +1,63 @@
-"""One writer a run directory: a lock that ends with its process, however that ends."""
+"""One writer a run directory, and one a job's output."""
 
-import fcntl
-import os
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from spmd_worker.batch.file_lock import FileLock
 from spmd_worker.errors import ConfigError
+from spmd_worker.files import partial_path
 
 LOCK_NAME: Final = "lock"
 
 
 class RunLock:
-    """Held from `__enter__` to `__exit__`. Raises ConfigError naming the process that holds it."""
+    """The locks of a job, held from `__enter__` to `__exit__`. A start that is refused by one has changed nothing.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / LOCK_NAME
-        self._descriptor = -1
+    Makes the run directory. Raises ConfigError naming the process that holds one, or the folder that cannot be made.
+    """
+
+    def __init__(self, run_dir: Path, output: Path) -> None:
+        self._run_dir, self._output = run_dir, output
+        self._lock = FileLock(run_dir / LOCK_NAME, f"job.run_dir={run_dir}", "give another job.run_dir")
+        self._held = ExitStack()
 
     def __enter__(self) -> "RunLock":
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-            os.close(descriptor)
-            raise ConfigError(
-                f"job.run_dir={self._path.parent} belongs to a job that runs now (process {holder}): wait for its "
-                f"end, or give another job.run_dir"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
-        self._descriptor = descriptor
+        with ExitStack() as held:
+            has_lock = (self._run_dir / LOCK_NAME).exists()
+            if has_lock:
+                held.enter_context(self._lock)
+            output = held.enter_context(self._lock_of_output())
+            if not has_lock:
+                make_folder("job.run_dir", self._run_dir)
+                held.enter_context(self._lock)
+            self._lock.note("starting")
+            output.note("runs the job")
+            self._held = held.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
-        self._descriptor = -1
+        self._held.close()
+
+    def note(self, doing: str) -> None:
+        """What the job does now, for whoever is refused."""
+        # Not into the output's lock, which becomes the output.
+        self._lock.note(doing)
+
+    def _lock_of_output(self) -> FileLock:
+        # The file in which the output is written before it is complete: nothing else is left beside the output.
+        owned, way_out = f"job.output={self._output}", "give another file"
+        return FileLock(partial_path(self._output), owned, way_out, is_temporary=True)
+
+
+def make_folder(key: str, path: Path) -> None:
+    """Unless it is there. Raises ConfigError naming the key."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"{key}={path} exists and is not a folder: give another") from None
+    except OSError as error:
+        raise ConfigError(f"{key}={path} cannot be made ({error.strerror}): give another") from None

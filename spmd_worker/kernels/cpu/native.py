@@ -20,6 +20,7 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # A weight in panels for the AMX unit is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32, 2, inputs / 2,
 # 16, 2]; it takes 32 inputs at a time.
 _PANEL, _STEP, _PANELS_NDIM, _GATED_NDIM = 16, 32, 4, 5
+_ACTIVATIONS = ("silu", "gelu_tanh")  # by the numbers that rows.cpp has for them
 
 
 def cpu_kernels(dtype: torch.dtype) -> tuple[Kernels, str | None]:
@@ -40,7 +41,17 @@ class CpuKernels(PackedKernels):
 
     def __init__(self, library: NativeLibrary) -> None:
         self._has_amx = library.has_amx
-        names = ("rms_norm", "add_rms_norm", "rotate", "silu_and_mul", "argmax", "gemm")
+        names = (
+            "rms_norm",
+            "add_rms_norm",
+            "full_norm",
+            "rotate",
+            "silu_and_mul",
+            "activate",
+            "bound",
+            "argmax",
+            "gemm",
+        )
         self._functions = {
             (name, dtype): library.functions[f"{name}_{dtype_name(dtype)}"] for name in names for dtype in NATIVE_DTYPES
         }
@@ -155,6 +166,23 @@ class CpuKernels(PackedKernels):
         )
         return x
 
+    def full_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool
+    ) -> Tensor:
+        """See `Kernels.full_norm`."""
+        _check(x, weight)
+        _check_whole(weight, x.shape[-1:])
+        if bias is not None:
+            _check(x, bias)
+            _check_whole(bias, x.shape[-1:])
+        rows = _rows(x)
+        output = torch.empty(x.shape, dtype=x.dtype)
+        self._functions["full_norm", x.dtype](
+            *(*rows.arguments, weight.data_ptr(), None if bias is None else bias.data_ptr()),
+            *(eps, offset, is_centred, output.data_ptr(), torch.get_num_threads()),
+        )
+        return output
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `Kernels.rotate`. `cos` and `sin` have the dtype of `x`."""
         _check(x, cos, sin)
@@ -179,6 +207,38 @@ class CpuKernels(PackedKernels):
         output = torch.empty((num_tokens, size), dtype=gate_up.dtype)
         self._functions["silu_and_mul", gate_up.dtype](
             gate_up.data_ptr(), gate_up.stride(0), num_tokens, size, output.data_ptr(), torch.get_num_threads()
+        )
+        return output
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """See `Kernels.activate`."""
+        return self._activate(x, activation, x.shape[1], is_gate=False)
+
+    def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """See `Kernels.activate_and_mul`."""
+        assert gate_up.shape[1] % 2 == 0, gate_up.shape
+        return self._activate(gate_up, activation, gate_up.shape[1] // 2, is_gate=True)
+
+    def _activate(self, x: Tensor, activation: str, size: int, *, is_gate: bool) -> Tensor:
+        _check(x)
+        assert x.ndim == 2, x.shape
+        x = _with_whole_rows(x)
+        output = torch.empty((x.shape[0], size), dtype=x.dtype)
+        self._functions["activate", x.dtype](
+            *(x.data_ptr(), x.stride(0), x.shape[0], size, is_gate, _ACTIVATIONS.index(activation)),
+            *(output.data_ptr(), torch.get_num_threads()),
+        )
+        return output
+
+    def bound(self, x: Tensor, cap: float) -> Tensor:
+        """See `Kernels.bound`."""
+        _check(x)
+        assert x.ndim == 2, x.shape
+        assert cap > 0, cap
+        x = _with_whole_rows(x)
+        output = torch.empty(x.shape, dtype=x.dtype)
+        self._functions["bound", x.dtype](
+            *(x.data_ptr(), x.stride(0), *x.shape, cap, output.data_ptr(), torch.get_num_threads())
         )
         return output
 

@@ -1,0 +1,75 @@
+"""Counts the rows of an input, and digests its bytes, in a thread beside the job: nobody waits for a large input.
+
+Streams are read once, by the job: of them nothing is known before.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.batch.input.row_reader import RowReader
+
+_HASH_BYTES: Final = 16
+_PIECE_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedInput:
+    """How many rows the job will answer, and a digest of all bytes of the files; None where a stream is read."""
+
+    num_rows: int | None = None
+    digest: str | None = None
+
+
+class InputScan:
+    """Starts at once, for the first `max_rows` rows (None: all). `close` ends it early."""
+
+    def __init__(self, reader: RowReader, max_rows: int | None) -> None:
+        self._reader, self._max_rows = reader, max_rows
+        self._result: ScannedInput | None = None
+        self._error: Exception | None = None
+        self._stop = threading.Event()
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="spmd-scan", daemon=True).start()
+
+    def wait(self, timeout_s: float | None = None) -> ScannedInput | None:
+        """What was found; None when that takes longer. Raises what reading raised: OSError, ConfigError."""
+        self._done.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def close(self) -> None:
+        """Read no more."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._scan()
+        except Exception as error:  # whatever it is, the thread that waits raises it
+            self._error = error
+        self._done.set()
+
+    def _scan(self) -> ScannedInput | None:
+        paths = self._reader.paths
+        if paths is None:
+            return ScannedInput()
+        digest, num_rows = self._digest(paths), self._reader.count(self._stop.is_set)
+        if self._stop.is_set():
+            return None
+        return ScannedInput(num_rows if self._max_rows is None else min(num_rows, self._max_rows), digest)
+
+    def _digest(self, paths: Sequence[Path]) -> str:
+        digest = blake2b(digest_size=_HASH_BYTES)
+        num_bytes = 0
+        for path in paths:
+            with open(path, "rb") as stream:
+                while (piece := stream.read(_PIECE_BYTES)) and not self._stop.is_set():
+                    digest.update(piece)
+                    num_bytes += len(piece)
+            # Where one file ends and the next begins a row ends.
+            digest.update(f"\0{num_bytes}\0".encode())
+        return f"{num_bytes} bytes in {len(paths)} file{'s' * (len(paths) != 1)}, {digest.hexdigest()}"

@@ -1,0 +1,143 @@
+"""Calls to which every rank of an engine brings prompts of its own, and turns: as many such calls as each rank likes.
+
+A call is one exchange, in which each rank sends its prompts, and the run of all of them in one list, which every rank
+knows. Prompt i of rank r has the index i * ranks + r, so that what names its randomness does not depend on how many
+prompts the others bring. Each rank keeps the outputs of its own.
+
+In turns, a rank that asks waits until every other rank asks too or has left; those that have left bring no prompts, and
+follow until all have left. So no loop of one rank's own, however often it asks, leaves another rank waiting for ever.
+"""
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from spmd_worker.data_parallel.agreement import exchange
+from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
+from spmd_worker.data_parallel.replicas import Replicas
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.lockstep.agreement import canonical, check_equal
+from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
+from spmd_worker.lockstep.wire.record_codec import codec_of
+from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+_TURNS: Final = "turns"
+_Prepare = Callable[[], Sequence["OwnPrompt"] | None]
+"""None: this rank has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPrompt:
+    """What the other ranks need of a prompt that `LLMEngine.check_request` found nothing wrong with."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+_PROMPTS: Final = codec_of(tuple[OwnPrompt, ...])
+
+
+def answer_own(
+    engine: LLMEngine, replicas: Replicas | None, call: str, prepare: Callable[[], Sequence[OwnPrompt]]
+) -> list[RequestOutput]:
+    """Outputs of the prompts that `prepare` returns, in order. Every rank of the engine calls this, with as many
+    prompts as it likes.
+
+    Raises what `prepare` raises; on the other ranks that is RankFailedError with its words, and nothing was computed.
+    """
+    _, outputs = _ask(engine, replicas, call, prepare)
+    return outputs
+
+
+class Turns:
+    """One block of turns, of this rank. Call `ask` any number of times, then `leave`, or `fail` with the error that
+    ended it.
+    """
+
+    def __init__(self, engine: LLMEngine, replicas: Replicas | None) -> None:
+        self._ask = partial(_ask, engine, replicas, _TURNS)
+        self._is_over = False
+
+    def ask(self, prompts: Sequence[OwnPrompt]) -> list[RequestOutput]:
+        """This rank's turn. Raises RankFailedError where another rank's turns ended in an error: these have ended
+        too.
+        """
+        if self._is_over:
+            raise RuntimeError("these turns have ended, because those of another rank failed: leave the block")
+        return self._take_turn(lambda: prompts)[1]
+
+    def leave(self) -> None:
+        """Follow the turns of the others until they have left. Raises as `ask` does."""
+        while not self._is_over:
+            have_all_left, _ = self._take_turn(lambda: None)
+            self._is_over = have_all_left
+
+    def fail(self, error: Exception) -> None:
+        """End the turns of all ranks. Raises `error`, unless they have ended already."""
+
+        def raise_it() -> None:
+            raise error
+
+        if not self._is_over:
+            self._take_turn(raise_it)
+
+    def _take_turn(self, prepare: _Prepare) -> tuple[bool, list[RequestOutput]]:
+        try:
+            return self._ask(prepare)
+        except BaseException:
+            self._is_over = True
+            raise
+
+
+def _ask(
+    engine: LLMEngine, replicas: Replicas | None, call: str, prepare: _Prepare
+) -> tuple[bool, list[RequestOutput]]:
+    """Whether no rank has brought a list, and the outputs of this rank's prompts."""
+    number, size, updates = engine.num_calls, engine.engine_channel.size, engine.weight_updates
+
+    def prepare_all() -> Sequence[OwnPrompt] | None:
+        # Ranks that have left take part in the steps too.
+        updates.check_not_held()
+        engine.commit_weights()
+        return prepare()
+
+    def answer_of(prompts: Sequence[OwnPrompt] | None) -> list[Any]:
+        return [{"new weights": updates.uncompared, "number of the call": number}, _encode(prompts)]
+
+    own, answers = exchange(engine, call, prepare_all, answer_of)
+    check_equal("calls", [canonical(given) for given, _ in answers])
+    updates.uncompared = {}
+    by_rank = [_decode(payload) for _, payload in answers] if answers else [own]
+    if all(prompts is None for prompts in by_rank):
+        return True, []
+    prompts = [
+        RoundPrompt(number, place * size + rank, None, prompt.token_ids, prompt.sampling)
+        for rank, brought in enumerate(by_rank)
+        for place, prompt in enumerate(brought or ())
+    ]
+    engine.num_calls += 1
+    answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
+    outputs = answer(prompts, lambda num_answered: None) if prompts else {}
+    rank = engine.engine_channel.rank
+    return False, [outputs[place * size + rank] for place in range(len(own or ()))]
+
+
+def _encode(prompts: Sequence[OwnPrompt] | None) -> str | None:
+    """As a JSON value."""
+    if prompts is None:
+        return None
+    writer = ByteWriter()
+    _PROMPTS.write(writer, [tuple(prompts)])
+    return base64.b64encode(bytes(writer.data)).decode("ascii")
+
+
+def _decode(payload: str | None) -> Sequence[OwnPrompt] | None:
+    """The inverse of `_encode`."""
+    if payload is None:
+        return None
+    content = base64.b64decode(payload)
+    prompts: Sequence[OwnPrompt] = _PROMPTS.read(ByteReader(content, len(content)), 1)[0]
+    return prompts

@@ -1,0 +1,90 @@
+"""New weights as an engine sees them: complete and the same on every rank before a step computes with them.
+
+Trainers load tensors straight into each rank's model, as many as a call as they like, and nobody says which is the
+last. So the commit comes with the next call that needs whole weights, on every rank by itself. What was loaded is
+compared with rank 0's in the step's own message, and before that in the exchange of a call that has one.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+from spmd_worker.errors import MissingWeightsError, RanksDisagreeError, ReplicaDivergedError
+from spmd_worker.executor.executor import Executor
+from spmd_worker.sequence.events import CommitWeights, Event
+
+
+class WeightUpdates:
+    """This rank's part. `num_in_flight` counts the requests that are being answered, while which no weight may change.
+    `is_held`: the caller says when an update ends (`LLM.start_weight_update`)."""
+
+    def __init__(self, executor: Executor, rank: int, num_in_flight: Callable[[], int]) -> None:
+        self.is_held = self._is_partial = False
+        self.uncompared: dict[str, str] = {}
+        """Digests of what was committed and not compared in a call's exchange yet, by checkpoint name."""
+        self._executor, self._rank, self._num_in_flight = executor, rank, num_in_flight
+        executor.watch_requests(num_in_flight)
+        self._version = 0
+        self._expected: CommitWeights | None = None
+
+    def hold(self, *, is_partial: bool) -> None:
+        """An update begins, which `release` ends. Raises RuntimeError within another."""
+        self.check_not_held()
+        self.is_held, self._is_partial = True, is_partial
+
+    def release(self) -> bool:
+        """Whether the update that ends is partial. Raises RuntimeError where none was begun."""
+        if not self.is_held:
+            raise RuntimeError("no weight update was begun: call start_weight_update first")
+        self.is_held = False
+        return self._is_partial
+
+    def check_not_held(self) -> None:
+        """Raise RuntimeError between the calls that begin and end an update."""
+        if self.is_held:
+            raise RuntimeError("a weight update was begun: call finish_weight_update before anything is computed")
+
+    def commit(self, *, is_partial: bool) -> CommitWeights | None:
+        """End the update that is open, if one is: what to tell the replicas.
+
+        Raises MissingWeightsError for weights that were not loaded, unless `is_partial`, and RanksDisagreeError where
+        the workers of this executor were given different ones; the update stays open.
+        """
+        updates = [update for update in self._executor.get_weight_updates() if update is not None]
+        if not updates:
+            return None
+        if self._num_in_flight():
+            raise RuntimeError(
+                f"weights were loaded while {self._num_in_flight()} requests were being answered, with neither the old "
+                f"ones nor the new: close this LLM and make a new one"
+            )
+        digests, missing = updates[0]
+        if any(update != updates[0] for update in updates) or len(updates) != self._executor.num_workers:
+            raise RanksDisagreeError("the workers of this executor have loaded different weights: load them again")
+        if missing and not is_partial:
+            raise MissingWeightsError(missing, len(digests) + len(missing))
+        self._executor.end_weight_update()
+        # Whatever was loaded before counts where this update leaves some of it.
+        before = str(self._version) if missing else ""
+        content = json.dumps([before, sorted(digests.items())]).encode()
+        digest = blake2b(content, digest_size=8, person=b"spmd-weights").digest()
+        self._version = int.from_bytes(digest, "little", signed=True)
+        self.uncompared = digests
+        self._expected = CommitWeights(self._version, len(digests))
+        return self._expected
+
+    def check_agreed(self, events: Iterable[Event]) -> None:
+        """Before a step with rank 0's `events` runs. Raises ReplicaDivergedError unless rank 0 commits what this rank
+        has committed since the last step.
+        """
+        said = next((event for event in events if isinstance(event, CommitWeights)), None)
+        own, self._expected = self._expected, None
+        if said != own:
+            raise ReplicaDivergedError(
+                f"new weights: {_in_words(said)} on rank 0, {_in_words(own)} on rank {self._rank}; give every rank the "
+                f"same tensors before the same call"
+            )
+
+
+def _in_words(event: CommitWeights | None) -> str:
+    return "none" if event is None else f"{event.num_tensors} tensors of version {event.version}"

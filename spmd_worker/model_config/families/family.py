@@ -1,0 +1,94 @@
+"""What one family of models does differently from Llama's decoder, as data: a row of the table in `table.py`.
+
+A family says two things. How config.json is read: which key means what, and what a key means that is left out (a file
+of the hub leaves out what its class has as a default). And what the checkpoint calls its tensors: layers are built with
+names of our own, which are Llama's, and `Names` has the others. Reading gives one `LayerConfig` for each layer, so
+layers of one model may differ; the layers know no family.
+
+Entries that end in `_key` are keys of config.json, "" where the family has no such thing. Needs no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+NORM_PLACES: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
+"""Our names for the norms before attention, after it, before the feed-forward and after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Checkpoint names. Those of a layer follow `layers` and its index.
+
+    `norms` are the four places of `NORM_PLACES`, "" where there is no norm. `parts` renames modules of a layer, by our
+    name. `fused` are tensors that hold several of ours, one below the other. `are_transposed`: matrices of a layer are
+    [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here.
+    """
+
+    embedding: str = "model.embed_tokens"
+    positions: str = ""
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    parts: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    are_transposed: bool = False
+    optional_prefix: str = ""
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What one family of models does differently from the plain decoder. `models` are its names, for people.
+
+    `*_bias` True is always, False never, a text the key of config.json that says. `default_head_size` 0 means hidden
+    size / heads. `sliding_window` says when the window applies: "never", "always", "late_layers" (only with
+    `use_sliding_window`, from layer `max_window_layers` on) or "layer_types" (as listed, else all but every
+    `full_attention_every`th layer, which `full_attention_every_key` may say too).
+
+    `norm_kind` to `norm_has_bias` are as in `NormConfig`, `qk_norm`, `is_gated` as in `LayerConfig`. `has_rope` False:
+    positions are learned, a table of `max_position_embeddings` rows. `has_local_rope`: sliding layers have a rope of
+    their own. `may_have_partial_rope`: `partial_rotary_factor` counts. `scale_key` is the scale of attention scores,
+    `scale_root_key` what it is the inverse root of; without both it is the head size. `intermediate_factor`, times the
+    hidden size, is the intermediate size where the file names none. `embeds_by_root`: embeddings are multiplied by the
+    root of the hidden size, rounded to the dtype.
+
+    `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
+    decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
+    must have one value if they are there.
+    """
+
+    models: str = "Llama 2, 3 and 3.x, and what is built like them"
+    names: Names = Names()
+    qkv_bias: bool | str = "attention_bias"
+    output_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = "mlp_bias"
+    norm_kind: str = "rms"
+    norm_offset: float = 0.0
+    norm_rounds_once: bool = False
+    norm_has_bias: bool = False
+    eps_key: str = "rms_norm_eps"
+    qk_norm: str = "none"
+    default_head_size: int = 0
+    sliding_window: str = "never"
+    full_attention_every: int = 1
+    full_attention_every_key: str = ""
+    has_rope: bool = True
+    has_local_rope: bool = False
+    has_interleaved_rope: bool = False
+    may_have_partial_rope: bool = False
+    scale_key: str = ""
+    scale_root_key: str = ""
+    score_cap_key: str = ""
+    activation_key: str = "hidden_act"
+    is_gated: bool = True
+    intermediate_factor: int = 0
+    embeds_by_root: bool = False
+    embedding_multiplier_key: str = ""
+    residual_multiplier_key: str = ""
+    logit_divisor_key: str = ""
+    logit_cap_key: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    required: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,34 @@
+"""What runs and what is refused, as people read it: the text of `spmd-worker families` and the table of the README."""
+
+from collections.abc import Iterator, Sequence
+
+from spmd_worker.model_config.families.family import Family
+from spmd_worker.model_config.families.table import FAMILIES, REFUSED
+
+
+def describe_families() -> str:
+    """Two tables in Markdown: architectures that run, and known ones that do not, with the reason."""
+    runs = [(name, family.models, _refusals(family)) for name, family in FAMILIES.items()]
+    refused = [(", ".join(names), reason) for reason, names in REFUSED.items()]
+    return "\n".join(
+        [
+            *_table(("architecture", "models", "refused where config.json has"), runs),
+            "",
+            *_table(("not run", "because"), refused),
+            "",
+            "Any other architecture is refused by name, and so are quantised checkpoints (quantization_config).",
+            "Code in a model folder is never run: auto_map of an architecture that runs is ignored.",
+        ]
+    )
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    for row in (head, ("---",) * len(head), *rows):
+        yield f"| {' | '.join(row)} |"
+
+
+def _refusals(family: Family) -> str:
+    found = [f"{key} other than {str(value).lower()}" for key, value in family.required.items()]
+    if family.has_rope and not family.may_have_partial_rope:
+        found.append("partial_rotary_factor other than 1")
+    return ", ".join(found) or "-"

@@ -1,0 +1,161 @@
+"""Rotary embedding as config.json describes it: the base, how it is stretched, how much of a head is turned.
+
+`rope_parameters` is the newer spelling, one object or one for each kind of layer; `rope_scaling` with `rope_theta`
+beside it the older. With both, transformers takes the older.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from spmd_worker.errors import ModelConfigError
+from spmd_worker.model_config.config_reader import MOST, ConfigReader, positive_number, whole_number
+
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+STRETCHED_ROPE_TYPES: Final = ("linear", "dynamic", "yarn")
+"""Scalings whose `max_position_embeddings` may be the unscaled length: `factor` then multiplies it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParameters:
+    """Rotary embedding: the base and how it is stretched. Fields a type does not use keep their neutral value.
+
+    `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
+    derive it; lengths are in tokens. Of each head the first `partial_factor` is turned. LongRoPE divides frequencies by
+    `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: neighbours are a pair, not the
+    numbers at equal places of two halves.
+    """
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+    partial_factor: float = 1.0
+    is_interleaved: bool = False
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def turned_size(self, head_size: int) -> int:
+        """How many numbers of a head are turned."""
+        return int(head_size * self.partial_factor)
+
+    def regime(self, num_prompt_tokens: int, most_tokens: int, max_positions: int) -> int:
+        """See `ModelConfig.rope_regime`."""
+        if self.rope_type == "dynamic" and num_prompt_tokens > max_positions:
+            return num_prompt_tokens
+        if self.rope_type == "longrope":
+            return int(most_tokens > self.original_max_position_embeddings)
+        return 0
+
+
+def read_rope(reader: ConfigReader, max_positions: int, head_size: int, *, may_be_partial: bool) -> RopeParameters:
+    """The one rope of a model. Raises ModelConfigError."""
+    given = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
+    return rope_of(given, reader, max_positions, head_size, may_be_partial=may_be_partial)
+
+
+def read_local_rope(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, RopeParameters]:
+    """The ropes of full and of sliding layers: the older keys stretch the first alone. Raises ModelConfigError."""
+    by_kind = reader.get("rope_parameters") or {}
+    if not isinstance(by_kind, Mapping):
+        raise ModelConfigError(f"{reader.where('rope_parameters')} must be an object")
+    if by_kind and "full_attention" not in by_kind and "sliding_attention" not in by_kind:
+        by_kind = {"full_attention": by_kind}
+    full, sliding = (by_kind.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+    scaling = reader.get("rope_scaling") or {}
+    if not all(isinstance(each, Mapping) for each in (full, sliding, scaling)):
+        raise ModelConfigError(f"{reader.where('rope_parameters')} must be an object for each kind of layer")
+    local = {"rope_theta": reader.get("rope_local_base_freq", 10000.0), **sliding}
+    return (
+        rope_of({"rope_theta": reader.get("rope_theta"), **full, **scaling}, reader, max_positions, head_size),
+        rope_of(local, reader, max_positions, head_size),
+    )
+
+
+def rope_of(
+    given: Any, reader: ConfigReader, max_positions: int, head_size: int, *, may_be_partial: bool = False
+) -> RopeParameters:
+    """Of one object of config.json. Raises ModelConfigError."""
+    if not isinstance(given, Mapping):
+        raise ModelConfigError(f"{reader.path}: rope_parameters must be an object")
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    # What LongRoPE was called when Phi-3 came.
+    rope_type = "longrope" if rope_type == "su" else rope_type
+    if rope_type not in ROPE_TYPES:
+        raise ModelConfigError(
+            f"{reader.path}: rope_type={rope_type!r} is not known; known are {', '.join(ROPE_TYPES)}"
+        )
+    truncate = given.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ModelConfigError(f"{reader.path}: rope truncate={truncate!r} must be true or false")
+    theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
+    theta = positive_number(theta, f"{reader.path}: rope_theta")
+    partial = _partial_factor(given, reader, head_size, may_be_partial)
+    numbers = _numbers(given, rope_type, reader, max_positions)
+    if rope_type == "yarn" and theta <= 1.0:
+        raise ModelConfigError(
+            f"{reader.path}: rope_theta={theta:g} must be above 1 with rope_type yarn: its logarithm divides"
+        )
+    if rope_type == "longrope":
+        numbers |= _longrope_factors(given, reader, int(head_size * partial) // 2)
+    return RopeParameters(rope_type=rope_type, rope_theta=theta, truncate=truncate, partial_factor=partial, **numbers)
+
+
+def _partial_factor(given: Mapping[str, Any], reader: ConfigReader, head_size: int, may_be_partial: bool) -> float:
+    value = given.get("partial_rotary_factor") or reader.get("partial_rotary_factor", 1.0)
+    if value != 1.0 and not may_be_partial:
+        raise ModelConfigError(f"{reader.path}: partial_rotary_factor other than 1 is not supported")
+    partial = positive_number(value, f"{reader.path}: partial_rotary_factor")
+    if partial > 1 or int(head_size * partial) % 2 or int(head_size * partial) < 2:
+        raise ModelConfigError(
+            f"{reader.path}: partial_rotary_factor={partial:g} of head_dim={head_size} turns "
+            f"{int(head_size * partial)} numbers: it must be an even number of them, from 2 to all"
+        )
+    return partial
+
+
+_KEYS: Final = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("factor",),
+}
+_OPTIONS: Final = {
+    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
+    "longrope": ("attention_factor",),
+}
+
+
+def _numbers(given: Mapping[str, Any], rope_type: str, reader: ConfigReader, max_positions: int) -> dict[str, Any]:
+    key = "original_max_position_embeddings"
+    original = whole_number(reader.get(key, given.get(key) or max_positions), f"{reader.path}: {key}", 1, MOST)
+    if rope_type in ("yarn", "longrope") and given.get("factor") is None:
+        given = {**given, "factor": max_positions / original}
+    numbers: dict[str, Any] = {key: original}
+    for each in _KEYS[rope_type]:
+        numbers[each] = positive_number(given.get(each), f"{reader.path}: rope {rope_type} {each}")
+    for each in _OPTIONS.get(rope_type, ()):
+        if given.get(each):
+            numbers[each] = positive_number(given[each], f"{reader.path}: rope {rope_type} {each}")
+    return numbers
+
+
+def _longrope_factors(given: Mapping[str, Any], reader: ConfigReader, num_pairs: int) -> dict[str, tuple[float, ...]]:
+    factors = {}
+    for key in ("short_factor", "long_factor"):
+        values, where = given.get(key), f"{reader.path}: rope longrope {key}"
+        if not isinstance(values, list) or len(values) != num_pairs:
+            raise ModelConfigError(f"{where} must list {num_pairs} numbers, one for each pair of what is turned")
+        factors[f"{key}s"] = tuple(positive_number(value, where) for value in values)
+    return factors

@@ -1,0 +1,125 @@
+"""Our names of a model's weights -> the checkpoint's, by the family's table (`Names`), for one stage of a pipeline.
+
+Layers describe their weights with Llama's names and count from 0 in each stage. Here a name becomes the checkpoint's, a
+tensor that a checkpoint keeps inside another becomes rows of that, and a matrix that it keeps the other way round is
+marked so. Names and shapes only: knows nothing of tensors, files or ranks.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final
+
+from spmd_worker.distributed.topology import Stage
+from spmd_worker.layers.weight_slice import WeightSlice
+from spmd_worker.model_config.families.family import NORM_PLACES
+from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.model_config import ModelConfig
+
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+
+
+class CheckpointNames:
+    """What a stage's weights are called in the checkpoint."""
+
+    def __init__(self, model_config: ModelConfig, stage: Stage) -> None:
+        self._model_config, self._stage, self._names = model_config, stage, model_config.names
+        names = self._names
+        self._is_tied = model_config.has_tied_embeddings
+        self.embedding, self.head = f"{names.embedding}.weight", f"{names.head}.weight"
+        self._tops = {
+            "model.embed_tokens": names.embedding,
+            "model.embed_positions": names.positions,
+            "model.norm": names.norm,
+            "lm_head": names.embedding if self._is_tied else names.head,
+        }
+        norms = {ours: theirs for ours, theirs in zip(NORM_PLACES, names.norms) if theirs}
+        self._parts = {**norms, **names.parts}
+        self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
+        self._layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
+
+    def piece(self, piece: WeightSlice) -> WeightSlice:
+        """The slice of a layer, in the checkpoint's words."""
+        module, _, leaf = piece.checkpoint_name.rpartition(".")
+        found = _LAYER.match(piece.checkpoint_name)
+        if found is None:
+            return replace(piece, checkpoint_name=f"{self._tops[module]}.{leaf}")
+        index, part = int(found[1]) + self._stage.start, module[found.end() :]
+        fused = self._fused.get(part)
+        if fused is not None:
+            piece, part = self._inside(piece, part, fused, self._model_config.layers[index]), fused
+        else:
+            part = self._parts.get(part, part)
+        piece = replace(piece, checkpoint_name=f"{self._names.layers}.{index}.{part}.{leaf}")
+        is_turned = self._names.are_transposed and len(piece.checkpoint_shape) == 2
+        return transposed(piece) if is_turned else piece
+
+    def _inside(self, piece: WeightSlice, part: str, fused: str, layer: LayerConfig) -> WeightSlice:
+        parts = self._names.fused[fused]
+        sizes = _part_sizes(layer)
+        firsts = dict(zip(parts, accumulate((sizes[each] for each in parts), initial=0)))
+        total = sum(sizes[each] for each in parts)
+        (start, stop), *others = piece.source
+        assert piece.checkpoint_shape[0] == sizes[part], (piece, sizes[part])
+        return replace(
+            piece,
+            checkpoint_shape=(total, *piece.checkpoint_shape[1:]),
+            source=((firsts[part] + start, firsts[part] + stop), *others),
+        )
+
+    def is_ignorable(self, name: str) -> bool:
+        """Checkpoint tensors that are derived here (rotary frequencies, masks, and the head when it is the embedding),
+        and those of other stages.
+        """
+        return self.is_derived(name) or self._is_elsewhere(name)
+
+    def is_derived(self, name: str) -> bool:
+        """Whether the tensor says nothing that others of the checkpoint do not say."""
+        return (self._is_tied and name == self.head) or name.endswith(self._names.ignored)
+
+    def shapes_of_all_stages(self, own: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The checkpoint's tensors, those of other stages too, given those of this one, shapes by name. All layers of a
+        model have tensors of the same names and shapes.
+        """
+        config, names = self._model_config, self._names
+        hidden = config.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.vocab_size, hidden)}
+        if config.num_positions:
+            shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
+        first = f"{names.layers}.{self._stage.start}."
+        layer = {name.removeprefix(first): shape for name, shape in own.items() if name.startswith(first)}
+        for index in range(config.num_layers):
+            shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in layer.items()}
+        shapes |= {f"{names.norm}.{leaf}": (hidden,) for leaf in ("weight", "bias")[: 1 + config.norm.has_bias]}
+        if not self._is_tied:
+            shapes[self.head] = (config.vocab_size, hidden)
+        assert own.items() <= shapes.items(), own.items() - shapes.items()
+        return shapes
+
+    def _is_elsewhere(self, name: str) -> bool:
+        stage, layer = self._stage, self._layer.match(name)
+        if layer is not None:
+            index = int(layer[1])
+            return index < self._model_config.num_layers and not stage.start <= index < stage.stop
+        module = name.rpartition(".")[0]
+        if module in (self._names.embedding, self._names.positions):
+            return not stage.is_first
+        return not stage.is_last and module in (self._names.norm, self._names.head)
+
+
+def transposed(piece: WeightSlice) -> WeightSlice:
+    """The slice of a matrix that the checkpoint has as [inputs, outputs]."""
+    return replace(piece, checkpoint_shape=piece.checkpoint_shape[::-1], source=piece.source[::-1], is_transposed=True)
+
+
+def _part_sizes(layer: LayerConfig) -> dict[str, int]:
+    """Outputs of what may be fused, of the whole layer."""
+    query, key_value = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
+    return {
+        "self_attn.q_proj": query,
+        "self_attn.k_proj": key_value,
+        "self_attn.v_proj": key_value,
+        "mlp.gate_proj": layer.intermediate_size,
+        "mlp.up_proj": layer.intermediate_size,
+    }

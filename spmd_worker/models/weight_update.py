@@ -1,0 +1,66 @@
+"""New weights between their first tensor and the commit: which were loaded, with a digest of each.
+
+Until the commit a model has weights of two kinds, old and new, and no step may run; that is the engine's to see to.
+Nothing here exchanges anything with other ranks.
+"""
+
+from collections.abc import Callable, Collection
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BLOCK_BYTES: Final = 1 << 22
+_WORDS: Final = 512
+
+
+class WeightUpdate:
+    """The update of one rank's model. `num_in_flight`, when it is set, says how many requests are being answered."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        """By checkpoint name, of what was loaded since the last commit."""
+        self.is_open = False
+        self.num_in_flight: Callable[[], int] | None = None
+
+    def begin(self) -> None:
+        """Before the first byte is written. Raises RuntimeError while requests are being answered."""
+        if self.is_open:
+            return
+        num_requests = self.num_in_flight() if self.num_in_flight is not None else 0
+        if num_requests:
+            raise RuntimeError(
+                f"{num_requests} requests are being answered with the weights that are there: call llm_engine.step "
+                f"until none is left, or abort them and call it once, before new weights are loaded"
+            )
+        self.is_open = True
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A whole checkpoint tensor was loaded, or passed over because this rank holds nothing of it."""
+        self.digests[name] = content_digest(tensor)
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """Which of `names` were not loaded."""
+        return [name for name in names if name not in self.digests]
+
+    def end(self) -> None:
+        """The update is committed."""
+        self.digests, self.is_open = {}, False
+
+
+def content_digest(tensor: Tensor) -> str:
+    """A digest of dtype, shape and elements, for tensors that differ by accident.
+
+    Made at the speed of memory: of each block of 4 MiB the 512 sums of every 512th word are hashed, so a permutation
+    of words within a block may go unseen.
+    """
+    digest = blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=8)
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, content.size, _BLOCK_BYTES):
+        block = content[start : start + _BLOCK_BYTES]
+        num_summed = block.size - block.size % (8 * _WORDS)
+        digest.update(block[:num_summed].view(np.uint64).reshape(-1, _WORDS).sum(axis=0, dtype=np.uint64).data)
+        digest.update(block[num_summed:].data)
+    return digest.hexdigest()

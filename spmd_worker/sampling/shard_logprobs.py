@@ -1,0 +1,96 @@
+"""Log-probabilities from the logits of vocabulary shards, where each rank keeps its own.
+
+What crosses ranks is a few numbers a row: the sum of the exponentials, the chosen token's logit, how many tokens of a
+shard are likelier, and the likeliest of each shard. Every rank of the group gets the same values. A row's depend on its
+own logits alone; they may differ from those of the whole vocabulary by the rounding of that sum.
+
+K: rows; Vs: token ids of this rank's shard; N: ranks of the group; n: likeliest that the row with most of them wants.
+All calls are made by every rank of the group, with the same rows.
+"""
+
+import torch
+from torch import Tensor
+
+from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.sampling.logprobs import entries_of, likeliest
+from spmd_worker.sequence.outputs import TokenLogprobs
+
+_ROWS_AT_ONCE = 8
+"""Whose comparisons are summed in one go: they stay in the caches of a core."""
+
+
+def log_masses(logits: Tensor, columns: Tensor, largest: Tensor, temperatures: Tensor, group: GroupHandle) -> Tensor:
+    """Float64 [K]: of each row the logarithm of the sum, over the vocabulary, of exp((logit - largest) / temperature).
+
+    `columns` int64 [K] are those of this shard's largest logits; `largest` float64 [K] are the vocabulary's;
+    `temperatures` float32 [K, 1].
+    """
+    values = (logits.float() - largest.float().unsqueeze(1)) / temperatures
+    # Not logsumexp, whose order of summing depends on the number of rows.
+    normalised = torch.log_softmax(values, dim=-1)
+    best, least = (each.gather(1, columns.unsqueeze(1)).squeeze(1).double() for each in (values, normalised))
+    # A shard that owns no token, or none that can be sampled, has no log-softmax.
+    own = torch.where(best == -torch.inf, 0.0, torch.exp(best - least))
+    return group.all_gather(own).cumsum(dim=0)[-1].log()
+
+
+def shard_logprobs(
+    logits: Tensor,
+    token_ids: list[int],
+    nums_likeliest: list[int],
+    largest: Tensor,
+    masses: Tensor,
+    temperatures: Tensor,
+    group: GroupHandle,
+    num_owned: int,
+) -> list[TokenLogprobs]:
+    """[K, Vs] -> of each row the entry of its token, `token_ids`, then those of its likeliest, `nums_likeliest`.
+
+    `masses` are of `log_masses`, `num_owned` the token ids of this shard that exist.
+    """
+    chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    shard_size = logits.shape[1]
+    columns = (chosen - group.rank * shard_size).clamp(0, shard_size - 1).unsqueeze(1)
+    by_rank = group.all_gather(logits.gather(1, columns).squeeze(1).double())
+    values = by_rank.gather(0, (chosen // shard_size).unsqueeze(0)).squeeze(0)
+    own = _candidates(logits[:, :num_owned], nums_likeliest, group.rank * shard_size)
+    # Counts ride with the candidates, as a pair more.
+    counts = _num_above(logits, values).double()
+    own = torch.cat((torch.stack((counts, counts), dim=-1).unsqueeze(1), own), dim=1)
+    gathered = group.all_gather(own)
+    ranks: list[int] = (gathered[:, :, 0, 0].sum(dim=0).long() + 1).tolist()
+    pairs = gathered[:, :, 1:].transpose(0, 1).flatten(1, 2)
+
+    def logprobs_of(logit: Tensor) -> list[list[float]]:
+        scaled = (logit - largest.unsqueeze(1)) / temperatures.double() - masses.unsqueeze(1)
+        result: list[list[float]] = scaled.float().tolist()
+        return result
+
+    reported = logprobs_of(torch.cat((values.unsqueeze(1), pairs[:, :, 0]), dim=1))
+    entries = []
+    for index, (token_id, (logprob, *others)) in enumerate(zip(token_ids, reported, strict=True)):
+        merged = sorted(
+            (-value, int(likely_id), other)
+            for (value, likely_id), other in zip(pairs[index].tolist(), others, strict=True)
+            if likely_id >= 0
+        )
+        likely = [(likely_id, other) for _, likely_id, other in merged[: nums_likeliest[index]]]
+        entries.append(entries_of(token_id, logprob, ranks[index], likely))
+    return entries
+
+
+def _candidates(logits: Tensor, counts: list[int], first_id: int) -> Tensor:
+    """Float64 [K, n, 2]: logit and id of this shard's likeliest tokens in each row; id -1 where there are no more."""
+    found = torch.full((len(counts), max(counts), 2), -1.0, dtype=torch.float64)
+    for index, count in enumerate(counts):
+        pairs = [(value, token_id + first_id) for token_id, value in likeliest(logits[index], count)]
+        if pairs:
+            found[index, : len(pairs)] = torch.tensor(pairs, dtype=torch.float64)
+    return found.to(logits.device)
+
+
+def _num_above(logits: Tensor, values: Tensor) -> Tensor:
+    """[K, Vs], float64 [K] of the same logits' dtype -> int64 [K]: how many of each row's logits are larger."""
+    limits = values.to(logits.dtype).unsqueeze(1)
+    starts = range(0, len(logits), _ROWS_AT_ONCE)
+    return torch.cat([(logits[s : s + _ROWS_AT_ONCE] > limits[s : s + _ROWS_AT_ONCE]).sum(dim=-1) for s in starts])

@@ -1,0 +1,271 @@
+"""Counting and digesting an input goes on beside the job; streams are not counted at all."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+import spmd_worker.batch.job as job_module
+from spmd_worker.batch.input.input_files import is_stream
+from spmd_worker.batch.input.input_scan import InputScan
+from spmd_worker.batch.input.row_reader import RowReader
+from spmd_worker.batch.job import InputCheck, run_job
+from spmd_worker.batch.job_rows import JobOutput
+from spmd_worker.batch.run_dir.manifest import NOT_READ
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.errors import ConfigError
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+NUM_ROWS = 6
+
+
+def config_of(tmp_path: Path, name: str = "rows.jsonl") -> RunConfig:
+    return RunConfig(
+        model=ModelOptions(path=str(MODEL)),
+        cache=CacheConfig(num_blocks=64),
+        job=JobConfig(input=str(tmp_path / name), output=str(tmp_path / "out.jsonl"), commit_rows=1),
+        device="cpu",
+    )
+
+
+def content(number: int = 0) -> str:
+    rows = [{"prompt": f"add {number} {index} =", "max_tokens": 3} for index in range(NUM_ROWS)]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def run(config: RunConfig) -> None:
+    run_job(config, RankEnvironment())
+
+
+def answers(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+def manifest(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "out.jsonl.run" / "manifest.json").read_text())
+    return found
+
+
+@pytest.fixture
+def slow_scan(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No scan ends before the event is set."""
+    may_end, scan = threading.Event(), InputScan._scan
+
+    def late(self: InputScan) -> Any:
+        may_end.wait()
+        return scan(self)
+
+    monkeypatch.setattr(InputScan, "_scan", late)
+    monkeypatch.setattr(job_module, "_SCAN_S", 0.01)
+    yield may_end
+    may_end.set()
+
+
+def after_rows(monkeypatch: pytest.MonkeyPatch, num_rows: int, action: Callable[[], object]) -> None:
+    take = JobOutput.take
+
+    def counted(self: JobOutput, answer: Any) -> None:
+        take(self, answer)
+        if self.counts.rows == num_rows:
+            action()
+
+    monkeypatch.setattr(JobOutput, "take", counted)
+
+
+def test_rows_are_answered_before_they_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_scan: threading.Event
+):
+    (tmp_path / "rows.jsonl").write_text(content())
+    seen: list[Any] = []
+
+    def end_scan() -> None:
+        seen.append((manifest(tmp_path)["answers"]["job.input"], manifest(tmp_path)["num_rows"]))
+        slow_scan.set()
+
+    after_rows(monkeypatch, NUM_ROWS, end_scan)
+    run(config_of(tmp_path))
+    assert seen == [(NOT_READ, None)]
+    assert len(answers(tmp_path)) == NUM_ROWS
+    assert manifest(tmp_path)["num_rows"] == NUM_ROWS
+    assert "bytes in 1 file" in manifest(tmp_path)["answers"]["job.input"]
+
+
+class Ended(BaseException):
+    """As a kill would."""
+
+
+def end_job(config: RunConfig, num_rows: int) -> None:
+    def end() -> None:
+        raise Ended
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        after_rows(monkeypatch, num_rows, end)
+        with pytest.raises(Ended):
+            run(config)
+
+
+@pytest.mark.parametrize("resume", ["auto", "force"])
+def test_a_run_that_goes_on_reads_no_row_before_the_input_is_known_to_be_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
+):
+    (tmp_path / "rows.jsonl").write_text(content())
+    config = config_of(tmp_path)
+    end_job(config, 3)
+    # As long as before; the rows that were answered are as they were.
+    (tmp_path / "rows.jsonl").write_text("".join([*content().splitlines(True)[:5], content(7).splitlines(True)[5]]))
+    may_end, scan = threading.Event(), InputScan._scan
+    monkeypatch.setattr(InputScan, "_scan", lambda self: (may_end.wait(), scan(self))[1])
+    monkeypatch.setattr(job_module, "_SCAN_S", 0.01)
+    sleep, admitted = job_module.time.sleep, []
+    admit = LLMEngine.admit_request
+
+    def pause(seconds: float) -> None:
+        assert not admitted
+        may_end.set()
+        sleep(seconds)
+
+    def admit_request(self: LLMEngine, *given: Any, **named: Any) -> Any:
+        admitted.append(named["index"])
+        may_end.set()
+        return admit(self, *given, **named)
+
+    monkeypatch.setattr(job_module.time, "sleep", pause)
+    monkeypatch.setattr(LLMEngine, "admit_request", admit_request)
+    config = replace(config, job=replace(config.job, resume=resume))
+    if resume == "force":
+        run(config)
+        assert admitted == [3, 4, 5]
+        assert [list(each) for each in manifest(tmp_path)["overridden"]] == [["job.input"]]
+        return
+    with pytest.raises(ConfigError, match=r"^job\.input is .*bytes in 1 file, .*and .*in the run that"):
+        run(config)
+    assert not admitted
+    # Negative control: without the gate rows are admitted before.
+    monkeypatch.setattr(InputCheck, "may_read", lambda self: True)
+    may_end.clear()
+    monkeypatch.setattr(job_module.time, "sleep", sleep)
+    with pytest.raises(ConfigError, match=r"^job\.input is"):
+        run(config)
+    assert admitted
+
+
+def test_a_run_that_ended_before_its_input_was_known_goes_on(tmp_path: Path, slow_scan: threading.Event):
+    (tmp_path / "rows.jsonl").write_text(content())
+    config = config_of(tmp_path)
+    end_job(config, 3)
+    assert manifest(tmp_path)["answers"]["job.input"] == NOT_READ
+    slow_scan.set()
+    run(config)
+    assert len(answers(tmp_path)) == NUM_ROWS
+    assert json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())["resumed_rows"] == 3
+
+
+def test_what_the_scan_raises_ends_the_job(tmp_path: Path):
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 and no more")
+    with pytest.raises(OSError, match="is damaged or cut off"):
+        run(config_of(tmp_path, "rows.jsonl.gz"))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+JOIN = """
+import sys, threading
+from pathlib import Path
+import spmd_worker.batch.job as job
+from spmd_worker.batch.input.input_scan import InputScan
+from spmd_worker.config.compose import compose_run
+from spmd_worker.distributed.environment import read_rank_environment
+
+joined, scan, lead = threading.Event(), InputScan._scan, job._lead
+
+def late(self):
+    joined.wait()
+    return scan(self)
+
+def lead_then(*given):
+    joined.set()
+    return lead(*given)
+
+InputScan._scan, job._lead = late, lead_then
+job.run_job(compose_run(Path(sys.argv[1]), sys.argv[2:]), read_rank_environment())
+"""
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.matrix)]
+)
+def test_joining_does_not_wait_for_reading(tmp_path: Path, layout: str):
+    """The scan ends when the ranks have joined, and not before."""
+    (tmp_path / "rows.jsonl").write_text(content())
+    settings = [f"model.path={MODEL}", f"job.input={tmp_path}/rows.jsonl", f"job.output={tmp_path}/out.jsonl"]
+    settings += [f"parallel.{layout}=2", "cache.num_blocks=64", "device=cpu"]
+    done = ranks.run_ranks(JOIN, 2, 120, [ranks.REPOSITORY / "conf", *settings])
+    assert done.returncode == 0, done.output
+    assert len(answers(tmp_path)) == NUM_ROWS
+
+
+# Streams.
+
+
+def write_fifo(path: Path, data: bytes) -> threading.Thread:
+    os.mkfifo(path)
+    thread = threading.Thread(target=path.write_bytes, args=(data,), daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("name", ["rows", "rows.jsonl.gz"])
+def test_a_fifo_is_read_once_as_standard_input_is(tmp_path: Path, name: str):
+    data = content().encode()
+    thread = write_fifo(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)
+    run(config_of(tmp_path, name))
+    thread.join()
+    assert [answer["index"] for answer in answers(tmp_path)] == list(range(NUM_ROWS))
+    assert manifest(tmp_path)["answers"]["job.input"] is None
+    assert manifest(tmp_path)["num_rows"] is None
+
+
+def test_what_is_a_stream(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to(tmp_path / "fifo")
+    names = {"-": True, "fifo": True, "link": True, "file": False, "nothing": False, ".": False}
+    assert {name: is_stream(name if name == "-" else str(tmp_path / name)) for name in names} == names
+    assert not is_stream("/dev/zero"), "it has no end"
+    with pytest.raises(ConfigError, match="is not a file"):
+        RowReader.of("/dev/zero")
+
+
+def test_a_parquet_file_through_a_fifo_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=r"rows.parquet is a FIFO.* give a regular file"):
+        list(RowReader.of(str(tmp_path / "rows.parquet")))
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_the_device_of_standard_input_is_what_it_stands_for(tmp_path: Path, kind: str):
+    (tmp_path / "rows.jsonl").write_text(content())
+    source = """
+        import sys
+        from spmd_worker.batch.input.row_reader import RowReader
+        reader = RowReader.of("/dev/stdin")
+        print(reader.paths is None, len(list(reader)))
+        """
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(line[8:] for line in source.splitlines()))
+    given: dict[str, Any] = {"input": content()} if kind == "pipe" else {"stdin": (tmp_path / "rows.jsonl").open()}
+    environment = {**os.environ, "PYTHONPATH": str(ranks.REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True, env=environment, **given
+    )
+    assert done.stdout.split() == [str(kind == "pipe"), str(NUM_ROWS)]

@@ -1,0 +1,173 @@
+"""Ranks that bring prompts of their own: each gets its answers, and in turns no rank waits for a call that never is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from reference_models import checkpoint_folder
+
+LAYOUTS = {
+    "tensor parallel": {"tensor_parallel_size": 2},
+    "data parallel": {"data_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+}
+
+SCRIPT = """
+import json, os, sys
+from spmd_worker import LLM, SamplingParams
+
+RANK = int(os.environ["RANK"])
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1, max_tokens=5, ignore_eos=True)
+OWN = [[[5, 6, 7], [8, 9], [3]], [[40, 41, 42, 43]]][RANK]
+ALL = [[5, 6, 7], [8, 9], [3], [40, 41, 42, 43]]
+
+
+def ids(outputs):
+    return [output.outputs[0].token_ids if output.outputs else output.error for output in outputs]
+
+
+def generate(prompts, params=GREEDY, **options):
+    return ids(llm.generate(prompts, params, use_tqdm=False, **options))
+
+
+def words(call):
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def loop(num_turns):
+    seen = []
+    with llm.turns():
+        for turn in range(num_turns):
+            seen.append(generate(OWN[turn % len(OWN) :]))
+    return seen
+
+
+def refused_and_asked_again():
+    with llm.turns():
+        if RANK == 0:
+            return generate(OWN)
+        return [words(lambda: generate([OWN[0], []])), generate([OWN[0], []], on_error="row")]
+
+
+def broken_tool():
+    with llm.turns():
+        if RANK:
+            raise KeyError("no such tool")
+        return generate(OWN)
+
+
+def tool_after_the_end():
+    with llm.turns():
+        if RANK:
+            raise KeyError("no such tool")
+        words(lambda: generate(OWN))
+        return generate(OWN)
+
+
+def nested():
+    with llm.turns(), llm.turns():
+        pass
+
+
+def loop_without_turns():
+    for turn in range(2 - RANK):
+        generate(OWN, gather=True)
+    return generate(ALL)
+
+
+options = dict(num_blocks=64, device="cpu", dtype="float32", timeout_s=60.0, **json.loads(sys.argv[2]))
+seen = {}
+for num_of_rank_1 in (0, 2):
+    with LLM(sys.argv[1], **options) as llm:
+        seen[f"drawn beside {num_of_rank_1}"] = generate(OWN if RANK == 0 else ALL[:num_of_rank_1], DRAWN, gather=True)
+with LLM(sys.argv[1], **options) as llm:
+    seen["alone"] = dict(zip(map(str, ALL), generate(ALL)))
+    seen["own"] = [output.request_id for output in llm.generate(OWN, GREEDY, use_tqdm=False, gather=True)]
+    seen["gathered"] = generate(OWN, gather=True)
+    seen["nothing"] = generate(OWN if RANK else [], gather=True)
+    seen["refused"] = words(lambda: generate([OWN[0], []][: 1 + RANK], gather=True))
+    seen["turns"] = loop(3 - 2 * RANK)
+    seen["no turns"] = loop(0)
+    seen["turns of rank 1 only"] = loop(2 * RANK)
+    seen["drawn twice"] = [generate(OWN[:1], DRAWN, gather=True) for _ in range(2)]
+    seen["refused in turns"] = refused_and_asked_again()
+    for call in (nested, broken_tool, tool_after_the_end, loop_without_turns):
+        seen[call.__name__] = words(call)
+    seen["afterwards"] = generate(ALL) == list(seen["alone"].values())
+    seen["prompts"] = OWN
+with open(f"{sys.argv[3]}/{RANK}", "w") as file:
+    json.dump(seen, file)
+"""
+
+
+@pytest.fixture(
+    scope="module", params=[*LAYOUTS][:1] + [pytest.param(name, marks=pytest.mark.matrix) for name in [*LAYOUTS][1:]]
+)
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("seen")
+    arguments = [checkpoint_folder("llama3"), json.dumps(LAYOUTS[request.param]), folder]
+    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments)
+    assert done.returncode == 0, done.output
+    return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
+
+
+def answers(seen: dict[str, Any], first: int = 0) -> list[list[int]]:
+    return [seen["alone"][str(prompt)] for prompt in seen["prompts"][first:]]
+
+
+def test_each_rank_gets_the_answers_of_its_own_prompts(seen: list[dict[str, Any]]):
+    for each in seen:
+        assert each["gathered"] == answers(each)
+        assert each["own"] == [str(index) for index in range(len(each["prompts"]))]
+    assert len(seen[0]["gathered"]) != len(seen[1]["gathered"])
+    assert (seen[0]["nothing"], seen[1]["nothing"]) == ([], answers(seen[1]))
+
+
+def test_what_a_row_draws_does_not_depend_on_how_many_prompts_the_others_bring(seen: list[dict[str, Any]]):
+    assert seen[0]["drawn beside 0"] == seen[0]["drawn beside 2"]
+    # Another rank's prompts of the same index draw other numbers, and so does another call.
+    assert seen[1]["drawn beside 2"][0] != seen[0]["drawn beside 2"][0]
+    assert seen[0]["drawn twice"][0] != seen[0]["drawn twice"][1]
+
+
+def test_ranks_take_as_many_turns_as_they_like(seen: list[dict[str, Any]]):
+    assert seen[0]["turns"] == [answers(seen[0], first) for first in (0, 1, 2)]
+    assert seen[1]["turns"] == [answers(seen[1])]
+    assert [each["no turns"] for each in seen] == [[], []]
+    assert [each["turns of rank 1 only"] for each in seen] == [[], [answers(seen[1])] * 2]
+
+
+def test_prompts_that_are_refused_are_their_ranks_error(seen: list[dict[str, Any]]):
+    refused = "PromptsRefusedError: 1 of 2 prompts cannot be answered, and none was:"
+    assert seen[1]["refused"] == refused
+    assert seen[0]["refused"] == f"RankFailedError: rank 1 failed before generate(gather=True): {refused}"
+    # In turns nobody else needs to hear of them.
+    first, (answer, error) = seen[1]["refused in turns"]
+    assert (first, answer, type(error)) == (refused, answers(seen[1])[0], str)
+    assert seen[0]["refused in turns"] == answers(seen[0])
+
+
+def test_an_error_that_leaves_the_block_ends_the_turns_of_all_and_the_engine_goes_on(seen: list[dict[str, Any]]):
+    assert [each["broken_tool"] for each in seen] == [
+        "RankFailedError: rank 1 failed before turns: KeyError: 'no such tool'",
+        "KeyError: 'no such tool'",
+    ]
+    ended = "RuntimeError: these turns have ended, because those of another rank failed: leave the block"
+    assert seen[0]["tool_after_the_end"] == ended
+    for each in seen:
+        assert each["nested"] == "RuntimeError: turns are not taken inside turns: leave the block first"
+        assert each["afterwards"]
+
+
+def test_the_control_loops_of_different_length_do_not_meet_without_turns(seen: list[dict[str, Any]]):
+    for each in seen:
+        assert each["loop_without_turns"] == (
+            'RanksDisagreeError: ranks were given different calls: call is "generate(gather=True)" on rank 0, '
+            '"generate" on rank 1; start every rank with the same'
+        )

@@ -1,0 +1,72 @@
+"""Families whose layers are more than Llama's, on two ranks that share memory: tensor-parallel answers are one rank's
+to 1e-4, those of two stages bit for bit. One launch does all, because starting ranks takes seconds.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from family_checkpoints import CASES, family_folder
+from reference_models import random_prompt
+
+from spmd_worker import LLM, SamplingParams
+
+PROMPTS = [random_prompt(length, seed=5, vocab_size=96) for length in (2, 17, 44)]
+SETTINGS = {"num_blocks": 60, "max_model_len": 80, "dtype": "float32"}
+LAYOUTS = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+
+ANSWERS = """
+import json, os, sys
+from pathlib import Path
+from spmd_worker import LLM, SamplingParams
+
+job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+answers = {}
+for name, folder in job["folders"].items():
+    for layout, sizes in job["layouts"].items():
+        with LLM(folder, **sizes, **job["settings"]) as llm:
+            outputs = llm.generate(job["prompts"], params, use_tqdm=False)
+        answers[f"{name} {layout}"] = [
+            [each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()]]
+            for each in outputs
+        ]
+(out / f"{os.environ['RANK']}.json").write_text(json.dumps(answers))
+"""
+
+
+def one_rank(name: str) -> list[Any]:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    with LLM(family_folder(name), **SETTINGS) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [
+        [each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()]]
+        for each in outputs
+    ]
+
+
+def check(names: list[str], tmp_path: Path) -> None:
+    folders = {name: str(family_folder(name)) for name in names}
+    job = {"folders": folders, "prompts": PROMPTS, "settings": SETTINGS, "layouts": LAYOUTS}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    done = ranks.run_ranks(ANSWERS, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
+    assert done.returncode == 0, done.output
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    for name in names:
+        expected = one_rank(name)
+        assert first[f"{name} pipeline"] == expected, name
+        for (ids, logprobs), (their_ids, their_logprobs) in zip(first[f"{name} tensor"], expected, strict=True):
+            assert ids == their_ids, name
+            assert logprobs == pytest.approx(their_logprobs, abs=1e-4), name
+
+
+def test_two_families_on_two_ranks(tmp_path: Path):
+    check(["olmo2", "gpt2"], tmp_path)
+
+
+@pytest.mark.matrix
+def test_all_families_on_two_ranks(tmp_path: Path):
+    check(list(CASES), tmp_path)

@@ -1,0 +1,330 @@
+"""New weights as a trainer hands them over: nothing is computed with some of them, or with other ones than other ranks.
+
+As a script it is one of several ranks.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from run_folder import made_once
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.errors import CheckpointError, MissingWeightsError
+from spmd_worker.models.weight_update import content_digest
+
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+PROMPTS = ["sort 21 87 57 15 33 12 84 61 =", "reverse h x a f w ="]
+NORM = "model.norm.weight"
+TP, PP, DP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}
+
+
+def new_tensors() -> dict[str, Tensor]:
+    """As a trainer may have them: in another order of memory."""
+    tensors = load_file(MODEL / "model.safetensors")
+    return {name: (tensor * (0.6 + 0.3 * (len(name) % 5))).t().contiguous().t() for name, tensor in tensors.items()}
+
+
+def changed_model() -> Path:
+    def write(folder: Path) -> None:
+        shutil.copytree(MODEL, folder)
+        tensors = {name: tensor.contiguous() for name, tensor in new_tensors().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return made_once("demo model with other weights", write)
+
+
+def open_llm(model: Path = MODEL, **options: Any) -> LLM:
+    return LLM(model, **{"dtype": "float32", "device": "cpu", "num_blocks": 64, "timeout_s": 30.0, **options})
+
+
+def answers(llm: LLM) -> list[Any]:
+    return in_words(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+def in_words(outputs: list[RequestOutput]) -> list[Any]:
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        [each.token_ids, [next(iter(entry.values())).logprob.hex() for entry in each.logprobs]] for each in completions
+    ]
+
+
+def trainers_model(llm: LLM) -> Any:
+    """The way that trainers know."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+@pytest.fixture(scope="module")
+def old() -> list[Any]:
+    with open_llm() as llm:
+        return answers(llm)
+
+
+@pytest.fixture(scope="module")
+def new() -> list[Any]:
+    with open_llm(changed_model()) as llm:
+        return answers(llm)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with open_llm() as made:
+        yield made
+
+
+def one_by_one(llm: LLM) -> None:
+    for name, tensor in reversed(new_tensors().items()):
+        trainers_model(llm).load_weights([(name, tensor.to(torch.float64))])
+    llm.reset_prefix_cache()
+
+
+def all_at_once_without_a_word(llm: LLM) -> None:
+    assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.model is trainers_model(llm)
+    trainers_model(llm).load_weights(new_tensors().items())
+
+
+def by_the_names_of_vllm(llm: LLM) -> None:
+    llm.start_weight_update()
+    for pair in new_tensors().items():
+        llm.update_weights(iter([pair]))
+    llm.finish_weight_update()
+
+
+def in_a_with(llm: LLM) -> None:
+    with llm.weight_update() as load:
+        for name, tensor in new_tensors().items():
+            load(name, tensor)
+
+
+def in_two_parts(llm: LLM) -> None:
+    tensors = list(new_tensors().items())
+    for some in (tensors[::2], tensors[1::2]):
+        with llm.weight_update(partial=True):
+            llm.update_weights(some)
+
+
+def from_a_folder(llm: LLM) -> None:
+    llm.collective_rpc("reload_weights", args=(str(changed_model()),))
+
+
+@pytest.mark.parametrize(
+    "load", [one_by_one, all_at_once_without_a_word, by_the_names_of_vllm, in_a_with, in_two_parts, from_a_folder]
+)
+def test_new_weights_answer_as_a_model_that_has_them(llm: LLM, load: Callable[[LLM], None], old: Any, new: Any):
+    assert answers(llm) == old
+    assert max(output.num_cached_tokens for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)) > 0
+    load(llm)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert in_words(outputs) == new != old
+    assert [output.num_cached_tokens for output in outputs] == [0, 0], "nothing of the old weights is found"
+    llm.collective_rpc("reload_weights")
+    assert answers(llm) == old
+
+
+def test_a_request_that_waits_to_be_admitted_is_answered_by_the_new_weights(llm: LLM, new: Any):
+    answers(llm)
+    for prompt in PROMPTS:
+        llm.llm_engine.add_request(llm.get_tokenizer().encode(prompt), GREEDY)
+    all_at_once_without_a_word(llm)
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+    assert in_words(outputs) == new
+
+
+def test_without_the_commit_what_was_cached_is_found(llm: LLM, new: Any, monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    answers(llm)
+    all_at_once_without_a_word(llm)
+    trainers_model(llm).weight_update.end()
+    assert answers(llm) != new
+
+
+CALLS: dict[str, Callable[[LLM], object]] = {
+    "generate": answers,
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False, on_error="row"),
+    "reset": LLM.reset_prefix_cache,
+    "step": lambda llm: llm.llm_engine.step(),
+    "event": lambda llm: llm.worker_event("stop_profile"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_weights_that_did_not_come_are_named_and_nothing_runs_until_they_have(llm: LLM, call, new: Any):
+    tensors = new_tensors()
+    last = tensors.pop(NORM)
+    trainers_model(llm).load_weights(tensors.items())
+    num_steps = llm.llm_engine.counters.num_steps
+    for _ in range(2):
+        with pytest.raises(
+            MissingWeightsError, match=rf"^1 of {len(tensors) + 1} weights were not loaded(.|\n)*{NORM}"
+        ):
+            call(llm)
+    assert llm.llm_engine.counters.num_steps == num_steps
+    trainers_model(llm).load_weights([(NORM, last)])
+    assert answers(llm) == new
+
+
+def test_weights_that_stay_are_meant_to_where_the_caller_says_so(llm: LLM, old: Any, new: Any):
+    trainers_model(llm).load_weights([(NORM, new_tensors()[NORM])])
+    with pytest.raises(MissingWeightsError):
+        answers(llm)
+    llm.start_weight_update(partial=True)
+    llm.finish_weight_update()
+    assert answers(llm) not in (old, new)
+    with llm.weight_update(partial=True) as load:
+        load(NORM, load_file(MODEL / "model.safetensors")[NORM])
+    assert answers(llm) == old
+
+
+def test_between_the_beginning_and_the_end_of_an_update_nothing_is_computed(llm: LLM, new: Any):
+    with pytest.raises(RuntimeError, match="no weight update was begun: call start_weight_update first"):
+        llm.finish_weight_update()
+    llm.start_weight_update()
+    all_at_once_without_a_word(llm)
+    llm.reset_prefix_cache()
+    for call in (answers, lambda llm: llm.llm_engine.step(), lambda llm: llm.start_weight_update()):
+        with pytest.raises(RuntimeError, match="a weight update was begun: call finish_weight_update before"):
+            call(llm)
+    llm.finish_weight_update()
+    assert answers(llm) == new
+
+
+def in_a_with_that_raises(load: Callable[[str, Tensor], None]) -> None:
+    load(NORM, new_tensors()[NORM])
+    load("norm", new_tensors()[NORM])
+
+
+def test_after_an_exception_inside_all_weights_have_to_come(llm: LLM, new: Any):
+    with pytest.raises(ValueError, match=r"^norm: "), llm.weight_update(partial=True) as load:
+        in_a_with_that_raises(load)
+    with pytest.raises(MissingWeightsError):
+        answers(llm)
+    in_a_with(llm)
+    assert answers(llm) == new
+
+
+def test_what_is_refused_changes_nothing_and_opens_no_update(llm: LLM, old: Any, tmp_path: Path):
+    model, tensors = trainers_model(llm), new_tensors()
+    for name, tensor in (("norm", tensors[NORM]), (NORM, tensors[NORM][1:]), (NORM, tensors[NORM] / 0)):
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            model.load_weights([(name, tensor)])
+    save_file({**load_file(MODEL / "model.safetensors"), "more": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="1 in the checkpoint but not in the model:\n  more"):
+        llm.collective_rpc("reload_weights", args=(str(tmp_path),))
+    assert answers(llm) == old
+
+
+def test_while_a_request_is_answered_no_weight_changes(llm: LLM, old: Any, new: Any):
+    engine = llm.llm_engine
+    for prompt in PROMPTS:
+        engine.add_request(llm.get_tokenizer().encode(prompt), GREEDY)
+    outputs = [*engine.step(), *engine.step()]
+    with pytest.raises(RuntimeError, match="2 requests are being answered with the weights that are there"):
+        all_at_once_without_a_word(llm)
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert in_words(outputs) == old
+    all_at_once_without_a_word(llm)
+    assert answers(llm) == new
+
+
+def test_an_engine_says_how_long_a_sequence_may_be_where_trainers_look():
+    with open_llm(max_model_len=77) as llm:
+        assert llm.llm_engine.model_config.max_model_len == 77
+
+
+def test_worker_processes_load_from_a_folder(old: Any, new: Any):
+    with open_llm(distributed_executor_backend="multiproc", **PP) as llm:
+        assert answers(llm) == old
+        with pytest.raises(AttributeError, match="live in other processes, which no tensor reaches"):
+            llm.update_weights([])
+        llm.llm_engine.add_request([7, 8], GREEDY)
+        llm.llm_engine.step()
+        with pytest.raises(RuntimeError, match="1 requests are being answered: weights are loaded between calls"):
+            from_a_folder(llm)
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        from_a_folder(llm)
+        assert answers(llm) == new
+
+
+@pytest.mark.parametrize("layout", [TP, PP, DP], ids=str)
+def test_ranks_compute_with_the_same_new_weights_or_not_at_all(
+    layout: dict[str, int], tmp_path: Path, old: Any, new: Any
+):
+    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path, changed_model()], nproc=2, timeout_s=90)
+    assert done.returncode == 0, done.output
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for report in seen:
+        if layout != TP:  # which adds in another order
+            assert (report["before"], report["after"]) == (old, new)
+        assert report["before"] != report["after"] == report["again"]
+        assert "new weights.model.norm.weight is" in report["another norm on rank 1"]
+        assert report["another norm on rank 1"].startswith("RanksDisagreeError: ranks were given different calls")
+        assert "model.norm.weight is" in report["another norm on rank 1, finished"]
+        assert report["another norm on rank 1, finished"].startswith("RanksDisagreeError")
+        if layout != DP:
+            # Rank 0 hears of it with the next step, before it computes anything.
+            assert "new weights: none on rank 0, " in report[f"step {1 - report['rank']} with those of rank 1 alone"]
+    assert seen[0]["after"] == seen[1]["after"]
+
+
+def main(layout: dict[str, int], folder: Path) -> None:
+    tensors, seen = new_tensors(), {"rank": int(os.environ["RANK"])}
+
+    def attempt(name: str, call: Callable[[], object]) -> None:
+        try:
+            seen[name] = call()
+        except Exception as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+
+    with open_llm(**layout) as llm:
+        engine = llm.llm_engine
+        rank = engine.engine_channel.rank
+        load = trainers_model(llm).load_weights
+        other = {**tensors, NORM: tensors[NORM] * (1 + rank)}
+        attempt("before", lambda: answers(llm))
+        load(other.items())
+        attempt("another norm on rank 1", lambda: answers(llm))
+        load(tensors.items())
+        attempt("after", lambda: answers(llm))
+        llm.start_weight_update()
+        load(other.items())
+        attempt("another norm on rank 1, finished", llm.finish_weight_update)
+        load(tensors.items())
+        attempt("again", lambda: answers(llm))
+        if rank == 1:
+            load(tensors.items())
+        if "data_parallel_size" not in layout:
+            for step in range(2):
+                attempt(f"step {step} with those of rank 1 alone", engine.step)
+        (folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+def test_digests_tell_tensors_apart_and_equal_ones_not():
+    generator = torch.Generator().manual_seed(0)
+    large = torch.randn(1500, 1000, generator=generator)
+    first = content_digest(large)
+    assert content_digest(large.t().contiguous().t()) == first == content_digest(torch.nn.Parameter(large))
+    others = [large.double(), large.t(), large.reshape(-1), large[1:], large.roll(1, dims=0), large.roll(1, dims=1)]
+    for index in (0, 511, 512, 700_000, 1_499_999):
+        changed = large.clone()
+        changed.view(-1)[index] += 1
+        others.append(changed)
+    assert len({first, *map(content_digest, others)}) == 1 + len(others)
+    assert content_digest(torch.tensor(1.0)) != content_digest(torch.tensor(2.0, dtype=torch.bfloat16))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

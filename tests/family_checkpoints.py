@@ -1,0 +1,189 @@
+"""Small random checkpoints of each family of the table, written by transformers, and thinned as files of the hub are.
+
+No weight is what a mistake would leave it at: norms are not 1, biases not 0, epsilon not small. Sizes fit the compiled
+attention. Knows nothing of the runtime under test.
+"""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from reference_models import open_reference
+from run_folder import made_once
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+BASE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "eos_token_id": 2}
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon")
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 2.0],
+    "long_factor": [2.0, 3.0, 3.5, 4.0, 6.0, 8.0],
+}
+_KINDS = ["sliding_attention", "full_attention"] * 2
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2_head_size": ("Gemma2", {"head_dim": 32, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}),
+    "gemma3_kinds": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "layer_types": _KINDS,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 7}),
+    "phi3_long": (
+        "Phi3",
+        {"original_max_position_embeddings": 32, "num_key_value_heads": 4, "rope_parameters": _LONG},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "mlp_bias": True,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm4": ("Glm4", {"head_dim": 32}),
+    "gpt2": ("GPT2", {}),
+    "gpt2_inner": ("GPT2", {"n_inner": 80, "tie_word_embeddings": False}),
+}
+OLDER_ROPES = ("gemma2", "gemma3_kinds", "phi3", "phi3_long", "granite", "glm4")
+"""Written once more with the keys that were before `rope_parameters`."""
+
+
+@cache
+def family_folder(name: str) -> Path:
+    """The checkpoint of a case, with every key in its config.json; written once a run."""
+    return made_once(f"family {name}", lambda folder: _write(folder, *CASES[name]))
+
+
+@cache
+def thinned_folder(name: str) -> Path:
+    """The same without the keys that have the class's default, with older rope keys where the case has them, and, of
+    GPT-2, names without a prefix beside masks.
+    """
+    return made_once(f"thinned {name}", lambda folder: _thin(family_folder(name), folder, name))
+
+
+@cache
+def family_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
+    """transformers' model of the folder."""
+    return open_reference(thinned_folder(name) if is_thinned else family_folder(name))
+
+
+def config_class(name: str) -> Any:
+    """transformers' configuration class of a case."""
+    family = CASES[name][0]
+    return getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+
+
+def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
+    name = next(each for each, case in CASES.items() if case == (family, overrides))
+    config = config_class(name)(**{**(GPT2 if family == "GPT2" else BASE), **overrides})
+    for key in _EPSILONS:
+        if hasattr(config, key):
+            # The usual 1e-6 is too small for a wrong one to be seen.
+            setattr(config, key, 0.03)
+    suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, family + suffix)(config).float().eval()
+    stir(model)
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def stir(model: PreTrainedModel) -> None:
+    """Matrices large enough that softmax and caps are bent, everything else moved from 0 and 1."""
+    generator = torch.Generator().manual_seed(7)
+    for name, value in sorted(model.named_parameters()):
+        noise = torch.randn(value.shape, generator=generator)
+        if value.ndim < 2:
+            value.add_(0.3 * noise)
+            continue
+        is_table = any(word in name for word in ("embed", "wte", "wpe", "lm_head"))
+        fan_in = value.shape[0] if "c_" in name else value.shape[1]
+        is_score = any(word in name for word in ("q_proj", "k_proj", "qkv", "c_attn"))
+        value.copy_(noise * (0.5 if is_table else (2.0 if is_score else 1.4) * fan_in**-0.5))
+
+
+def _thin(full: Path, folder: Path, name: str) -> None:
+    shutil.copytree(full, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    defaults = config_class(name)().to_dict()
+    kept = {"architectures", "model_type"}
+    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    if name in OLDER_ROPES:
+        _older_ropes(thin, config)
+    if "layer_types" in thin and CASES[name][1].get("layer_types") is None:
+        del thin["layer_types"]
+    path.write_text(json.dumps(thin))
+    if CASES[name][0] == "GPT2":
+        _drop_prefix(folder / "model.safetensors")
+
+
+def _older_ropes(thin: dict[str, Any], config: dict[str, Any]) -> None:
+    thin.pop("rope_parameters", None)
+    ropes = dict(config["rope_parameters"])
+    if "full_attention" in ropes:
+        thin["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+        ropes = dict(ropes["full_attention"])
+    thin["rope_theta"] = ropes.pop("rope_theta")
+    partial = ropes.pop("partial_rotary_factor", None)
+    # GLM's files leave it out.
+    if partial is not None and config["model_type"] == "phi3":
+        thin["partial_rotary_factor"] = partial
+    ropes.pop("original_max_position_embeddings", None)
+    # Gemma 3's files have the newer word inside the older key.
+    word = "rope_type" if "rope_local_base_freq" in thin else "type"
+    ropes[word] = ropes.pop("rope_type")
+    thin["rope_scaling"] = ropes if ropes[word] != "default" else None
+
+
+def _drop_prefix(path: Path) -> None:
+    tensors = {
+        key.removeprefix("transformer."): value for key, value in load_file(path).items() if key != "lm_head.weight"
+    }
+    masks = {f"h.{index}.attn.bias": torch.ones(1, 1, 4, 4) for index in range(3)}
+    head = load_file(path).get("lm_head.weight")
+    save_file({**tensors, **masks, **({} if head is None else {"lm_head.weight": head})}, path, {"format": "pt"})

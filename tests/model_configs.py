@@ -1,0 +1,43 @@
+"""Model configs with something changed in every layer, every rope or every norm. Knows nothing of what is tested."""
+
+from dataclasses import replace
+from typing import Any
+
+from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
+
+
+def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json in the family's own words, without keys that it does not have. What GLM turns of a
+    head of 6 would be odd.
+    """
+    words = FAMILIES[architecture].spelled
+    given = {**config, "head_dim": 8} if "Glm" in architecture and config.get("head_dim") == 6 else config
+    own = {words.get(key, key): value for key, value in given.items() if words.get(key) not in ("", *given)}
+    return {"architectures": [architecture], **own}
+
+
+def with_layers(model_config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Every layer with other fields."""
+    return replace(model_config, layers=tuple(replace(layer, **changes) for layer in model_config.layers))
+
+
+def with_windows(model_config: ModelConfig, *windows: int) -> ModelConfig:
+    """One window a layer."""
+    layers = zip(model_config.layers, windows, strict=True)
+    return replace(model_config, layers=tuple(replace(layer, window=window) for layer, window in layers))
+
+
+def with_ropes(model_config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Every rope with other fields."""
+    return replace(model_config, ropes=tuple(replace(rope, **changes) for rope in model_config.ropes))
+
+
+def with_norms(model_config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Every norm with other fields, those of queries and keys included."""
+    norm = replace(model_config.norm, **changes)
+    return replace(with_layers(model_config, norm=norm), norm=norm)
+
+
+def windows_of(model_config: ModelConfig) -> tuple[int, ...]:
+    """One a layer."""
+    return tuple(layer.window for layer in model_config.layers)

@@ -1,0 +1,353 @@
+"""Every row of the table of families against transformers: logits, shards, stages, chunks, and each entry by itself.
+
+Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
+"""
+
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_checkpoints import CASES, OLDER_ROPES, family_folder, family_reference, thinned_folder
+from model_configs import spelled, windows_of
+from our_model import load_model, prompt_logits
+from reference_models import random_prompt, reference_greedy, relative_error
+from thread_groups import on_ranks
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.distributed.communicator import GroupHandle, single_group
+from spmd_worker.distributed.topology import Stage
+from spmd_worker.errors import SpmdError
+from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
+from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.models.registry import build_model
+from spmd_worker.weights.checkpoint import Checkpoint
+from spmd_worker.weights.loader import load_weights
+
+TOLERANCE = 1e-4
+# Beyond every window, around a block of 16; the last is beyond the 32 positions of the short factors of LongRoPE.
+PROMPTS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 6, 17, 40)]
+
+
+@torch.no_grad()
+def their_logits(name: str, prompt: list[int], *, is_thinned: bool = False) -> Tensor:
+    model = family_reference(name, is_thinned=is_thinned)
+    return model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+
+
+@cache
+def expected(name: str) -> list[Tensor]:
+    return [their_logits(name, prompt) for prompt in PROMPTS]
+
+
+def worst_error(name: str, logits: list[Tensor]) -> float:
+    return max(map(relative_error, logits, expected(name)))
+
+
+def new_model(
+    folder: Path, group: GroupHandle | None = None, stage: Stage | None = None, config: ModelConfig | None = None
+) -> DecoderForCausalLM:
+    """With kernels of plain torch, packed by nobody."""
+    config = config or read_model_files(folder).model_config
+    context = LayerContext(
+        group or single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu")
+    )
+    model = build_model(context, config, stage)
+    with Checkpoint.open(folder) as checkpoint:
+        checkpoint.add_prefix(config.names.optional_prefix, besides="lm_head.weight")
+        load_weights(model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
+    model = load_model(family_folder(name))
+    assert worst_error(name, prompt_logits(model, PROMPTS)) < TOLERANCE
+    assert worst_error(name, prompt_logits(model, PROMPTS, 7)) < TOLERANCE
+    prompt = PROMPTS[-1]
+    assert relative_error(their_logits(name, prompt, is_thinned=True), expected(name)[-1]) < 1e-6, "the oracle's own"
+    assert read_model_files(thinned_folder(name)).model_config == read_model_files(family_folder(name)).model_config
+    assert relative_error(prompt_logits(load_model(thinned_folder(name)), [prompt])[0], expected(name)[-1]) < TOLERANCE
+
+
+def test_some_thin_files_have_older_keys():
+    assert all('"rope_theta"' in (thinned_folder(name) / "config.json").read_text() for name in OLDER_ROPES)
+    assert '"rope_parameters"' in (family_folder("gemma2") / "config.json").read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_shards_are_transformers_and_of_stages_bit_for_bit_one_ranks(name: str):
+    folder = family_folder(name)
+
+    def run(group: GroupHandle) -> list[Tensor]:
+        model = new_model(folder, group)
+        return [logits[:, : model.lm_head.shard.num_owned] for logits in prompt_logits(model, PROMPTS)]
+
+    for size in (2, 4):
+        whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
+        assert worst_error(name, whole) < TOLERANCE, size
+    whole = prompt_logits(new_model(folder), PROMPTS, 7)
+    staged = prompt_logits(Pipeline(folder), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used
+    assert all(map(torch.equal, staged, whole))
+
+
+class Pipeline:
+    """Two stages as one model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model_config = read_model_files(folder).model_config
+        end = self.model_config.num_layers
+        stages = (Stage(0, 1, is_first=True, is_last=False), Stage(1, end, is_first=False, is_last=True))
+        self._stages = [new_model(folder, stage=stage) for stage in stages]
+        self.model, self.lm_head = self._stages[0].model, self._stages[1].lm_head
+        self.compute_logits = self._stages[1].compute_logits
+
+    def __call__(self, *arguments: Any, is_fused: bool) -> Tensor:
+        *tokens, cache, metadata = arguments
+        incoming = self._stages[0](*tokens, cache[:1], metadata)
+        return self._stages[1](*tokens, cache[1:], metadata, incoming)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
+    """Fused and transposed tensors as they are in the file; on two ranks together all of each."""
+    folder = family_folder(name)
+    with Checkpoint.open(folder) as checkpoint:
+        tensors = {
+            each: checkpoint.read(each, tuple((0, size) for size in shape))
+            for each, shape in checkpoint.shapes().items()
+        }
+    model = new_model(folder)
+    with model.as_checkpoint() as view:
+        shown = dict(view.named_parameters())
+        assert all(torch.equal(shown[each], tensors[each]) for each in tensors)
+    other = new_model(folder)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    assert other.load_weights(tensors.items()) == set(tensors)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+    def run(group: GroupHandle) -> dict[str, int]:
+        with new_model(folder, group).as_checkpoint() as view:
+            return {each: parameter.numel() for each, parameter in view.named_parameters()}
+
+    first, second = on_ranks(2, run)
+    assert all(first[each] + second[each] >= tensors[each].numel() for each in tensors)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1)
+ROWS = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 16, 22, 40, 52)]
+ROWS += [ROWS[-1][:40] + ROWS[0]]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+    "recomputed": {"num_blocks": 21, "preemption_mode": "recompute", "block_size": 4},
+    "swapped": {"num_blocks": 21, "preemption_mode": "swap", "block_size": 4, "swap_space": 0.01},
+}
+
+
+def quick(*names: str) -> pytest.MarkDecorator:
+    """All cases, but for these in the tier of layouts."""
+    marks = [pytest.param(name, marks=[] if name in names else pytest.mark.matrix) for name in CASES]
+    return pytest.mark.parametrize("name", marks)
+
+
+def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
+    return [
+        (each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()])
+        for each in llm.generate(rows, GREEDY, use_tqdm=False)
+    ]
+
+
+@quick("gemma3", "glm4")
+def test_greedy_ids_are_transformers(name: str):
+    """LongRoPE: those rows that stay on one side of the original length."""
+    rows = [row for row in ROWS if name != "phi3_long" or not 32 - GREEDY.max_tokens < len(row) <= 32]
+    with LLM(family_folder(name), num_blocks=200, max_model_len=96) as llm:
+        ours = [ids for ids, _ in outputs(llm, rows)]
+    assert ours == [reference_greedy(_stateless(family_reference(name)), row, GREEDY.max_tokens) for row in rows]
+
+
+def _stateless(model: Any) -> Any:
+    """`reference_greedy` forgets what dynamic ropes remember; these have nothing to forget."""
+
+    class Shown:
+        def __init__(self) -> None:
+            self.model = type("Inner", (), {"rotary_emb": type("Rope", (), {"__init__": lambda *_, **__: None})()})()
+            self.config = None
+
+        def generate(self, *arguments: Any, **settings: Any) -> Any:
+            return model.generate(*arguments, **settings)
+
+    return Shown()
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
+@quick("gpt2")
+def test_a_row_is_the_same_bits_however_it_is_computed(name: str, dtype: str):
+    given = {"num_blocks": 300, "max_model_len": 80, "dtype": dtype}
+    with LLM(family_folder(name), enable_prefix_caching=False, **given) as llm:
+        cold = [outputs(llm, [row])[0] for row in ROWS]
+        assert outputs(llm, ROWS) == cold, "alone and together"
+    with LLM(family_folder(name), **given) as llm:
+        assert [outputs(llm, [row])[0] for row in ROWS + ROWS] == cold + cold, "warm"
+        assert llm.llm_engine.counters.num_cached_prompt_tokens > 0
+    for way, settings in LAYOUTS.items():
+        with LLM(family_folder(name), **{**given, **settings}) as llm:
+            assert outputs(llm, ROWS) == cold, way
+            assert (llm.llm_engine.counters.num_preemptions > 0) == (way != "chunks")
+
+
+FIRST_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Their entries are broken one by one in test_against_transformers.py."""
+
+SIZES = {
+    "vocab_size": 160_000,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+}
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
+    "GlmForCausalLM": "glm",
+    "Glm4ForCausalLM": "glm4",
+    "GPT2LMHeadModel": "gpt2",
+}
+HAVE_SIZES = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel")
+
+
+def minimal_files(architecture: str) -> list[dict[str, Any]]:
+    """Configs that leave out nearly all, those of classes that have sizes these too; with keys that some classes know
+    and others do not.
+    """
+    sized = spelled(architecture, SIZES)
+    foreign = [{}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 32}, {"sliding_window_pattern": 3}]
+    foreign.append(spelled(architecture, {"max_position_embeddings": 8192}))
+    bare = [{"architectures": [architecture]}] if architecture in HAVE_SIZES else []
+    return [
+        {**each, "model_type": MODEL_TYPES[architecture]} for each in (*({**sized, **more} for more in foreign), *bare)
+    ]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: str, tmp_path: Path):
+    for config in minimal_files(architecture):
+        theirs = AutoConfig.for_model(**config)
+        ours = model_config_of(config, tmp_path / "config.json")
+        heads = theirs.num_attention_heads
+        assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", heads)
+        assert ours.max_position_embeddings == theirs.max_position_embeddings
+        assert ours.has_tied_embeddings == theirs.tie_word_embeddings
+        eps = [getattr(theirs, key) for key in ("rms_norm_eps", "layer_norm_epsilon") if hasattr(theirs, key)]
+        assert [ours.norm.eps] == eps
+        eos = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
+        assert ours.eos_token_ids == tuple(each for each in eos if each is not None and each < ours.vocab_size)
+        window, kinds = getattr(theirs, "sliding_window", None) or 0, getattr(theirs, "layer_types", None)
+        kinds = kinds or ["sliding_attention"] * ours.num_layers
+        assert windows_of(ours) == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+        ropes = getattr(theirs, "rope_parameters", None) or {}
+        ropes = [ropes] if "rope_type" in ropes else [ropes[kind] for kind in sorted(ropes)]
+        assert [rope.rope_theta for rope in ours.ropes] == [rope["rope_theta"] for rope in ropes]
+        partial = [rope.get("partial_rotary_factor", 1.0) for rope in ropes]
+        assert [rope.partial_factor for rope in ours.ropes] == partial
+        scale = getattr(theirs, "query_pre_attn_scalar", ours.head_size) ** -0.5
+        assert ours.layers[0].scale == getattr(theirs, "attention_multiplier", scale)
+        caps = (getattr(theirs, "attn_logit_softcapping", None), getattr(theirs, "final_logit_softcapping", None))
+        assert (ours.layers[0].score_cap, ours.logit_cap) == (caps[0] or 0.0, caps[1] or 0.0)
+        assert tensors_of(ours) == their_tensors(theirs)
+
+
+def tensors_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the checkpoint."""
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))
+    return {piece.checkpoint_name: piece.checkpoint_shape for piece in build_model(context, config).weight_slices()}
+
+
+def their_tensors(config: Any) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _entries(kind: Any, row: Any, plain: Any) -> list[tuple[str, Any]]:
+    return [
+        (spec.name, replace(row, **{spec.name: getattr(plain, spec.name)}))
+        for spec in fields(kind)
+        if getattr(row, spec.name) != getattr(plain, spec.name)
+    ]
+
+
+_TABLES = ("models", "names", "defaults", "spelled", "required")
+
+
+def mutants(architecture: str) -> list[tuple[str, Family]]:
+    """The row with one entry as Llama has it."""
+    row = FAMILIES[architecture]
+    entries = [(name, family) for name, family in _entries(Family, row, Family()) if name not in _TABLES]
+    names = [(f"names.{name}", replace(row, names=each)) for name, each in _entries(Names, row.names, Names())]
+    tables = [
+        (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
+        for table in ("defaults", "spelled", "required")
+        for given in [getattr(row, table)]
+        for key in given
+    ]
+    return entries + names + tables
+
+
+def readings(architecture: str) -> list[ModelConfig | str]:
+    """What minimal files say, and files with another value of what must have one; the test above has compared those."""
+    row = FAMILIES[architecture]
+    minimal = minimal_files(architecture)
+    refused = [{**minimal[0], key: "other"} for key in row.required]
+    named = [{**minimal[0], "attn_logit_softcapping": 7.0, "num_key_value_heads": 2, "head_dim": 48}]
+    found: list[ModelConfig | str] = []
+    for config in (*minimal, *refused, *named):
+        try:
+            found.append(model_config_of(config, Path("config.json")))
+        except SpmdError as error:
+            found.append(str(error))
+    return found
+
+
+def is_noticed(name: str) -> bool:
+    """Whether either file of a case is read otherwise, by the comparison with transformers."""
+    for folder in (family_folder(name), thinned_folder(name)):
+        try:
+            config = read_model_files(folder).model_config
+            logits = prompt_logits(new_model(folder, config=config), PROMPTS)
+        except (SpmdError, AssertionError, KeyError, RuntimeError, IndexError):
+            return True
+        if not worst_error(name, logits) < TOLERANCE:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("architecture", [each for each in FAMILIES if each not in FIRST_FAMILIES])
+def test_each_entry_of_a_row_is_noticed_when_it_is_llamas(architecture: str, monkeypatch: pytest.MonkeyPatch):
+    """By logits, or in what a file says that leaves it out. A key of ours where transformers has another is none."""
+    cases = [name for name in CASES if read_model_files(family_folder(name)).model_config.architecture == architecture]
+    assert cases
+    right = readings(architecture)
+    silent = []
+    for what, mutant in mutants(architecture):
+        monkeypatch.setitem(FAMILIES, architecture, mutant)
+        if readings(architecture) == right and not any(is_noticed(name) for name in cases):
+            silent.append(what)
+    assert silent == []

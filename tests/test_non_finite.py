@@ -1,0 +1,161 @@
+"""Weights and logits that are NaN or infinite: found at the load, or else the end of the rows that meet them, which are
+told so, while every other row is answered as ever.
+
+One token's embedding is NaN: who reads it, in the prompt or as its own output, is an error row from there on.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from native_libraries import HAS_AMX, NATIVE, WITH_AMX, WITHOUT_AMX, library_for, needs_avx512
+from non_finite_rows import FIRST_OF_SECOND_SHARD, GREEDY, SMALL, check, is_told, prompts_around, random_prompts
+from reference_models import CheckpointSpec, LlamaConfig, write_checkpoint
+from run_folder import made_once
+from safetensors.torch import load_file, save_file
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.attention import cpu
+from spmd_worker.batch.job import run_job
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.errors import CheckpointError
+from spmd_worker.kernels.cpu import native
+from spmd_worker.layers import embedding
+from spmd_worker.native.library import NativeLibrary
+
+PLAIN = WITHOUT_AMX if HAS_AMX else NATIVE
+
+
+def clean() -> Path:
+    spec = CheckpointSpec(LlamaConfig, {"intermediate_size": 128})
+    return made_once("non-finite clean", lambda folder: write_checkpoint(folder, spec))
+
+
+def changed(title: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    def write(folder: Path) -> None:
+        shutil.copytree(clean(), folder)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return made_once(f"non-finite {title}", write)
+
+
+def with_bad_token(token_id: int) -> Path:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][token_id] = torch.nan
+
+    return changed(f"token {token_id}", change)
+
+
+@pytest.mark.parametrize(
+    ("instruction_set", "dtype"),
+    [
+        pytest.param(WITH_AMX, "bfloat16", marks=needs_avx512),
+        (PLAIN, "float32"),
+        pytest.param(WITH_AMX, "float32", marks=[needs_avx512, pytest.mark.matrix]),
+        pytest.param(PLAIN, "bfloat16", marks=pytest.mark.matrix),
+        pytest.param(None, "float32", marks=pytest.mark.matrix),
+        pytest.param(None, "bfloat16", marks=pytest.mark.matrix),
+    ],
+)
+def test_rows_that_meet_what_is_no_number_are_told_where_and_their_neighbours_are_not_touched(
+    monkeypatch: pytest.MonkeyPatch, instruction_set: str | None, dtype: str
+):
+    def library() -> NativeLibrary | str:
+        return "there is no compiler" if instruction_set is None else library_for(instruction_set)
+
+    for module in (native, cpu):
+        monkeypatch.setattr(module, "native_library", library)
+    has_kernels = instruction_set is not None
+    broken = with_bad_token(FIRST_OF_SECOND_SHARD)
+    check(clean(), broken, FIRST_OF_SECOND_SHARD, same_bits=has_kernels, dtype=dtype, **SMALL)
+
+
+def test_the_tests_see_rows_that_touch_their_neighbours(monkeypatch: pytest.MonkeyPatch):
+    look_up = embedding.VocabularyParallelEmbedding.forward
+
+    def spread(self: embedding.VocabularyParallelEmbedding, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = look_up(self, token_ids)
+        return rows + 0.0 * rows.sum()
+
+    monkeypatch.setattr(embedding.VocabularyParallelEmbedding, "forward", spread)
+    with pytest.raises(AssertionError):
+        check(clean(), with_bad_token(FIRST_OF_SECOND_SHARD), FIRST_OF_SECOND_SHARD, **SMALL)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix)]
+)
+def test_every_rank_says_so_of_the_same_rows(layout: str):
+    """The token is the first of the second rank's: what a rank looks up for the tokens of others."""
+    source = f"""
+        import sys
+        from pathlib import Path
+        from non_finite_rows import FIRST_OF_SECOND_SHARD, SMALL, check
+        check(Path(sys.argv[1]), Path(sys.argv[2]), FIRST_OF_SECOND_SHARD, {layout}=2, **SMALL)
+        print("as expected")
+        """
+    done = ranks.run_ranks(source, 2, 120, [clean(), with_bad_token(FIRST_OF_SECOND_SHARD)])
+    assert done.returncode == 0, done.output
+    assert done.stdout.count("as expected") == 2
+
+
+def test_a_row_that_writes_the_token_itself_ends_behind_it():
+    prompts = random_prompts(6)
+    with LLM(clean(), **SMALL) as llm:
+        expected = llm.generate(prompts, GREEDY, use_tqdm=False)
+    prompt, written = next(
+        (prompt, written)
+        for prompt, output in zip(prompts, expected, strict=True)
+        for written in [output.outputs[0].token_ids]
+        if not {*written[:-1]} & {*prompt}
+    )
+    with LLM(with_bad_token(written[3]), allow_nonfinite=True, **SMALL) as llm:
+        output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+    assert is_told(output, written.index(written[3]) + 1), output
+
+
+def test_prompt_log_probabilities_are_looked_at_too():
+    """The head's weight for one token is NaN, and with it every log-probability of every position."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"][9] = torch.nan
+
+    with LLM(changed("head", change), allow_nonfinite=True, **SMALL) as llm:
+        asked = [SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0), GREEDY]
+        outputs = llm.generate([[1, 2, 3], [4, 5, 6]], asked, use_tqdm=False)
+    assert [output.error_code for output in outputs] == ["non_finite_logits"] * 2
+    assert "token 1 of the prompt" in str(outputs[0].error)
+    assert "output token 0 " in str(outputs[1].error)
+
+
+def test_a_job_writes_error_rows_and_counts_them(tmp_path: Path):
+    prompts = prompts_around(FIRST_OF_SECOND_SHARD)
+    rows = [{"prompt_token_ids": prompt, "temperature": 0, "max_tokens": 3} for prompt in prompts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RunConfig(
+        model=ModelOptions(path=str(with_bad_token(FIRST_OF_SECOND_SHARD)), allow_nonfinite=True),
+        cache=CacheConfig(num_blocks=64),
+        job=JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "out.jsonl")),
+        device="cpu",
+    )
+    run_job(config, RankEnvironment())
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    codes = [answer["error"] and answer["error"]["code"] for answer in answers]
+    assert codes == ["non_finite_logits" if FIRST_OF_SECOND_SHARD in prompt else None for prompt in prompts]
+    assert "outputs" not in answers[0]
+    metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
+    assert metrics["error_rows"] == 3
+
+
+def test_weights_that_are_not_finite_are_refused_by_name_unless_they_are_wanted():
+    with pytest.raises(
+        CheckpointError, match=r"'model.embed_tokens.weight' has nan at \[128, 0\].*allow_nonfinite=true"
+    ):
+        LLM(with_bad_token(FIRST_OF_SECOND_SHARD), **SMALL)
