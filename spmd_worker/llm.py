@@ -29,6 +29,7 @@ from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
+from spmd_worker.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
 from spmd_worker.errors import ChatTemplateError, ConfigError, PromptsRefusedError
@@ -146,10 +147,10 @@ class LLM:
         use_tqdm: UseTqdm = True,
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One output a prompt, in order. Prompts that can never be answered (too long for the model, ...) raise
         PromptsRefusedError, a ValueError that names all of them, before anything is computed; with `on_error="row"`
@@ -190,10 +191,10 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One conversation or a list of them through the model's chat template; otherwise as `generate`.
 
@@ -308,8 +309,7 @@ class LLM:
                 engine.check_request(each.token_ids, params.step_params)
             return [each.token_ids for each in encoded], asdict(params)
 
-        # In turns each rank has beams of its own.
-        token_ids, _ = agree_on_call(engine, "beam_search", prepare) if self._turns is None else prepare()
+        token_ids, _ = agree_on_call(engine, "beam_search", prepare)
         eos_token_ids = engine.resolved.model_config.eos_token_ids
         searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
         with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
@@ -431,14 +431,21 @@ class LLM:
         self.llm_engine.check_open()
         self.llm_engine.weight_updates.hold(is_partial=partial)
 
-    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]] | None, *, source: int | None = None) -> None:
         """Load whole tensors by their checkpoint names: any of them, in any order, of any floating-point dtype, from
         any device. Every rank gives the same; nothing is exchanged. Each rank takes its slices, in place.
+
+        Where one rank alone has them, `source` is that rank of this engine, on every rank, and the others give None:
+        one tensor after the other is broadcast, through host memory.
 
         Raises RuntimeError while requests are being answered, and ValueError for an unknown name and a tensor that is
         misshapen, sharded or not finite, which is not written.
         """
         self.llm_engine.check_open()
+        if source is not None:
+            tensors = broadcast_weights(self.llm_engine, tensors, source)
+        elif tensors is None:
+            raise TypeError("tensors is None: give pairs of name and tensor, or the rank that has them as source")
         executor: Any = self.llm_engine.model_executor  # with a worker in this process, unless it says why not
         executor.driver_worker.model_runner.model.load_weights(tensors)
 

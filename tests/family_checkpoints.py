@@ -30,7 +30,7 @@ BASE = {
     "pad_token_id": 0,
 }
 GPT2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "eos_token_id": 2}
-_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon")
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -67,6 +67,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "smollm3_layers": ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0], "attention_bias": True, "mlp_bias": True}),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "mlp_bias": True}),
+    "ernie": ("Ernie4_5", {"head_dim": 32, "use_bias": True}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 5}),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "gemma_older_word": ("Gemma", {"head_dim": 16, "hidden_act": "gelu"}),
     "phi3": ("Phi3", {"sliding_window": 7}),
     "phi3_long": (
         "Phi3",
@@ -88,6 +95,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {}),
     "gpt2_inner": ("GPT2", {"n_inner": 80, "tie_word_embeddings": False}),
 }
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 500.0}}
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3_images": (
+        "Gemma3",
+        {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 7, "query_pre_attn_scalar": 24},
+        {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
+    ),
+    "qwen2_vl": (
+        "Qwen2VL",
+        {**_SECTIONS, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        {"vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}},
+    ),
+    "qwen2_5_vl": ("Qwen2_5_VL", {**_SECTIONS}, {"vision_config": _QWEN_VISION, "tie_word_embeddings": True}),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {**_SECTIONS, "head_dim": 32},
+        {"vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}},
+    ),
+}
+"""Models that take images: family, `text_config`, and what is beside it."""
+
+ALL_CASES = (*CASES, *WITH_IMAGES)
+
 OLDER_ROPES = ("gemma2", "gemma3_kinds", "phi3", "phi3_long", "granite", "glm4")
 """Written once more with the keys that were before `rope_parameters`."""
 
@@ -95,6 +127,8 @@ OLDER_ROPES = ("gemma2", "gemma3_kinds", "phi3", "phi3_long", "granite", "glm4")
 @cache
 def family_folder(name: str) -> Path:
     """The checkpoint of a case, with every key in its config.json; written once a run."""
+    if name in WITH_IMAGES:
+        return made_once(f"family {name}", lambda folder: _write_with_images(folder, *WITH_IMAGES[name]))
     return made_once(f"family {name}", lambda folder: _write(folder, *CASES[name]))
 
 
@@ -103,13 +137,18 @@ def thinned_folder(name: str) -> Path:
     """The same without the keys that have the class's default, with older rope keys where the case has them, and, of
     GPT-2, names without a prefix beside masks.
     """
-    return made_once(f"thinned {name}", lambda folder: _thin(family_folder(name), folder, name))
+    thin = _thin_with_images if name in WITH_IMAGES else _thin
+    return made_once(f"thinned {name}", lambda folder: thin(family_folder(name), folder, name))
 
 
 @cache
 def family_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
     """transformers' model of the folder."""
-    return open_reference(thinned_folder(name) if is_thinned else family_folder(name))
+    folder = thinned_folder(name) if is_thinned else family_folder(name)
+    if name not in WITH_IMAGES:
+        return open_reference(folder)
+    model_class = getattr(transformers, f"{WITH_IMAGES[name][0]}ForConditionalGeneration")
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def config_class(name: str) -> Any:
@@ -129,6 +168,37 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     model = getattr(transformers, family + suffix)(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
+
+
+def _write_with_images(folder: Path, family: str, text: dict[str, Any], beside: dict[str, Any]) -> None:
+    # A window is only known to layers that are listed.
+    config = getattr(transformers, f"{family}Config")(
+        text_config={**BASE, "rms_norm_eps": 0.03, **text}, eos_token_id=2, **beside
+    )
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
+    stir(model)
+    model.save_pretrained(folder)
+
+
+def _thin_with_images(full: Path, folder: Path, name: str) -> None:
+    """As the hub's: few keys in `text_config`, or for Qwen2.5-VL none, all beside it."""
+    shutil.copytree(full, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    defaults = getattr(transformers, f"{WITH_IMAGES[name][0]}Config")().text_config.to_dict()
+    text = {key: value for key, value in config["text_config"].items() if value != defaults.get(key)}
+    text.pop("layer_types", None)
+    if "mrope_section" in config["text_config"]["rope_parameters"]:
+        rope = text.pop("rope_parameters")
+        kind = {"rope_type": "default", "mrope_interleaved": True} if name == "qwen3_vl" else {"type": "mrope"}
+        text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {**kind, "mrope_section": [2, 3, 3]}}
+    del config["text_config"]
+    whole = (
+        {**config, **text}
+        if name == "qwen2_5_vl"
+        else {**config, "text_config": {**text, "model_type": text.get("model_type", defaults["model_type"])}}
+    )
+    path.write_text(json.dumps({**whole, "model_type": config["model_type"]}))
 
 
 @torch.no_grad()
@@ -157,6 +227,8 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         _older_ropes(thin, config)
     if "layer_types" in thin and CASES[name][1].get("layer_types") is None:
         del thin["layer_types"]
+    if name == "gemma_older_word":
+        thin["hidden_act"] = "gelu"
     path.write_text(json.dumps(thin))
     if CASES[name][0] == "GPT2":
         _drop_prefix(folder / "model.safetensors")

@@ -103,8 +103,8 @@ def plain_beams(prompt: list[int], width: int, num_tokens: int, penalty: float) 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 8.0])
 def test_beams_that_end_are_compared_with_those_that_do_not(llm: LLM, penalty: float, monkeypatch: pytest.MonkeyPatch):
     engine = llm.llm_engine
-    model_config = replace(engine.resolved.model_config, eos_token_ids=EVEN)
-    monkeypatch.setattr(engine, "resolved", replace(engine.resolved, model_config=model_config))
+    ends_even = replace(engine.resolved.model_config, eos_token_ids=EVEN)
+    monkeypatch.setattr(engine, "resolved", replace(engine.resolved, model_config=ends_even))
     outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=5, length_penalty=penalty))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert found(output, prompt) == plain_beams(prompt, 4, 5, penalty)

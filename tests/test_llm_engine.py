@@ -198,7 +198,7 @@ def test_the_engine_of_an_llm_can_be_driven_so_too_and_has_its_names(folder: Pat
     with LLM(folder, num_blocks=300) as llm:
         engine = LLMEngine(llm.llm_engine)
         assert engine.get_tokenizer() is llm.get_tokenizer()
-        assert engine.model_config == llm.llm_engine.model_config
+        assert engine.limits is llm.llm_engine.limits
         engine.add_request("a", "hello", GREEDY)
         (output,) = drain(engine)
         assert output.outputs == llm.generate("hello", GREEDY, use_tqdm=False)[0].outputs

@@ -257,7 +257,7 @@ class LLMEngine:
         """Rows often share their parameters: the last ones are remembered."""
         if sampling is not self._last_taken[0]:
             frozen = sampling.frozen()
-            self._last_taken = (frozen, taken_params(frozen, self.tokenizer, self.resolved.model_config.vocab_size))
+            self._last_taken = (frozen, taken_params(frozen, self.tokenizer, self.limits.vocab_size))
         return self._last_taken[1]
 
     def abort_request(self, request_ids: str | int | Iterable[str | int]) -> None:

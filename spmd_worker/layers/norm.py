@@ -49,8 +49,7 @@ class FullNorm(CheckpointLayer):
     def __init__(self, context: LayerContext, size: int, norm: NormConfig) -> None:
         super().__init__()
         assert norm.kind == "layer" or norm.rounds_once, norm
-        self.size, self.eps, self._norm = size, norm.eps, norm
-        self._kernels, self._group = context.kernels, context.tensor_group
+        self.size, self.eps, self._norm, self._kernels = size, norm.eps, norm, context.kernels
         self.weight = context.parameter(size)
         self.bias = context.parameter(size) if norm.has_bias else None
 
@@ -60,11 +59,6 @@ class FullNorm(CheckpointLayer):
         return self._kernels.full_norm(
             x, self.weight, self.bias, self.eps, offset=norm.offset, is_centred=norm.kind == "layer"
         )
-
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See `RMSNorm.add_and_norm`; the residual stream is whole on every rank."""
-        normed: Tensor = self(residual.add_(self._group.all_reduce(x)))
-        return normed
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""

@@ -82,7 +82,7 @@ class CoordinatedShutdown:
         """Print the diagnosis on exactly one rank: rank 0, or the first that lives, or after a while the first that
         asks. Returns when it was printed, here or elsewhere.
         """
-        reporter = next((each.rank for each in statuses if self._may_report(each)), self._rank)
+        reporter = next((each.rank for each in statuses if self._may_report(each, diagnosis)), self._rank)
         has_asked = False
         started_s = self._clock.tick()
         while self._exchange.is_shared and not self._exchange.is_reporter:
@@ -106,10 +106,12 @@ class CoordinatedShutdown:
             if self._clock.wait(self._stop, TICK_S):
                 return
 
-    def _may_report(self, status: RankStatus) -> bool:
+    def _may_report(self, status: RankStatus, diagnosis: Diagnosis) -> bool:
         """Without a heartbeat store no rank knows that another has reported: then one rank on each node does."""
         if status.last_heartbeat is None:
-            return not self._exchange.is_connected
+            # A store that was never reached may have gone with rank 0, which keeps it where there is no torchrun.
+            is_host = status.rank == 0 and (self._exchange.is_lost or status.rank in diagnosis.ranks)
+            return not self._exchange.is_connected and not is_host
         return status.is_living and (self._exchange.is_shared or status.last_heartbeat.node == self._exchange.node)
 
     def wait_for_main(self, diagnosis: Diagnosis, is_done: Callable[[], bool]) -> None:

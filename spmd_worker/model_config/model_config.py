@@ -189,6 +189,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     """`config` is the content of `path`, which is only named in errors."""
     architecture = _architecture(config, path)
     family = FAMILIES[architecture]
+    config = _text_part(config, path) if family.is_text_part else config
     reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
     _check_required(reader, family)
     max_positions = reader.count("max_position_embeddings", 2048)
@@ -246,22 +247,34 @@ def _layers(
         has_output_bias=_bias(reader, family.output_bias),
         has_mlp_bias=_bias(reader, family.mlp_bias),
         qk_norm=family.qk_norm,
-        rope=0 if family.has_rope else None,
         score_cap=_number(reader, family.score_cap_key, 0.0),
         norms=tuple(name != "" for name in family.names.norms),  # type: ignore[arg-type]  # four, as there
         activation=_activation(reader, family),
         is_gated=family.is_gated,
         residual_multiplier=_number(reader, family.residual_multiplier_key, 1.0),
     )
-    windows = _sliding_windows(reader, family, num_layers)
     ropes = _ropes(reader, family, max_positions, head_size)
-    # Sliding layers take the second rope where there are two.
-    kinds = {window: _with(layer, window, int(window > 0 and len(ropes) > 1)) for window in dict.fromkeys(windows)}
-    return tuple(kinds[window] for window in windows), ropes
+    windows = _sliding_windows(reader, family, num_layers)
+    kinds = list(zip(windows, _ropes_of_layers(reader, family, windows), strict=True))
+    layers = {kind: replace(layer, window=kind[0], rope=kind[1]) for kind in dict.fromkeys(kinds)}
+    return tuple(layers[kind] for kind in kinds), ropes
 
 
-def _with(layer: LayerConfig, window: int, rope: int) -> LayerConfig:
-    return replace(layer, window=window, rope=None if layer.rope is None else rope)
+def _ropes_of_layers(reader: ConfigReader, family: Family, windows: tuple[int, ...]) -> tuple[int | None, ...]:
+    """One a layer: sliding layers take the second where there are two."""
+    if not family.has_rope:
+        return (None,) * len(windows)
+    if family.has_local_rope:
+        return tuple(int(window > 0) for window in windows)
+    if not family.rope_layers_key:
+        return (0,) * len(windows)
+    flags = reader.get(family.rope_layers_key)
+    if flags is None:
+        interval = reader.count(family.rope_interval_key)
+        flags = [int((layer + 1) % interval != 0) for layer in range(len(windows))]
+    if not isinstance(flags, list) or len(flags) != len(windows) or any(flag not in (0, 1) for flag in flags):
+        raise ModelConfigError(f"{reader.where(family.rope_layers_key)} must list {len(windows)} of 0 and 1")
+    return tuple(0 if flag else None for flag in flags)
 
 
 def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: int) -> tuple[RopeParameters, ...]:
@@ -294,6 +307,19 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     return known[0]
 
 
+_OF_THE_WHOLE: Final = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
+
+
+def _text_part(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """What config.json says of the part that takes text; the file of the whole knows whether the head is tied."""
+    text = config.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, Mapping):
+        raise ModelConfigError(f"{path}: text_config must be an object")
+    return {**text, **{key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}}
+
+
 def _check_required(reader: ConfigReader, family: Family) -> None:
     for key, value in family.required.items():
         if reader.get(key, value) != value:
@@ -316,6 +342,7 @@ def _scale(reader: ConfigReader, family: Family, head_size: int) -> float:
 
 def _activation(reader: ConfigReader, family: Family) -> str:
     name = reader.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
+    name = family.activation_words.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelConfigError(
             f"{reader.where(family.activation_key)}={name} is not supported; only {', '.join(_ACTIVATIONS)} are"

@@ -75,8 +75,9 @@ class CheckpointNames:
         return self.is_derived(name) or self._is_elsewhere(name)
 
     def is_derived(self, name: str) -> bool:
-        """Whether the tensor says nothing that others of the checkpoint do not say."""
-        return (self._is_tied and name == self.head) or name.endswith(self._names.ignored)
+        """Whether the tensor says nothing of the model that others of the checkpoint do not say."""
+        is_ignored = name.endswith(self._names.ignored) or name.startswith(self._names.ignored_prefixes)
+        return is_ignored or (self._is_tied and name == self.head)
 
     def shapes_of_all_stages(self, own: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The checkpoint's tensors, those of other stages too, given those of this one, shapes by name. All layers of a

@@ -200,9 +200,13 @@ class DecoderStack(nn.Module):
                 x = layer(x, residual, ropes, layer_cache, metadata, is_fused=is_fused)
         if not self._stage.is_last:
             return residual if x is None else add_whole(self._group, x, residual)
-        hidden: Tensor = self.norm(residual) if x is None else self.norm.add_and_norm(x, residual)
+        if x is None:
+            whole: Tensor = self.norm(residual)
+            return whole
+        assert isinstance(self.norm, RMSNorm), "only plain norms leave something to add"
+        hidden = self.norm.add_and_norm(x, residual)
         # Not memory of the group, which the next step's norms write to.
-        return hidden if self._group.fast is None or x is None else hidden.clone()
+        return hidden if self._group.fast is None else hidden.clone()
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embed_tokens(token_ids)

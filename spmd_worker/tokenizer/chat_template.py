@@ -1,7 +1,9 @@
 """Renders a conversation with a model's chat template, in Jinja's sandbox and within bounds.
 
 A template comes with a model folder and is not trusted: it sees plain JSON values only, reaches no Python attribute,
-and its loops, calls and text are counted, so that a mistake or a bomb ends in an error and not in a job that hangs.
+and its loops, calls and text are counted, so that a mistake ends in an error that says what it is. What gets past that
+the process ends in which templates are rendered (`template_process.py`).
+
 `strftime_now` is left undefined on purpose: an answer must not depend on the day it was computed. Templates that ask
 `strftime_now is defined` take their own constant date; others get an error that says so.
 """
@@ -30,7 +32,7 @@ _MAX_NUMBER_BITS: Final = 256
 _WIDE_FIELD: Final = re.compile(r"[0-9]{6}|%[^a-zA-Z]*\*")
 _FILTERS_WITH_WIDTHS: Final = ("batch", "center", "indent", "slice", "truncate", "wordwrap")
 
-_EXPECTED_FAILURES: Final = (
+EXPECTED_FAILURES: Final = (
     TemplateError,
     TypeError,
     ValueError,
@@ -66,7 +68,7 @@ class ChatTemplate:
             context |= {"messages": _plain(given), "add_generation_prompt": add_generation_prompt}
             context = {"tools": None, "documents": None, **context}
             return self._render(context)
-        except _EXPECTED_FAILURES as error:
+        except EXPECTED_FAILURES as error:
             raise ChatTemplateError(_explanation(error)) from error
 
     def _render(self, context: dict[str, Any]) -> str:

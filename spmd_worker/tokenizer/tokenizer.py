@@ -14,7 +14,7 @@ import tokenizers
 
 from spmd_worker import files
 from spmd_worker.errors import ChatTemplateError, TokenizerError
-from spmd_worker.tokenizer.chat_template import ChatTemplate
+from spmd_worker.tokenizer.template_process import IsolatedTemplate
 
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -49,7 +49,7 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str],
-        chat_template: ChatTemplate | None,
+        chat_template: IsolatedTemplate | None,
         fingerprint: str,
     ) -> None:
         self._backend = backend
@@ -79,7 +79,7 @@ class Tokenizer:
         special_tokens = _named_tokens(config)
         _register_tokens(backend, config, special_tokens)
         source = _chat_template_source(folder, contents, config)
-        template = None if source is None else ChatTemplate(source, special_tokens)
+        template = None if source is None else IsolatedTemplate(source, special_tokens)
         return Tokenizer(backend, special_tokens, template, _fingerprint(contents))
 
     @staticmethod

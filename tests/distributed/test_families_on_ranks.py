@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ranks
-from family_checkpoints import CASES, family_folder
+from family_checkpoints import ALL_CASES, family_folder
 from reference_models import random_prompt
 
 from spmd_worker import LLM, SamplingParams
@@ -69,4 +69,4 @@ def test_two_families_on_two_ranks(tmp_path: Path):
 
 @pytest.mark.matrix
 def test_all_families_on_two_ranks(tmp_path: Path):
-    check(list(CASES), tmp_path)
+    check(list(ALL_CASES), tmp_path)

@@ -393,6 +393,25 @@ def test_where_the_store_went_with_its_rank_the_others_see_it_gone_and_one_of_th
     assert "error: rank 0 is gone: last seen in step 5, phase execute, " in text
 
 
+def test_where_the_store_was_never_reached_rank_0_is_named_by_one_of_the_others(make, capsys):
+    """Rank 0 kept it, and ended before the others came: each left the report to rank 0 once, and none was made."""
+
+    def connect() -> HeartbeatStore:
+        raise ConnectionError("Connection refused")
+
+    ranks = make(3)
+    for each in ranks.all[1:]:
+        each._exchange._connect = connect
+        each.start()
+    ranks.wait_until(lambda: all(each._exchange.is_lost for each in ranks.all[1:]))
+    for each in ranks.all[1:]:
+        each.fail(ConnectionError("Connection refused"))
+    assert sorted(ranks.wait_for_exits(2)) == [1, 2]
+    text = capsys.readouterr().err
+    assert text.count(HEADING) == 1
+    assert "error: ranks 0, 2 are silent: no heartbeat since the start" in text
+
+
 def test_ranks_of_this_node_are_not_silent_because_the_store_is_gone(make):
     """They would end each other."""
     ranks = make(2, timeout_s=4.0)

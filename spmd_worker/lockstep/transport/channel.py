@@ -57,6 +57,13 @@ class ControlChannel:
             rest.copy_(_as_tensor(payload[len(head) :]))
         return head + _as_bytes(self._group.broadcast(rest, source))
 
+    def broadcast_tensor(self, tensor: Tensor, source: int) -> None:
+        """Rank `source` gives its contiguous tensor in host memory, the others one of the same shape and dtype, which
+        is filled.
+        """
+        if tensor.numel():
+            self._group.broadcast(tensor.view(-1).view(torch.uint8), source)
+
     def gather(self, payload: bytes) -> list[bytes]:
         """Each rank's payload, in rank order, on every rank; lengths may differ."""
         if self.size == 1:

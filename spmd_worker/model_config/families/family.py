@@ -22,7 +22,8 @@ class Names:
 
     `norms` are the four places of `NORM_PLACES`, "" where there is no norm. `parts` renames modules of a layer, by our
     name. `fused` are tensors that hold several of ours, one below the other. `are_transposed`: matrices of a layer are
-    [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here.
+    [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here,
+    those that begin with one of `ignored_prefixes` are for other input than text.
     """
 
     embedding: str = "model.embed_tokens"
@@ -36,6 +37,7 @@ class Names:
     are_transposed: bool = False
     optional_prefix: str = ""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ignored_prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,13 @@ class Family:
 
     `norm_kind` to `norm_has_bias` are as in `NormConfig`, `qk_norm`, `is_gated` as in `LayerConfig`. `has_rope` False:
     positions are learned, a table of `max_position_embeddings` rows. `has_local_rope`: sliding layers have a rope of
-    their own. `may_have_partial_rope`: `partial_rotary_factor` counts. `scale_key` is the scale of attention scores,
+    their own. `rope_layers_key` lists 1 for each layer that turns and 0 for each that does not, else every
+    `rope_interval_key`th does not. `activation_words` are what the file's words for activations mean here.
+    `may_have_partial_rope`: `partial_rotary_factor` counts. `scale_key` is the scale of attention scores,
     `scale_root_key` what it is the inverse root of; without both it is the head size. `intermediate_factor`, times the
     hidden size, is the intermediate size where the file names none. `embeds_by_root`: embeddings are multiplied by the
-    root of the hidden size, rounded to the dtype.
+    root of the hidden size, rounded to the dtype. `is_text_part`: the model takes images too and runs with text alone;
+    its sizes are in `text_config`, or in older files where those of other models are.
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
@@ -76,15 +81,19 @@ class Family:
     full_attention_every_key: str = ""
     has_rope: bool = True
     has_local_rope: bool = False
+    rope_layers_key: str = ""
+    rope_interval_key: str = ""
     has_interleaved_rope: bool = False
     may_have_partial_rope: bool = False
     scale_key: str = ""
     scale_root_key: str = ""
     score_cap_key: str = ""
     activation_key: str = "hidden_act"
+    activation_words: Mapping[str, str] = field(default_factory=dict)
     is_gated: bool = True
     intermediate_factor: int = 0
     embeds_by_root: bool = False
+    is_text_part: bool = False
     embedding_multiplier_key: str = ""
     residual_multiplier_key: str = ""
     logit_divisor_key: str = ""

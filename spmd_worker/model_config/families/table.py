@@ -4,9 +4,17 @@ Each row is compared with transformers on a checkpoint of its own, and each entr
 there (tests/models/test_families.py).
 """
 
+from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.model_config.families.family import Family, Names
+
+
+def _inside(names: Names, prefix: str) -> Names:
+    """The names of a model that is a part of another."""
+    tops = {name: prefix + getattr(names, name) for name in ("embedding", "layers", "norm", "head")}
+    return replace(names, **tops)  # type: ignore[arg-type]  # texts, all of them
+
 
 _QWEN_DEFAULTS: Final = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
 _MISTRAL_DEFAULTS: Final = {
@@ -28,13 +36,13 @@ _GEMMA_SIZES: Final = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
+_GEMMA_NAMES: Final = Names(
+    norms=(
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    )
+)
 _GEMMA: Final[dict[str, Any]] = {
-    "names": Names(
-        norms=(
-            *("input_layernorm", "post_attention_layernorm"),
-            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        )
-    ),
     "mlp_bias": False,
     "norm_offset": 1.0,
     "norm_rounds_once": True,
@@ -45,6 +53,36 @@ _GEMMA: Final[dict[str, Any]] = {
     "activation_key": "hidden_activation",
     "embeds_by_root": True,
     "required": {"use_bidirectional_attention": False},
+}
+# Its files have a bound for scores too, and transformers makes no use of it.
+_GEMMA3: Final[dict[str, Any]] = {
+    **_GEMMA,
+    "qk_norm": "head",
+    "full_attention_every": 6,
+    "full_attention_every_key": "sliding_window_pattern",
+    "has_local_rope": True,
+    "defaults": {
+        **_GEMMA_SIZES,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+    },
+}
+_QWEN_VL: Final[dict[str, Any]] = {
+    "names": Names(ignored_prefixes=("visual.",)),
+    "qkv_bias": True,
+    "output_bias": False,
+    "mlp_bias": False,
+    "sliding_window": "late_layers",
+    "is_text_part": True,
+    "defaults": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 80,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "eos_token_id": 151645,
+    },
 }
 _GLM: Final[dict[str, Any]] = {
     "output_bias": False,
@@ -88,9 +126,89 @@ FAMILIES: Final[dict[str, Family]] = {
         sliding_window="late_layers",
         defaults=_QWEN_DEFAULTS,
     ),
+    "SmolLM3ForCausalLM": Family(
+        models="SmolLM3",
+        rope_layers_key="no_rope_layers",
+        rope_interval_key="no_rope_layer_interval",
+        required={"use_sliding_window": False},
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0,
+            "no_rope_layer_interval": 4,
+            "tie_word_embeddings": True,
+            "eos_token_id": 128001,
+        },
+    ),
+    "SeedOssForCausalLM": Family(
+        models="Seed-OSS",
+        output_bias="attention_out_bias",
+        default_head_size=128,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+            "eos_token_id": 2,
+        },
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        models="ERNIE 4.5, dense",
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        default_head_size=128,
+        has_interleaved_rope=True,
+        defaults={
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "eos_token_id": 2,
+        },
+    ),
+    "Starcoder2ForCausalLM": Family(
+        models="StarCoder2",
+        names=Names(parts={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        norm_kind="layer",
+        norm_has_bias=True,
+        eps_key="norm_epsilon",
+        sliding_window="always",
+        is_gated=False,
+        defaults={
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "use_bias": True,
+            "tie_word_embeddings": True,
+            "eos_token_id": 50256,
+        },
+    ),
+    "GemmaForCausalLM": Family(
+        models="Gemma",
+        mlp_bias=False,
+        norm_offset=1.0,
+        norm_rounds_once=True,
+        default_head_size=256,
+        activation_words={"gelu": "gelu_pytorch_tanh"},
+        embeds_by_root=True,
+        required={"use_bidirectional_attention": False},
+        defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 8192,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+        },
+    ),
     "Gemma2ForCausalLM": Family(
-        models="Gemma 2",
         **_GEMMA,
+        models="Gemma 2",
+        names=_GEMMA_NAMES,
         score_cap_key="attn_logit_softcapping",
         full_attention_every=2,
         defaults={
@@ -101,20 +219,30 @@ FAMILIES: Final[dict[str, Family]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
-    # Its files have a bound for scores too, and transformers makes no use of it.
-    "Gemma3ForCausalLM": Family(
-        models="Gemma 3, text",
-        **_GEMMA,
+    "Gemma3ForCausalLM": Family(**_GEMMA3, models="Gemma 3 of text alone: 270M, 1B", names=_GEMMA_NAMES),
+    "Gemma3ForConditionalGeneration": Family(
+        **_GEMMA3,
+        models="Gemma 3, the text of 4B to 27B",
+        names=replace(
+            _inside(_GEMMA_NAMES, "language_model."), ignored_prefixes=("vision_tower.", "multi_modal_projector.")
+        ),
+        is_text_part=True,
+    ),
+    "Qwen2VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2-VL, the text"),
+    "Qwen2_5_VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2.5-VL, the text"),
+    "Qwen3VLForConditionalGeneration": Family(
+        models="Qwen3-VL, dense, the text",
+        names=Names(
+            embedding="model.language_model.embed_tokens",
+            layers="model.language_model.layers",
+            norm="model.language_model.norm",
+            ignored_prefixes=("model.visual.",),
+        ),
+        mlp_bias=False,
         qk_norm="head",
-        full_attention_every=6,
-        full_attention_every_key="sliding_window_pattern",
-        has_local_rope=True,
-        defaults={
-            **_GEMMA_SIZES,
-            "vocab_size": 262208,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1000000.0,
-        },
+        default_head_size=128,
+        is_text_part=True,
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 128000, "rope_theta": 500000.0},
     ),
     "Phi3ForCausalLM": Family(
         models="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
@@ -224,8 +352,8 @@ REFUSED: Final[dict[str, tuple[str, ...]]] = {
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
     _IMAGES: (
-        *("Gemma3ForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-        *("Qwen3VLForConditionalGeneration", "Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration"),
+        *("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+        *("Glm4vForConditionalGeneration", "MllamaForConditionalGeneration", "Llama4ForConditionalGeneration"),
     ),
     _ENCODER: (
         *("BertModel", "BertForMaskedLM", "XLMRobertaModel", "ModernBertModel", "T5ForConditionalGeneration"),

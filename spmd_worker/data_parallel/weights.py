@@ -1,0 +1,87 @@
+"""New weights that one rank has alone: handed to every rank of an engine, of all its replicas, tensor by tensor.
+
+Headers and tensors cross as JSON and as the tensors' own bytes, through host memory, over the control group.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_worker.data_parallel.agreement import agree_on_call
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.errors import RankFailedError
+from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
+
+_MAX_ERROR_CHARACTERS = 2000
+
+Pair = tuple[str, Tensor]
+
+
+def broadcast_weights(engine: LLMEngine, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
+    """The pairs that rank `source` of the engine gives, on every rank; the others give None. Every rank takes all of
+    them, or none after the same one. One tensor is on its way at a time.
+
+    Raises ValueError for arguments that do not fit each other, RuntimeError while requests are being answered, and on
+    the other ranks RankFailedError with the words of what the source's `tensors` raised.
+    """
+    channel = engine.engine_channel
+
+    def prepare() -> int:
+        if not 0 <= source < channel.size:
+            raise ValueError(f"source={source} must be a rank of this engine, from 0 to {channel.size - 1}")
+        if (tensors is not None) != (channel.rank == source):
+            raise ValueError(f"rank {source} alone gives tensors, the others None: this is rank {channel.rank}")
+        if engine.scheduler.has_unfinished:
+            raise RuntimeError("requests are being answered: call llm_engine.step until none is left")
+        return source
+
+    agree_on_call(engine, "update_weights", prepare)
+    own = iter(tensors) if tensors is not None else None
+    while True:
+        engine.times.heartbeat.enter(f"waiting for rank {source}'s weights")
+        pair = _hand_on(engine, own, source)
+        engine.times.heartbeat.enter(BETWEEN_STEPS)
+        if pair is None:
+            return
+        yield pair
+
+
+def _hand_on(engine: LLMEngine, own: Iterator[Pair] | None, source: int) -> Pair | None:
+    """The next pair, or None after the last."""
+    pair, header, own_error = _next_of(own) if own is not None else (None, {}, None)
+    channel = engine.engine_channel
+    try:
+        payload = json.dumps(header).encode() if own is not None else None
+        header = json.loads(channel.broadcast(payload, source))
+        if "name" in header:
+            shape, dtype = header["shape"], getattr(torch, header["dtype"])
+            pair = (header["name"], torch.empty(shape, dtype=dtype)) if pair is None else pair
+            channel.broadcast_tensor(pair[1], source)
+    except RuntimeError as error:
+        raise engine.explain(error) from error
+    if own_error is not None:
+        raise own_error
+    if "error" in header:
+        failed = RankFailedError(f"rank {source} failed in update_weights: {header['error']}")
+        failed.names_cause = True
+        raise failed
+    return pair
+
+
+def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], Exception | None]:
+    """On the source: the next pair and what to say of it, or the error instead."""
+    try:
+        found = next(own, None)
+        if found is None:
+            return None, {}, None
+        name, tensor = found
+        if hasattr(tensor, "full_tensor") or tensor.is_meta:
+            raise ValueError(f"{name}: is sharded or has no data: pass its full_tensor()")
+        plain = tensor.detach().cpu().contiguous()
+        header = {"name": name, "shape": list(plain.shape), "dtype": str(plain.dtype).removeprefix("torch.")}
+        return (name, plain), header, None
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        return None, {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}, error

@@ -1,0 +1,178 @@
+"""Templates in their own process: the same text as in this one, and an end for those that no rule of ours sees."""
+
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import REPOSITORY
+from test_chat_template import BOMBS, CHATML, CONVERSATIONS, MISTRAL_LIKE, ODDITIES
+from waiting import wait_until
+
+from spmd_worker.batch.job import run_job
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.errors import ChatTemplateError
+from spmd_worker.process import children_of, start_time_of
+from spmd_worker.tokenizer import template_process
+from spmd_worker.tokenizer.chat_template import ChatTemplate
+from spmd_worker.tokenizer.template_process import IsolatedTemplate
+
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+
+# What the counting of loop turns, calls and characters does not see.
+LARGE = {
+    "replace": "{{ ('a' * 99999).replace('a', 'b' * 99999) | length }}",
+    "join": "{{ (['a' * 99999] * 99999) | join(',') | length }}",
+    "expandtabs": "{{ ('\t' * 99999).expandtabs(99999) | length }}",
+    "indent": "{{ ('\n' * 99999) | indent(99999, true, true) | length }}",
+    "translate": "{{ ('a' * 99999).translate({97: 'b' * 99999}) | length }}",
+    "format": "{{ ('{0}' * 9999).format('b' * 999999) | length }}",
+    "zfill": "{% set ns = namespace(x=[]) %}"
+    "{% for i in range(9999) %}{% set ns.x = ns.x + ['x'.zfill(99999)] %}{% endfor %}",
+}
+SLOW = {
+    "pprint": "{% set ns = namespace(x=[1]) %}{% for i in range(24) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+    "{{ ns.x | pprint | length }}",
+    "lists": "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}{% set ns.x = ns.x + [i] %}{% endfor %}",
+    "sort": "{% for i in range(9999) %}{% if range(99999) | sort | length %}{% endif %}{% endfor %}",
+    "find": "{% for i in range(9999) %}{% if ('a' * 99999 + 'b').count('a' * 4999 + 'b') %}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", [CHATML, MISTRAL_LIKE, ODDITIES], ids=["chatml", "mistral", "oddities"])
+def test_the_text_is_what_this_process_would_render(source: str):
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    isolated, here = IsolatedTemplate(source, tokens), ChatTemplate(source, tokens)
+    odd = [
+        {"role": "user", "content": "half \ud800, \u2028 and \x00", "tool_calls": [{"n": 1.5, "x": None, "y": True}]}
+    ]
+    for messages in [*CONVERSATIONS, odd]:
+        for generates in (True, False):
+            given = (messages, generates, {"date_string": "now", "more": [1, {"a": "b"}]})
+            assert isolated.render(*given) == here.render(*given)
+    assert isolated.source == source
+
+
+@pytest.mark.parametrize("name", ["loops", "repeat", "format method"])
+def test_the_bounds_that_say_more_come_first(name: str):
+    with pytest.raises(ChatTemplateError) as here:
+        ChatTemplate(BOMBS[name], {}).render(CONVERSATIONS[0])
+    with pytest.raises(ChatTemplateError) as isolated:
+        IsolatedTemplate(BOMBS[name], {}).render(CONVERSATIONS[0])
+    assert str(isolated.value) == str(here.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["replace", *(pytest.param(name, marks=pytest.mark.matrix) for name in LARGE if name != "replace")],
+)
+def test_what_would_take_gigabytes_is_an_error_and_the_next_row_goes_on(name: str):
+    template = IsolatedTemplate(f"{{% if messages | length > 1 %}}{LARGE[name]}{{% else %}}fine{{% endif %}}", {})
+    assert template.render(CONVERSATIONS[0]) == "fine"
+    with pytest.raises(ChatTemplateError, match="more than 512 MiB of memory"):
+        template.render(CONVERSATIONS[1])
+    assert template.render(CONVERSATIONS[0]) == "fine"
+
+
+@pytest.mark.parametrize(
+    "name", ["lists", *(pytest.param(name, marks=pytest.mark.matrix) for name in SLOW if name != "lists")]
+)
+def test_what_would_compute_for_ever_is_an_error_and_the_next_row_goes_on(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(template_process, "CPU_S", 0)
+    template = IsolatedTemplate(f"{{% if messages | length > 1 %}}{SLOW[name]}{{% else %}}fine{{% endif %}}", {})
+    assert template.render(CONVERSATIONS[0]) == "fine"
+    with pytest.raises(ChatTemplateError, match=r"it took more than \d s of computing"):
+        template.render(CONVERSATIONS[1])
+    assert template.render(CONVERSATIONS[0]) == "fine"
+
+
+def test_the_control_renders_here_what_no_bound_sees():
+    assert (
+        ChatTemplate("{{ ('a' * 9999).replace('a', 'b' * 9999) | length }}", {}).render(CONVERSATIONS[0]) == "99980001"
+    )
+
+
+def process_of(template: IsolatedTemplate) -> int:
+    return template._renderers[0]._process.pid
+
+
+def test_one_process_serves_a_template_until_it_ends_and_then_another():
+    template = IsolatedTemplate("{{ messages | length }}", {})
+    assert template._renderers == [], "none before it is needed"
+    template.render(CONVERSATIONS[0])
+    first = process_of(template)
+    with pytest.raises(ChatTemplateError, match="division"):
+        IsolatedTemplate("{{ 1 / 0 }}", {}).render(CONVERSATIONS[0])
+    template.render(CONVERSATIONS[0])
+    assert process_of(template) == first
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: start_time_of(first) is None)
+    assert template.render(CONVERSATIONS[1]) == "2"
+    assert process_of(template) != first
+
+
+def test_the_process_ends_with_its_template():
+    template = IsolatedTemplate("x", {})
+    template.render(CONVERSATIONS[0])
+    pid = process_of(template)
+    del template
+    gc.collect()
+    assert start_time_of(pid) is None
+
+
+def test_the_process_ends_with_its_owner_however_that_ends():
+    source = (
+        "from spmd_worker.tokenizer.template_process import IsolatedTemplate as T; import time; t = T('x', {}); "
+        "t.render([]); print(t._renderers[0]._process.pid, flush=True); time.sleep(3600)"
+    )
+    command = [sys.executable, "-c", source]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        assert children_of(owner.pid) == [pid]
+        owner.kill()
+        owner.wait()
+        wait_until(lambda: start_time_of(pid) is None)
+
+
+def test_a_forked_process_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    template = IsolatedTemplate("x", {})
+    template.render(CONVERSATIONS[0])
+    first = template._renderers[0]
+    pid, own = first._process.pid, os.getpid()
+    with monkeypatch.context() as forked:
+        forked.setattr(template_process.os, "getpid", lambda: own + 1)
+        assert template.render(CONVERSATIONS[0]) == "x"
+        assert process_of(template) != pid
+        assert start_time_of(pid) is not None, "the parent's is left alone"
+        template_process._end_all(template._renderers)
+    first.end()
+
+
+def test_objects_with_methods_of_their_own_are_not_sent():
+    with pytest.raises(ChatTemplateError, match="plain JSON values, not object"):
+        IsolatedTemplate("{{ messages }}", {}).render([{"role": "user", "content": object()}])
+
+
+def test_a_job_answers_other_rows_beside_a_template_that_is_a_bomb(tmp_path: Path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(LARGE["replace"])
+    rows = [{"prompt": "add 1 2 ="}, {"messages": [{"role": "user", "content": "x"}]}, {"prompt": "add 3 4 ="}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "max_tokens": 2}) + "\n" for row in rows))
+    config = RunConfig(
+        model=ModelOptions(path=str(tmp_path / "model")),
+        cache=CacheConfig(num_blocks=64),
+        job=JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "out.jsonl")),
+        device="cpu",
+    )
+    run_job(config, RankEnvironment())
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [answer["error"] and answer["error"]["code"] for answer in answers] == [None, "chat_template_error", None]
+    assert "more than 512 MiB of memory" in answers[1]["error"]["message"]
