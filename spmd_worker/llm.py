@@ -309,7 +309,8 @@ class LLM:
                 engine.check_request(each.token_ids, params.step_params)
             return [each.token_ids for each in encoded], asdict(params)
 
-        token_ids, _ = agree_on_call(engine, "beam_search", prepare)
+        # In turns each rank has beams of its own.
+        token_ids, _ = agree_on_call(engine, "beam_search", prepare) if self._turns is None else prepare()
         eos_token_ids = engine.resolved.model_config.eos_token_ids
         searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
         with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:

@@ -243,7 +243,7 @@ def test_text_parts_are_one_string_or_the_templates_own_business(text_llm: LLM):
 def test_a_message_that_is_no_text_is_that_conversations_error(text_llm: LLM, message: Any, words: str):
     for content_format in ("auto", "openai"):
         bad, good = text_llm.chat(
-            [[message], TALK], GREEDY, use_tqdm=False, chat_template_content_format=content_format
+            [[message], TALK], GREEDY, use_tqdm=False, on_error="row", chat_template_content_format=content_format
         )
         assert words in (bad.error or "")
         assert good.error is None
@@ -268,7 +268,7 @@ def test_options_that_cannot_be_are_refused(text_llm: LLM, options: dict[str, An
 def test_a_template_that_drops_the_last_message_cannot_continue_it(text_llm: LLM):
     options = {"continue_final_message": True, "add_generation_prompt": False}
     for talk, template in ((TALK, "{{ messages[0].content }}"), ([TALK[0], {"role": "assistant"}], None)):
-        (output,) = text_llm.chat(talk, GREEDY, use_tqdm=False, chat_template=template, **options)
+        (output,) = text_llm.chat(talk, GREEDY, use_tqdm=False, chat_template=template, on_error="row", **options)
         assert "continue_final_message=True, and the" in (output.error or "")
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.errors import ChatTemplateError, ConfigError
-from spmd_worker.tokenizer.chat_template import ChatTemplate
 from spmd_worker.tokenizer.messages import MessageProblem, check_parts, text_content, with_parsed_arguments
+from spmd_worker.tokenizer.template_process import IsolatedTemplate
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _FORMATS: Final = ("auto", "string", "openai")
@@ -55,7 +55,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._template: ChatTemplate | None = None
+        self._template: IsolatedTemplate | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
         """The prompt's text; encode it with `add_special_tokens=False`. Raises ChatTemplateError and ValueError."""
@@ -70,7 +70,7 @@ class ChatRenderer:
         if options.template is None:
             return self._tokenizer.apply_chat_template(messages, options.add_generation_prompt, variables)
         if self._template is None or self._template.source != options.template:
-            self._template = ChatTemplate(options.template, self._tokenizer.special_tokens)
+            self._template = IsolatedTemplate(options.template, self._tokenizer.special_tokens)
         return self._template.render(messages, options.add_generation_prompt, variables)
 
 

@@ -38,6 +38,7 @@ class PlainTokenizer:
 
     def __init__(self, own: Tokenizer) -> None:
         self._own = own
+        self._renderer = ChatRenderer(own)
 
     def __getattr__(self, name: str) -> Any:
         kind = name.removesuffix("_id")
@@ -118,5 +119,5 @@ class PlainTokenizer:
             variables["documents"] = documents
         # Contents are the template's business, as transformers has it.
         options = ChatOptions(chat_template, "openai", add_generation_prompt, continue_final_message, tools, variables)
-        text = ChatRenderer(self._own).render(conversation, options)
+        text = self._renderer.render(conversation, options)
         return self._own.encode(text, add_special_tokens=False) if tokenize else text

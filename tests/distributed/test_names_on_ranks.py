@@ -56,7 +56,14 @@ from pathlib import Path
 from spmd_worker import LLM
 
 with LLM(sys.argv[1], num_blocks=100, device="cpu", **json.loads(sys.argv[2])) as llm:
-    report = {name: found for name, found, _ in calls(llm, json.loads(sys.argv[3]))}
+    prompts = json.loads(sys.argv[3])
+    report = {name: found for name, found, _ in calls(llm, prompts)}
+    if llm.llm_engine.config.parallel.data_parallel_size == 1:
+        # Rank 1 alone, as often as it likes.
+        with llm.turns():
+            for prompt in prompts if os.environ["RANK"] == "1" else []:
+                (beams,) = llm.beam_search([prompt], BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True))
+                assert [each.tokens for each in beams.sequences] == report["beams"][prompts.index(prompt)]
 Path(sys.argv[4], f"{os.environ['RANK']}.json").write_text(json.dumps(report))
 """
 )
