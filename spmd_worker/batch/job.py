@@ -235,7 +235,7 @@ def _lead(
     job, run_dir = config.job, run.journal.folder
     num_rows = run.manifest["num_rows"]
     rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal)
-    rows.is_ready = run.check.may_read
+    rows.may_read = run.check.may_read
     prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
     output = JobOutput(run.journal, rows.keys, Progress(num_rows), num_rows, prometheus)
     run.check.expect = output.expect
@@ -312,7 +312,7 @@ def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_na
     patience_s = engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
     stepped_s = time.monotonic()
     while not rows.has_ended or runner.num_rows:
-        while rows.is_ready() and not rows.has_ended and runner.num_rows < most_unfinished:
+        while not rows.has_ended and runner.num_rows < most_unfinished and rows.is_ready():
             _admit_next(rows, runner, output)
         if runner.num_rows or time.monotonic() - stepped_s > patience_s:
             output.take_all(runner.step())

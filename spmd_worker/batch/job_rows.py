@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from spmd_worker.batch.input.row_parser import CustomIds, parse_row
 from spmd_worker.batch.input.row_reader import RowReader
+from spmd_worker.batch.input.stream_lines import StreamLines
 from spmd_worker.batch.output.row_answer import RowAnswer
 from spmd_worker.batch.progress import Progress
 from spmd_worker.batch.row import Row, RowError
@@ -34,14 +35,20 @@ class JobInput:
     ) -> None:
         self.num_rows = 0
         self.has_ended = False
-        self.is_ready: Callable[[], bool] = lambda: True
-        """Whether rows may be read now; where not, they may be a little later."""
+        self.may_read: Callable[[], bool] = lambda: True
+        """Whether rows may be read at all; where not, they may be a little later."""
         self.limits = limits
         self.keys: dict[int, int] = {}
         self._journal, self._input = journal, job.input
         self._max_rows, self._defaults = job.max_rows, defaults
-        self._lines: Iterator[tuple[int, bytes]] = iter(reader)
+        # What a stream has not written yet must not keep waiting what it has.
+        self._stream = StreamLines(iter(reader)) if reader.paths is None else None
+        self._lines: Iterator[tuple[int, bytes]] = self._stream or iter(reader)
         self._custom_ids = CustomIds()
+
+    def is_ready(self) -> bool:
+        """Whether the next row can be had now, or that there is none."""
+        return self.may_read() and (self._stream is None or self._stream.is_ready())
 
     def next_row(self) -> InputRow | None:
         """The next row that is to be done; None when there are no more. Raises ConfigError for a row that was done and

@@ -28,10 +28,17 @@ class NumberedLine:
 
 
 class RowWindow:
-    """`next_row` gives the rows of the input, then None; `refuse` is told of those that are none."""
+    """`next_row` gives the rows of the input, then None; `refuse` is told of those that are none. No row is asked for
+    before `is_ready`.
+    """
 
-    def __init__(self, next_row: Callable[[], InputRow | None], refuse: Callable[[RowError], None]) -> None:
-        self._next_row, self._refuse = next_row, refuse
+    def __init__(
+        self,
+        next_row: Callable[[], InputRow | None],
+        refuse: Callable[[RowError], None],
+        is_ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._next_row, self._refuse, self._is_ready = next_row, refuse, is_ready
         self._has_ended = False
         self._read: list[tuple[int, NumberedLine]] = []
         self._num_read_bytes = 0
@@ -45,7 +52,8 @@ class RowWindow:
     def read_on(self) -> None:
         """Read some rows, if there are more and they may be held."""
         for _ in range(_ROWS_A_TURN):
-            if self._has_ended or len(self._read) >= _MAX_ROWS or self._num_read_bytes >= _MAX_BYTES:
+            is_full = len(self._read) >= _MAX_ROWS or self._num_read_bytes >= _MAX_BYTES
+            if self._has_ended or is_full or not self._is_ready():
                 return
             found = self._next_row()
             if found is None:

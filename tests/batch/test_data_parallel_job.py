@@ -196,13 +196,14 @@ def test_one_replicas_end_is_everybodys_in_seconds_and_named(tmp_path: Path, fau
 
 
 @pytest.mark.matrix
-def test_a_replica_waits_for_rows_for_longer_than_the_timeout(tmp_path: Path):
+@pytest.mark.parametrize("layout", ["data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_wait_for_rows_for_longer_than_the_timeout(tmp_path: Path, layout: str):
     """Standard input comes late, after twice the timeout."""
     script = tmp_path / "late.py"
     script.write_text(LATE)
     write_inputs(tmp_path)
     arguments = [*SETTINGS, "job.input=-", f"job.output={tmp_path}/out.jsonl", "executor.timeout_s=4"]
-    given = [script, tmp_path / "mixed.jsonl", *arguments, "parallel.data_parallel_size=2"]
+    given = [script, tmp_path / "mixed.jsonl", *arguments, f"parallel.{layout}=2"]
     done = ranks.run_forked(given, 2, timeout_s=240)
     assert done.returncode == 0, done.output
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(INPUTS["mixed"])

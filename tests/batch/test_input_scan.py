@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import ranks
+from waiting import wait_until
 
 import spmd_worker.batch.job as job_module
+from spmd_worker.batch.input import stream_lines
 from spmd_worker.batch.input.input_files import is_stream
 from spmd_worker.batch.input.input_scan import InputScan
 from spmd_worker.batch.input.row_reader import RowReader
+from spmd_worker.batch.input.stream_lines import StreamLines
 from spmd_worker.batch.job import InputCheck, run_job
 from spmd_worker.batch.job_rows import JobOutput
 from spmd_worker.batch.run_dir.manifest import NOT_READ
@@ -269,3 +272,52 @@ def test_the_device_of_standard_input_is_what_it_stands_for(tmp_path: Path, kind
         [sys.executable, script], capture_output=True, text=True, check=True, env=environment, **given
     )
     assert done.stdout.split() == [str(kind == "pipe"), str(NUM_ROWS)]
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch, path: Path) -> threading.Thread:
+    """Writes a row into the FIFO when the one before has been answered, and not before."""
+    answered = threading.Semaphore(0)
+    for number in range(1, NUM_ROWS + 1):
+        after_rows(monkeypatch, number, answered.release)
+
+    def write() -> None:
+        with path.open("w") as fifo:
+            for line in content().splitlines(True):
+                fifo.write(line)
+                fifo.flush()
+                # What is broken never answers: the stream ends then, and the test sees how few were.
+                if not answered.acquire(timeout=30):
+                    return
+
+    os.mkfifo(path)
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_row_of_a_stream_is_answered_while_the_next_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    thread = one_by_one(monkeypatch, tmp_path / "rows")
+    run(config_of(tmp_path, "rows"))
+    thread.join()
+    assert len(answers(tmp_path)) == NUM_ROWS
+
+
+def test_a_stream_is_read_ahead_by_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stream_lines, "_MOST_ROWS", 3)
+    num_read = 0
+
+    def lines() -> Iterator[tuple[int, bytes]]:
+        nonlocal num_read
+        for index in range(10):
+            num_read += 1
+            yield index, b"x"
+        raise OSError("the pipe broke")
+
+    stream = StreamLines(lines())
+    assert num_read == 0, "nothing is read before it is asked for"
+    wait_until(stream.is_ready)
+    assert [next(stream) for _ in range(4)] == [(index, b"x") for index in range(4)]
+    assert num_read <= 4 + 3
+    assert [index for index, _ in zip(range(6), stream)] == list(range(6))
+    with pytest.raises(OSError, match="the pipe broke"):
+        next(stream)
