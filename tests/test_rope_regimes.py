@@ -123,10 +123,16 @@ def check_way_was_taken(llm: LLM, way: str) -> None:
     assert (counters.num_loaded_blocks > 0) == (way == "from the host tier")
 
 
-@pytest.mark.parametrize("way", WAYS)
+QUICK = {("dynamic", "warm"), ("dynamic", "swapped"), ("longrope", "warm")}
+
+
 @pytest.mark.parametrize(
-    "rope_type",
-    [each if each in ("dynamic", "longrope") else pytest.param(each, marks=pytest.mark.matrix) for each in ROPE_TYPES],
+    ("rope_type", "way"),
+    [
+        pytest.param(rope_type, way, marks=[] if (rope_type, way) in QUICK else pytest.mark.matrix)
+        for rope_type in ROPE_TYPES
+        for way in WAYS
+    ],
 )
 def test_a_row_is_the_same_however_it_comes_to_its_keys(rope_type: str, way: str):
     rows = prompts()

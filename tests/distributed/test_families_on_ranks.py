@@ -63,10 +63,6 @@ def check(names: list[str], tmp_path: Path) -> None:
             assert logprobs == pytest.approx(their_logprobs, abs=1e-4), name
 
 
-def test_two_families_on_two_ranks(tmp_path: Path):
-    check(["olmo2", "gpt2"], tmp_path)
-
-
 @pytest.mark.matrix
 def test_all_families_on_two_ranks(tmp_path: Path):
     check(list(ALL_CASES), tmp_path)
