@@ -12,9 +12,10 @@ import shutil
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import ranks
@@ -24,7 +25,7 @@ from kv_cache.block import BlockHash, BlockId
 from kv_cache.block_table import BlockTable
 from kv_cache.swap_space import SwapSpace
 from spmd_worker import llm
-from spmd_worker.config.schema import ExecutorConfig
+from spmd_worker.config.schema import RunConfig
 from spmd_worker.engine import startup as engine_start
 from spmd_worker.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.liveness.signals import EndingSignals
@@ -484,7 +485,13 @@ def _generate(place: Place, arguments: list[str], prompts: list[str], params: li
     """A script of the kind that people write, which leaves as launch.py does."""
     EndingSignals(lambda: None, lambda number: None, 5.0).install()
     if "executor.digest_every=0" in arguments:
-        llm.ExecutorConfig = partial(ExecutorConfig, digest_every=0)
+        right_config = llm.run_config
+
+        def without_digests(given: Mapping[str, Any]) -> RunConfig:
+            config = right_config(given)
+            return dataclasses.replace(config, executor=dataclasses.replace(config.executor, digest_every=0))
+
+        llm.run_config = without_digests
     with llm.LLM(MODEL, tensor_parallel_size=place.num_ranks, num_blocks=64, device="cpu", timeout_s=20) as model:
         place.strike()
         try:
