@@ -164,15 +164,22 @@ class WorkerDiedError(RankFailedError):
 class MissingWeightsError(SpmdError, RuntimeError):
     """Some weights were loaded and others, `names`, were not: nothing is computed with old and new ones together."""
 
-    def __init__(self, names: Sequence[str], num_weights: int) -> None:
+    def __init__(self, names: Sequence[str], num_weights: int, *, were_dropped: bool = False) -> None:
+        """`were_dropped`: by a sleep of level 2, so that none can stay as it is."""
         self.names = list(names)
         num_more = len(self.names) - _MAX_REASONS
+        since = "sleep(level=2) dropped them" if were_dropped else "the last commit"
+        way_out = (
+            "load them too"
+            if were_dropped
+            else "load them too, or say that they stay as they are: llm.start_weight_update(partial=True), then "
+            "llm.finish_weight_update()"
+        )
         super().__init__(
-            f"{len(self.names)} of {num_weights} weights were not loaded since the last commit:\n"
+            f"{len(self.names)} of {num_weights} weights were not loaded since {since}:\n"
             + "\n".join(f"  {name}" for name in self.names[:_MAX_REASONS])
             + (f"\n  and {num_more} more: see names" if num_more > 0 else "")
-            + "\nload them too, or say that they stay as they are: llm.start_weight_update(partial=True), then "
-            "llm.finish_weight_update()"
+            + f"\n{way_out}"
         )
 
 

@@ -37,6 +37,7 @@ from spmd_worker.sequence.events import ResetPrefixCache
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.sleep_tags import checked_level, checked_tags
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -479,6 +480,58 @@ class LLM:
             self.llm_engine.weight_updates.release()
             raise
         self.finish_weight_update()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`, on every rank or on none; every rank calls this, with no request
+        unanswered. `level` 1 keeps the weights, in host memory, and drops the cache; 2 drops both. The CPU's weights
+        are in host memory and stay where they are at level 1. What was cached is not found afterwards. Bytes and
+        seconds of each rank are logged.
+
+        Asleep, `reset_prefix_cache` and `set_weight_version` can be called, and `load_weights` once the weights are
+        awake; to sleep again is no error, and 2 after 1 drops the weights. Whatever computes raises RuntimeError. Needs
+        nothing to be switched on.
+
+        Raises ValueError for another level, RuntimeError while requests are unanswered, saying how many, and
+        MissingWeightsError where some weights were loaded and others not, which level 2 drops; nothing sleeps then.
+        """
+        self.llm_engine.check_open()
+
+        def prepare() -> int:
+            self.llm_engine.check_idle_or_asleep()
+            self.llm_engine.weight_updates.check_not_held()
+            return checked_level(level)
+
+        self.llm_engine.sleep(agree_on_call(self.llm_engine, "sleep", prepare))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again for what sleeps: all of it, or `tags`, "weights" and "kv_cache", in any order and in one
+        call or two; what is awake is passed over. Sizes are those from before. Every rank calls this.
+
+        After `sleep(level=2)` the weights are none: until all of them were loaded (`load_weights`, `update_weights`,
+        `collective_rpc("reload_weights")`) whatever computes raises MissingWeightsError that lists those that were not.
+        Weights that were loaded completely are committed.
+
+        Raises ValueError for other tags, and WorkerEventError where a rank has too little memory, naming the rank and
+        the bytes; all ranks are as they were before and can try again.
+        """
+        self.llm_engine.check_open()
+
+        def prepare() -> list[str]:
+            self.llm_engine.check_idle_or_asleep()
+            self.llm_engine.weight_updates.check_not_held()
+            return checked_tags(tags)
+
+        self.llm_engine.wake_up(agree_on_call(self.llm_engine, "wake_up", prepare))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether anything sleeps; also `llm_engine.model_executor.is_sleeping`."""
+        return self.llm_engine.executor.is_sleeping
+
+    @property
+    def sleeping_tags(self) -> tuple[str, ...]:
+        """What sleeps: "weights", "kv_cache", both or nothing."""
+        return self.llm_engine.executor.sleeping_tags
 
     def reinitialize_distributed(
         self,

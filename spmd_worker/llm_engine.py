@@ -101,6 +101,10 @@ class LLMEngine:
         """Requests that were added and have not ended."""
         return self.engine.num_unfinished
 
+    def is_sleeping(self) -> bool:
+        """Whether anything sleeps."""
+        return self.engine.executor.is_sleeping
+
     def reset_mm_cache(self) -> None:
         """Nothing: models of text have no other inputs."""
 

@@ -353,6 +353,7 @@ _ROWS: Final = (
         fault_tolerance_config=None,
         io_processor_plugin=None,
     ),
+    *_none("every engine can sleep and wake up: nothing has to be prepared for it", enable_sleep_mode=False),
     *_none("an option of vLLM's own allocator or weight transfer", enable_cumem_allocator=None),
     *_none("an option of vLLM's own allocator or weight transfer", enable_nccl_comm_suspend=False),
     *_none("`weight_transfer_config` names a transport of vLLM's servers", weight_transfer_config=None),
@@ -384,7 +385,6 @@ _ROWS: Final = (
         enable_prompt_adapter=False,
         qlora_adapter_name_or_path=None,
     ),
-    *_refused("weights stay in memory while the engine lives: leave it out", enable_sleep_mode=False),
     *_refused(
         "ranks must agree on every logit and a log must replay it, which code of the caller's cannot promise: use "
         "allowed_token_ids, bad_words or logit_bias of SamplingParams",

@@ -8,7 +8,6 @@ from typing import Final
 
 _POOLING: Final = "models generate text here: log-probabilities of prompts come with prompt_logprobs"
 _QUEUE: Final = "prompts are answered in the call: use generate, or LLMEngine's add_request and step"
-_SLEEP: Final = "weights stay in memory while the engine lives: close() gives it back"
 
 LLM_METHODS: Final[Mapping[str, str]] = {
     "generate": "every rank passes the same prompts and gets every output; arguments for what is not here are refused",
@@ -22,6 +21,8 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "apply_model": "the function gets this rank's shard under the checkpoint's names; it has no forward pass",
     "reset_prefix_cache": "",
     "reset_mm_cache": "nothing: models of text have no other inputs",
+    "sleep": "levels 1 and 2, with no request unanswered; needs nothing to be switched on",
+    "wake_up": "after level 2 nothing is computed before all weights were loaded again",
     "start_profile": "takes the folder to write to",
     "stop_profile": "returns the files",
     "from_engine_args": "",
@@ -37,8 +38,6 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
     "enqueue": _QUEUE,
     "enqueue_chat": _QUEUE,
     "wait_for_completion": _QUEUE,
-    "sleep": _SLEEP,
-    "wake_up": _SLEEP,
     "set_tokenizer": "the engine decodes with the model folder's tokenizer: put another one there",
     "preprocess_chat": "render with get_tokenizer().apply_chat_template",
     "init_weight_transfer_engine": "weights are changed in this process: apply_model, then set_weight_version",
@@ -55,6 +54,9 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "get_tokenizer": "as `LLM`'s",
     "get_metrics": "as `LLM`'s",
     "reset_prefix_cache": "takes effect with the next step",
+    "sleep": "as `LLM`'s",
+    "wake_up": "as `LLM`'s",
+    "is_sleeping": "",
     "reset_mm_cache": "nothing",
 }
 """Of `LLMEngine`, which has all that `llm.llm_engine` has too."""

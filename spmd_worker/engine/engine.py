@@ -56,6 +56,7 @@ from spmd_worker.sequence.request import Request, RequestId, random_stream, unna
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup
+from spmd_worker.sequence.sleep_tags import SLEEP, WAKE_UP, checked_level, checked_tags
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.sequence.taken_params import taken_params
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -236,6 +237,7 @@ class LLMEngine:
         """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index` in call number
         `call`, else the order of requests that have neither names its randomness.
         """
+        self.check_awake()
         request_id = RequestId(self.num_requests)
         if custom_id is None and index is None:
             stream = unnamed_stream(self.config.seed, sampling.seed, self._num_unnamed)
@@ -320,6 +322,26 @@ class LLMEngine:
         self.check_open()
         self.weight_updates.check_not_held()
         self.commit_weights()
+        return self._run_worker_event(name, payload, then)
+
+    def sleep(self, level: int = 1) -> None:
+        """As `LLM.sleep`."""
+        self.check_idle_or_asleep()
+        if checked_level(level) == 1:
+            self.commit_weights()
+        # Cached blocks go with their memory, and so do transfers of theirs that have not ended.
+        self._run_worker_event(SLEEP, level, [ResetPrefixCache()])
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLM.wake_up`."""
+        self.check_idle_or_asleep()
+        waking = [tag for tag in checked_tags(tags) if tag in self.executor.sleeping_tags]
+        if not self.weight_updates.has_missing:
+            self.commit_weights()
+        if waking:
+            self._run_worker_event(WAKE_UP, waking)
+
+    def _run_worker_event(self, name: str, payload: Any, then: Sequence[Event] = ()) -> list[Any]:
         event = self._worker_events.new(name, payload)
         self._events.append(event)
         self._ended += self._step()
@@ -344,8 +366,21 @@ class LLMEngine:
             raise RuntimeError("this LLM was closed: make a new one")
         self._check_whole()
 
+    def check_awake(self) -> None:
+        """Raise RuntimeError for an engine of which something sleeps."""
+        if self.executor.is_sleeping:
+            tags = " and ".join(self.executor.sleeping_tags)
+            raise RuntimeError(f"this LLM is asleep ({tags}): call wake_up() before anything is computed")
+
     def check_idle(self) -> None:
-        """Raise RuntimeError unless new prompts would have the engine to themselves: open, whole, nothing waiting."""
+        """Raise RuntimeError unless new prompts would have the engine to themselves: open, whole, awake, nothing
+        waiting.
+        """
+        self.check_idle_or_asleep()
+        self.check_awake()
+
+    def check_idle_or_asleep(self) -> None:
+        """As `check_idle`; something may sleep."""
         self.check_open()
         if self.has_unfinished_requests():
             raise RuntimeError(
@@ -354,25 +389,30 @@ class LLMEngine:
             )
 
     def step(self) -> list[RequestOutput]:
-        """One step. Returns the requests that ended in it, in plan order."""
+        """One step. Returns the requests that ended in it, in plan order. Raises RuntimeError while anything sleeps."""
+        self.check_awake()
+        self._commit_before_step()
         ended, self._ended = [*self._ended, *self._step()], []
         return [self._output(group) for group in ended]
 
     def follow(self) -> None:
         """Run steps until rank 0 closes: the loop of a rank that has no requests of its own."""
         while not self.is_closed:
+            self._commit_before_step()
             self._step()
 
     def close_followers(self) -> None:
         """Rank 0 only: end the `follow` loops. The engine takes no more requests."""
         self._events.append(Close())
         while not self.is_closed:
+            self._commit_before_step()
             self._step()
 
     def follow_round(self) -> None:
         """Run steps until the leader ends the round: for ranks that do not know which requests their replica has."""
         self._is_round_over = False
         while not self._is_round_over:
+            self._commit_before_step()
             self._step()
 
     def end_round(self) -> None:
@@ -416,8 +456,6 @@ class LLMEngine:
     def _step(self) -> list[SequenceGroup]:
         """Raises ReplicaDivergedError or RankFailedError, naming the culprit, where another rank is the cause."""
         self._check_whole()
-        self.weight_updates.check_not_held()
-        self.commit_weights()
         self._is_mid_step = True
         try:
             ended = self._run_step()
@@ -429,6 +467,12 @@ class LLMEngine:
         self._is_mid_step = False
         self.times.heartbeat.enter(BETWEEN_STEPS)
         return ended
+
+    def _commit_before_step(self) -> None:
+        """Before a step that may compute."""
+        self._check_whole()
+        self.weight_updates.check_not_held()
+        self.commit_weights()
 
     def _check_whole(self) -> None:
         """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good, and a worker

@@ -39,6 +39,11 @@ class WeightUpdates:
         self.is_held = False
         return self._is_partial
 
+    @property
+    def has_missing(self) -> bool:
+        """Whether an update is open and not all weights were loaded."""
+        return any(update[1] for update in self._executor.get_weight_updates() if update is not None)
+
     def check_not_held(self) -> None:
         """Raise RuntimeError between the calls that begin and end an update."""
         if self.is_held:
@@ -47,8 +52,8 @@ class WeightUpdates:
     def commit(self, *, is_partial: bool) -> CommitWeights | None:
         """End the update that is open, if one is: what to tell the replicas.
 
-        Raises MissingWeightsError for weights that were not loaded, unless `is_partial`, and RanksDisagreeError where
-        the workers of this executor were given different ones; the update stays open.
+        Raises MissingWeightsError for weights that were not loaded, unless `is_partial` and none was dropped, and
+        RanksDisagreeError where the workers of this executor were given different ones; the update stays open.
         """
         updates = [update for update in self._executor.get_weight_updates() if update is not None]
         if not updates:
@@ -58,11 +63,11 @@ class WeightUpdates:
                 f"weights were loaded while {self._num_in_flight()} requests were being answered, with neither the old "
                 f"ones nor the new: close this LLM and make a new one"
             )
-        digests, missing = updates[0]
+        digests, missing, must_be_whole = updates[0]
         if any(update != updates[0] for update in updates) or len(updates) != self._executor.num_workers:
             raise RanksDisagreeError("the workers of this executor have loaded different weights: load them again")
-        if missing and not is_partial:
-            raise MissingWeightsError(missing, len(digests) + len(missing))
+        if missing and (must_be_whole or not is_partial):
+            raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_whole)
         self._executor.end_weight_update()
         # Whatever was loaded before counts where this update leaves some of it.
         before = str(self._version) if missing else ""

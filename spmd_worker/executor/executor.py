@@ -18,6 +18,7 @@ from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.errors import ConfigError
 from spmd_worker.lockstep.transfers import TransferBook
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.sequence.sleep_tags import tags_after
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import resolve_class
 
@@ -40,6 +41,9 @@ class Executor(ABC):
         self._callback_lock = threading.Lock()
         self._transfers = TransferBook(self.num_workers)
         self._num_in_flight: Callable[[], int] = lambda: 0
+        self.sleeping_tags: tuple[str, ...] = ()
+        """What of every worker sleeps: "weights", "kv_cache"."""
+        self._prepared_event: tuple[str, Any] = ("", None)
 
     @property
     def config(self) -> RunConfig:
@@ -60,6 +64,11 @@ class Executor(ABC):
     def is_failed(self) -> bool:
         """Whether no step can run any more."""
         return self._has_failed
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether anything sleeps: no step can compute then."""
+        return bool(self.sleeping_tags)
 
     @staticmethod
     def get_class(backend: str, environment: RankEnvironment) -> type["Executor"]:
@@ -128,6 +137,7 @@ class Executor(ABC):
 
     def prepare_event(self, name: str, payload: Any) -> str:
         """Have every worker prepare a worker event. Returns "", or what the lowest rank that refuses it says."""
+        self._prepared_event = (name, payload)
         for index, problem in enumerate(self._call_between_steps("prepare_event", name, payload)):
             if problem:
                 return f"rank {self.environment.rank + index}: {problem}"
@@ -135,13 +145,16 @@ class Executor(ABC):
 
     def end_event(self, is_committed: bool) -> list[Any]:
         """Have every worker commit what it prepared, or undo it: what the commits returned, in rank order."""
-        return self._call_between_steps("end_event", is_committed)
+        results = self._call_between_steps("end_event", is_committed)
+        if is_committed:
+            self.sleeping_tags = tags_after(*self._prepared_event, self.sleeping_tags)
+        return results
 
     def watch_requests(self, num_in_flight: Callable[[], int]) -> None:
         """`num_in_flight` says how many requests are being answered: no weight may change meanwhile."""
         self._num_in_flight = num_in_flight
 
-    def get_weight_updates(self) -> list[tuple[dict[str, str], list[str]] | None]:
+    def get_weight_updates(self) -> list[tuple[dict[str, str], list[str], bool] | None]:
         """Of each worker, in rank order: see `WorkerBase.get_weight_update`. May be empty where none is open."""
         return self.collective_rpc("get_weight_update")
 

@@ -139,7 +139,7 @@ class MultiprocExecutor(Executor):
             self._fail_with(error)
             raise
 
-    def get_weight_updates(self) -> list[tuple[dict[str, str], list[str]] | None]:
+    def get_weight_updates(self) -> list[tuple[dict[str, str], list[str], bool] | None]:
         """See `Executor.get_weight_updates`. The workers are asked after calls that may have loaded weights."""
         if not self._may_have_update:
             return []

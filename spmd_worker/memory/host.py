@@ -44,6 +44,12 @@ def keep_freed_memory() -> None:
             library.mallopt(parameter, value)
 
 
+def give_back_freed() -> None:
+    """Return to the system what this process has freed and the C library keeps, where that is glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def available_bytes() -> int:
     """What could be allocated now without swapping; the total where the kernel does not say."""
     machine = _field(_read(_PROC / "meminfo"), "MemAvailable:")

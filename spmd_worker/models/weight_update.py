@@ -23,10 +23,17 @@ class WeightUpdate:
         self.digests: dict[str, str] = {}
         """By checkpoint name, of what was loaded since the last commit."""
         self.is_open = False
+        self.must_be_whole = False
+        """No weight is what it was: each has to be loaded, whoever says that some stay."""
+        self.are_weights_asleep = False
         self.num_in_flight: Callable[[], int] | None = None
 
     def begin(self) -> None:
-        """Before the first byte is written. Raises RuntimeError while requests are being answered."""
+        """Before the first byte is written. Raises RuntimeError while requests are being answered, and while there are
+        no weights to write over.
+        """
+        if self.are_weights_asleep:
+            raise RuntimeError("the weights are asleep: call wake_up(tags=['weights']) before new ones are loaded")
         if self.is_open:
             return
         num_requests = self.num_in_flight() if self.num_in_flight is not None else 0
@@ -37,6 +44,10 @@ class WeightUpdate:
             )
         self.is_open = True
 
+    def require_all(self) -> None:
+        """The weights were dropped: an update is open until all of them were loaded."""
+        self.digests, self.is_open, self.must_be_whole = {}, True, True
+
     def add(self, name: str, tensor: Tensor) -> None:
         """A whole checkpoint tensor was loaded, or passed over because this rank holds nothing of it."""
         self.digests[name] = content_digest(tensor)
@@ -46,8 +57,8 @@ class WeightUpdate:
         return [name for name in names if name not in self.digests]
 
     def end(self) -> None:
-        """The update is committed."""
-        self.digests, self.is_open = {}, False
+        """The update is committed, or what was loaded is dropped."""
+        self.digests, self.is_open, self.must_be_whole = {}, False, False
 
 
 def content_digest(tensor: Tensor) -> str:

@@ -34,6 +34,7 @@ from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
+from spmd_worker.models.weight_memory import WeightMemory
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.runner.largest_step import largest_step, prepared_step
 from spmd_worker.runner.model_runner import ModelRunner
@@ -45,6 +46,7 @@ from spmd_worker.weights.loader import load_weights, load_whole
 from spmd_worker.worker.backends import arithmetic_of, choose_backends
 from spmd_worker.worker.device import choose_device
 from spmd_worker.worker.inspection import describe_model
+from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WakingUp, WorkerSleep
 from spmd_worker.worker.trace_profiler import TraceProfiler
 from spmd_worker.worker.worker_base import WorkerBase
 
@@ -66,6 +68,8 @@ class Worker(WorkerBase):
         self._model: DecoderForCausalLM | None = None
         self._cache_engine: CacheEngine | None = None
         self._tier_engine: TransferEngine | None = None
+        self._num_tier_slots = 0
+        self._sleep: WorkerSleep | None = None
         self._mirror: Mirror | None = None
         self.model_runner: ModelRunner | None = None
         self._clock = StageClock(self.layout.pipeline_rank(environment.rank))
@@ -156,6 +160,7 @@ class Worker(WorkerBase):
     def initialize_host_tier(self, num_slots: int) -> None:
         """See `WorkerBase.initialize_host_tier`."""
         assert self._cache_engine is not None, "initialize_cache comes first"
+        self._num_tier_slots = num_slots
         self._tier_engine = HostTierEngine(self._cache_engine, num_slots)
 
     def expect_step(self, num_tokens: int) -> None:
@@ -169,6 +174,8 @@ class Worker(WorkerBase):
         assert self._cache_engine is not None, "initialize_cache comes first"
         assert self.model_runner is not None, "initialize_cache comes first"
         scheduled = self._mirror.apply(plan)
+        if self._sleep is not None and self._sleep.tags:
+            return self._pass_step(plan, is_empty=not scheduled)
         if self._tier_engine is not None:
             self._tier_engine.store(plan.block_ops.transfer, plan.block_ops.store)
         self._cache_engine.execute(plan.block_ops)
@@ -214,6 +221,26 @@ class Worker(WorkerBase):
         """See `TraceProfiler.stop`."""
         return self._profiler.stop()
 
+    def prepare_sleep(self, level: int) -> GoingToSleep:
+        """Worker event `sleep`: see `WorkerSleep`."""
+        return self._asleep.prepare_sleep(level)
+
+    def commit_sleep(self, staged: GoingToSleep) -> dict[str, int]:
+        """See `WorkerSleep.commit_sleep`."""
+        return self._asleep.commit_sleep(staged)
+
+    def prepare_wake_up(self, tags: list[str]) -> WakingUp:
+        """Worker event `wake_up`: see `WorkerSleep`."""
+        return self._asleep.prepare_wake_up(tags)
+
+    def commit_wake_up(self, staged: WakingUp) -> dict[str, int]:
+        """See `WorkerSleep.commit_wake_up`."""
+        return self._asleep.commit_wake_up(staged)
+
+    def undo_wake_up(self, staged: WakingUp | None) -> None:
+        """See `WorkerSleep.undo_wake_up`."""
+        self._asleep.undo_wake_up(staged)
+
     def check_health(self) -> None:
         """Raise RuntimeError unless the device computes."""
         probe = torch.ones(2, device=self.device).sum().item()
@@ -228,6 +255,8 @@ class Worker(WorkerBase):
     def apply_model(self, function: Callable[[nn.Module], Any]) -> Any:
         """See `LLM.apply_model`."""
         assert self._model is not None, "load_model comes first"
+        if self._sleep is not None:
+            self._sleep.check_weights_awake()
         with self._model.as_checkpoint() as view:
             return function(view)
 
@@ -236,12 +265,12 @@ class Worker(WorkerBase):
         assert self._model is not None, "load_model comes first"
         self._model.weight_update.num_in_flight = num_in_flight
 
-    def get_weight_update(self) -> tuple[dict[str, str], list[str]] | None:
+    def get_weight_update(self) -> tuple[dict[str, str], list[str], bool] | None:
         """See `WorkerBase.get_weight_update`."""
         if self._model is None or not self._model.weight_update.is_open:
             return None
         update = self._model.weight_update
-        return update.digests, update.missing(self._model.checkpoint_shapes)
+        return update.digests, update.missing(self._model.checkpoint_shapes), update.must_be_whole
 
     def end_weight_update(self) -> None:
         """See `WorkerBase.end_weight_update`."""
@@ -277,7 +306,7 @@ class Worker(WorkerBase):
 
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups stay."""
-        self.model_runner = self._mirror = self._model = self._tier_engine = None
+        self.model_runner = self._mirror = self._model = self._tier_engine = self._sleep = None
         if self._cache_engine is not None:
             self._cache_engine.release()
             self._cache_engine = None
@@ -286,6 +315,41 @@ class Worker(WorkerBase):
             self.groups = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @property
+    def _asleep(self) -> WorkerSleep:
+        """Made with the first event: few engines ever sleep."""
+        if self._sleep is None:
+            assert self._model is not None, "load_model comes first"
+            assert self._kernels is not None, "load_model comes first"
+            weights = WeightMemory(self._model, self._kernels)
+            num_local_ranks = self.environment.local_world_size
+            self._sleep = WorkerSleep(self._model, weights, self._cache_memory(), self.device, num_local_ranks)
+        return self._sleep
+
+    def _cache_memory(self) -> CacheMemory:
+        engine, block_bytes = self._cache_engine, self.get_cache_block_size_bytes()
+        assert engine is not None, "initialize_cache comes first"
+        num_host_blocks = engine.num_host_blocks + self._num_tier_slots
+        device_bytes, host_bytes = engine.num_device_blocks * block_bytes, num_host_blocks * block_bytes
+        return CacheMemory(device_bytes, host_bytes, self._allocate_caches, self._release_caches)
+
+    def _allocate_caches(self) -> None:
+        assert self._cache_engine is not None, "initialize_cache comes first"
+        self._cache_engine.allocate()
+        if self._num_tier_slots:
+            self._tier_engine = HostTierEngine(self._cache_engine, self._num_tier_slots)
+
+    def _release_caches(self) -> None:
+        assert self._cache_engine is not None, "initialize_cache comes first"
+        self._tier_engine = None
+        self._cache_engine.release()
+
+    def _pass_step(self, plan: StepPlan, *, is_empty: bool) -> StepResult:
+        """A step that only carries events. Raises RuntimeError for one that would compute or move anything."""
+        if not is_empty or not plan.block_ops.is_empty:
+            raise RuntimeError(f"step {plan.step} would run while this worker sleeps: call wake_up first")
+        return StepResult(plan.step)
 
     def _take_finished_transfers(self) -> tuple[int, ...]:
         return self._tier_engine.finished() if self._tier_engine is not None else ()

@@ -125,9 +125,9 @@ class WorkerBase(ABC):
         the worker is in the engine's process.
         """
 
-    def get_weight_update(self) -> tuple[dict[str, str], list[str]] | None:
-        """Of weights that were loaded and not committed: digests by checkpoint name, and the names of those that were
-        not loaded. None where no update is open.
+    def get_weight_update(self) -> tuple[dict[str, str], list[str], bool] | None:
+        """Of weights that were loaded and not committed: digests by checkpoint name, the names of those that were not
+        loaded, and whether none of these may stay as it is. None where no update is open.
         """
         return None
 

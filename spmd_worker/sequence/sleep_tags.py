@@ -1,0 +1,36 @@
+"""What of an engine sleeps, by vLLM's names: a value that every rank computes for itself from the worker events."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+WEIGHTS: Final = "weights"
+KV_CACHE: Final = "kv_cache"
+TAGS: Final = (WEIGHTS, KV_CACHE)
+SLEEP: Final = "sleep"
+WAKE_UP: Final = "wake_up"
+"""Names of the worker events."""
+
+
+def checked_level(level: Any) -> int:
+    """Raises ValueError for what is no level of sleep."""
+    if type(level) is not int or level not in (1, 2):
+        raise ValueError(f"level={level!r} must be 1 (weights are kept in host memory) or 2 (weights are dropped)")
+    return level
+
+
+def checked_tags(tags: Sequence[str] | None) -> list[str]:
+    """Which tags wake up, in the order of `TAGS`; None is all. Raises ValueError for what is no list of them."""
+    if tags is None:
+        return list(TAGS)
+    if isinstance(tags, str) or not all(tag in TAGS for tag in tags):
+        raise ValueError(f"tags={tags!r} must be None (all) or a list of {', '.join(map(repr, TAGS))}")
+    return [tag for tag in TAGS if tag in tags]
+
+
+def tags_after(event: str, payload: Any, tags: tuple[str, ...]) -> tuple[str, ...]:
+    """What sleeps once every worker has committed `event`, where `tags` slept before."""
+    if event == SLEEP:
+        return TAGS
+    if event == WAKE_UP:
+        return tuple(tag for tag in tags if tag not in payload)
+    return tags
