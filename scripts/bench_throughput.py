@@ -176,7 +176,7 @@ class StepWatch:
         """Everything that the model and the runner call goes through a stopwatch from now on."""
         from spmd_worker.runner import model_runner
 
-        runner = worker._runner
+        runner = worker.model_runner
         # All layers in one call have no parts to time.
         worker._model.model.joined_layers = None
         kernels, backend = None, None

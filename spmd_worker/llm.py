@@ -226,17 +226,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         completions: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         gather: bool = False,
-        use_tqdm: bool = False,
+        use_tqdm: UseTqdm = False,
     ) -> list[list[float]]:
         """The log-probability of each token of `completions[i]`, token ids, given `prompts[i]` and the tokens before.
 
         They come from the kernels that sample, with weights as they are now: of what `generate` sampled they are the
         bits that it reports as `logprobs` (those of the unprocessed logits, `raw_logprobs`), however rows were batched,
         cut into chunks or preempted then and now (with `logprobs=-1` under tensor parallelism, but for the rounding of
-        a sum). `gather` as in `generate`. Raises ValueError, before anything is
-        computed, for a completion without tokens, and as `generate` does for what is too long.
+        a sum). `gather` as in `generate`.
+
+        `sampling_params` are those that the completions were sampled with. A model with LongRoPE needs them where it
+        depends on their `max_tokens` how positions are turned; nothing else of them counts.
+
+        Raises ValueError, before anything is computed, for a completion without tokens, and as `generate` does for
+        what is too long; and for a row whose logits are not finite.
         """
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         lengths: list[int] = []
@@ -245,17 +251,35 @@ class LLM:
             listed = _as_list(prompts)
             if len(listed) != len(completions):
                 raise ValueError(f"{len(completions)} completions for {len(listed)} prompts: give one for each prompt")
+            given = [None] * len(listed) if sampling_params is None else self._params(sampling_params, len(listed))
             joined = []
-            for prompt, completion in zip(listed, completions, strict=True):
+            for prompt, completion, sampling in zip(listed, completions, given, strict=True):
                 encoded, tokens = encode_prompt(prompt, self.llm_engine.need_tokenizer), as_token_ids(completion)
                 if not tokens:
                     raise ValueError("a completion has no tokens: there is nothing to score")
                 lengths.append(len(tokens))
-                joined.append(Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error))
+                both = Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error)
+                both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
+                joined.append(both)
             return joined
 
         outputs = self._run("score_tokens", encode, params, "raise", gather, use_tqdm)
-        return [_last_logprobs(output, length) for output, length in zip(outputs, lengths, strict=True)]
+        return [_last_logprobs(_answered(output), length) for output, length in zip(outputs, lengths, strict=True)]
+
+    def _scored_regime(self, num_prompt_tokens: int, num_tokens: int, sampling: SamplingParams | None) -> int:
+        """The rope regime in which a completion was sampled. Raises ValueError where that cannot be told."""
+        if sampling is not None:
+            return self.llm_engine.rope_regime(num_prompt_tokens, sampling)
+        least, most = (
+            self.llm_engine.rope_regime(num_prompt_tokens, SamplingParams(max_tokens=max_tokens))
+            for max_tokens in (num_tokens, None)
+        )
+        if least != most:
+            raise ValueError(
+                "this model's LongRoPE depends on the max_tokens that a completion was sampled with: give score_tokens "
+                "its sampling_params"
+            )
+        return least
 
     @contextmanager
     def turns(self) -> Iterator[None]:
@@ -272,6 +296,7 @@ class LLM:
         if self._turns is not None:
             raise RuntimeError("turns are not taken inside turns: leave the block first")
         turns = self._turns = Turns(self.llm_engine, self._replicas)
+        self.llm_engine.is_in_turns = True
         try:
             yield
             turns.leave()
@@ -279,7 +304,7 @@ class LLM:
             turns.fail(error)
             raise
         finally:
-            self._turns = None
+            self._turns, self.llm_engine.is_in_turns = None, False
 
     def beam_search(
         self,
@@ -386,9 +411,16 @@ class LLM:
         the commit is found after it. Raises WorkerEventError, on every rank, naming the lowest rank that refused and
         why; the LLM is as it was before.
         """
-        self.llm_engine.check_open()
-        agree_on_call(self.llm_engine, "worker_event", lambda: (name, payload, reset_prefix_cache))
-        return self.llm_engine.worker_event(name, payload, [ResetPrefixCache()] if reset_prefix_cache else [])
+        engine = self.llm_engine
+        engine.check_open()
+
+        def prepare() -> tuple[str, Any, bool]:
+            engine.weight_updates.check_not_held()
+            engine.commit_weights()
+            return name, payload, reset_prefix_cache
+
+        agree_on_call(engine, "worker_event", prepare)
+        return engine.worker_event(name, payload, [ResetPrefixCache()] if reset_prefix_cache else [])
 
     def start_profile(self, folder: str | Path) -> None:
         """Record what every rank computes, with torch's profiler, until `stop_profile`. Raises WorkerEventError where a
@@ -627,7 +659,7 @@ class LLM:
         updates.uncompared = {}
         outputs = self._refused(call, given, on_error)
         prompts = [
-            RoundPrompt(number, index, each.text, each.token_ids, sampling)
+            RoundPrompt(number, index, each.text, each.token_ids, sampling, each.rope_regime)
             for index, (each, sampling) in enumerate(given)
             if index not in outputs
         ]
@@ -647,7 +679,10 @@ class LLM:
             given.extend(prepare())
             outputs.update(self._refused(call, given, on_error))
             accepted.extend(index for index in range(len(given)) if index not in outputs)
-            return [OwnPrompt(given[index][0].token_ids, given[index][1]) for index in accepted]
+            return [
+                OwnPrompt(each.token_ids, sampling, each.rope_regime)
+                for each, sampling in map(given.__getitem__, accepted)
+            ]
 
         if self._turns is None:
             answered = answer_own(self.llm_engine, self._replicas, f"{call}(gather=True)", prepare_own)

@@ -14,12 +14,13 @@ _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 
 
 class Encoded:
-    """A prompt as ids, or why it cannot be."""
+    """A prompt as ids, or why it cannot be. `rope_regime` None is that of its length and parameters."""
 
-    __slots__ = ("error", "text", "token_ids")
+    __slots__ = ("error", "rope_regime", "text", "token_ids")
 
     def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
         self.text, self.token_ids, self.error = text, token_ids, error
+        self.rope_regime: int | None = None
 
 
 def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer]) -> Encoded:

@@ -40,6 +40,7 @@ def agree_on_prompts(
     RanksDisagreeError, naming setting, or prompt and field, and both values, unless every rank gives equal ones;
     prompts are not compared with `executor.digest_every` 0.
     """
+    _check_no_turns(engine, call)
     compares = engine.config.executor.digest_every > 0
     prompts, answers = exchange(
         engine, call, prepare, lambda own: [dict(settings()), _digests(own) if compares else []]
@@ -53,10 +54,17 @@ def agree_on_call(engine: LLMEngine, call: str, prepare: Callable[[], _Prepared]
     """As `agree_on_prompts`, of a call whose arguments, which `prepare` returns, can cross processes
     (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank gives equal arguments.
     """
+    _check_no_turns(engine, call)
     arguments, calls = exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode())
     if engine.config.executor.digest_every:
         check_equal("calls", [each.encode() for each in calls])
     return arguments
+
+
+def _check_no_turns(engine: LLMEngine, call: str) -> None:
+    """Raise RuntimeError on a rank that takes turns: the others wait for its next turn, and not for this call."""
+    if engine.is_in_turns:
+        raise RuntimeError(f"{call} is a call that all ranks make together: leave the block of llm.turns() first")
 
 
 def exchange(
@@ -83,8 +91,12 @@ def exchange(
     heartbeat.enter(f"waiting for the other ranks' {call}")
     try:
         answers = [json.loads(payload) for payload in channel.gather(canonical(ready))]
-    except RuntimeError as error:
+    except Exception as error:
         raise engine.explain(error) from (own_error or error)
+    except BaseException:
+        # Ctrl-C, halfway: what comes next from the others is not what this rank's next call would wait for.
+        engine.leave_halfway()
+        raise
     heartbeat.enter(BETWEEN_STEPS)
     if own_error is not None:
         raise own_error

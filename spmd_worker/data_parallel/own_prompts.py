@@ -35,6 +35,7 @@ class OwnPrompt:
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    rope_regime: int | None = None
 
 
 _PROMPTS: Final = codec_of(tuple[OwnPrompt, ...])
@@ -58,7 +59,7 @@ class Turns:
     """
 
     def __init__(self, engine: LLMEngine, replicas: Replicas | None) -> None:
-        self._ask = partial(_ask, engine, replicas, _TURNS)
+        self._engine, self._ask = engine, partial(_ask, engine, replicas, _TURNS)
         self._is_over = False
 
     def ask(self, prompts: Sequence[OwnPrompt]) -> list[RequestOutput]:
@@ -82,7 +83,8 @@ class Turns:
             raise error
 
         if not self._is_over:
-            self._take_turn(raise_it)
+            self._is_over = True
+            exchange(self._engine, _TURNS, raise_it, lambda _: None)
 
     def _take_turn(self, prepare: _Prepare) -> tuple[bool, list[RequestOutput]]:
         try:
@@ -114,7 +116,7 @@ def _ask(
     if all(prompts is None for prompts in by_rank):
         return True, []
     prompts = [
-        RoundPrompt(number, place * size + rank, None, prompt.token_ids, prompt.sampling)
+        RoundPrompt(number, place * size + rank, None, prompt.token_ids, prompt.sampling, prompt.rope_regime)
         for rank, brought in enumerate(by_rank)
         for place, prompt in enumerate(brought or ())
     ]

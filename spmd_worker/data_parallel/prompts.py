@@ -30,6 +30,7 @@ class RoundPrompt:
     text: str | None
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    rope_regime: int | None = None
 
     @property
     def longest(self) -> int:
@@ -133,7 +134,12 @@ class _Run:
     def add(self, prompt: RoundPrompt) -> None:
         """Queue a prompt for the next step."""
         number = self._engine.admit_request(
-            prompt.token_ids, prompt.sampling, prompt=prompt.text, index=prompt.index, call=prompt.call
+            prompt.token_ids,
+            prompt.sampling,
+            prompt=prompt.text,
+            index=prompt.index,
+            call=prompt.call,
+            rope_regime=prompt.rope_regime,
         )
         self._prompts[number] = prompt
 

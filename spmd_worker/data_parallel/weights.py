@@ -60,8 +60,11 @@ def _hand_on(engine: LLMEngine, own: Iterator[Pair] | None, source: int) -> Pair
             shape, dtype = header["shape"], getattr(torch, header["dtype"])
             pair = (header["name"], torch.empty(shape, dtype=dtype)) if pair is None else pair
             channel.broadcast_tensor(pair[1], source)
-    except RuntimeError as error:
+    except Exception as error:
         raise engine.explain(error) from error
+    except BaseException:
+        engine.leave_halfway()
+        raise
     if own_error is not None:
         raise own_error
     if "error" in header:

@@ -115,6 +115,8 @@ class LLMEngine:
         self.engine_channel = engine_channel or channel
         self.is_closed = self._is_round_over = False
         self._is_mid_step = False
+        self.is_in_turns = False
+        """Whether this rank is in a block in which calls are its own: see `data_parallel/own_prompts.py`."""
         self.watchdog = watchdog
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
         # Without a reference to the engine, for whoever gives back what an engine had that is no more.
@@ -233,9 +235,10 @@ class LLMEngine:
         custom_id: str | None = None,
         index: int | None = None,
         call: int = 0,
+        rope_regime: int | None = None,
     ) -> RequestId:
         """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index` in call number
-        `call`, else the order of requests that have neither names its randomness.
+        `call`, else the order of requests that have neither names its randomness. `rope_regime` None is its own.
         """
         self.check_awake()
         request_id = RequestId(self.num_requests)
@@ -245,15 +248,19 @@ class LLMEngine:
         else:
             row = 0 if index is None else whole_number("index", index)
             stream = random_stream(self.config.seed, sampling.seed, custom_id, row, call)
-        num_tokens = len(prompt_token_ids)
-        most = min(num_tokens + (sampling.max_tokens or self.max_model_len), self.max_model_len)
-        regime = self.resolved.model_config.rope_regime(num_tokens, most)
+        regime = self.rope_regime(len(prompt_token_ids), sampling) if rope_regime is None else rope_regime
         request = Request(request_id, tuple(prompt_token_ids), self._taken(sampling), stream, regime)
         self.num_requests += 1
         self._prompts[request_id] = prompt
         self._request_times.add(request_id)
         self._events.append(Admit(request))
         return request_id
+
+    def rope_regime(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+        """See `ModelConfig.rope_regime`, of a row with these parameters."""
+        most = min(num_prompt_tokens + (sampling.max_tokens or self.max_model_len), self.max_model_len)
+        # Nothing is computed with the last token that is sampled.
+        return self.resolved.model_config.rope_regime(num_prompt_tokens, max(most - 1, num_prompt_tokens))
 
     def _taken(self, sampling: SamplingParams) -> SamplingParams:
         """Rows often share their parameters: the last ones are remembered."""
@@ -447,6 +454,10 @@ class LLMEngine:
             cause = self.watchdog.find_cause(error)
             known = RankFailedError(cause) if cause is not None else error
         return self.lockstep.explain(known)
+
+    def leave_halfway(self) -> None:
+        """This rank left an exchange with the others before its end: nothing can be answered any more."""
+        self._is_mid_step = True
 
     def tell(self, error: BaseException) -> None:
         """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""

@@ -24,7 +24,11 @@ class WeightUpdates:
         """Digests of what was committed and not compared in a call's exchange yet, by checkpoint name."""
         self._executor, self._rank, self._num_in_flight = executor, rank, num_in_flight
         executor.watch_requests(num_in_flight)
-        self._version = 0
+        self._agreed_version = 0
+        self._digests: dict[str, str] = {}
+        """Of what was committed since rank 0 last said the same, by checkpoint name."""
+        self._is_whole = False
+        """Whether these began with all weights, so that none of before is left."""
         self._expected: CommitWeights | None = None
 
     def hold(self, *, is_partial: bool) -> None:
@@ -69,14 +73,21 @@ class WeightUpdates:
         if missing and (must_be_whole or not is_partial):
             raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_whole)
         self._executor.end_weight_update()
-        # Whatever was loaded before counts where this update leaves some of it.
-        before = str(self._version) if missing else ""
-        content = json.dumps([before, sorted(digests.items())]).encode()
-        digest = blake2b(content, digest_size=8, person=b"spmd-weights").digest()
-        self._version = int.from_bytes(digest, "little", signed=True)
-        self.uncompared = digests
-        self._expected = CommitWeights(self._version, len(digests))
+        self._digests = {**self._digests, **digests} if missing else digests
+        self._is_whole |= not missing
+        self.uncompared = {**self.uncompared, **digests} if missing else digests
+        self._expected = CommitWeights(self._next_version(), len(digests))
         return self._expected
+
+    def _next_version(self) -> int:
+        """Of the weights as they are now. It goes on from a version that all ranks have agreed on, so that an update of
+        which some ranks have committed more tries than others can be made again.
+        """
+        # Whatever was loaded before counts where some of it is left.
+        before = "" if self._is_whole else str(self._agreed_version)
+        content = json.dumps([before, sorted(self._digests.items())]).encode()
+        digest = blake2b(content, digest_size=8, person=b"spmd-weights").digest()
+        return int.from_bytes(digest, "little", signed=True)
 
     def check_agreed(self, events: Iterable[Event]) -> None:
         """Before a step with rank 0's `events` runs. Raises ReplicaDivergedError unless rank 0 commits what this rank
@@ -89,6 +100,8 @@ class WeightUpdates:
                 f"new weights: {_in_words(said)} on rank 0, {_in_words(own)} on rank {self._rank}; give every rank the "
                 f"same tensors before the same call"
             )
+        if own is not None:
+            self._agreed_version, self._digests, self._is_whole = own.version, {}, False
 
 
 def _in_words(event: CommitWeights | None) -> str:

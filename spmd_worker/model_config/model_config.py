@@ -104,7 +104,7 @@ class ModelConfig:
 
     def rope_regime(self, num_prompt_tokens: int, most_tokens: int) -> int:
         """What the rotary angles of a row depend on besides positions, as one number, fixed at admission. The row
-        begins with `num_prompt_tokens` and ends with `most_tokens` at most, prompt and output.
+        begins with `num_prompt_tokens`, and `most_tokens` at most are computed, prompt and output.
 
         `dynamic` scaling: the prompt's length where that is more than the model's own, tokens: its tokens take the base
         of the whole prompt. `longrope`: 1 where the row may grow past the original length. 0 where positions say all.

@@ -89,7 +89,8 @@ def rope_of(
         raise ModelConfigError(f"{reader.path}: rope_parameters must be an object")
     rope_type = given.get("rope_type", given.get("type", "default"))
     # What LongRoPE was called when Phi-3 came.
-    rope_type = "longrope" if rope_type == "su" else rope_type
+    is_longrope = rope_type == "su" or (rope_type == "yarn" and "long_factor" in given)
+    rope_type = "longrope" if is_longrope else rope_type
     # Places in an image are three numbers, which for text are equal: then it is plain.
     rope_type = "default" if rope_type == "mrope" and "mrope_section" in given else rope_type
     if rope_type not in ROPE_TYPES:

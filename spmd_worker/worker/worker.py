@@ -108,9 +108,7 @@ class Worker(WorkerBase):
         if self.config.model.load_format == "dummy":
             fill_dummy(model, slices, paddings)
         else:
-            with Checkpoint.open(self.resolved.model_folder) as checkpoint:
-                names = self.model_config.names
-                checkpoint.add_prefix(names.optional_prefix, besides=f"{names.head}.weight")
+            with self._open_checkpoint(self.resolved.model_folder) as checkpoint:
                 report = load_weights(
                     model,
                     slices,
@@ -282,9 +280,15 @@ class Worker(WorkerBase):
         with the weights as they were, for a folder whose names or shapes are not the model's.
         """
         assert self._model is not None, "load_model comes first"
-        with Checkpoint.open(Path(folder) if folder is not None else self.resolved.model_folder) as checkpoint:
+        with self._open_checkpoint(Path(folder) if folder is not None else self.resolved.model_folder) as checkpoint:
             model = self._model
             load_whole(model.load_weights, model.checkpoint_shapes, checkpoint, ignorable=model.is_ignorable)
+
+    def _open_checkpoint(self, folder: Path) -> Checkpoint:
+        """With the names that the model's table has, also where the files leave a prefix out."""
+        checkpoint, names = Checkpoint.open(folder), self.model_config.names
+        checkpoint.add_prefix(names.optional_prefix, besides=f"{names.head}.weight")
+        return checkpoint
 
     def get_model_inspection(self) -> str:
         """See `WorkerBase.get_model_inspection`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ranks
+from plain_outputs import without_times
 from reference_models import VOCAB_SIZE, checkpoint_folder, mixed_prompts, random_prompt
 
 from spmd_worker import LLM, SamplingParams
@@ -47,7 +48,7 @@ SETTINGS = {
 
 ANSWERS = """
 import json, os, sys, time
-from dataclasses import asdict
+from plain_outputs import without_times
 from pathlib import Path
 import torch.distributed as dist
 from spmd_worker import LLM, SamplingParams
@@ -59,7 +60,7 @@ prompts, params = job["prompts"], [SamplingParams(**each) for each in job["param
 report = {"calls": {}, "own": {}, "errors": {}}
 
 def generate(llm, places):
-    return [asdict(each) for each in llm.generate([prompts[i] for i in places], [params[i] for i in places],
+    return [without_times(each) for each in llm.generate([prompts[i] for i in places], [params[i] for i in places],
                                                   on_error="row", use_tqdm=False)]
 
 def attempt(name, action):
@@ -134,7 +135,7 @@ def alone() -> dict[str, list[dict[str, Any]]]:
             for name, places in calls.items():
                 prompts, params = [PROMPTS[i] for i in places], [PARAMS[i] for i in places]
                 outputs = llm.generate(prompts, params, on_error="row", use_tqdm=False)
-                answers[name] = [asdict(output) for output in outputs]
+                answers[name] = [without_times(output) for output in outputs]
     return json.loads(json.dumps(answers))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ranks
+from plain_outputs import without_times
 from reference_models import checkpoint_folder, mixed_prompts
 
 from spmd_worker import LLM, SamplingParams
@@ -30,7 +31,7 @@ NAMES = ["llama3", "llama_tied", "qwen3"]
 
 SCRIPT = """
 import json, os, sys
-from dataclasses import asdict
+from plain_outputs import without_times
 from pathlib import Path
 from spmd_worker import LLM, SamplingParams
 
@@ -42,7 +43,7 @@ for name, folder in job["folders"].items():
         outputs = llm.generate(job["prompts"], params, use_tqdm=False)
         layers = llm.collective_rpc(lambda worker: [worker.get_model().stage.start, worker.get_model().stage.stop])[0]
         preemptions = llm.llm_engine.counters.num_preemptions
-    answers[name] = {"outputs": [asdict(each) for each in outputs], "layers": layers, "preemptions": preemptions}
+    answers[name] = {"outputs": [without_times(each) for each in outputs], "layers": layers, "preemptions": preemptions}
 (out / f"{os.environ['RANK']}.json").write_text(json.dumps(answers))
 """
 
@@ -76,7 +77,7 @@ def run(layout: dict[str, Any], size: int, names: list[str], tmp_path: Path, bef
 def one_rank(name: str) -> list[dict[str, Any]]:
     with LLM(checkpoint_folder(name), **SETTINGS) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    return json.loads(json.dumps([asdict(output) for output in outputs]))
+    return json.loads(json.dumps([without_times(output) for output in outputs]))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ranks
+from plain_outputs import without_times
 from reference_models import (
     CHECKPOINTS,
     VOCAB_SIZE,
@@ -39,7 +40,7 @@ SETTINGS = {"num_blocks": 100, "max_model_len": 190, "max_num_batched_tokens": 6
 
 ANSWERS = """
 import json, os, sys
-from dataclasses import asdict
+from plain_outputs import without_times
 from pathlib import Path
 import torch.distributed as dist
 from spmd_worker import LLM, SamplingParams
@@ -51,7 +52,8 @@ for name, folder in job["folders"].items():
     with LLM(folder, tensor_parallel_size=job["size"], **job["settings"]) as llm:
         outputs = llm.generate(job["prompts"], params, on_error="row", use_tqdm=False)
         used = llm.llm_engine.scheduler.cache.num_used_blocks
-    answers[name] = {"outputs": [asdict(each) for each in outputs], "used": used, "groups": dist.is_initialized()}
+    plain = [without_times(each) for each in outputs]
+    answers[name] = {"outputs": plain, "used": used, "groups": dist.is_initialized()}
 (out / f"{os.environ['RANK']}.json").write_text(json.dumps(answers))
 """
 
@@ -93,7 +95,7 @@ def one_rank(name: str) -> list[dict[str, Any]]:
     """As the ranks write it: records as mappings, token ids as strings where they are keys."""
     with LLM(checkpoint_folder(name), **SETTINGS) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, on_error="row", use_tqdm=False)
-    return json.loads(json.dumps([asdict(output) for output in outputs]))
+    return json.loads(json.dumps([without_times(output) for output in outputs]))
 
 
 def check_size(names: list[str], size: int, tmp_path: Path) -> None:

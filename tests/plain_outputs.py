@@ -1,0 +1,11 @@
+"""Outputs as plain values, for files and comparisons. Imports no torch."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from spmd_worker import RequestOutput
+
+
+def without_times(output: RequestOutput) -> dict[str, Any]:
+    """All that is the same in every run."""
+    return asdict(replace(output, metrics=None))
