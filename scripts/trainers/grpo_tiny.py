@@ -1,0 +1,104 @@
+"""TRL's GRPOTrainer on a tiny random Qwen2, with completions by this package. A short run that shows a sync is exact.
+
+    python -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py
+    torchrun --nproc-per-node 2 -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py --tp 2 --sleep
+
+After each step it prints the mean difference between the engine's log-probabilities of what it sampled and those of
+the trainer's own forward pass, with the weights of the sync before (`sampling/sampling_logp_difference` of TRL's log).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = ["<pad>", "<eos>"]
+DIFFERENCES = [f"sampling/sampling_logp_difference/{kind}" for kind in ("mean", "max")]
+
+
+def write_model(folder: Path) -> None:
+    """Two layers, 258 ids, the same random weights each time."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(LETTERS) + len(SPECIAL),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.1,  # so that a step of the optimiser changes what is likely
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *LETTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+
+
+def share_of_vowels(completions: list[str], **_: Any) -> list[float]:
+    """The reward: something that a tiny model can learn."""
+    return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in completions]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tp", type=int, default=1, help="tensor_parallel_size of the engine")
+    parser.add_argument("--sleep", action="store_true", help="give the engine's memory back while the trainer trains")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--skip-sync", action="store_true", help="never sync, to see how that looks")
+    options = parser.parse_args()
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        write_model(folder)
+        train(folder, Path(scratch) / "out", options)
+
+
+def train(folder: Path, output: Path, options: argparse.Namespace) -> None:
+    """As any script for TRL does it."""
+    arguments = GRPOConfig(
+        output_dir=str(output),
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_tensor_parallel_size=options.tp,
+        vllm_enable_sleep_mode=options.sleep,
+        vllm_gpu_memory_utilization=0.1,
+        vllm_max_model_length=128,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=16,
+        max_steps=options.steps,
+        learning_rate=2e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    prompts = Dataset.from_dict({"prompt": [f"say {word}: " for word in ("ah", "oh", "eh", "uh")] * 8})
+    trainer = GRPOTrainer(str(folder), reward_funcs=share_of_vowels, args=arguments, train_dataset=prompts)
+    if options.skip_sync:
+        trainer.vllm_generation.sync_weights = lambda: None
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        for entry in trainer.state.log_history:
+            found = [f"{name} {entry[name]:.3g}" for name in ("step", "reward", *DIFFERENCES) if name in entry]
+            sys.stdout.write(", ".join(found) + "\n" if "reward" in entry else "")
+
+
+if __name__ == "__main__":
+    main()
