@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -272,6 +273,41 @@ def test_the_device_of_standard_input_is_what_it_stands_for(tmp_path: Path, kind
         [sys.executable, script], capture_output=True, text=True, check=True, env=environment, **given
     )
     assert done.stdout.split() == [str(kind == "pipe"), str(NUM_ROWS)]
+
+
+WAITS_IN_STANDARD_INPUT = """
+import sys
+import time
+from spmd_worker.batch.input import row_reader
+from spmd_worker.batch.input.stream_lines import StreamLines
+if "control" in sys.argv:
+    row_reader.open_stream = lambda name: sys.stdin.buffer
+stream = StreamLines(iter(row_reader.RowReader.of("-")))
+print(next(stream))
+num_waiting = 0
+while num_waiting < 10:  # looks in a row that found the thread where it reads
+    time.sleep(0.01)
+    names = {frame.f_code.co_name for frame in sys._current_frames().values()}
+    num_waiting = num_waiting + 1 if "_bounded_lines" in names else 0
+"""
+
+
+@pytest.mark.parametrize(("kind", "returncode"), [("ours", 0), ("control", -signal.SIGABRT)])
+def test_a_process_ends_while_standard_input_is_open(kind: str, returncode: int):
+    """Who was given `job.max_rows` rows waits for no end of the stream, and its thread waits on."""
+    command = [sys.executable, "-c", WAITS_IN_STANDARD_INPUT, kind]
+    environment = {**os.environ, "PYTHONPATH": str(ranks.REPOSITORY)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        assert process.stdin is not None
+        process.stdin.write("{}\n")
+        process.stdin.flush()
+        # Not `communicate`, which closes the pipe.
+        wait_until(lambda: process.poll() is not None)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read() == "(0, b'{}')\n"
+        assert process.returncode == returncode, process.stderr.read()
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, path: Path) -> threading.Thread:
