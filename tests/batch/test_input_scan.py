@@ -338,6 +338,27 @@ def test_a_row_of_a_stream_is_answered_while_the_next_is_waited_for(tmp_path: Pa
     assert len(answers(tmp_path)) == NUM_ROWS
 
 
+def test_a_job_of_so_many_rows_waits_for_no_end_of_the_stream(tmp_path: Path):
+    has_ended, in_time = threading.Event(), []
+
+    def write() -> None:
+        with (tmp_path / "rows").open("w") as fifo:
+            fifo.write("".join(content().splitlines(True)[:2]))
+            fifo.flush()
+            # What is broken waits for the end of the stream, which comes then.
+            in_time.append(has_ended.wait(30))
+
+    os.mkfifo(tmp_path / "rows")
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    config = config_of(tmp_path, "rows")
+    run(replace(config, job=replace(config.job, max_rows=2)))
+    has_ended.set()
+    thread.join()
+    assert in_time == [True]
+    assert [answer["index"] for answer in answers(tmp_path)] == [0, 1]
+
+
 def test_a_stream_is_read_ahead_by_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream_lines, "_MOST_ROWS", 3)
     num_read = 0
