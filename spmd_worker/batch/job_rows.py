@@ -47,8 +47,11 @@ class JobInput:
         self._custom_ids = CustomIds()
 
     def is_ready(self) -> bool:
-        """Whether the next row can be had now, or that there is none."""
-        return self.may_read() and (self._stream is None or self._stream.is_ready())
+        """Whether the next row can be had now, or that there is none. A stream is asked for no more than `max_rows`."""
+        return self.may_read() and (self._has_all() or self._stream is None or self._stream.is_ready())
+
+    def _has_all(self) -> bool:
+        return self._max_rows is not None and self.num_rows >= self._max_rows
 
     def next_row(self) -> InputRow | None:
         """The next row that is to be done; None when there are no more. Raises ConfigError for a row that was done and

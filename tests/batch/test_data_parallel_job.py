@@ -210,16 +210,26 @@ def test_ranks_wait_for_rows_for_longer_than_the_timeout(tmp_path: Path, layout:
 
 
 LATE = """
-import io, os, sys, time
+import os, sys, threading, time
+from pathlib import Path
 import launch
+from spmd_worker.batch.input import row_reader
 
-class Late(io.BytesIO):
-    def readline(self, *given):
-        if self.tell() == 0:
-            time.sleep(9)
-        return super().readline(*given)
+receiving, sending = os.pipe()
+sys.stdin = open(receiving)
+is_asked, open_stream = threading.Event(), row_reader.open_stream
 
-with open(sys.argv[1], "rb") as stream:
-    sys.stdin = io.TextIOWrapper(Late(stream.read()))
+def noting(name):
+    is_asked.set()
+    return open_stream(name)
+
+def write():
+    is_asked.wait()
+    time.sleep(9)
+    with open(sending, "wb") as pipe:
+        pipe.write(Path(sys.argv[1]).read_bytes())
+
+row_reader.open_stream = noting
+threading.Thread(target=write, daemon=True).start()
 sys.exit(launch.main(sys.argv[2:]))
 """

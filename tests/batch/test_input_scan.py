@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -274,6 +275,41 @@ def test_the_device_of_standard_input_is_what_it_stands_for(tmp_path: Path, kind
     assert done.stdout.split() == [str(kind == "pipe"), str(NUM_ROWS)]
 
 
+WAITS_IN_STANDARD_INPUT = """
+import sys
+import time
+from spmd_worker.batch.input import row_reader
+from spmd_worker.batch.input.stream_lines import StreamLines
+if "control" in sys.argv:
+    row_reader.open_stream = lambda name: sys.stdin.buffer
+stream = StreamLines(iter(row_reader.RowReader.of("-")))
+print(next(stream))
+num_waiting = 0
+while num_waiting < 10:  # looks in a row that found the thread where it reads
+    time.sleep(0.01)
+    names = {frame.f_code.co_name for frame in sys._current_frames().values()}
+    num_waiting = num_waiting + 1 if "_bounded_lines" in names else 0
+"""
+
+
+@pytest.mark.parametrize(("kind", "returncode"), [("ours", 0), ("control", -signal.SIGABRT)])
+def test_a_process_ends_while_standard_input_is_open(kind: str, returncode: int):
+    """Who was given `job.max_rows` rows waits for no end of the stream, and its thread waits on."""
+    command = [sys.executable, "-c", WAITS_IN_STANDARD_INPUT, kind]
+    environment = {**os.environ, "PYTHONPATH": str(ranks.REPOSITORY)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        assert process.stdin is not None
+        process.stdin.write("{}\n")
+        process.stdin.flush()
+        # Not `communicate`, which closes the pipe.
+        wait_until(lambda: process.poll() is not None)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read() == "(0, b'{}')\n"
+        assert process.returncode == returncode, process.stderr.read()
+
+
 def one_by_one(monkeypatch: pytest.MonkeyPatch, path: Path) -> threading.Thread:
     """Writes a row into the FIFO when the one before has been answered, and not before."""
     answered = threading.Semaphore(0)
@@ -300,6 +336,27 @@ def test_a_row_of_a_stream_is_answered_while_the_next_is_waited_for(tmp_path: Pa
     run(config_of(tmp_path, "rows"))
     thread.join()
     assert len(answers(tmp_path)) == NUM_ROWS
+
+
+def test_a_job_of_so_many_rows_waits_for_no_end_of_the_stream(tmp_path: Path):
+    has_ended, in_time = threading.Event(), []
+
+    def write() -> None:
+        with (tmp_path / "rows").open("w") as fifo:
+            fifo.write("".join(content().splitlines(True)[:2]))
+            fifo.flush()
+            # What is broken waits for the end of the stream, which comes then.
+            in_time.append(has_ended.wait(30))
+
+    os.mkfifo(tmp_path / "rows")
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    config = config_of(tmp_path, "rows")
+    run(replace(config, job=replace(config.job, max_rows=2)))
+    has_ended.set()
+    thread.join()
+    assert in_time == [True]
+    assert [answer["index"] for answer in answers(tmp_path)] == [0, 1]
 
 
 def test_a_stream_is_read_ahead_by_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch):

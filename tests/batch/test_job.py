@@ -1,6 +1,5 @@
 """The job on one rank, in this process: what it reads, writes, counts and refuses. Answers are not judged."""
 
-import io
 import json
 import os
 import sys
@@ -194,9 +193,10 @@ def test_a_file_of_bad_rows_only_takes_no_step_of_the_model_and_ends(tmp_path: P
 
 
 def test_rows_come_from_standard_input_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    rows = b'{"prompt": "add 1 2 ="}\n{"prompt": "add 3 4 ="}'
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(rows)))
-    run(config_of(tmp_path, input="-"))
+    write_rows(tmp_path, [{"prompt": "add 1 2 ="}, {"prompt": "add 3 4 ="}])
+    with (tmp_path / "rows.jsonl").open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        run(config_of(tmp_path, input="-"))
     assert [row["index"] for row in read_rows(tmp_path)] == [0, 1]
 
 

@@ -1,9 +1,10 @@
-import io
+import os
 import tracemalloc
 
 import pytest
 
 from spmd_worker.batch.input.row_reader import RowReader
+from spmd_worker.errors import ConfigError
 
 
 def rows_of(tmp_path, content, **limits):
@@ -65,9 +66,18 @@ def test_memory_is_bounded_by_the_limit_and_not_by_the_line(tmp_path):
     assert peak_bytes < 8 * 1024 * 1024
 
 
-def test_a_dash_is_standard_input(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n\nb")))
-    assert list(RowReader.of("-")) == [(0, b"a"), (1, b"b")]
+def test_a_dash_is_standard_input_which_stays_open(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_bytes(b"a\n\nb")
+    with (tmp_path / "rows.jsonl").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert list(RowReader.of("-")) == [(0, b"a"), (1, b"b")]
+        assert os.fstat(stdin.fileno()).st_size == 4
+
+
+def test_standard_input_that_is_closed_is_an_error_in_words(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ConfigError, match=r"job\.input=-, and standard input is closed: give it rows"):
+        list(RowReader.of("-"))
 
 
 def test_a_file_can_be_read_again(tmp_path):

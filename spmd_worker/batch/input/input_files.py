@@ -15,7 +15,6 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -50,14 +49,22 @@ def is_stream(name: str) -> bool:
     return is_device or stat.S_ISFIFO(mode)
 
 
-def open_stream(name: str) -> AbstractContextManager[BinaryIO]:
+def open_stream(name: str) -> BinaryIO:
     """The bytes of what `is_stream`, decompressed. Raises OSError and ConfigError."""
     if name == STANDARD_INPUT:
-        # Not ours to close.
-        return nullcontext(sys.stdin.buffer)
+        return _open_standard_input()
     if Path(name).suffix == PARQUET_SUFFIX:
         raise ConfigError(f"job.input={name} is a FIFO, and a Parquet file is read from its end: give a regular file")
     return open_input(Path(name))
+
+
+def _open_standard_input() -> BinaryIO:
+    """A file of our own: the interpreter closes `sys.stdin` at its end, and aborts where a thread still waits in it."""
+    if sys.stdin is None:
+        raise ConfigError(
+            f"job.input={STANDARD_INPUT}, and standard input is closed: give it rows, as by '< rows.jsonl'"
+        )
+    return open(os.dup(sys.stdin.fileno()), "rb")
 
 
 def find_inputs(name: str) -> tuple[Path, ...]:
