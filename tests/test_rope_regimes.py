@@ -162,5 +162,35 @@ def test_the_comparison_sees_names_without_the_regime(rope_type: str, monkeypatc
         assert [answers(llm, [row])[0] for row in rows] != cold(rope_type)
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_completions_are_scored_in_the_regime_in_which_they_were_sampled(rope_type: str):
+    rows = prompts()
+    with make(rope_type) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(rows, GREEDY, use_tqdm=False)]
+        tokens = [each.token_ids for each in outputs]
+        reported = [
+            [step[token].logprob for token, step in zip(each.token_ids, each.logprobs or [], strict=True)]
+            for each in outputs
+        ]
+        assert llm.score_tokens(rows, tokens, GREEDY) == reported
+        # Of a row that ended early; what it might have come to counts.
+        assert llm.score_tokens(rows, [each[:3] for each in tokens], GREEDY) == [each[:3] for each in reported]
+        if rope_type == "longrope":
+            with pytest.raises(ValueError, match="give score_tokens its sampling_params"):
+                llm.score_tokens(rows, tokens)
+        else:
+            assert llm.score_tokens(rows, tokens) == reported
+
+
+def test_longrope_counts_the_tokens_that_are_computed():
+    """The last one that is sampled is not. The original length is 80."""
+    with make("longrope") as llm:
+        found = [
+            llm.llm_engine.rope_regime(num_prompt, SamplingParams(max_tokens=max_tokens))
+            for num_prompt, max_tokens in ((80, 1), (79, 2), (70, 11), (81, 1), (80, 2), (70, 12), (70, None))
+        ]
+    assert found == [0, 0, 0, 1, 1, 1, 1]
+
+
 def test_each_scaling_that_is_known_is_tried():
     assert set(SCALINGS) == set(ROPE_TYPES)

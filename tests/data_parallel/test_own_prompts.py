@@ -8,6 +8,8 @@ import pytest
 import ranks
 from reference_models import checkpoint_folder
 
+from spmd_worker import LLM
+
 LAYOUTS = {
     "tensor parallel": {"tensor_parallel_size": 2},
     "data parallel": {"data_parallel_size": 2},
@@ -70,6 +72,16 @@ def tool_after_the_end():
         return generate(OWN)
 
 
+def event_in_turns():
+    with llm.turns():
+        return words(lambda: llm.worker_event("anything")) if RANK else generate(OWN)
+
+
+def update_in_turns():
+    with llm.turns(), llm.weight_update():
+        raise KeyError("no such weight")
+
+
 def nested():
     with llm.turns(), llm.turns():
         pass
@@ -97,10 +109,11 @@ with LLM(sys.argv[1], **options) as llm:
     seen["turns of rank 1 only"] = loop(2 * RANK)
     seen["drawn twice"] = [generate(OWN[:1], DRAWN, gather=True) for _ in range(2)]
     seen["refused in turns"] = refused_and_asked_again()
-    for call in (nested, broken_tool, tool_after_the_end, loop_without_turns):
+    for call in (nested, event_in_turns, broken_tool, tool_after_the_end, loop_without_turns):
         seen[call.__name__] = words(call)
     seen["afterwards"] = generate(ALL) == list(seen["alone"].values())
     seen["prompts"] = OWN
+    seen["update_in_turns"] = words(update_in_turns)
 with open(f"{sys.argv[3]}/{RANK}", "w") as file:
     json.dump(seen, file)
 """
@@ -162,7 +175,37 @@ def test_an_error_that_leaves_the_block_ends_the_turns_of_all_and_the_engine_goe
     assert seen[0]["tool_after_the_end"] == ended
     for each in seen:
         assert each["nested"] == "RuntimeError: turns are not taken inside turns: leave the block first"
+        # Not that an update was begun and has not ended.
+        assert each["update_in_turns"] == "KeyError: 'no such weight'"
         assert each["afterwards"]
+
+
+def test_calls_of_all_ranks_are_refused_in_turns_and_cost_no_other_rank_anything(seen: list[dict[str, Any]]):
+    refused = "RuntimeError: worker_event is a call that all ranks make together: leave the block of llm.turns() first"
+    assert [each["event_in_turns"] for each in seen] == [answers(seen[0]), refused]
+    assert all(each["afterwards"] for each in seen)
+
+
+class Interrupted:
+    """A channel of two ranks at which Ctrl-C comes."""
+
+    size, rank = 2, 0
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        raise KeyboardInterrupt
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_exchange_that_is_left_halfway_is_the_last_of_the_engine(monkeypatch: pytest.MonkeyPatch):
+    """Half of what the other ranks sent would be read as the next call's."""
+    with LLM(checkpoint_folder("llama3"), num_blocks=64, device="cpu") as llm:
+        monkeypatch.setattr(llm.llm_engine, "engine_channel", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6]], use_tqdm=False)
+        with pytest.raises(RuntimeError, match="close this LLM and make a new one"):
+            llm.generate([[5, 6]], use_tqdm=False)
 
 
 def test_the_control_loops_of_different_length_do_not_meet_without_turns(seen: list[dict[str, Any]]):

@@ -25,7 +25,7 @@ from spmd_worker.models.weight_update import content_digest
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 PROMPTS = ["sort 21 87 57 15 33 12 84 61 =", "reverse h x a f w ="]
-NORM = "model.norm.weight"
+NORM, LAYER_NORM = "model.norm.weight", "model.layers.0.input_layernorm.weight"
 TP, PP, DP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}
 
 
@@ -283,6 +283,12 @@ def test_ranks_compute_with_the_same_new_weights_or_not_at_all(
         assert report["another norm on rank 1"].startswith("RanksDisagreeError: ranks were given different calls")
         assert "model.norm.weight is" in report["another norm on rank 1, finished"]
         assert report["another norm on rank 1, finished"].startswith("RanksDisagreeError")
+        # Of two that differ the error names one; loading that again is not enough.
+        assert f"new weights.{LAYER_NORM} is" in report["two others on rank 1"]
+        assert f"new weights.{NORM} is" in report["one of them mended"]
+        assert report["both mended"] is report["tried again"] is None
+        assert report["after partial updates"] == report["after the second try"] == report["after"]
+        assert report["an exception on rank 1"] == ("KeyError: 'gone'" if report["rank"] else None)
         assert report["from rank 1 alone"] == report["after"]
         assert report["from nobody"].startswith(
             ("ValueError: rank 0 alone gives tensors, the others None", "RankFailed")
@@ -301,6 +307,14 @@ def pairs_and_an_error() -> Iterator[tuple[str, Tensor]]:
     raise KeyError("gone")
 
 
+def update_partially(llm: LLM, tensors: dict[str, Tensor], *names: str, fails: bool = False) -> None:
+    with llm.weight_update(partial=True) as load:
+        for name in names:
+            load(name, tensors[name])
+        if fails:
+            raise KeyError("gone")
+
+
 def main(layout: dict[str, int], folder: Path) -> None:
     tensors, seen = new_tensors(), {"rank": int(os.environ["RANK"])}
 
@@ -315,6 +329,7 @@ def main(layout: dict[str, int], folder: Path) -> None:
         rank = engine.engine_channel.rank
         load = trainers_model(llm).load_weights
         other = {**tensors, NORM: tensors[NORM] * (1 + rank)}
+        two = {**other, LAYER_NORM: tensors[LAYER_NORM] * (1 + rank)}
         attempt("before", lambda: answers(llm))
         load(other.items())
         attempt("another norm on rank 1", lambda: answers(llm))
@@ -325,6 +340,14 @@ def main(layout: dict[str, int], folder: Path) -> None:
         attempt("another norm on rank 1, finished", llm.finish_weight_update)
         load(tensors.items())
         attempt("again", lambda: answers(llm))
+        attempt("two others on rank 1", lambda: update_partially(llm, two, NORM, LAYER_NORM))
+        attempt("one of them mended", lambda: update_partially(llm, tensors, LAYER_NORM))
+        attempt("both mended", lambda: update_partially(llm, tensors, NORM))
+        attempt("after partial updates", lambda: answers(llm))
+        attempt("an exception on rank 1", lambda: update_partially(llm, tensors, NORM, fails=rank == 1))
+        # Rank 0 waits at the end of its update meanwhile.
+        attempt("tried again", lambda: update_partially(llm, tensors, NORM) if rank == 1 else None)
+        attempt("after the second try", lambda: answers(llm))
         load(other.items())
         llm.update_weights(tensors.items() if rank == 1 else None, source=1)
         attempt("from rank 1 alone", lambda: answers(llm))
