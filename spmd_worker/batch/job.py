@@ -312,21 +312,21 @@ def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_na
     patience_s = engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
     stepped_s = time.monotonic()
     while not rows.has_ended or runner.num_rows:
-        while not rows.has_ended and runner.num_rows < most_unfinished and rows.is_ready():
-            _admit_next(rows, runner, output)
+        _admit(rows, runner, output, most_unfinished)
         if runner.num_rows or time.monotonic() - stepped_s > patience_s:
             output.take_all(runner.step())
             stepped_s = time.monotonic()
-        elif not rows.has_ended:
+        elif not rows.has_ended and not rows.is_ready():
             time.sleep(_PAUSE_S)
         output.show(engine.counters.num_output_tokens)
     output.show(engine.counters.num_output_tokens)
 
 
-def _admit_next(rows: JobInput, runner: RowRunner, output: JobOutput) -> None:
-    found = rows.next_row()
-    if found is None:
-        return
-    answer = error_result(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
-    if answer is not None:
-        output.take(answer)
+def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int) -> None:
+    """The rows that are there, until so many run, or so many were looked at: a step may be due."""
+    for _ in range(most_unfinished):
+        if rows.has_ended or runner.num_rows >= most_unfinished or (found := rows.next_row()) is None:
+            return
+        answer = error_result(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
+        if answer is not None:
+            output.take(answer)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from spmd_worker.batch.input.row_parser import CustomIds, parse_row
 from spmd_worker.batch.input.row_reader import RowReader
@@ -16,6 +16,9 @@ from spmd_worker.config.schema import JobConfig, RowLimits
 from spmd_worker.errors import ConfigError
 from spmd_worker.metrics.prometheus import PrometheusFile
 from spmd_worker.sequence.sampling_params import SamplingParams
+
+_PASSED_A_TURN: Final = 1000
+"""Rows that were done, at one time: who asks has steps to take in between."""
 
 
 class InputRow(NamedTuple):
@@ -54,13 +57,16 @@ class JobInput:
         return self._max_rows is not None and self.num_rows >= self._max_rows
 
     def next_row(self) -> InputRow | None:
-        """The next row that is to be done; None when there are no more. Raises ConfigError for a row that was done and
-        has changed since.
+        """The next row that is to be done; None when there are no more (`has_ended`), or none yet. Never waits for a
+        stream. Raises ConfigError for a row that was done and has changed since.
         """
-        while self._max_rows is None or self.num_rows < self._max_rows:
-            index, line = next(self._lines, (-1, b""))
+        for _ in range(_PASSED_A_TURN):
+            if not self.is_ready():
+                return None
+            index, line = (-1, b"") if self._has_all() else next(self._lines, (-1, b""))
             if index < 0:
-                break
+                self.has_ended = True
+                return None
             self.num_rows += 1
             row = self._custom_ids.check(parse_row(index, line, self._defaults, self.limits))
             key = row_key(line)
@@ -72,7 +78,6 @@ class JobInput:
                     f"job.input={self._input}: row {index} is not the one that was answered before: give the input "
                     f"that the run began with, or another job.run_dir"
                 )
-        self.has_ended = True
         return None
 
 

@@ -6,7 +6,7 @@ within what had been read when more were needed.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from spmd_worker.batch.job_rows import InputRow
 from spmd_worker.batch.row import ChatPrompt, Row, RowError, TextPrompt
@@ -27,19 +27,21 @@ class NumberedLine:
     line: bytes
 
 
-class RowWindow:
-    """`next_row` gives the rows of the input, then None; `refuse` is told of those that are none. No row is asked for
-    before `is_ready`.
-    """
+class RowSource(Protocol):
+    """Where rows come from."""
 
-    def __init__(
-        self,
-        next_row: Callable[[], InputRow | None],
-        refuse: Callable[[RowError], None],
-        is_ready: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._next_row, self._refuse, self._is_ready = next_row, refuse, is_ready
-        self._has_ended = False
+    has_ended: bool
+    """Whether there are no more."""
+
+    def next_row(self) -> InputRow | None:
+        """None when there is none, or none yet."""
+
+
+class RowWindow:
+    """Rows of `source`; `refuse` is told of those that are none."""
+
+    def __init__(self, source: RowSource, refuse: Callable[[RowError], None]) -> None:
+        self._source, self._refuse = source, refuse
         self._read: list[tuple[int, NumberedLine]] = []
         self._num_read_bytes = 0
         self._sorted: list[NumberedLine] = []
@@ -47,18 +49,15 @@ class RowWindow:
     @property
     def is_empty(self) -> bool:
         """Whether every row of the input has been handed out."""
-        return self._has_ended and not self._read and not self._sorted
+        return self._source.has_ended and not self._read and not self._sorted
 
     def read_on(self) -> None:
         """Read some rows, if there are more and they may be held."""
         for _ in range(_ROWS_A_TURN):
             is_full = len(self._read) >= _MAX_ROWS or self._num_read_bytes >= _MAX_BYTES
-            if self._has_ended or is_full or not self._is_ready():
+            if self._source.has_ended or is_full or (found := self._source.next_row()) is None:
                 return
-            found = self._next_row()
-            if found is None:
-                self._has_ended = True
-            elif isinstance(found.row, RowError):
+            if isinstance(found.row, RowError):
                 self._refuse(found.row)
             else:
                 self._read.append((expected_length(found.row), NumberedLine(found.row.index, found.line)))
@@ -72,7 +71,7 @@ class RowWindow:
             self._sorted = [line for _, line in self._read]
             self._read, self._num_read_bytes = [], 0
         size = min(most, len(self._sorted))
-        if self._has_ended:
+        if self._source.has_ended:
             size = share_of(len(self._sorted) + len(self._read), num_replicas, size)
         taken = self._sorted[len(self._sorted) - size :]
         del self._sorted[len(self._sorted) - size :]

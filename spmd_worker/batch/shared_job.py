@@ -104,7 +104,7 @@ class JobSharer:
     def __init__(self, engine: LLMEngine, round_: ReplicaRound, rows: JobInput, output: JobOutput) -> None:
         self._round, self._rows, self._output = round_, rows, output
         self._sender = RowSender(round_)
-        self._window = RowWindow(rows.next_row, lambda row: output.take(error_result(row)), rows.is_ready)
+        self._window = RowWindow(rows, lambda row: output.take(error_result(row)))
         self._most_rows = max(1, min(_MAX_CHUNK_ROWS, engine.config.scheduler.max_num_seqs // _CHUNKS_A_ROOM))
         self._has_ended = False
         self._last_receive_s = float("-inf")

@@ -3,26 +3,33 @@
 import json
 import os
 import textwrap
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import REPOSITORY, run_command
+from ranks import REPOSITORY, run_command, run_forked
 from ranks import sys as system
 
+import spmd_worker.batch.job as job_module
+from spmd_worker.batch import job_rows
 from spmd_worker.batch.job import run_job
+from spmd_worker.batch.job_rows import JobInput
 from spmd_worker.batch.run_dir import journal as journal_module
 from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.batch.run_dir.journal import JOURNAL_NAME, RowJournal
 from spmd_worker.batch.run_dir.run_lock import RunLock
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import ConfigError, JobError
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 40
+NUM_DONE = 10
 
 
 class Ended(BaseException):
@@ -205,6 +212,105 @@ def test_damage_in_the_journal_is_told_and_loses_nothing(tmp_path: Path):
     with pytest.raises(ConfigError, match="no journal of this version: remove the run directory to start over"):
         run(config)
     assert journal.read_bytes() == b"something else"
+
+
+def watch_idle_steps(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> None:
+    """Steps of an engine that has nothing to do come at once, and `action` is told how many rows had been read."""
+    made: list[JobInput] = []
+
+    class Noted(JobInput):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    step = LLMEngine.step
+
+    def noting(engine: LLMEngine) -> Any:
+        if not made[0].keys:
+            action(made[0].num_rows)
+        return step(engine)
+
+    monkeypatch.setattr(job_module, "JobInput", Noted)
+    monkeypatch.setattr(job_module, "_EMPTY_STEPS_A_TIMEOUT", 1e12)
+    monkeypatch.setattr(LLMEngine, "step", noting)
+
+
+def test_steps_are_taken_while_rows_that_were_done_are_passed(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    """The other ranks wait for them, and there may be millions of such rows."""
+    config = ended_job(tmp_path, NUM_ROWS)
+    monkeypatch.setattr(job_rows, "_PASSED_A_TURN", 8)
+    stepped_at: set[int] = set()
+    watch_idle_steps(monkeypatch, stepped_at.add)
+    assert run(config)["resumed_rows"] == NUM_ROWS
+    assert stepped_at >= {8, 16, 24, 32, 40}
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+def ended_job_of_a_stream(folder: Path) -> RunConfig:
+    """Its first rows were answered."""
+    os.mkfifo(folder / "fifo")
+    write_rows(folder)
+    path = folder / "rows.jsonl"
+    thread = threading.Thread(target=(folder / "fifo").write_bytes, args=(path.read_bytes(),), daemon=True)
+    thread.start()
+    # One after another.
+    config = replace(config_of(folder, input=str(folder / "fifo")), scheduler=SchedulerConfig(max_num_seqs=1))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        end_after(monkeypatch, NUM_DONE + 2)
+        with pytest.raises(Ended):
+            run(config)
+    thread.join()
+    return config
+
+
+def write_in_two_parts(folder: Path, pause: Callable[[], object]) -> threading.Thread:
+    """The stream again: rows that were answered, then after `pause` the others."""
+    lines = (folder / "rows.jsonl").read_text().splitlines(True)
+
+    def write() -> None:
+        with (folder / "fifo").open("w") as fifo:
+            fifo.write("".join(lines[:NUM_DONE]))
+            fifo.flush()
+            pause()
+            fifo.write("".join(lines[NUM_DONE:]))
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_steps_are_taken_while_a_stream_is_silent_after_rows_that_were_done(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    config = ended_job_of_a_stream(tmp_path)
+    has_stepped, in_time = threading.Event(), []
+    watch_idle_steps(monkeypatch, lambda num_rows: has_stepped.set() if num_rows == NUM_DONE else None)
+    # What is broken takes no step before more rows come.
+    thread = write_in_two_parts(tmp_path, lambda: in_time.append(has_stepped.wait(30)))
+    assert run(config)["resumed_rows"] == NUM_DONE + 2
+    thread.join()
+    assert in_time == [True]
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["data_parallel_size", "tensor_parallel_size"])
+def test_ranks_go_on_with_a_stream_that_is_silent_for_longer_than_the_timeout(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], layout: str
+):
+    ended_job_of_a_stream(tmp_path)
+    thread = write_in_two_parts(tmp_path, lambda: time.sleep(9))
+    arguments = [
+        *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "sampling.max_tokens=8"),
+        *("sampling.temperature=0.9", "job.commit_rows=1", f"job.input={tmp_path / 'fifo'}"),
+        *(f"job.output={tmp_path / 'out.jsonl'}", "executor.timeout_s=4", f"parallel.{layout}=2"),
+    ]
+    done = run_forked([REPOSITORY / "launch.py", *arguments], 2, timeout_s=120)
+    assert done.returncode == 0, done.output
+    thread.join()
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
 def test_what_is_finished_can_be_read_while_the_job_has_not_ended(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):

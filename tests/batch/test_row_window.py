@@ -17,9 +17,24 @@ def row_of(index: int, length: int) -> InputRow:
     return InputRow(b"x" * length, Row(index, None, "plain", TokensPrompt((7,) * length), SAMPLING))
 
 
-def window_of(rows: Iterator[InputRow]) -> tuple[RowWindow, list[RowError]]:
+class Source:
+    """Implements `RowSource`; None among the rows is that there is none yet."""
+
+    def __init__(self, rows: Iterator[InputRow | None]) -> None:
+        self._rows = rows
+        self.has_ended = False
+
+    def next_row(self) -> InputRow | None:
+        try:
+            return next(self._rows)
+        except StopIteration:
+            self.has_ended = True
+            return None
+
+
+def window_of(rows: Iterator[InputRow | None]) -> tuple[RowWindow, list[RowError]]:
     refused: list[RowError] = []
-    return RowWindow(lambda: next(rows, None), refused.append), refused
+    return RowWindow(Source(rows), refused.append), refused
 
 
 def take_all(window: RowWindow, num_replicas: int, most: int) -> list[list[int]]:
@@ -83,6 +98,24 @@ def test_nothing_is_there_before_it_was_read_and_no_row_is_no_rows():
     window.read_on()
     assert window.is_empty
     assert window.take(2, 5) == []
+
+
+def test_who_asks_goes_on_when_there_is_no_row_yet():
+    num_asked = 0
+
+    def rows() -> Iterator[InputRow | None]:
+        nonlocal num_asked
+        for index in range(3):
+            num_asked += 1
+            yield None
+            yield row_of(index, 1)
+
+    window, _ = window_of(rows())
+    for number in range(3):
+        window.read_on()
+        assert num_asked == number + 1, "it was asked again in the same turn"
+        assert not window.is_empty
+    assert [index for chunk in take_all(window, 1, 9) for index in chunk] == [0, 1, 2]
 
 
 def test_a_rows_length_is_its_prompt_and_what_its_samples_may_get():
