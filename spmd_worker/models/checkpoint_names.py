@@ -68,6 +68,10 @@ class CheckpointNames:
             source=((firsts[part] + start, firsts[part] + stop), *others),
         )
 
+    def canonical(self, name: str) -> str:
+        """The table's name of a tensor that transformers may call otherwise."""
+        return self._names.canonical(name)
+
     def is_ignorable(self, name: str) -> bool:
         """Checkpoint tensors that are derived here (rotary frequencies, masks, and the head when it is the embedding),
         and those of other stages.

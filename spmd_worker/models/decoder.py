@@ -307,11 +307,13 @@ class DecoderForCausalLM(nn.Module):
         written, and of a collection, such as a list, no tensor is when a name or a shape is wrong.
         """
         if isinstance(tensors, Collection):
-            for name, tensor in tensors:
+            for given_name, tensor in tensors:
+                name = self._names.canonical(given_name)
                 if not self._names.is_derived(name):
                     check_form(name, tensor, self._shape_of(name))
         loaded = set()
-        for name, tensor in tensors:
+        for given_name, tensor in tensors:
+            name = self._names.canonical(given_name)
             if self._names.is_derived(name):
                 continue
             check_tensor(name, tensor, self._shape_of(name), self.model.dtype)

@@ -8,7 +8,7 @@ instead of page faults.
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -83,8 +83,13 @@ class Checkpoint:
     def add_prefix(self, prefix: str, besides: str) -> None:
         """Names other than `besides` begin with `prefix` from now on, if none in the files does: some leave it out."""
         if not any(name.startswith(prefix) for name in self._file_of):
-            self._stored_names = {name if name == besides else prefix + name: name for name in self._file_of}
-            self._file_of = {name: self._file_of[stored] for name, stored in self._stored_names.items()}
+            self.rename(lambda name: name if name == besides else prefix + name)
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """Tensors are called by other names than in the files from now on."""
+        stored = {name: self._stored_names.get(name, name) for name in self._file_of}
+        self._stored_names = {new_name(name): stored[name] for name in self._file_of}
+        self._file_of = {new_name(name): file for name, file in self._file_of.items()}
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""

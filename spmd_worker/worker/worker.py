@@ -287,6 +287,7 @@ class Worker(WorkerBase):
     def _open_checkpoint(self, folder: Path) -> Checkpoint:
         """With the names that the model's table has, also where the files leave a prefix out."""
         checkpoint, names = Checkpoint.open(folder), self.model_config.names
+        checkpoint.rename(names.canonical)
         checkpoint.add_prefix(names.optional_prefix, besides=f"{names.head}.weight")
         return checkpoint
 

@@ -3,6 +3,7 @@
 Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
 """
 
+import shutil
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from family_checkpoints import ALL_CASES, OLDER_ROPES, WITH_IMAGES, family_folde
 from model_configs import spelled, windows_of
 from our_model import load_model, prompt_logits
 from reference_models import random_prompt, reference_greedy, relative_error
+from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -70,6 +72,7 @@ def new_model(
     )
     model = build_model(context, config, stage)
     with Checkpoint.open(folder) as checkpoint:
+        checkpoint.rename(config.names.canonical)
         checkpoint.add_prefix(config.names.optional_prefix, besides="lm_head.weight")
         load_weights(model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable)
     return model
@@ -164,6 +167,31 @@ def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
 
     first, second = on_ranks(2, run)
     assert all(first[each] + second[each] >= tensors[each].numel() for each in tensors)
+
+
+@pytest.mark.parametrize("name", [each for each in WITH_IMAGES if each != "qwen3_vl"])
+def test_names_that_newer_transformers_gives_are_taken_in_files_and_in_memory(name: str, tmp_path: Path):
+    folder, model = family_folder(name), new_model(family_folder(name))
+    aliases = model.model_config.names.aliases
+    shutil.copytree(folder, tmp_path / "newer")
+
+    def newer(tensor: str) -> str:
+        for theirs, ours in sorted(aliases.items(), key=lambda pair: -len(pair[1])):
+            if tensor.startswith(ours):
+                return theirs + tensor.removeprefix(ours)
+        return tensor
+
+    tensors = {newer(each): tensor for each, tensor in load_file(folder / "model.safetensors").items()}
+    assert not any(each.startswith(("model.layers", "language_model.")) for each in tensors)
+    save_file(tensors, tmp_path / "newer" / "model.safetensors", metadata={"format": "pt"})
+    found = new_model(tmp_path / "newer")
+    assert all(map(torch.equal, found.parameters(), model.parameters()))
+    for parameter in found.parameters():
+        parameter.data.zero_()
+    found.load_weights(tensors.items())
+    assert all(map(torch.equal, found.parameters(), model.parameters()))
+    with pytest.raises(ValueError, match="the model has no such weight"):
+        found.load_weights([("model.language_model.layers.99.mlp.up_proj.weight", torch.zeros(1))])
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1)

@@ -23,7 +23,8 @@ class Names:
     `norms` are the four places of `NORM_PLACES`, "" where there is no norm. `parts` renames modules of a layer, by our
     name. `fused` are tensors that hold several of ours, one below the other. `are_transposed`: matrices of a layer are
     [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here,
-    those that begin with one of `ignored_prefixes` are for other input than text.
+    those that begin with one of `ignored_prefixes` are for other input than text. `aliases` are beginnings of names
+    that newer releases of transformers give the same tensors, in memory and in files, by the beginning here.
     """
 
     embedding: str = "model.embed_tokens"
@@ -38,6 +39,14 @@ class Names:
     optional_prefix: str = ""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     ignored_prefixes: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def canonical(self, name: str) -> str:
+        """`name`, or that of which it is an alias."""
+        for beginning, ours in self.aliases.items():
+            if name.startswith(beginning):
+                return ours + name.removeprefix(beginning)
+        return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,9 @@ _GEMMA3: Final[dict[str, Any]] = {
     },
 }
 _QWEN_VL: Final[dict[str, Any]] = {
-    "names": Names(ignored_prefixes=("visual.",)),
+    "names": Names(
+        ignored_prefixes=("visual.",), aliases={"model.language_model.": "model.", "model.visual.": "visual."}
+    ),
     "qkv_bias": True,
     "output_bias": False,
     "mlp_bias": False,
@@ -224,7 +226,14 @@ FAMILIES: Final[dict[str, Family]] = {
         **_GEMMA3,
         models="Gemma 3, the text of 4B to 27B",
         names=replace(
-            _inside(_GEMMA_NAMES, "language_model."), ignored_prefixes=("vision_tower.", "multi_modal_projector.")
+            _inside(_GEMMA_NAMES, "language_model."),
+            ignored_prefixes=("vision_tower.", "multi_modal_projector."),
+            aliases={
+                "model.language_model.": "language_model.model.",
+                "model.vision_tower.": "vision_tower.",
+                "model.multi_modal_projector.": "multi_modal_projector.",
+                "lm_head.": "language_model.lm_head.",
+            },
         ),
         is_text_part=True,
     ),
