@@ -212,6 +212,7 @@ class MadeUpExecutor:
     said: dict[int, int] = field(default_factory=dict)
     num_loaded_blocks: int = 0
     max_concurrent_batches: int = 1
+    is_sleeping: bool = False
 
     def __post_init__(self) -> None:
         self._mirror = Mirror(NUM_BLOCKS, BLOCK_SIZE)
@@ -285,7 +286,8 @@ def run_rank(engine: LLMEngine) -> LLMEngine:
 def run_engines(delays: tuple[tuple[int, ...], ...], digest_every: int) -> list[LLMEngine]:
     """One engine a rank, after the run; `delays` by rank."""
     controls = thread_controls(len(delays))
-    with star(len(delays) - 1) as (leader, followers), ThreadPoolExecutor() as pool:
+    # Channels are closed first, or an error of one rank would leave the others waiting.
+    with ThreadPoolExecutor() as pool, star(len(delays) - 1) as (leader, followers):
         channels = (leader, *followers)
         engines = [new_engine(*each, digest_every) for each in zip(controls, channels, delays, strict=True)]
         futures = [pool.submit(run_rank, engine) for engine in engines]
