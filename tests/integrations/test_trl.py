@@ -29,7 +29,7 @@ GENERATION = '''
         def __init__(self, folder):
             assert is_vllm_available()
             self.llm = LLM(
-                model=folder, tensor_parallel_size=1, gpu_memory_utilization=0.05, max_model_len=64, max_num_seqs=8,
+                model=folder, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=64, max_num_seqs=8,
                 enable_sleep_mode=True, model_impl="vllm", distributed_executor_backend="external_launcher", seed=0,
                 max_num_batched_tokens=4096, logprobs_mode="processed_logprobs", quantization=None,
                 trust_remote_code=False,

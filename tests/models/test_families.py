@@ -365,7 +365,12 @@ def mutants(architecture: str) -> list[tuple[str, Family]]:
     """The row with one entry as Llama has it."""
     row = FAMILIES[architecture]
     entries = [(name, family) for name, family in _entries(Family, row, Family()) if name not in _TABLES]
-    names = [(f"names.{name}", replace(row, names=each)) for name, each in _entries(Names, row.names, Names())]
+    # Aliases are no checkpoint's of transformers here: the test of them, above, says what they are.
+    names = [
+        (f"names.{name}", replace(row, names=each))
+        for name, each in _entries(Names, row.names, Names())
+        if name != "aliases"
+    ]
     tables = [
         (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
         for table in ("defaults", "spelled", "required")
