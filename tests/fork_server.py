@@ -244,7 +244,9 @@ def import_everything() -> None:
     import importlib
     import pkgutil
 
-    import torch.distributed.distributed_c10d  # noqa: F401
+    import torch.distributed.distributed_c10d
+    import torch.distributed.launcher.api
+    import torch.distributed.run  # noqa: F401  # for forked_torchrun.py
 
     import kv_cache
     import spmd_worker

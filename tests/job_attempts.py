@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ranks
+from fork_server import fork_server
 from waiting import wait_until
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
@@ -51,9 +52,13 @@ def command(folder: Path, layout: str, *more: str) -> list[str]:
 
 
 class Attempt:
-    """One start of the job, which `kill` may end. With `torchrun`, its arguments, torchrun starts the ranks."""
+    """One start of the job, which `kill` may end. With `torchrun`, its arguments, torchrun starts the ranks, fresh ones
+    with `is_fresh`.
+    """
 
-    def __init__(self, folder: Path, layout: str, *more: str, torchrun: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, layout: str, *more: str, torchrun: Sequence[str] | None = None, is_fresh: bool = False
+    ) -> None:
         self._folder, self._token = folder, secrets.token_hex(16)
         num_ranks, _ = LAYOUTS[layout]
         words, environment = command(folder, layout, *more), ranks.environment(self._token, {})
@@ -61,9 +66,12 @@ class Attempt:
         started: ranks.Launched
         if torchrun is None:
             started = ranks.ForkedRanks(words, [0] * num_ranks, True, environment, folder, self._log, self._log)
-        else:
+        elif is_fresh:
             words = [*ranks.torchrun(num_ranks), *torchrun, *words]
             started = ranks.StartedCommand(words, environment, folder, self._log, self._log)
+        else:
+            words = [*ranks.forked_torchrun(num_ranks), *torchrun, *words]
+            started = ranks.ForkedScript(fork_server().fork(words, environment, folder, self._log, self._log))
         self._started = started
 
     def ends_within(self, seconds: float) -> bool:

@@ -1,7 +1,8 @@
 """Starts ranks for tests, ends them in time, and leaves no process behind.
 
 Ranks are forked from a process that has imported everything (`fork_server.py`), with the variables and the store that
-torchrun would give them. torchrun itself, which takes seconds, runs in the tests that are about it: `ABOUT_TORCHRUN`.
+torchrun would give them. torchrun itself runs in the tests that are about it: `ABOUT_TORCHRUN`. There too it and its
+ranks are forked (`forked_torchrun.py`), but where `is_fresh` asks for interpreters that people would start.
 Every rank has a session of its own, so killing a launcher's process group leaves the ranks running. Each run therefore
 carries a token in its environment, which all of its descendants inherit, and is found again by it in /proc.
 Knows nothing of what the ranks compute.
@@ -112,22 +113,36 @@ def run_torchrun(
     timeout_s: float,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    *,
+    is_fresh: bool = False,
 ) -> CompletedRanks:
     """Run `script_or_args` (a script, or a script and its arguments) on `nproc` ranks and wait for torchrun's end.
 
     The ranks find the repository and tests/ on their path and start in `cwd`, by default the repository. `env` is added
     to this process's environment. Raises RanksTimedOut after `timeout_s` and RanksLeftBehind; a failed rank is no
-    exception here but a returncode.
+    exception here but a returncode. `is_fresh`: torchrun and its ranks are interpreters that import torch themselves.
     """
     script = [script_or_args] if isinstance(script_or_args, (str, Path)) else list(script_or_args)
-    return run_command([*torchrun(nproc), *map(str, script)], timeout_s, env, cwd)
+    words = [str(word) for word in script]
+    if is_fresh:
+        return run_command([*torchrun(nproc), *words], timeout_s, env, cwd)
+    return run_script([*forked_torchrun(nproc), *words], timeout_s, env, cwd)
 
 
 def torchrun(nproc: int) -> list[str]:
     """The beginning of a command line. Only tests of `ABOUT_TORCHRUN` may ask for it."""
+    return [sys.executable, "-m", "torch.distributed.run", *_torchrun_arguments(nproc)]
+
+
+def forked_torchrun(nproc: int) -> list[str]:
+    """As `torchrun`, for the fork server."""
+    return ["-m", "forked_torchrun", *_torchrun_arguments(nproc)]
+
+
+def _torchrun_arguments(nproc: int) -> list[str]:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
     assert not test or test in ABOUT_TORCHRUN, f"{test} is not in ABOUT_TORCHRUN of tests/ranks.py"
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    return ["--standalone", "--nproc-per-node", str(nproc)]
 
 
 def run_ranks(
@@ -139,16 +154,19 @@ def run_ranks(
     cwd: str | Path | None = None,
     *,
     under_torchrun: bool = False,
+    is_fresh: bool = False,
     hash_seeds: bool = False,
     has_agent_store: bool = True,
 ) -> CompletedRanks:
-    """Run `source`, the text of a script (indented as it stands in the test), on `nproc` ranks. See `run_forked`."""
+    """Run `source`, the text of a script (indented as it stands in the test), on `nproc` ranks. See `run_forked`, and
+    with `under_torchrun` `run_torchrun`.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         script = Path(folder) / "ranks_script.py"
         script.write_text(textwrap.dedent(source), encoding="utf-8")
         command = [script, *arguments]
         if under_torchrun:
-            return run_torchrun(command, nproc, timeout_s, env, cwd)
+            return run_torchrun(command, nproc, timeout_s, env, cwd, is_fresh=is_fresh)
         return run_forked(command, nproc, timeout_s, env, cwd, hash_seeds=hash_seeds, has_agent_store=has_agent_store)
 
 

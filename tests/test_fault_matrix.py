@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from fork_server import ForkedProcess, fork_server
 from waiting import wait_until
 
 SCRIPT = Path(__file__).with_name("faults.py")
@@ -64,7 +65,7 @@ def _figures() -> Iterator[None]:
 
 
 def test_a_killed_rank_ends_both_with_the_culprit_named_by_torchrun_too(tmp_path: Path):
-    break_a_rank(tmp_path, "SIGKILL", 2, 0, SURE_S)
+    break_a_rank(tmp_path, "SIGKILL", 2, 0, SURE_S, is_fresh=False)
 
 
 @pytest.mark.parametrize(("fault", "victim"), ALL)
@@ -147,14 +148,23 @@ def test_without_a_fault_the_same_job_ends_well_and_leaves_no_record(tmp_path: P
 
 
 def break_a_rank(
-    folder: Path, fault: str, num_ranks: int, victim: int, moment: float, *, under_torchrun: bool = True
+    folder: Path,
+    fault: str,
+    num_ranks: int,
+    victim: int,
+    moment: float,
+    *,
+    under_torchrun: bool = True,
+    is_fresh: bool = True,
 ) -> float:
     """Returns the seconds from the fault to the end of all."""
     shared_memory = sorted(os.listdir("/dev/shm"))
     # Raises for processes left behind.
     command = command_of(folder, fault, num_ranks, victim, moment)
-    start = ranks.run_torchrun if under_torchrun else ranks.run_forked
-    done = start(command, num_ranks, LIMIT_S)
+    if under_torchrun:
+        done = ranks.run_torchrun(command, num_ranks, LIMIT_S, is_fresh=is_fresh)
+    else:
+        done = ranks.run_forked(command, num_ranks, LIMIT_S)
     struck = folder / "struck"
     assert struck.exists(), done.output
     seconds = time.monotonic() - float(struck.read_text())
@@ -190,16 +200,13 @@ def root_cause(done: ranks.CompletedRanks) -> int:
 
 
 @contextlib.contextmanager
-def started(
-    folder: Path, fault: str, victim: int, moment: float = 0.0
-) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def started(folder: Path, fault: str, victim: int, moment: float = 0.0) -> Iterator[tuple[ForkedProcess, str]]:
     """A job on two ranks that nobody waits for: its launcher, and the token of its processes, which end with this."""
     token = secrets.token_hex(16)
-    environment = {**os.environ, ranks.TOKEN_VARIABLE: token, "PYTHONPATH": str(ranks.REPOSITORY)}
-    launcher = ranks.torchrun(2)
-    with open(folder / "stderr", "wb") as stderr:
-        command = [*launcher, *map(str, command_of(folder, fault, 2, victim, moment))]
-        process = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True)
+    environment = ranks.environment(token, {})
+    command = [*ranks.forked_torchrun(2), *map(str, command_of(folder, fault, 2, victim, moment))]
+    with open(folder / "stderr", "wb") as stderr, open(os.devnull, "wb") as nothing:
+        process = fork_server().fork(command, environment, folder, nothing, stderr)
     try:
         yield process, token
     finally:

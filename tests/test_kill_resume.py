@@ -32,7 +32,7 @@ def killed_job(folder: Path, chance: random.Random, most_kills: int, first: str)
     num_kills = 0
     while True:
         layout = first if chance.random() < 0.5 else chance.choice(list(LAYOUTS))
-        attempt = Attempt(folder, layout, torchrun=())
+        attempt = Attempt(folder, layout, torchrun=(), is_fresh=True)
         if num_kills < most_kills and not attempt.ends_within(chance.uniform(0, LIFE_S)):
             num_ranks = LAYOUTS[layout][0]
             attempt.kill(chance.choice([None, None, *range(num_ranks)]))

@@ -86,6 +86,7 @@ def test_help_configuration_and_plan_print_once_under_two_ranks_without_torch(tm
         arguments=[tmp_path],
         cwd=tmp_path,
         under_torchrun=True,
+        is_fresh=True,
     )
     assert done.returncode == 0, done.output
     for text in (

@@ -1,6 +1,8 @@
 """The helper that starts ranks: output, exit codes, a hang that is ended, processes left behind that are noticed."""
 
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,16 @@ import ranks
 # torchrun imports torch before it starts a rank, which takes long where cores are shared.
 START_S = 240.0
 
-either_launcher = pytest.mark.parametrize("under_torchrun", [True, False], ids=["torchrun", "ours"])
+WAYS = {
+    "torchrun": {"under_torchrun": True, "is_fresh": True},
+    "forked torchrun": {"under_torchrun": True},
+    "ours": {"under_torchrun": False},
+}
+every_launcher = pytest.mark.parametrize("way", WAYS)
 
 
-@either_launcher
-def test_every_rank_runs_and_its_output_is_captured(under_torchrun: bool):
+@every_launcher
+def test_every_rank_runs_and_its_output_is_captured(way: str):
     done = ranks.run_ranks(
         """
         import os, sys
@@ -24,7 +31,7 @@ def test_every_rank_runs_and_its_output_is_captured(under_torchrun: bool):
         nproc=2,
         timeout_s=START_S,
         arguments=["words"],
-        under_torchrun=under_torchrun,
+        **WAYS[way],
     )
     assert done.returncode == 0, done.output
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2 got words", "rank 1 of 2 got words"]
@@ -38,17 +45,49 @@ def test_ranks_import_the_repository_and_the_helpers_of_tests_from_any_folder(tm
     assert done.stdout.strip() == str(ranks.REPOSITORY / "spmd_worker" / "sequence" / "__init__.py")
 
 
-@either_launcher
-def test_a_failing_rank_fails_the_run_ends_the_others_and_its_last_words_are_kept(under_torchrun: bool):
+@every_launcher
+def test_a_failing_rank_fails_the_run_ends_the_others_and_its_last_words_are_kept(way: str):
     source = """
         import os, sys, time
         if os.environ["RANK"] == "1":
             sys.exit("rank 1 gives up")
         time.sleep(600)
         """
-    done = ranks.run_ranks(source, nproc=2, timeout_s=START_S, under_torchrun=under_torchrun)
+    done = ranks.run_ranks(source, nproc=2, timeout_s=START_S, **WAYS[way])
     assert done.returncode == 1, done.output
     assert "rank 1 gives up" in done.stderr
+
+
+def test_forked_torchrun_gives_its_ranks_what_torchrun_gives(tmp_path: Path):
+    """Parent, session, group, arguments, streams, path and variables; the parent is torchrun, which can end them."""
+    source = """
+        import json, os, signal, sys
+        from pathlib import Path
+        import torch
+        parent = Path(f"/proc/{os.getppid()}")
+        shown = {
+            "parent": [parent.joinpath("comm").read_text(), parent.joinpath("environ").read_bytes().count(b"ADDED=it")],
+            "is leader": os.getsid(0) == os.getpgid(0) == os.getpid(),
+            "arguments": sys.argv[1:],
+            "path": [entry for entry in sys.path if "site-packages" not in entry],
+            "threads": torch.get_num_threads(),
+            "environment": sorted(os.environ),
+            "own environment": Path("/proc/self/environ").read_bytes().count(b"LOCAL_RANK="),
+            "signals": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)],
+            "folder": os.getcwd(),
+            "main": [__name__, Path(__file__).name],
+            "restarts": os.environ["TORCHELASTIC_RESTART_COUNT"],
+        }
+        path = Path(sys.argv[1], os.environ["RANK"] + "." + sys.argv[2])
+        path.write_text(json.dumps(shown))
+        """
+    shown = {}
+    for way in ("torchrun", "forked torchrun"):
+        done = ranks.run_ranks(source, 2, START_S, [tmp_path, way], {"ADDED": "it"}, tmp_path, **WAYS[way])
+        assert done.returncode == 0, done.output
+        texts = [(tmp_path / f"{rank}.{way}").read_text() for rank in (0, 1)]
+        shown[way] = [json.loads(re.sub(r"/tmp/ranks-\w+|(forked )?torchrun", "X", text)) for text in texts]
+    assert shown["forked torchrun"] == shown["torchrun"]
 
 
 def test_a_plain_commands_exit_code_passes_through_unchanged():
@@ -82,7 +121,8 @@ def test_hanging_ranks_are_killed_in_time_say_where_they_hung_and_leave_nothing(
     assert "in the_hanging_line" in str(error_result.value)
 
 
-def test_a_process_left_behind_is_an_error_that_names_it_and_it_is_killed():
+def test_a_process_left_behind_is_an_error_that_names_it_and_it_is_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ranks, "GRACE_S", 1.0)
     # In a session of its own and without its parent, as a rank is whose torchrun was killed.
     command = ["bash", "-c", "setsid sleep 599 & echo $!"]
     with pytest.raises(ranks.RanksLeftBehind, match=r"\(sleep 599\)") as error_result:
