@@ -415,8 +415,7 @@ class LLM:
         engine.check_open()
 
         def prepare() -> tuple[str, Any, bool]:
-            engine.weight_updates.check_not_held()
-            engine.commit_weights()
+            engine.complete_weights()
             return name, payload, reset_prefix_cache
 
         agree_on_call(engine, "worker_event", prepare)
@@ -641,8 +640,7 @@ class LLM:
 
         def prepare() -> _Given:
             engine.check_idle()
-            engine.weight_updates.check_not_held()
-            engine.commit_weights()
+            engine.complete_weights()
             if on_error not in _ON_ERROR:
                 raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
             encoded = encode()

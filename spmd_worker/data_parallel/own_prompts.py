@@ -73,7 +73,8 @@ class Turns:
     def leave(self) -> None:
         """Follow the turns of the others until they have left. Raises as `ask` does."""
         while not self._is_over:
-            have_all_left, _ = self._take_turn(lambda: None)
+            # This rank takes part in the steps of the others' prompts.
+            have_all_left, _ = self._take_turn(self._engine.complete_weights)
             self._is_over = have_all_left
 
     def fail(self, error: Exception) -> None:
@@ -100,16 +101,10 @@ def _ask(
     """Whether no rank has brought a list, and the outputs of this rank's prompts."""
     number, size, updates = engine.num_calls, engine.engine_channel.size, engine.weight_updates
 
-    def prepare_all() -> Sequence[OwnPrompt] | None:
-        # Ranks that have left take part in the steps too.
-        updates.check_not_held()
-        engine.commit_weights()
-        return prepare()
-
     def answer_of(prompts: Sequence[OwnPrompt] | None) -> list[Any]:
         return [{"new weights": updates.uncompared, "number of the call": number}, _encode(prompts)]
 
-    own, answers = exchange(engine, call, prepare_all, answer_of)
+    own, answers = exchange(engine, call, prepare, answer_of)
     check_equal("calls", [canonical(given) for given, _ in answers])
     updates.uncompared = {}
     by_rank = [_decode(payload) for _, payload in answers] if answers else [own]
