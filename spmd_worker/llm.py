@@ -495,8 +495,7 @@ class LLM:
             engine.commit_weights(is_partial=updates.release())
             return []
 
-        agree_on_prompts(engine, "finish_weight_update", prepare, lambda: {"new weights": updates.uncompared})
-        updates.uncompared = {}
+        agree_on_prompts(engine, "finish_weight_update", prepare, {})
 
     @contextmanager
     def weight_update(self, *, partial: bool = False) -> Iterator[Callable[[str, torch.Tensor], None]]:
@@ -648,13 +647,8 @@ class LLM:
 
         if gather or self._turns is not None:
             return self._answer_own(call, prepare, on_error)
-        number, updates = engine.num_calls, engine.weight_updates
-
-        def settings() -> dict[str, Any]:
-            return {"new weights": updates.uncompared, "number of the call": number, "on_error": on_error}
-
-        given = agree_on_prompts(engine, call, prepare, settings)
-        updates.uncompared = {}
+        given = agree_on_prompts(engine, call, prepare, {"on_error": on_error})
+        number = engine.num_calls
         outputs = self._refused(call, given, on_error)
         prompts = [
             RoundPrompt(number, index, each.text, each.token_ids, sampling, each.rope_regime)

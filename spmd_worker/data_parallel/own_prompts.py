@@ -12,13 +12,12 @@ import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from spmd_worker.data_parallel.agreement import exchange
+from spmd_worker.data_parallel.agreement import agree_to_compute, exchange
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.lockstep.wire.record_codec import codec_of
 from spmd_worker.sequence.outputs import RequestOutput
@@ -99,17 +98,11 @@ def _ask(
     engine: LLMEngine, replicas: Replicas | None, call: str, prepare: _Prepare
 ) -> tuple[bool, list[RequestOutput]]:
     """Whether no rank has brought a list, and the outputs of this rank's prompts."""
-    number, size, updates = engine.num_calls, engine.engine_channel.size, engine.weight_updates
-
-    def answer_of(prompts: Sequence[OwnPrompt] | None) -> list[Any]:
-        return [{"new weights": updates.uncompared, "number of the call": number}, _encode(prompts)]
-
-    own, answers = exchange(engine, call, prepare, answer_of)
-    check_equal("calls", [canonical(given) for given, _ in answers])
-    updates.uncompared = {}
-    by_rank = [_decode(payload) for _, payload in answers] if answers else [own]
+    own, answers = agree_to_compute(engine, call, prepare, {}, _encode)
+    by_rank = [_decode(payload) for payload in answers] if answers else [own]
     if all(prompts is None for prompts in by_rank):
         return True, []
+    number, size = engine.num_calls, engine.engine_channel.size
     prompts = [
         RoundPrompt(number, place * size + rank, None, prompt.token_ids, prompt.sampling, prompt.rope_regime)
         for rank, brought in enumerate(by_rank)
