@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 import torch
 from tqdm import tqdm
@@ -25,7 +25,7 @@ from spmd_worker.compat.methods import why_absent
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
 from spmd_worker.config.schema import ParallelConfig
-from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
+from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts, agree_to_compute
 from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import open_replicas
@@ -44,6 +44,7 @@ Messages = Sequence[Mapping[str, Any]]
 OnError = Literal["raise", "row"]
 
 _ON_ERROR: Final = get_args(OnError)
+_Prepared = TypeVar("_Prepared")
 UseTqdm = bool | Callable[..., Any]
 
 
@@ -138,7 +139,7 @@ class LLM:
         # process when it takes them down with the interpreter.
         self._release = weakref.finalize(self.llm_engine, self.llm_engine.release, is_closed=False)
         self._replicas = open_replicas(self.llm_engine)
-        self._turns: Turns | None = None
+        self._turns = Turns(self.llm_engine, self._replicas)
 
     def generate(
         self,
@@ -293,18 +294,8 @@ class LLM:
         again.
         """
         self.llm_engine.check_open()
-        if self._turns is not None:
-            raise RuntimeError("turns are not taken inside turns: leave the block first")
-        turns = self._turns = Turns(self.llm_engine, self._replicas)
-        self.llm_engine.is_in_turns = True
-        try:
+        with self._turns.block():
             yield
-            turns.leave()
-        except Exception as error:
-            turns.fail(error)
-            raise
-        finally:
-            self._turns, self.llm_engine.is_in_turns = None, False
 
     def beam_search(
         self,
@@ -336,7 +327,7 @@ class LLM:
             return [each.token_ids for each in encoded], asdict(params)
 
         # In turns each rank has beams of its own.
-        token_ids, _ = agree_on_call(engine, "beam_search", prepare) if self._turns is None else prepare()
+        token_ids, _ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
         eos_token_ids = engine.resolved.model_config.eos_token_ids
         searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
         with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
@@ -418,7 +409,7 @@ class LLM:
             engine.complete_weights()
             return name, payload, reset_prefix_cache
 
-        agree_on_call(engine, "worker_event", prepare)
+        self._agree("worker_event", prepare)
         return engine.worker_event(name, payload, [ResetPrefixCache()] if reset_prefix_cache else [])
 
     def start_profile(self, folder: str | Path) -> None:
@@ -476,7 +467,7 @@ class LLM:
         """
         self.llm_engine.check_open()
         if source is not None:
-            tensors = broadcast_weights(self.llm_engine, tensors, source)
+            tensors = broadcast_weights(self.llm_engine, self._turns, tensors, source)
         elif tensors is None:
             raise TypeError("tensors is None: give pairs of name and tensor, or the rank that has them as source")
         executor: Any = self.llm_engine.model_executor  # with a worker in this process, unless it says why not
@@ -491,11 +482,11 @@ class LLM:
         engine, updates = self.llm_engine, self.llm_engine.weight_updates
         engine.check_open()
 
-        def prepare() -> _Given:
+        def prepare() -> None:
             engine.commit_weights(is_partial=updates.release())
-            return []
 
-        agree_on_prompts(engine, "finish_weight_update", prepare, {})
+        self._turns.check_outside("finish_weight_update")
+        agree_to_compute(engine, "finish_weight_update", prepare, {}, lambda _: None)
 
     @contextmanager
     def weight_update(self, *, partial: bool = False) -> Iterator[Callable[[str, torch.Tensor], None]]:
@@ -531,7 +522,7 @@ class LLM:
             self.llm_engine.weight_updates.check_not_held()
             return checked_level(level)
 
-        self.llm_engine.sleep(agree_on_call(self.llm_engine, "sleep", prepare))
+        self.llm_engine.sleep(self._agree("sleep", prepare))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again for what sleeps: all of it, or `tags`, "weights" and "kv_cache", in any order and in one
@@ -551,7 +542,7 @@ class LLM:
             self.llm_engine.weight_updates.check_not_held()
             return checked_tags(tags)
 
-        self.llm_engine.wake_up(agree_on_call(self.llm_engine, "wake_up", prepare))
+        self.llm_engine.wake_up(self._agree("wake_up", prepare))
 
     @property
     def is_sleeping(self) -> bool:
@@ -585,7 +576,7 @@ class LLM:
             engine.check_idle()
             return ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers)
 
-        parallel = agree_on_call(engine, "reinitialize_distributed", prepare)
+        parallel = self._agree("reinitialize_distributed", prepare)
         try:
             restarted = restart_engine(engine, parallel)
         except BaseException:
@@ -618,6 +609,11 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _agree(self, call: str, prepare: Callable[[], _Prepared]) -> _Prepared:
+        """As `agree_on_call`. Raises RuntimeError in turns."""
+        self._turns.check_outside(call)
+        return agree_on_call(self.llm_engine, call, prepare)
+
     def _spelled(self, beam: BeamSearchSequence) -> BeamSearchSequence:
         tokenizer = self.llm_engine.tokenizer
         return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens))
@@ -645,7 +641,7 @@ class LLM:
             encoded = encode()
             return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
 
-        if gather or self._turns is not None:
+        if gather or self._turns.is_open:
             return self._answer_own(call, prepare, on_error)
         given = agree_on_prompts(engine, call, prepare, {"on_error": on_error})
         number = engine.num_calls
@@ -676,11 +672,11 @@ class LLM:
                 for each, sampling in map(given.__getitem__, accepted)
             ]
 
-        if self._turns is None:
-            answered = answer_own(self.llm_engine, self._replicas, f"{call}(gather=True)", prepare_own)
-        else:
+        if self._turns.is_open:
             # What this rank raises here is nobody else's business: it may ask again.
             answered = self._turns.ask(prepare_own())
+        else:
+            answered = answer_own(self.llm_engine, self._replicas, f"{call}(gather=True)", prepare_own)
         for index, output in zip(accepted, answered, strict=True):
             output.request_id, output.prompt = str(index), given[index][0].text
             outputs[index] = output

@@ -1,4 +1,7 @@
-"""Before a call runs: whether every rank of an engine is ready to make it, with the same prompts or arguments."""
+"""Before a call runs: whether every rank of an engine is ready to make it, with the same prompts or arguments.
+
+A rank that takes turns makes no call of these: see `Turns.check_outside`.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +42,6 @@ def agree_on_prompts(
     RanksDisagreeError, naming setting, or prompt and field, and both values, unless every rank gives equal ones;
     prompts are not compared with `executor.digest_every` 0.
     """
-    _check_no_turns(engine, call)
     compares = engine.config.executor.digest_every > 0
     prompts, digests = agree_to_compute(engine, call, prepare, settings, lambda own: _digests(own) if compares else [])
     _check_digests(engine, digests, prompts)
@@ -73,17 +75,10 @@ def agree_on_call(engine: LLMEngine, call: str, prepare: Callable[[], _Prepared]
     """As `agree_on_prompts`, of a call whose arguments, which `prepare` returns, can cross processes
     (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank gives equal arguments.
     """
-    _check_no_turns(engine, call)
     arguments, calls = exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode())
     if engine.config.executor.digest_every:
         check_equal("calls", [each.encode() for each in calls])
     return arguments
-
-
-def _check_no_turns(engine: LLMEngine, call: str) -> None:
-    """Raise RuntimeError on a rank that takes turns: the others wait for its next turn, and not for this call."""
-    if engine.is_in_turns:
-        raise RuntimeError(f"{call} is a call that all ranks make together: leave the block of llm.turns() first")
 
 
 def exchange(

@@ -115,8 +115,6 @@ class LLMEngine:
         self.engine_channel = engine_channel or channel
         self.is_closed = self._is_round_over = False
         self._is_mid_step = False
-        self.is_in_turns = False
-        """Whether this rank is in a block in which calls are its own: see `data_parallel/own_prompts.py`."""
         self.watchdog = watchdog
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
         # Without a reference to the engine, for whoever gives back what an engine had that is no more.
