@@ -4,47 +4,36 @@ In a plain script one process is the whole world; in a script under torchrun eve
 rank gets every output.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from tqdm import tqdm
 
-from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from spmd_worker.compat.beam_search import BeamSearchOutput, BeamSearchParams
 from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.chat import ChatOptions, ChatRenderer, load_template
+from spmd_worker.compat.chat import ChatOptions, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.methods import why_absent
 from spmd_worker.compat.metrics import Metric
-from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
+from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.config.schema import ParallelConfig
-from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
-from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
-from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
+from spmd_worker.data_parallel.agreement import agree_on_call, agree_to_compute
+from spmd_worker.data_parallel.own_prompts import Turns
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
-from spmd_worker.errors import ChatTemplateError, ConfigError, PromptsRefusedError
+from spmd_worker.prompt_calls import Messages, OnError, PromptCalls, UseTqdm
 from spmd_worker.sequence.events import ResetPrefixCache
 from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sleep_tags import checked_level, checked_tags
 
-Messages = Sequence[Mapping[str, Any]]
-
-OnError = Literal["raise", "row"]
-
-_ON_ERROR: Final = get_args(OnError)
-UseTqdm = bool | Callable[..., Any]
+_Prepared = TypeVar("_Prepared")
 
 
 class LLM:
@@ -124,7 +113,6 @@ class LLM:
         }
         config = run_config({**arguments, **others})
         self._chat_template = load_template(chat_template)
-        self._chat_renderer: ChatRenderer | None = None
         self.llm_engine: LLMEngine = start_engine(read_run(config))
         self._open()
 
@@ -137,8 +125,9 @@ class LLM:
         # When the engine is forgotten or the interpreter ends. Process groups have threads, and torch may abort the
         # process when it takes them down with the interpreter.
         self._release = weakref.finalize(self.llm_engine, self.llm_engine.release, is_closed=False)
-        self._replicas = open_replicas(self.llm_engine)
-        self._turns: Turns | None = None
+        replicas = open_replicas(self.llm_engine)
+        self._turns = Turns(self.llm_engine, replicas)
+        self._prompt_calls = PromptCalls(self.llm_engine, replicas, self._turns)
 
     def generate(
         self,
@@ -173,11 +162,11 @@ class LLM:
         """
 
         def encode() -> list[Encoded]:
-            encoded = [encode_prompt(each, self.llm_engine.need_tokenizer) for each in _as_list(prompts)]
+            encoded = self._prompt_calls.encode(prompts)
             check_extras(len(encoded), lora_request, priority, tokenization_kwargs, mm_processor_kwargs)
             return encoded
 
-        return self._run("generate", encode, sampling_params, on_error, gather, use_tqdm)
+        return self._prompt_calls.run("generate", encode, sampling_params, on_error, gather, use_tqdm)
 
     def chat(
         self,
@@ -216,11 +205,11 @@ class LLM:
                 tools,
                 {} if chat_template_kwargs is None else chat_template_kwargs,
             )
-            encoded = [self._render(each, options) for each in _as_conversations(messages)]
+            encoded = self._prompt_calls.render(messages, options)
             check_extras(len(encoded), lora_request, None, tokenization_kwargs, mm_processor_kwargs)
             return encoded
 
-        return self._run("chat", encode, sampling_params, on_error, gather, use_tqdm)
+        return self._prompt_calls.run("chat", encode, sampling_params, on_error, gather, use_tqdm)
 
     def score_tokens(
         self,
@@ -244,42 +233,7 @@ class LLM:
         Raises ValueError, before anything is computed, for a completion without tokens, and as `generate` does for
         what is too long; and for a row whose logits are not finite.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        lengths: list[int] = []
-
-        def encode() -> list[Encoded]:
-            listed = _as_list(prompts)
-            if len(listed) != len(completions):
-                raise ValueError(f"{len(completions)} completions for {len(listed)} prompts: give one for each prompt")
-            given = [None] * len(listed) if sampling_params is None else self._params(sampling_params, len(listed))
-            joined = []
-            for prompt, completion, sampling in zip(listed, completions, given, strict=True):
-                encoded, tokens = encode_prompt(prompt, self.llm_engine.need_tokenizer), as_token_ids(completion)
-                if not tokens:
-                    raise ValueError("a completion has no tokens: there is nothing to score")
-                lengths.append(len(tokens))
-                both = Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error)
-                both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
-                joined.append(both)
-            return joined
-
-        outputs = self._run("score_tokens", encode, params, "raise", gather, use_tqdm)
-        return [_last_logprobs(_answered(output), length) for output, length in zip(outputs, lengths, strict=True)]
-
-    def _scored_regime(self, num_prompt_tokens: int, num_tokens: int, sampling: SamplingParams | None) -> int:
-        """The rope regime in which a completion was sampled. Raises ValueError where that cannot be told."""
-        if sampling is not None:
-            return self.llm_engine.rope_regime(num_prompt_tokens, sampling)
-        least, most = (
-            self.llm_engine.rope_regime(num_prompt_tokens, SamplingParams(max_tokens=max_tokens))
-            for max_tokens in (num_tokens, None)
-        )
-        if least != most:
-            raise ValueError(
-                "this model's LongRoPE depends on the max_tokens that a completion was sampled with: give score_tokens "
-                "its sampling_params"
-            )
-        return least
+        return self._prompt_calls.score_tokens(prompts, completions, sampling_params, gather, use_tqdm)
 
     @contextmanager
     def turns(self) -> Iterator[None]:
@@ -293,18 +247,8 @@ class LLM:
         again.
         """
         self.llm_engine.check_open()
-        if self._turns is not None:
-            raise RuntimeError("turns are not taken inside turns: leave the block first")
-        turns = self._turns = Turns(self.llm_engine, self._replicas)
-        self.llm_engine.is_in_turns = True
-        try:
+        with self._turns.block():
             yield
-            turns.leave()
-        except Exception as error:
-            turns.fail(error)
-            raise
-        finally:
-            self._turns, self.llm_engine.is_in_turns = None, False
 
     def beam_search(
         self,
@@ -320,37 +264,7 @@ class LLM:
         prefix cache. `concurrency_limit` is vLLM's and without effect. Raises ValueError for a prompt that cannot be
         answered, and otherwise what `generate` raises.
         """
-        engine = self.llm_engine
-        engine.check_open()
-
-        def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
-            engine.check_idle()
-            if not isinstance(params, BeamSearchParams):
-                raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
-            encoded = [encode_prompt(each, engine.need_tokenizer) for each in _as_list(prompts)]
-            check_extras(len(encoded), lora_request, None)
-            for each in encoded:
-                if each.error is not None:
-                    raise ValueError(each.error)
-                engine.check_request(each.token_ids, params.step_params)
-            return [each.token_ids for each in encoded], asdict(params)
-
-        # In turns each rank has beams of its own.
-        token_ids, _ = agree_on_call(engine, "beam_search", prepare) if self._turns is None else prepare()
-        eos_token_ids = engine.resolved.model_config.eos_token_ids
-        searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
-        with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
-            for _ in range(params.max_tokens):
-                wanted = [search.prompts(engine.max_model_len) for search in searches]
-                flat = [prompt for each in wanted for prompt in each]
-                if not flat:
-                    break
-                outputs = iter(self.generate(flat, params.step_params, use_tqdm=False))
-                for search, prompts_of_it in zip(searches, wanted):
-                    if prompts_of_it:
-                        search.advance([_answered(next(outputs)) for _ in prompts_of_it])
-                bar.update()
-        return [BeamSearchOutput([self._spelled(beam) for beam in search.best()]) for search in searches]
+        return self._prompt_calls.beam_search(prompts, params, lora_request, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, for the script: transformers' own where transformers is installed, else one with the
@@ -415,11 +329,10 @@ class LLM:
         engine.check_open()
 
         def prepare() -> tuple[str, Any, bool]:
-            engine.weight_updates.check_not_held()
-            engine.commit_weights()
+            engine.complete_weights()
             return name, payload, reset_prefix_cache
 
-        agree_on_call(engine, "worker_event", prepare)
+        self._agree("worker_event", prepare)
         return engine.worker_event(name, payload, [ResetPrefixCache()] if reset_prefix_cache else [])
 
     def start_profile(self, folder: str | Path) -> None:
@@ -477,7 +390,7 @@ class LLM:
         """
         self.llm_engine.check_open()
         if source is not None:
-            tensors = broadcast_weights(self.llm_engine, tensors, source)
+            tensors = broadcast_weights(self.llm_engine, self._turns, tensors, source)
         elif tensors is None:
             raise TypeError("tensors is None: give pairs of name and tensor, or the rank that has them as source")
         executor: Any = self.llm_engine.model_executor  # with a worker in this process, unless it says why not
@@ -492,12 +405,11 @@ class LLM:
         engine, updates = self.llm_engine, self.llm_engine.weight_updates
         engine.check_open()
 
-        def prepare() -> _Given:
+        def prepare() -> None:
             engine.commit_weights(is_partial=updates.release())
-            return []
 
-        agree_on_prompts(engine, "finish_weight_update", prepare, lambda: {"new weights": updates.uncompared})
-        updates.uncompared = {}
+        self._turns.check_outside("finish_weight_update")
+        agree_to_compute(engine, "finish_weight_update", prepare, {}, lambda _: None)
 
     @contextmanager
     def weight_update(self, *, partial: bool = False) -> Iterator[Callable[[str, torch.Tensor], None]]:
@@ -533,7 +445,7 @@ class LLM:
             self.llm_engine.weight_updates.check_not_held()
             return checked_level(level)
 
-        self.llm_engine.sleep(agree_on_call(self.llm_engine, "sleep", prepare))
+        self.llm_engine.sleep(self._agree("sleep", prepare))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again for what sleeps: all of it, or `tags`, "weights" and "kv_cache", in any order and in one
@@ -553,7 +465,7 @@ class LLM:
             self.llm_engine.weight_updates.check_not_held()
             return checked_tags(tags)
 
-        self.llm_engine.wake_up(agree_on_call(self.llm_engine, "wake_up", prepare))
+        self.llm_engine.wake_up(self._agree("wake_up", prepare))
 
     @property
     def is_sleeping(self) -> bool:
@@ -587,7 +499,7 @@ class LLM:
             engine.check_idle()
             return ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers)
 
-        parallel = agree_on_call(engine, "reinitialize_distributed", prepare)
+        parallel = self._agree("reinitialize_distributed", prepare)
         try:
             restarted = restart_engine(engine, parallel)
         except BaseException:
@@ -620,166 +532,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _spelled(self, beam: BeamSearchSequence) -> BeamSearchSequence:
-        tokenizer = self.llm_engine.tokenizer
-        return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens))
-
-    def _run(
-        self,
-        call: str,
-        encode: Callable[[], list[Encoded]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        on_error: OnError,
-        gather: bool,
-        use_tqdm: UseTqdm,
-    ) -> list[RequestOutput]:
-        engine, replicas = self.llm_engine, self._replicas
-        # Without asking the others: a rank that cannot go on has no channel, or was the cause of their errors already.
-        engine.check_open()
-        if replicas is not None:
-            replicas.check_whole()
-
-        def prepare() -> _Given:
-            engine.check_idle()
-            engine.weight_updates.check_not_held()
-            engine.commit_weights()
-            if on_error not in _ON_ERROR:
-                raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
-            encoded = encode()
-            return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
-
-        if gather or self._turns is not None:
-            return self._answer_own(call, prepare, on_error)
-        number, updates = engine.num_calls, engine.weight_updates
-
-        def settings() -> dict[str, Any]:
-            return {"new weights": updates.uncompared, "number of the call": number, "on_error": on_error}
-
-        given = agree_on_prompts(engine, call, prepare, settings)
-        updates.uncompared = {}
-        outputs = self._refused(call, given, on_error)
-        prompts = [
-            RoundPrompt(number, index, each.text, each.token_ids, sampling, each.rope_regime)
-            for index, (each, sampling) in enumerate(given)
-            if index not in outputs
-        ]
-        engine.num_calls += 1
-        answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
-        with contextlib.closing(_new_bar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
-            outputs |= answer(prompts, bar.update)
-        return [outputs[index] for index in range(len(given))]
-
-    def _answer_own(self, call: str, prepare: Callable[[], "_Given"], on_error: OnError) -> list[RequestOutput]:
-        """Of prompts that only this rank has."""
-        given: _Given = []
-        outputs: dict[int, RequestOutput] = {}
-        accepted: list[int] = []
-
-        def prepare_own() -> list[OwnPrompt]:
-            given.extend(prepare())
-            outputs.update(self._refused(call, given, on_error))
-            accepted.extend(index for index in range(len(given)) if index not in outputs)
-            return [
-                OwnPrompt(each.token_ids, sampling, each.rope_regime)
-                for each, sampling in map(given.__getitem__, accepted)
-            ]
-
-        if self._turns is None:
-            answered = answer_own(self.llm_engine, self._replicas, f"{call}(gather=True)", prepare_own)
-        else:
-            # What this rank raises here is nobody else's business: it may ask again.
-            answered = self._turns.ask(prepare_own())
-        for index, output in zip(accepted, answered, strict=True):
-            output.request_id, output.prompt = str(index), given[index][0].text
-            outputs[index] = output
-        return [outputs[index] for index in range(len(given))]
-
-    def _refused(self, call: str, given: "_Given", on_error: OnError) -> dict[int, RequestOutput]:
-        """Outputs with errors, by index, of the prompts that can never be answered. Raises PromptsRefusedError where
-        `on_error` says so.
-        """
-        outputs = {}
-        for index, (each, sampling) in enumerate(given):
-            try:
-                if each.error is not None:
-                    raise ValueError(each.error)
-                each.token_ids = tuple(self.llm_engine.limits.truncate(each.token_ids, sampling))
-                self.llm_engine.check_request(each.token_ids, sampling)
-            except ValueError as error:
-                outputs[index] = RequestOutput(
-                    str(index), each.text, list(each.token_ids), finished=True, error=str(error)
-                )
-        if outputs and on_error == "raise":
-            raise PromptsRefusedError(call, len(given), {index: str(each.error) for index, each in outputs.items()})
-        return outputs
-
-    def _render(self, messages: Messages, options: ChatOptions) -> Encoded:
-        try:
-            tokenizer = self.llm_engine.need_tokenizer()
-            if self._chat_renderer is None:
-                self._chat_renderer = ChatRenderer(tokenizer)
-            text = self._chat_renderer.render(messages, options)
-            return Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
-        except (ConfigError, ChatTemplateError, ValueError) as error:
-            return Encoded(None, (), str(error))
-
-    def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [(given or self.llm_engine.default_sampling).frozen()] * num_prompts
-        if not isinstance(given, Sequence):
-            raise TypeError(f"sampling_params is a {type(given).__name__}: give SamplingParams, or a list of them")
-        if len(given) != num_prompts:
-            raise ValueError(
-                f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt"
-            )
-        for index, each in enumerate(given):
-            if not isinstance(each, SamplingParams):
-                raise TypeError(f"sampling_params[{index}] is a {type(each).__name__}: give SamplingParams")
-        return [each.frozen() for each in given]
-
-
-class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
-    """Without tqdm's thread, which would go on in the caller's process."""
-
-    monitor_interval = 0
-
-
-def _answered(output: RequestOutput) -> RequestOutput:
-    if output.error is not None:
-        raise ValueError(output.error)
-    return output
-
-
-_Given = list[tuple[Encoded, SamplingParams]]
-"""Prompts of one call with their parameters."""
-
-
-def _last_logprobs(output: RequestOutput, count: int) -> list[float]:
-    """Of the last tokens of a prompt."""
-    assert output.prompt_logprobs is not None, "they were asked for"
-    tokens, positions = output.prompt_token_ids[-count:], output.prompt_logprobs[-count:]
-    return [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
-
-
-def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:
-    make = use_tqdm if callable(use_tqdm) and is_shown else _Bar
-    return make(total=num_prompts, desc="prompts", disable=not (use_tqdm and is_shown))
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """A prompt alone becomes a list of one. Raises TypeError for what is neither."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
-        raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
-    listed = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
-
-
-def _as_conversations(messages: Any) -> list[Any]:
-    """A conversation alone becomes a list of one. Raises TypeError for what is neither."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise TypeError(f"messages is a {type(messages).__name__}: give a list of messages, or a list of such lists")
-    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+    def _agree(self, call: str, prepare: Callable[[], _Prepared]) -> _Prepared:
+        """As `agree_on_call`. Raises RuntimeError in turns."""
+        self._turns.check_outside(call)
+        return agree_on_call(self.llm_engine, call, prepare)

@@ -1,4 +1,7 @@
-"""Before a call runs: whether every rank of an engine is ready to make it, with the same prompts or arguments."""
+"""Before a call runs: whether every rank of an engine is ready to make it, with the same prompts or arguments.
+
+A rank that takes turns makes no call of these: see `Turns.check_outside`.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -30,41 +33,52 @@ def agree_on_prompts(
     engine: LLMEngine,
     call: str,
     prepare: Callable[[], list[tuple[_Prompt, SamplingParams]]],
-    settings: Callable[[], Mapping[str, Any]],
+    settings: Mapping[str, Any],
 ) -> list[tuple[_Prompt, SamplingParams]]:
-    """What `prepare` returns, once every rank has the same; `call` is what the user called, `settings`, called after
-    `prepare`, says what is the same for all of its prompts, in JSON values. Every rank of the engine makes the same
-    call.
+    """What `prepare` returns, once every rank has the same; `call` is what the user called, `settings` are the same for
+    all of its prompts. Every rank of the engine makes the same call.
 
-    One exchange (`exchange`), in which each rank sends its settings and digests of its prompts. Raises
+    One exchange (`agree_to_compute`), in which each rank sends its settings and digests of its prompts. Raises
     RanksDisagreeError, naming setting, or prompt and field, and both values, unless every rank gives equal ones;
     prompts are not compared with `executor.digest_every` 0.
     """
-    _check_no_turns(engine, call)
     compares = engine.config.executor.digest_every > 0
-    prompts, answers = exchange(
-        engine, call, prepare, lambda own: [dict(settings()), _digests(own) if compares else []]
-    )
-    check_equal("calls", [canonical(given) for given, _ in answers])
-    _check_digests(engine, [digests for _, digests in answers], prompts)
+    prompts, digests = agree_to_compute(engine, call, prepare, settings, lambda own: _digests(own) if compares else [])
+    _check_digests(engine, digests, prompts)
     return prompts
+
+
+def agree_to_compute(
+    engine: LLMEngine,
+    call: str,
+    prepare: Callable[[], _Prepared],
+    settings: Mapping[str, Any],
+    answer_of: Callable[[_Prepared], Any],
+) -> tuple[_Prepared, list[Any]]:
+    """As `exchange`, of a call in which `prepare` commits new weights (`LLMEngine.commit_weights`). These are compared,
+    and the number of the call, and `settings`, JSON values that can be read once `prepare` has returned.
+
+    Raises RanksDisagreeError, too, naming the weight or the setting that differs and both values.
+    """
+    updates = engine.weight_updates
+
+    def compared() -> dict[str, Any]:
+        return {"new weights": updates.uncompared, "number of the call": engine.num_calls, **settings}
+
+    prepared, answers = exchange(engine, call, prepare, lambda own: [compared(), answer_of(own)])
+    check_equal("calls", [canonical(given) for given, _ in answers])
+    updates.uncompared = {}
+    return prepared, [answer for _, answer in answers]
 
 
 def agree_on_call(engine: LLMEngine, call: str, prepare: Callable[[], _Prepared]) -> _Prepared:
     """As `agree_on_prompts`, of a call whose arguments, which `prepare` returns, can cross processes
     (`executor/rpc_coding.py`). Raises RanksDisagreeError unless every rank gives equal arguments.
     """
-    _check_no_turns(engine, call)
     arguments, calls = exchange(engine, call, prepare, lambda own: encode_value([call, own]).decode())
     if engine.config.executor.digest_every:
         check_equal("calls", [each.encode() for each in calls])
     return arguments
-
-
-def _check_no_turns(engine: LLMEngine, call: str) -> None:
-    """Raise RuntimeError on a rank that takes turns: the others wait for its next turn, and not for this call."""
-    if engine.is_in_turns:
-        raise RuntimeError(f"{call} is a call that all ranks make together: leave the block of llm.turns() first")
 
 
 def exchange(

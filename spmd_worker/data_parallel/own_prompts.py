@@ -9,16 +9,16 @@ follow until all have left. So no loop of one rank's own, however often it asks,
 """
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from spmd_worker.data_parallel.agreement import exchange
+from spmd_worker.data_parallel.agreement import agree_to_compute, exchange
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
 from spmd_worker.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import LLMEngine
-from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.lockstep.wire.record_codec import codec_of
 from spmd_worker.sequence.outputs import RequestOutput
@@ -54,30 +54,55 @@ def answer_own(
 
 
 class Turns:
-    """One block of turns, of this rank. Call `ask` any number of times, then `leave`, or `fail` with the error that
-    ended it.
-    """
+    """The turns that this rank takes, in one `block` after another."""
 
     def __init__(self, engine: LLMEngine, replicas: Replicas | None) -> None:
         self._engine, self._ask = engine, partial(_ask, engine, replicas, _TURNS)
+        self.is_open = False
+        """Whether this rank is in a block."""
         self._is_over = False
+        """Whether the turns of this block have ended on all ranks."""
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Every rank of the engine enters and leaves it. Call `ask` in it, any number of times.
+
+        At its end this rank follows the turns of the others until they have left; an error that leaves it ends the
+        turns of all. Raises RuntimeError within another block, and at its end as `ask` does.
+        """
+        if self.is_open:
+            raise RuntimeError("turns are not taken inside turns: leave the block first")
+        self.is_open, self._is_over = True, False
+        try:
+            yield
+            self._leave()
+        except Exception as error:
+            self._fail(error)
+            raise
+        finally:
+            self.is_open = False
+
+    def check_outside(self, call: str) -> None:
+        """Raise RuntimeError in a block: the other ranks wait for this one's next turn, and not for `call`."""
+        if self.is_open:
+            raise RuntimeError(f"{call} is a call that all ranks make together: leave the block of llm.turns() first")
 
     def ask(self, prompts: Sequence[OwnPrompt]) -> list[RequestOutput]:
-        """This rank's turn. Raises RankFailedError where another rank's turns ended in an error: these have ended
-        too.
+        """This rank's turn, in a block. Raises RankFailedError where another rank's turns ended in an error: these have
+        ended too.
         """
         if self._is_over:
             raise RuntimeError("these turns have ended, because those of another rank failed: leave the block")
         return self._take_turn(lambda: prompts)[1]
 
-    def leave(self) -> None:
-        """Follow the turns of the others until they have left. Raises as `ask` does."""
+    def _leave(self) -> None:
         while not self._is_over:
-            have_all_left, _ = self._take_turn(lambda: None)
+            # This rank takes part in the steps of the others' prompts.
+            have_all_left, _ = self._take_turn(self._engine.complete_weights)
             self._is_over = have_all_left
 
-    def fail(self, error: Exception) -> None:
-        """End the turns of all ranks. Raises `error`, unless they have ended already."""
+    def _fail(self, error: Exception) -> None:
+        """Raises `error`, unless the turns of all ranks have ended already."""
 
         def raise_it() -> None:
             raise error
@@ -98,23 +123,11 @@ def _ask(
     engine: LLMEngine, replicas: Replicas | None, call: str, prepare: _Prepare
 ) -> tuple[bool, list[RequestOutput]]:
     """Whether no rank has brought a list, and the outputs of this rank's prompts."""
-    number, size, updates = engine.num_calls, engine.engine_channel.size, engine.weight_updates
-
-    def prepare_all() -> Sequence[OwnPrompt] | None:
-        # Ranks that have left take part in the steps too.
-        updates.check_not_held()
-        engine.commit_weights()
-        return prepare()
-
-    def answer_of(prompts: Sequence[OwnPrompt] | None) -> list[Any]:
-        return [{"new weights": updates.uncompared, "number of the call": number}, _encode(prompts)]
-
-    own, answers = exchange(engine, call, prepare_all, answer_of)
-    check_equal("calls", [canonical(given) for given, _ in answers])
-    updates.uncompared = {}
-    by_rank = [_decode(payload) for _, payload in answers] if answers else [own]
+    own, answers = agree_to_compute(engine, call, prepare, {}, _encode)
+    by_rank = [_decode(payload) for payload in answers] if answers else [own]
     if all(prompts is None for prompts in by_rank):
         return True, []
+    number, size = engine.num_calls, engine.engine_channel.size
     prompts = [
         RoundPrompt(number, place * size + rank, None, prompt.token_ids, prompt.sampling, prompt.rope_regime)
         for rank, brought in enumerate(by_rank)

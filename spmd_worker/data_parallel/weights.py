@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.data_parallel.agreement import agree_on_call
+from spmd_worker.data_parallel.own_prompts import Turns
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import RankFailedError
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
@@ -20,12 +21,12 @@ _MAX_ERROR_CHARACTERS = 2000
 Pair = tuple[str, Tensor]
 
 
-def broadcast_weights(engine: LLMEngine, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
+def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] | None, source: int) -> Iterator[Pair]:
     """The pairs that rank `source` of the engine gives, on every rank; the others give None. Every rank takes all of
     them, or none after the same one. One tensor is on its way at a time.
 
-    Raises ValueError for arguments that do not fit each other, RuntimeError while requests are being answered, and on
-    the other ranks RankFailedError with the words of what the source's `tensors` raised.
+    Raises ValueError for arguments that do not fit each other, RuntimeError while requests are being answered and in
+    `turns`, and on the other ranks RankFailedError with the words of what the source's `tensors` raised.
     """
     channel = engine.engine_channel
 
@@ -38,6 +39,7 @@ def broadcast_weights(engine: LLMEngine, tensors: Iterable[Pair] | None, source:
             raise RuntimeError("requests are being answered: call llm_engine.step until none is left")
         return source
 
+    turns.check_outside("update_weights")
     agree_on_call(engine, "update_weights", prepare)
     own = iter(tensors) if tensors is not None else None
     while True:

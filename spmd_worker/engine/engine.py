@@ -115,8 +115,6 @@ class LLMEngine:
         self.engine_channel = engine_channel or channel
         self.is_closed = self._is_round_over = False
         self._is_mid_step = False
-        self.is_in_turns = False
-        """Whether this rank is in a block in which calls are its own: see `data_parallel/own_prompts.py`."""
         self.watchdog = watchdog
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
         # Without a reference to the engine, for whoever gives back what an engine had that is no more.
@@ -310,6 +308,13 @@ class LLMEngine:
             self._events = [event, *(each for each in self._events if not isinstance(each, CommitWeights))]
             logger.info("%d new weights are committed as version %d", event.num_tensors, event.version)
 
+    def complete_weights(self) -> None:
+        """As `commit_weights`, before something that needs weights that are complete. Raises RuntimeError, too, while
+        an update that was begun has not ended (`WeightUpdates.hold`).
+        """
+        self.weight_updates.check_not_held()
+        self.commit_weights()
+
     def set_weight_version(self, version: int) -> None:
         """The weights are others than before: from the next step on nothing computed with the old ones is found.
 
@@ -327,8 +332,7 @@ class LLMEngine:
         several replicas every rank of each calls this.
         """
         self.check_open()
-        self.weight_updates.check_not_held()
-        self.commit_weights()
+        self.complete_weights()
         return self._run_worker_event(name, payload, then)
 
     def sleep(self, level: int = 1) -> None:
@@ -482,8 +486,7 @@ class LLMEngine:
     def _commit_before_step(self) -> None:
         """Before a step that may compute."""
         self._check_whole()
-        self.weight_updates.check_not_held()
-        self.commit_weights()
+        self.complete_weights()
 
     def _check_whole(self) -> None:
         """An exception in a step, Ctrl-C too, leaves scheduler and devices in different states for good, and a worker

@@ -72,6 +72,7 @@ ROOMS = (
     Room(("spmd_worker.compat",)),
     Room(("spmd_worker.engine",), may_import_torch=True),
     Room(("spmd_worker.data_parallel",), may_import_torch=True),
+    Room(("spmd_worker.prompt_calls",), may_import_torch=True),
     Room(("spmd_worker.llm", "spmd_worker.llm_engine"), may_import_torch=True),
     Room(("spmd_worker.replay",)),
     Room(("spmd_worker.batch",)),

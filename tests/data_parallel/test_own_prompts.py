@@ -1,6 +1,7 @@
 """Ranks that bring prompts of their own: each gets its answers, and in turns no rank waits for a call that never is."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,33 @@ def test_calls_of_all_ranks_are_refused_in_turns_and_cost_no_other_rank_anything
     refused = "RuntimeError: worker_event is a call that all ranks make together: leave the block of llm.turns() first"
     assert [each["event_in_turns"] for each in seen] == [answers(seen[0]), refused]
     assert all(each["afterwards"] for each in seen)
+
+
+CALLS_OF_ALL: dict[str, Callable[[LLM], object]] = {
+    "worker_event": lambda llm: llm.worker_event("stop_profile"),
+    "sleep": LLM.sleep,
+    "wake_up": LLM.wake_up,
+    "reinitialize_distributed": LLM.reinitialize_distributed,
+    "update_weights": lambda llm: llm.update_weights([], source=0),
+    "finish_weight_update": LLM.finish_weight_update,
+}
+
+
+def test_every_call_of_all_ranks_is_refused_in_turns():
+    """Of one rank too, whose script may get more."""
+    with LLM(checkpoint_folder("llama3"), num_blocks=64, device="cpu") as llm:
+        for name, call in CALLS_OF_ALL.items():
+            with llm.turns(), pytest.raises(RuntimeError, match=f"^{name} is a call that all ranks make together: "):
+                call(llm)
+        # The control: outside turns each does what it is for, or says what else is wrong.
+        errors = {}
+        for name, call in CALLS_OF_ALL.items():
+            try:
+                call(llm)
+            except RuntimeError as error:
+                errors[name] = str(error)
+        assert [*errors] == ["worker_event", "finish_weight_update"]
+        assert not any("all ranks" in text for text in errors.values())
 
 
 class Interrupted:

@@ -18,7 +18,19 @@ import ranks
 import torch
 from forked_workers import forked
 from safetensors.torch import load_file
-from test_weight_updates import DP, GREEDY, MODEL, NORM, PP, PROMPTS, TP, answers, open_llm, trainers_model
+from test_weight_updates import (
+    DP,
+    GREEDY,
+    MODEL,
+    NORM,
+    PP,
+    PROMPTS,
+    TP,
+    answers,
+    open_llm,
+    own_answers,
+    trainers_model,
+)
 
 from spmd_worker import LLM, LLMEngine
 from spmd_worker.errors import MissingWeightsError, WorkerEventError
@@ -160,6 +172,7 @@ def test_a_weight_that_was_not_loaded_would_be_seen(llm: LLM, old: Any):
 
 CALLS: dict[str, Callable[[LLM], object]] = {
     "generate": answers,
+    "gather": own_answers,
     "score": lambda llm: llm.score_tokens(["a"], [[3]]),
     "step": lambda llm: llm.llm_engine.step(),
     "add": lambda llm: llm.llm_engine.add_request([3, 4], GREEDY),
@@ -174,10 +187,13 @@ def test_asleep_nothing_is_computed(llm: LLM, call: Callable[[LLM], object], old
     assert LLMEngine(llm.llm_engine).is_sleeping()
     for tags, left in (([], "weights and kv_cache"), (["kv_cache"], "weights")):
         llm.wake_up(tags)
+        # It is said first, before an update that has not ended either.
+        llm.start_weight_update()
         num_steps = llm.llm_engine.counters.num_steps
         with pytest.raises(RuntimeError, match=rf"^this LLM is asleep \({left}\): call wake_up\(\) before anything"):
             call(llm)
         assert llm.llm_engine.counters.num_steps == num_steps
+        llm.finish_weight_update()
     llm.wake_up()
     assert answers(llm) == old
 

@@ -59,6 +59,15 @@ def in_words(outputs: list[RequestOutput]) -> list[Any]:
     ]
 
 
+def own_answers(llm: LLM) -> list[Any]:
+    return in_words(llm.generate(PROMPTS, GREEDY, use_tqdm=False, gather=True))
+
+
+def end_of_turns(llm: LLM) -> None:
+    with llm.turns():
+        pass
+
+
 def trainers_model(llm: LLM) -> Any:
     """The way that trainers know."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
@@ -152,6 +161,8 @@ def test_without_the_commit_what_was_cached_is_found(llm: LLM, new: Any, monkeyp
 
 CALLS: dict[str, Callable[[LLM], object]] = {
     "generate": answers,
+    "gather": own_answers,
+    "turns": end_of_turns,
     "chat": lambda llm: llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False, on_error="row"),
     "reset": LLM.reset_prefix_cache,
     "step": lambda llm: llm.llm_engine.step(),
@@ -193,7 +204,10 @@ def test_between_the_beginning_and_the_end_of_an_update_nothing_is_computed(llm:
     llm.start_weight_update()
     all_at_once_without_a_word(llm)
     llm.reset_prefix_cache()
-    for call in (answers, lambda llm: llm.llm_engine.step(), lambda llm: llm.start_weight_update()):
+    for call in (
+        *(answers, own_answers, end_of_turns, lambda llm: llm.worker_event("stop_profile")),
+        *(lambda llm: llm.llm_engine.step(), lambda llm: llm.start_weight_update()),
+    ):
         with pytest.raises(RuntimeError, match="a weight update was begun: call finish_weight_update before"):
             call(llm)
     llm.finish_weight_update()

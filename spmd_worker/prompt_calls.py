@@ -1,0 +1,291 @@
+"""Calls that answer prompts: from what a script passes to outputs in its order.
+
+Prompts become token ids with their parameters, the ranks of the engine compare what each was given, prompts that can
+never be answered are refused, and the rest is answered by this replica or by all of them. With `gather` and in turns
+the prompts of a call are this rank's own, and so are its outputs. Scores and beams are such calls too.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Final, Literal, get_args
+
+from tqdm import tqdm
+
+from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from spmd_worker.compat.call_arguments import check_extras
+from spmd_worker.compat.chat import ChatOptions, ChatRenderer
+from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
+from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
+from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
+from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
+from spmd_worker.data_parallel.replicas import Replicas
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.errors import ChatTemplateError, ConfigError, PromptsRefusedError
+from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.request import as_token_ids
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, for each, or those that the model's folder advises."""
+UseTqdm = bool | Callable[..., Any]
+OnError = Literal["raise", "row"]
+
+_ON_ERROR: Final = get_args(OnError)
+_Given = list[tuple[Encoded, SamplingParams]]
+"""Prompts of one call with their parameters."""
+
+
+class PromptCalls:
+    """The calls of one engine. `replicas` None: it has no other replica. Arguments are those of `LLM`'s methods, and so
+    is what they raise.
+    """
+
+    def __init__(self, engine: LLMEngine, replicas: Replicas | None, turns: Turns) -> None:
+        self._engine, self._replicas, self._turns = engine, replicas, turns
+        self._chat_renderer: ChatRenderer | None = None
+
+    def encode(self, prompts: Prompt | Sequence[Prompt]) -> list[Encoded]:
+        """Of one prompt or a list of them. Raises TypeError for what is neither."""
+        return [encode_prompt(each, self._engine.need_tokenizer) for each in _as_list(prompts)]
+
+    def render(self, messages: Messages | Sequence[Messages], options: ChatOptions) -> list[Encoded]:
+        """Of one conversation or a list of them. Raises TypeError for what is neither."""
+        return [self._render(each, options) for each in _as_conversations(messages)]
+
+    def run(
+        self,
+        call: str,
+        encode: Callable[[], list[Encoded]],
+        sampling_params: Params,
+        on_error: OnError = "raise",
+        gather: bool = False,
+        use_tqdm: UseTqdm = False,
+    ) -> list[RequestOutput]:
+        """`call` is what the user called. What `encode` raises is this rank's error, and the others hear of it."""
+        engine, replicas = self._engine, self._replicas
+        # Without asking the others: a rank that cannot go on has no channel, or was the cause of their errors already.
+        engine.check_open()
+        if replicas is not None:
+            replicas.check_whole()
+
+        def prepare() -> _Given:
+            engine.check_idle()
+            engine.complete_weights()
+            if on_error not in _ON_ERROR:
+                raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
+            encoded = encode()
+            return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
+
+        if gather or self._turns.is_open:
+            return self._answer_own(call, prepare, on_error)
+        given = agree_on_prompts(engine, call, prepare, {"on_error": on_error})
+        number = engine.num_calls
+        outputs = self._refused(call, given, on_error)
+        prompts = [
+            RoundPrompt(number, index, each.text, each.token_ids, sampling, each.rope_regime)
+            for index, (each, sampling) in enumerate(given)
+            if index not in outputs
+        ]
+        engine.num_calls += 1
+        answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
+        with contextlib.closing(_new_bar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
+            outputs |= answer(prompts, bar.update)
+        return [outputs[index] for index in range(len(given))]
+
+    def score_tokens(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Sequence[Sequence[int]],
+        sampling_params: Params,
+        gather: bool,
+        use_tqdm: UseTqdm,
+    ) -> list[list[float]]:
+        """As `LLM.score_tokens`."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        lengths: list[int] = []
+
+        def encode() -> list[Encoded]:
+            listed = _as_list(prompts)
+            if len(listed) != len(completions):
+                raise ValueError(f"{len(completions)} completions for {len(listed)} prompts: give one for each prompt")
+            given = [None] * len(listed) if sampling_params is None else self._params(sampling_params, len(listed))
+            joined = []
+            for prompt, completion, sampling in zip(listed, completions, given, strict=True):
+                encoded, tokens = encode_prompt(prompt, self._engine.need_tokenizer), as_token_ids(completion)
+                if not tokens:
+                    raise ValueError("a completion has no tokens: there is nothing to score")
+                lengths.append(len(tokens))
+                both = Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error)
+                both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
+                joined.append(both)
+            return joined
+
+        outputs = self.run("score_tokens", encode, params, gather=gather, use_tqdm=use_tqdm)
+        return [_last_logprobs(_answered(output), length) for output, length in zip(outputs, lengths, strict=True)]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: Any, use_tqdm: UseTqdm
+    ) -> list[BeamSearchOutput]:
+        """As `LLM.beam_search`."""
+        engine = self._engine
+        engine.check_open()
+
+        def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+            engine.check_idle()
+            if not isinstance(params, BeamSearchParams):
+                raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
+            encoded = self.encode(prompts)
+            check_extras(len(encoded), lora_request, None)
+            for each in encoded:
+                if each.error is not None:
+                    raise ValueError(each.error)
+                engine.check_request(each.token_ids, params.step_params)
+            return [each.token_ids for each in encoded], asdict(params)
+
+        # In turns each rank has beams of its own.
+        token_ids, _ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
+        eos_token_ids = engine.resolved.model_config.eos_token_ids
+        searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
+        with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
+            for _ in range(params.max_tokens):
+                wanted = [search.prompts(engine.max_model_len) for search in searches]
+                flat = [prompt for each in wanted for prompt in each]
+                if not flat:
+                    break
+                outputs = iter(self.run("generate", partial(self.encode, flat), params.step_params))
+                for search, prompts_of_it in zip(searches, wanted):
+                    if prompts_of_it:
+                        search.advance([_answered(next(outputs)) for _ in prompts_of_it])
+                bar.update()
+        return [BeamSearchOutput([self._spelled(beam) for beam in search.best()]) for search in searches]
+
+    def _answer_own(self, call: str, prepare: Callable[[], _Given], on_error: OnError) -> list[RequestOutput]:
+        """Of prompts that only this rank has."""
+        given: _Given = []
+        outputs: dict[int, RequestOutput] = {}
+        accepted: list[int] = []
+
+        def prepare_own() -> list[OwnPrompt]:
+            given.extend(prepare())
+            outputs.update(self._refused(call, given, on_error))
+            accepted.extend(index for index in range(len(given)) if index not in outputs)
+            return [
+                OwnPrompt(each.token_ids, sampling, each.rope_regime)
+                for each, sampling in map(given.__getitem__, accepted)
+            ]
+
+        if self._turns.is_open:
+            # What this rank raises here is nobody else's business: it may ask again.
+            answered = self._turns.ask(prepare_own())
+        else:
+            answered = answer_own(self._engine, self._replicas, f"{call}(gather=True)", prepare_own)
+        for index, output in zip(accepted, answered, strict=True):
+            output.request_id, output.prompt = str(index), given[index][0].text
+            outputs[index] = output
+        return [outputs[index] for index in range(len(given))]
+
+    def _refused(self, call: str, given: _Given, on_error: OnError) -> dict[int, RequestOutput]:
+        """Outputs with errors, by index, of the prompts that can never be answered. Raises PromptsRefusedError where
+        `on_error` says so.
+        """
+        outputs = {}
+        for index, (each, sampling) in enumerate(given):
+            try:
+                if each.error is not None:
+                    raise ValueError(each.error)
+                each.token_ids = tuple(self._engine.limits.truncate(each.token_ids, sampling))
+                self._engine.check_request(each.token_ids, sampling)
+            except ValueError as error:
+                outputs[index] = RequestOutput(
+                    str(index), each.text, list(each.token_ids), finished=True, error=str(error)
+                )
+        if outputs and on_error == "raise":
+            raise PromptsRefusedError(call, len(given), {index: str(each.error) for index, each in outputs.items()})
+        return outputs
+
+    def _render(self, messages: Messages, options: ChatOptions) -> Encoded:
+        try:
+            tokenizer = self._engine.need_tokenizer()
+            if self._chat_renderer is None:
+                self._chat_renderer = ChatRenderer(tokenizer)
+            text = self._chat_renderer.render(messages, options)
+            return Encoded(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+        except (ConfigError, ChatTemplateError, ValueError) as error:
+            return Encoded(None, (), str(error))
+
+    def _params(self, given: Params, num_prompts: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [(given or self._engine.default_sampling).frozen()] * num_prompts
+        if not isinstance(given, Sequence):
+            raise TypeError(f"sampling_params is a {type(given).__name__}: give SamplingParams, or a list of them")
+        if len(given) != num_prompts:
+            raise ValueError(
+                f"{len(given)} sampling params for {num_prompts} prompts: give one, or one for each prompt"
+            )
+        for index, each in enumerate(given):
+            if not isinstance(each, SamplingParams):
+                raise TypeError(f"sampling_params[{index}] is a {type(each).__name__}: give SamplingParams")
+        return [each.frozen() for each in given]
+
+    def _scored_regime(self, num_prompt_tokens: int, num_tokens: int, sampling: SamplingParams | None) -> int:
+        """The rope regime in which a completion was sampled. Raises ValueError where that cannot be told."""
+        if sampling is not None:
+            return self._engine.rope_regime(num_prompt_tokens, sampling)
+        least, most = (
+            self._engine.rope_regime(num_prompt_tokens, SamplingParams(max_tokens=max_tokens))
+            for max_tokens in (num_tokens, None)
+        )
+        if least != most:
+            raise ValueError(
+                "this model's LongRoPE depends on the max_tokens that a completion was sampled with: give score_tokens "
+                "its sampling_params"
+            )
+        return least
+
+    def _spelled(self, beam: BeamSearchSequence) -> BeamSearchSequence:
+        tokenizer = self._engine.tokenizer
+        return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens))
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
+    """Without tqdm's thread, which would go on in the caller's process."""
+
+    monitor_interval = 0
+
+
+def _answered(output: RequestOutput) -> RequestOutput:
+    if output.error is not None:
+        raise ValueError(output.error)
+    return output
+
+
+def _last_logprobs(output: RequestOutput, count: int) -> list[float]:
+    """Of the last tokens of a prompt."""
+    assert output.prompt_logprobs is not None, "they were asked for"
+    tokens, positions = output.prompt_token_ids[-count:], output.prompt_logprobs[-count:]
+    return [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
+
+
+def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:
+    make = use_tqdm if callable(use_tqdm) and is_shown else _Bar
+    return make(total=num_prompts, desc="prompts", disable=not (use_tqdm and is_shown))
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """A prompt alone becomes a list of one. Raises TypeError for what is neither."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise TypeError(f"prompts is a {type(prompts).__name__}: give a prompt or a list of prompts")
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _as_conversations(messages: Any) -> list[Any]:
+    """A conversation alone becomes a list of one. Raises TypeError for what is neither."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise TypeError(f"messages is a {type(messages).__name__}: give a list of messages, or a list of such lists")
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
