@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import IO
+from unittest import mock
 
-import pytest
 from fork_server import ForkedProcess, fork_server
 
 from spmd_worker.executor import worker_handle
@@ -47,7 +47,6 @@ def fork_worker(
 @contextmanager
 def forked() -> Iterator[None]:
     """Worker processes are forked here."""
-    with pytest.MonkeyPatch.context() as patch:
-        forking = SimpleNamespace(Popen=fork_worker, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
-        patch.setattr(worker_handle, "subprocess", forking)
+    forking = SimpleNamespace(Popen=fork_worker, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+    with mock.patch.object(worker_handle, "subprocess", forking):
         yield

@@ -4,6 +4,7 @@ The ranks run several jobs each, because starting them takes seconds.
 """
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -196,17 +197,21 @@ def test_one_replicas_end_is_everybodys_in_seconds_and_named(tmp_path: Path, fau
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("layout", ["data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"])
-def test_ranks_wait_for_rows_for_longer_than_the_timeout(tmp_path: Path, layout: str):
-    """Standard input comes late, after twice the timeout."""
-    script = tmp_path / "late.py"
+def test_ranks_wait_for_rows_for_longer_than_the_timeout(tmp_path: Path):
+    """Standard input comes late, after twice the timeout. All layouts at once: they wait."""
+    script, rows = tmp_path / "late.py", tmp_path / "rows.jsonl"
     script.write_text(LATE)
-    write_inputs(tmp_path)
-    arguments = [*SETTINGS, "job.input=-", f"job.output={tmp_path}/out.jsonl", "executor.timeout_s=4"]
-    given = [script, tmp_path / "mixed.jsonl", *arguments, f"parallel.{layout}=2"]
-    done = ranks.run_forked(given, 2, timeout_s=240)
-    assert done.returncode == 0, done.output
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(INPUTS["mixed"])
+    rows.write_text("".join(f"{row}\n" for row in INPUTS["mixed"][:20]))
+
+    def run(layout: str) -> ranks.CompletedRanks:
+        arguments = [*SETTINGS, "job.input=-", f"job.output={tmp_path}/{layout}.jsonl", "executor.timeout_s=4"]
+        return ranks.run_forked([script, rows, *arguments, f"parallel.{layout}=2"], 2, timeout_s=240)
+
+    layouts = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+    with ThreadPoolExecutor() as pool:
+        for layout, done in zip(layouts, pool.map(run, layouts), strict=True):
+            assert done.returncode == 0, (layout, done.output)
+            assert len((tmp_path / f"{layout}.jsonl").read_text().splitlines()) == 20
 
 
 LATE = """

@@ -6,13 +6,13 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import REPOSITORY, run_command, run_forked
-from ranks import sys as system
+from ranks import REPOSITORY, CompletedRanks, run_forked, run_script
 
 import spmd_worker.batch.job as job_module
 from spmd_worker.batch import job_rows
@@ -295,35 +295,45 @@ def test_steps_are_taken_while_a_stream_is_silent_after_rows_that_were_done(
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("layout", ["data_parallel_size", "tensor_parallel_size"])
-def test_ranks_go_on_with_a_stream_that_is_silent_for_longer_than_the_timeout(
-    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], layout: str
-):
-    ended_job_of_a_stream(tmp_path)
-    thread = write_in_two_parts(tmp_path, lambda: time.sleep(9))
+def go_on_with_a_silent_stream(folder: Path, layout: str) -> CompletedRanks:
+    thread = write_in_two_parts(folder, lambda: time.sleep(9))
     arguments = [
         *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "sampling.max_tokens=8"),
-        *("sampling.temperature=0.9", "job.commit_rows=1", f"job.input={tmp_path / 'fifo'}"),
-        *(f"job.output={tmp_path / 'out.jsonl'}", "executor.timeout_s=4", f"parallel.{layout}=2"),
+        *("sampling.temperature=0.9", "job.commit_rows=1", f"job.input={folder / 'fifo'}"),
+        *(f"job.output={folder / 'out.jsonl'}", "executor.timeout_s=4", f"parallel.{layout}=2"),
     ]
-    done = run_forked([REPOSITORY / "launch.py", *arguments], 2, timeout_s=120)
-    assert done.returncode == 0, done.output
-    thread.join()
-    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+    done = run_forked([REPOSITORY / "launch.py", *arguments], 2, timeout_s=240)
+    thread.join(timeout=0 if done.returncode else None)
+    return done
+
+
+@pytest.mark.matrix
+def test_ranks_go_on_with_a_stream_that_is_silent_for_longer_than_the_timeout(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]]
+):
+    """Both layouts at once: they wait."""
+    folders = {layout: tmp_path / layout for layout in ("data_parallel_size", "tensor_parallel_size")}
+    for folder in folders.values():
+        folder.mkdir()
+        ended_job_of_a_stream(folder)
+    with ThreadPoolExecutor() as pool:
+        started = {layout: pool.submit(go_on_with_a_silent_stream, folders[layout], layout) for layout in folders}
+    for layout, job in started.items():
+        assert job.result().returncode == 0, (layout, job.result().output)
+        assert (folders[layout] / "out.jsonl").read_bytes() == whole[0], layout
 
 
 def test_what_is_finished_can_be_read_while_the_job_has_not_ended(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
     config = ended_job(tmp_path, 12)
-    script = [system.executable, "-m", "spmd_worker.tools.collect", str(run_dir(config))]
-    done = run_command(script, timeout_s=240)
+    script = ["-m", "spmd_worker.tools.collect", str(run_dir(config))]
+    done = run_script(script, timeout_s=240)
     assert done.returncode == 0, done.output
     lines = done.stdout.encode().splitlines(keepends=True)
     assert len(lines) == 12
     assert [line for line in whole[0].splitlines(keepends=True) if line in lines] == lines
     assert done.stderr.startswith("12 rows are finished, the last of them is row ")
     run(config)
-    done = run_command(script, timeout_s=240)
+    done = run_script(script, timeout_s=240)
     assert (done.returncode, done.stdout) == (2, "")
     assert "the job has ended and its output is complete" in done.stderr
 
@@ -385,7 +395,8 @@ def test_a_disk_that_is_full_ends_the_job_with_an_error_that_says_so_and_a_resum
 ):
     """No file may be larger than so many bytes: the journal, the lines, the output at last."""
     write_rows(tmp_path)
-    script = f"""
+    script = tmp_path / "on_a_small_disk.py"
+    source = f"""
         import resource, signal, sys
         import launch
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -397,11 +408,12 @@ def test_a_disk_that_is_full_ends_the_job_with_an_error_that_says_so_and_a_resum
         *("sampling.temperature=0.9", "job.commit_rows=1", f"job.input={tmp_path / 'rows.jsonl'}"),
         *(f"job.output={tmp_path / 'out.jsonl'}",),
     ]
-    done = run_command([system.executable, "-c", textwrap.dedent(script), *arguments], 60.0)
+    script.write_text(textwrap.dedent(source))
+    done = run_script([script, *arguments], timeout_s=240)
     assert done.returncode == 1, done.output
     assert "error: " in done.stderr
     assert "File too large" in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
-    done = run_command([system.executable, str(REPOSITORY / "launch.py"), *arguments], 60.0)
+    done = run_script([REPOSITORY / "launch.py", *arguments], timeout_s=240)
     assert done.returncode == 0, done.output
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]

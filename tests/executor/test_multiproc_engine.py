@@ -1,24 +1,20 @@
 """An engine over worker processes: the tokens of one rank, in a script, in a job, after a change of world size."""
 
 import json
-import os
 import re
-import secrets
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forks_of_a_script
 import pytest
 import ranks
-from waiting import LIMIT_S, wait_until
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.errors import WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
-from spmd_worker.metrics.step_stats import STEP_STATS_NAME
+
+pytestmark = pytest.mark.usefixtures("forked_workers_of_module")
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 PROMPTS = ["copy a m v s j l =", "reverse h x a f w =", "sort 21 87 57 15 =", "copy q =", "no such task"]
@@ -38,7 +34,7 @@ def alone() -> list[list[RequestOutput]]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LLM]:
+def two(forked_workers_of_module: None) -> Iterator[LLM]:
     with LLM(MODEL, **KEYS, tensor_parallel_size=2, distributed_executor_backend="multiproc") as llm:
         yield llm
 
@@ -117,7 +113,7 @@ def test_a_job_writes_the_rows_that_one_rank_writes(tmp_path: Path):
     for backend in ("uniproc", "multiproc"):
         (tmp_path / backend).mkdir()
         rows = write_rows(tmp_path / backend, [{"prompt": prompt, "max_tokens": 12} for prompt in PROMPTS])
-        done = ranks.run_command(command(rows, backend), timeout_s=240)
+        done = ranks.run_script([forks_of_a_script.__file__, *arguments(rows, backend)], timeout_s=240)
         assert done.returncode == 0, done.output
         written.append((tmp_path / backend / "out.jsonl").read_bytes())
     assert written[0] == written[1]
@@ -127,7 +123,8 @@ def test_a_job_writes_the_rows_that_one_rank_writes(tmp_path: Path):
 @pytest.mark.matrix
 def test_a_job_whose_workers_cannot_start_says_why_and_exits_1(tmp_path: Path):
     rows = write_rows(tmp_path, [{"prompt": "x"}])
-    done = ranks.run_command(command(rows, "multiproc", "executor.worker_extension_cls=no_such.Thing"), timeout_s=240)
+    given = arguments(rows, "multiproc", "executor.worker_extension_cls=no_such.Thing")
+    done = ranks.run_script([forks_of_a_script.__file__, *given], timeout_s=240)
     assert done.returncode == 1
     # Both cannot; which of them is heard first is theirs.
     assert [re.sub("rank [01]", "rank N", line) for line in done.stderr.splitlines() if "error" in line] == [
@@ -136,21 +133,42 @@ def test_a_job_whose_workers_cannot_start_says_why_and_exits_1(tmp_path: Path):
     ]
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from forks_of_a_script import fork_workers
+
+fork_workers()
+import launch
+from spmd_worker.executor.multiproc import MultiprocExecutor
+
+execute, steps, workers = MultiprocExecutor.execute_model, [], []
+
+def killing(self, *given, **named):
+    steps.append(self)
+    if len(steps) == 9:
+        workers.extend(self.worker_pids)
+        os.kill(workers[1], signal.SIGKILL)
+    return execute(self, *given, **named)
+
+MultiprocExecutor.execute_model = killing
+code = launch.main()
+left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+print(*workers, "left", *left)
+sys.exit(code)
+"""
+
+
 def test_a_job_whose_worker_is_killed_names_it_and_leaves_nobody(tmp_path: Path):
     rows = write_rows(tmp_path, [{"prompt": "copy q =", "max_tokens": 200, "ignore_eos": True}] * 600)
-    token = secrets.token_hex(16)
-    environment = {**os.environ, ranks.TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command(rows, "multiproc"), env=environment, cwd=ranks.REPOSITORY, stderr=subprocess.PIPE, text=True
-    ) as job:
-        wait_until((tmp_path / "out.jsonl.run" / STEP_STATS_NAME).exists)
-        victim = max(pid for pid in ranks.processes_of(token) if "--rank 1 " in command_line(pid))
-        os.kill(victim, signal.SIGKILL)
-        _, errors = job.communicate(timeout=LIMIT_S)
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    job = ranks.run_script([script, *arguments(rows, "multiproc")], timeout_s=240)
     assert job.returncode == 1
+    _, victim, *left = job.stdout.split()
+    assert left == ["left"]
     # Whether it was noticed in a step or between two.
-    assert errors.splitlines()[-1].startswith(f"error: worker rank 1 (pid {victim}) was killed by SIGKILL")
-    assert ranks.processes_of(token) == []
+    assert job.stderr.splitlines()[-1].startswith(f"error: worker rank 1 (pid {victim}) was killed by SIGKILL")
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -159,15 +177,11 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def command(rows: Path, backend: str, *keys: str) -> list[str]:
-    """The output goes beside the rows."""
+def arguments(rows: Path, backend: str, *keys: str) -> list[str]:
+    """Of launch.py. The output goes beside the rows."""
     size = 2 if backend == "multiproc" else 1
     return [
-        *(sys.executable, "launch.py", f"model.path={MODEL}", f"job.input={rows}"),
+        *(f"model.path={MODEL}", f"job.input={rows}"),
         *(f"job.output={rows.parent / 'out.jsonl'}", "device=cpu", "cache.num_blocks=64"),
         *(f"executor.backend={backend}", f"parallel.tensor_parallel_size={size}", *keys),
     ]
-
-
-def command_line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
