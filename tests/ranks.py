@@ -182,13 +182,14 @@ def run_forked(
 ) -> CompletedRanks:
     """As `run_torchrun`, on ranks that are forked: when one has failed, the others get SIGTERM.
 
-    `hash_seeds`: every rank has a PYTHONHASHSEED of its own, as those of a launcher do. `has_agent_store`: the store
+    `hash_seeds`: neighbours have another PYTHONHASHSEED, as the ranks of a launcher have. `has_agent_store`: the store
     is not one of the ranks' and outlives them, as under torchrun; else it is rank 0's, as without a launcher.
     """
     words = [str(word) for word in command]
 
     def launch(variables: dict[str, str], folder: str | Path, stdout: IO[bytes], stderr: IO[bytes]) -> ForkedRanks:
-        seeds = [rank + 1 if hash_seeds else 0 for rank in range(nproc)]
+        # Two differ as much as many do, and each is a server that imports everything.
+        seeds = [rank % 2 if hash_seeds else 0 for rank in range(nproc)]
         return ForkedRanks(words, seeds, has_agent_store, variables, folder, stdout, stderr)
 
     return _run(launch, " ".join(words), timeout_s, env, cwd)
