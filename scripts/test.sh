@@ -13,6 +13,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root" || exit 1
 bash scripts/setup_env.sh --dev || exit 1
 bin=$root/.venv/bin
+# Tests start many interpreters, which would compile the packages each time.
+unset PYTHONDONTWRITEBYTECODE
 
 # More processes than cores: many tests wait, for a timeout or for a process. A file's tests stay in one process, because
 # they share what takes long to make. The order is tests/conftest.py's: pytest-xdist's own would begin the longest last.
