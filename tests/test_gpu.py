@@ -57,8 +57,7 @@ def test_ours_is_near_transformers_on_the_gpu():
 
 @pytest.mark.matrix
 def test_the_comparison_itself_runs_on_a_cpu_and_ends_in_one_json_line():
-    command = [sys.executable, COMPARE, "--device", "cpu", "--prompts", "3", "--tokens", "12"]
-    done = ranks.run_command(command, timeout_s=240)
+    done = ranks.run_script([COMPARE, "--device", "cpu", "--prompts", "3", "--tokens", "12"], timeout_s=240)
     assert done.returncode == 0, done.output
     result = json.loads(done.stdout.splitlines()[-1])
     assert [(each["dtype"], each["num_tokens"]) for each in result["results"]] == [("float32", 36), ("bfloat16", 36)]
@@ -67,8 +66,7 @@ def test_the_comparison_itself_runs_on_a_cpu_and_ends_in_one_json_line():
 
 
 def test_a_machine_without_a_gpu_says_so_in_one_line():
-    command = [sys.executable, COMPARE, "--only-look"]
-    done = ranks.run_command(command, timeout_s=240, env={"CUDA_VISIBLE_DEVICES": ""})
+    done = ranks.run_script([COMPARE, "--only-look"], timeout_s=240, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 1
     assert done.output.count("torch finds no CUDA device here, so nothing was compared") == 1
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
@@ -77,9 +75,9 @@ def test_a_machine_without_a_gpu_says_so_in_one_line():
 def test_asking_for_a_gpu_where_there_is_none_is_one_sentence(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "add 1 2 ="}\n')
     command = [
-        *(sys.executable, str(ranks.REPOSITORY / "launch.py"), f"model.path={MODEL}", "device=cuda"),
+        *(ranks.REPOSITORY / "launch.py", f"model.path={MODEL}", "device=cuda"),
         *("job.input=rows.jsonl", "job.output=out.jsonl"),
     ]
-    done = ranks.run_command(command, timeout_s=240, env={"CUDA_VISIBLE_DEVICES": ""}, cwd=tmp_path)
+    done = ranks.run_script(command, timeout_s=240, env={"CUDA_VISIBLE_DEVICES": ""}, cwd=tmp_path)
     assert done.returncode == 1, done.output
     assert done.stderr == "error: device=cuda but torch finds no CUDA device here: use device=cpu\n"

@@ -328,11 +328,19 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", pytest.param("processed_logprobs", marks=pytest.mark.matrix)])
-def test_no_row_whatever_it_asks_ends_the_engine_or_goes_unanswered(text_folder: Path, mode: str):
+@pytest.mark.parametrize(
+    ("mode", "num_rows"),
+    [
+        ("raw_logprobs", 30),
+        pytest.param("processed_logprobs", 30, marks=pytest.mark.matrix),
+        pytest.param("raw_logprobs", 200, marks=pytest.mark.stress),
+        pytest.param("processed_logprobs", 200, marks=pytest.mark.stress),
+    ],
+)
+def test_no_row_whatever_it_asks_ends_the_engine_or_goes_unanswered(text_folder: Path, mode: str, num_rows: int):
     chance = random.Random(mode)
-    params = [SamplingParams(**{key: chance.choice(given) for key, given in CHOICES.items()}) for _ in range(60)]
-    prompts = [random_prompt(chance.randint(1, 63), index, 320) for index in range(60)]
+    params = [SamplingParams(**{key: chance.choice(given) for key, given in CHOICES.items()}) for _ in range(num_rows)]
+    prompts = [random_prompt(chance.randint(1, 63), index, 320) for index in range(num_rows)]
     settings = {"num_blocks": 9, "block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 6}
     with LLM(text_folder, max_model_len=64, logprobs_mode=mode, **settings) as llm:
         outputs = run(llm, prompts, params)

@@ -124,15 +124,25 @@ def check_way_was_taken(llm: LLM, way: str) -> None:
 
 
 QUICK = {("dynamic", "warm"), ("dynamic", "swapped"), ("longrope", "warm")}
+# Of scalings that turn a position by the same angle in every row.
+WAYS_OF_OTHERS = {
+    "default": ("swapped", "from the host tier"),
+    "linear": ("warm", "recomputed"),
+    "llama3": ("in chunks", "swapped"),
+    "yarn": ("warm", "from the host tier"),
+}
+
+
+def tier(rope_type: str, way: str) -> list[pytest.MarkDecorator]:
+    """All ways of the scalings that have regimes, two ways of each other; the rest in the stress tier."""
+    if way not in WAYS_OF_OTHERS.get(rope_type, WAYS):
+        return [pytest.mark.stress]
+    return [] if (rope_type, way) in QUICK else [pytest.mark.matrix]
 
 
 @pytest.mark.parametrize(
     ("rope_type", "way"),
-    [
-        pytest.param(rope_type, way, marks=[] if (rope_type, way) in QUICK else pytest.mark.matrix)
-        for rope_type in ROPE_TYPES
-        for way in WAYS
-    ],
+    [pytest.param(rope_type, way, marks=tier(rope_type, way)) for rope_type in ROPE_TYPES for way in WAYS],
 )
 def test_a_row_is_the_same_however_it_comes_to_its_keys(rope_type: str, way: str):
     rows = prompts()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import house
-from source_tree import Import, Module, aliases_of, dotted_name, import_module_argument, imports_of, read_modules
+from source_tree import Import, Module, dotted_name, import_module_argument, read_modules
 
 
 def import_violations(root: Path) -> list[str]:
@@ -26,7 +26,7 @@ def first_party_target(found: Import, modules: dict[str, Module]) -> str:
 
 def _module_violations(module: Module, modules: dict[str, Module]) -> Iterator[str]:
     yield from _place_violations(module)
-    for found in imports_of(module):
+    for found in module.imports:
         problem = _import_problem(module, found, modules)
         if problem:
             yield module.at(found.node, problem)
@@ -100,8 +100,8 @@ def _torch_problem(module: Module, found: Import, what: str) -> str | None:
 
 
 def _hidden_import_violations(module: Module) -> Iterator[str]:
-    aliases = aliases_of(module)
-    for node in ast.walk(module.tree):
+    aliases = module.aliases
+    for node, _ in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield module.at(node, "relative import: write the absolute name")
         argument = import_module_argument(node, aliases)
@@ -111,8 +111,8 @@ def _hidden_import_violations(module: Module) -> Iterator[str]:
 
 
 def _forbidden_use_violations(module: Module) -> Iterator[str]:
-    aliases = aliases_of(module)
-    for node in ast.walk(module.tree):
+    aliases = module.aliases
+    for node, _ in module.nodes:
         name = dotted_name(node, aliases) if isinstance(node, ast.Attribute) else None
         if name in house.FORBIDDEN_NAMES and name not in house.MAY_USE.get(module.name, ()):
             yield module.at(node, f"{name} is forbidden everywhere")
@@ -144,7 +144,7 @@ def _yaml_violations(root: Path) -> Iterator[str]:
 def _cycle_violations(modules: dict[str, Module]) -> Iterator[str]:
     """One line a cycle, as far as they can be told apart: a named cycle is taken away before the next is sought."""
     targets_of = {
-        name: [target for found in imports_of(module) if (target := first_party_target(found, modules)) in modules]
+        name: [target for found in module.imports if (target := first_party_target(found, modules)) in modules]
         for name, module in modules.items()
         if name not in house.ENTRY_POINTS
     }

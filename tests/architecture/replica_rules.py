@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import house
-from source_tree import Module, aliases_of, bound_names, dotted_name, imports_of, read_modules
+from source_tree import Module, bound_names, dotted_name, read_modules
 
 SET_METHODS = ("union", "intersection", "difference", "symmetric_difference")
 SET_OPERATORS = (ast.BitAnd, ast.BitOr, ast.BitXor, ast.Sub)
@@ -23,13 +23,13 @@ def replica_violations(root: Path) -> list[str]:
 
 
 def _module_violations(module: Module) -> Iterator[str]:
-    for found in imports_of(module):
+    for found in module.imports:
         reason = _reason_against(found.dotted)
         if reason:
             yield module.at(found.node, f"{found.dotted}: {reason}")
-    aliases, bound = aliases_of(module), bound_names(module)
-    called = [node.func for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
-    for node in ast.walk(module.tree):
+    aliases, bound = module.aliases, bound_names(module)
+    called = [node.func for node, _ in module.nodes if isinstance(node, ast.Call)]
+    for node, _ in module.nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             # Read as a value, a name that the module binds is its own; called, it is taken for the builtin.
             if node.id in house.REPLICA_FORBIDDEN_BUILTINS and (node.id not in bound or node in called):

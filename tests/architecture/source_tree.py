@@ -4,16 +4,22 @@ Runs nothing of what it reads. Knows nothing of the rules.
 """
 
 import ast
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from house import ENTRY_POINTS, PACKAGES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Module:
-    """One file. `name` is the dotted module, without `.__init__`; `path` is relative to the tree's root."""
+    """One file. `name` is the dotted module, without `.__init__`; `path` is relative to the tree's root.
+
+    The tree is walked once, on the first question about it.
+    """
 
     name: str
     path: Path
@@ -23,6 +29,22 @@ class Module:
     @property
     def is_init(self) -> bool:
         return self.path.name == "__init__.py"
+
+    @cached_property
+    def nodes(self) -> "list[tuple[ast.AST, bool]]":
+        """Each node, in the order of the text, and whether it runs on import: see `Import`."""
+        with _no_garbage():
+            return list(_walk(self.tree))
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """What the module's imports bind: local name -> dotted name."""
+        return dict(pair for node, _ in self.nodes for pair in _aliases_at(node))
+
+    @cached_property
+    def imports(self) -> "list[Import]":
+        """Every import of an absolute name, `importlib.import_module("literal")` among them."""
+        return [found for node, runs in self.nodes for found in _imports_at(node, runs, self.aliases)]
 
     def at(self, node: ast.AST, message: str) -> str:
         """A violation as people read it: `path:line: message`."""
@@ -44,31 +66,25 @@ class Import:
         return f"{self.module}.{self.name}" if self.name else self.module
 
 
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Syntax trees are many objects without a cycle: looking for one takes longer than reading them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def read_modules(root: Path) -> dict[str, Module]:
     """Every module of the packages and launch.py under `root`, by dotted name, in the order of their paths."""
     paths = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
     paths += [path for name in ENTRY_POINTS if (path := root / f"{name}.py").is_file()]
-    modules = [_read_module(root, path) for path in paths]
+    with _no_garbage():
+        modules = [_read_module(root, path) for path in paths]
     return {module.name: module for module in modules}
-
-
-def imports_of(module: Module) -> list[Import]:
-    """Every import of an absolute name, `importlib.import_module("literal")` among them."""
-    aliases = aliases_of(module)
-    return [found for node, runs in _walk(module.tree, True) for found in _imports_at(node, runs, aliases)]
-
-
-def aliases_of(module: Module) -> dict[str, str]:
-    """What the module's imports bind: local name -> dotted name."""
-    aliases = {}
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                first = alias.name.split(".")[0]
-                aliases[alias.asname or first] = alias.name if alias.asname else first
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-    return aliases
 
 
 def dotted_name(node: ast.AST, aliases: dict[str, str]) -> str | None:
@@ -82,7 +98,7 @@ def dotted_name(node: ast.AST, aliases: dict[str, str]) -> str | None:
 def bound_names(module: Module) -> dict[str, None]:
     """The names that the module itself binds: assigned, defined or taken as a parameter."""
     bound: dict[str, None] = {}
-    for node in ast.walk(module.tree):
+    for node, _ in module.nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             bound[node.id] = None
         elif isinstance(node, ast.arg):
@@ -105,12 +121,29 @@ def _read_module(root: Path, path: Path) -> Module:
     return Module(name, relative, text, ast.parse(text, filename=str(relative)))
 
 
-def _walk(node: ast.AST, runs_on_import: bool) -> Iterator[tuple[ast.AST, bool]]:
-    yield node, runs_on_import
-    for child in ast.iter_child_nodes(node):
-        is_deferred = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
-        yield from _walk(child, runs_on_import and not is_deferred and not is_for_types)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
+    left: list[tuple[ast.AST, bool]] = [(tree, True)]
+    while left:
+        node, runs_on_import = left.pop()
+        yield node, runs_on_import
+        children = list(ast.iter_child_nodes(node))
+        runs = [runs_on_import and not isinstance(node, _FUNCTIONS)] * len(children)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            runs = [each and child not in node.body for each, child in zip(runs, children, strict=True)]
+        left += reversed(list(zip(children, runs, strict=True)))
+
+
+def _aliases_at(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            first = alias.name.split(".")[0]
+            yield alias.asname or first, alias.name if alias.asname else first
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        for alias in node.names:
+            yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
 def _imports_at(node: ast.AST, runs: bool, aliases: dict[str, str]) -> list[Import]:

@@ -42,10 +42,22 @@ def test_every_head_size_agrees_with_the_formula(instruction_set, dtype, head_si
     assert is_close(run(backend_for(instruction_set, sizes), one, WHOLE), formula(one), dtype)
 
 
+WINDOWS = [0, 1, 50, 64, 150]
+FEW_GROUPS = [(1, 2), (1, 7), (1, 20)]
+
+
+def each_group_and_window():
+    """All groups without a window and with one, all windows with three of the groups; the rest in the stress tier."""
+    return [
+        pytest.param(*group, window, marks=[] if window in (0, 50) or group in FEW_GROUPS else pytest.mark.stress)
+        for group in GROUPS
+        for window in WINDOWS
+    ]
+
+
 @each_library
 @each_dtype
-@pytest.mark.parametrize(("num_kv_heads", "group_size"), GROUPS)
-@pytest.mark.parametrize("window", [0, 1, 50, 64, 150])
+@pytest.mark.parametrize(("num_kv_heads", "group_size", "window"), each_group_and_window())
 def test_every_group_and_window_agrees_with_the_formula(instruction_set, dtype, num_kv_heads, group_size, window):
     sizes = Sizes(dtype, num_kv_heads, group_size, head_size=32, window=window)
     one = sequence(203, sizes)
@@ -91,7 +103,8 @@ def test_chunks_of_any_length_give_the_bits_of_the_whole_prompt(instruction_set,
     one = sequence(331, sizes)
     backend = backend_for(instruction_set, sizes)
     whole = run(backend, one, WHOLE)
-    for chunk in ODD_PLACES:
+    # Token by token takes longest.
+    for chunk in ODD_PLACES if group_size in (1, 7) else ODD_PLACES[1:]:
         assert torch.equal(run(backend, one, chunk), whole), chunk
 
 
@@ -123,7 +136,8 @@ def test_block_size_and_placement_change_no_bit(instruction_set, dtype, window):
     for block_size in (16, 2, 4, 8, 32, 64, 128, 256):
         sizes = Sizes(dtype=dtype, block_size=block_size, window=window)
         backend, one = backend_for(instruction_set, sizes), sequence(203, sizes)
-        results = [run(backend, one, chunk, order_seed) for chunk, order_seed in ((WHOLE, 0), (50, 1), (1, 2))]
+        few = 1 if block_size in (2, 64, 256) else 5
+        results = [run(backend, one, chunk, order_seed) for chunk, order_seed in ((WHOLE, 0), (50, 1), (few, 2))]
         whole = results[0] if whole is None else whole
         assert all(torch.equal(result, whole) for result in results), block_size
 

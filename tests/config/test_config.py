@@ -220,19 +220,38 @@ ODD = [*"=()[]{},#&;!?|<>*$'\"\\ \t", "é", "日本", "a=b (1) [2] {3}.jsonl", "
 ODD += ["-x", "+x", "@x", "007", "true", "1e3"]
 
 
-@pytest.mark.parametrize("key", ["model.path", "job.input", "job.output", "job.run_dir", "job.prometheus_file"])
-def test_a_path_is_taken_as_the_shell_gives_it(key: str):
-    group, _, name = key.partition(".")
+PATHS = ("model.path", "job.input", "job.output", "job.run_dir", "job.prometheus_file")
+
+
+def path_values(config: RunConfig) -> list[str | None]:
+    return [getattr(getattr(config, group), name) for group, _, name in (key.partition(".") for key in PATHS)]
+
+
+def test_a_path_is_taken_as_the_shell_gives_it():
+    """All keys at once: composing takes long."""
+
+    def of_all(*values: str, **options: str) -> list[str | None]:
+        paths = {key: options["option"] for key in PATHS if options}
+        return path_values(composed(*(f"{key}={value}" for value in values for key in PATHS), paths=paths or None))
+
     for path in ODD:
-        assert getattr(getattr(composed(f"{key}={path}"), group), name) == path
-        assert getattr(getattr(composed(paths={key: path}), group), name) == path
+        assert of_all(path) == [path] * len(PATHS)
+        assert of_all(option=path) == [path] * len(PATHS)
     # What was quoted for Hydra stays what it was, and null is none.
-    assert getattr(getattr(composed(f"{key}='a=b'"), group), name) == "a=b"
-    assert getattr(getattr(composed(f"{key}=x", f"{key}=null"), group), name) is None
+    assert of_all("'a=b'") == ["a=b"] * len(PATHS)
+    assert of_all("x", "null") == [None] * len(PATHS)
     # The later of two counts, and an option more than both.
-    assert getattr(getattr(composed(f"{key}='a'", f"{key}=b=c"), group), name) == "b=c"
-    assert getattr(getattr(composed(f"{key}=b=c", f"{key}='a'"), group), name) == "a"
-    assert getattr(getattr(composed(f"{key}=b=c", paths={key: "d"}), group), name) == "d"
+    assert of_all("'a'", "b=c") == ["b=c"] * len(PATHS)
+    assert of_all("b=c", "'a'") == ["a"] * len(PATHS)
+    assert of_all("b=c", "'a'", option="d") == ["d"] * len(PATHS)
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_an_odd_path_changes_no_other_key(key: str):
+    number = PATHS.index(key)
+    plain = path_values(composed())
+    for found in (composed(f"{key}=a=b (1)"), composed(paths={key: "a=b (1)"})):
+        assert path_values(found) == [*plain[:number], "a=b (1)", *plain[number + 1 :]]
 
 
 def test_a_tilde_is_the_home_folder_and_only_at_the_beginning(monkeypatch: pytest.MonkeyPatch):

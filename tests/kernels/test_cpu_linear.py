@@ -2,13 +2,12 @@
 
 import dataclasses
 import logging
-import os
 import shutil
-import subprocess
-import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import torch.nn.functional as F
 from native_libraries import EMULATED, HAS_AMX, NATIVE, emulated, library_for, needs_avx512
@@ -105,27 +104,35 @@ CUTS = [(576, 960), (1536, 576), (4864, 896), (896, 2080), (64, 16400)]
 MANY_ROWS = 520
 
 
+@contextmanager
+def threads(number: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), CUTS)
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_row_has_the_same_bits_however_a_product_is_cut(
-    kernels, dtype, num_inputs, num_outputs, is_gated, num_threads
-):
+def test_a_row_has_the_same_bits_however_a_product_is_cut(kernels, dtype, num_inputs, num_outputs, is_gated):
+    """By one thread and by two; rows in their place and in another."""
     num_outputs = num_outputs // 32 * 32 if is_gated else num_outputs
     weight = numbers(num_outputs, num_inputs, dtype=dtype)
     x, bias = numbers(many_rows_for(kernels, num_inputs), num_inputs, dtype=dtype), numbers(num_outputs, dtype=dtype)
     pack, multiply = (kernels.pack_gated, kernels.gated_linear) if is_gated else (kernels.pack, kernels.linear)
     packed, plain = pack(weight), ReferenceKernels().gated_linear if is_gated else ReferenceKernels().linear
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(num_threads)
-        whole = multiply(x, packed, bias)
-        for num_rows in (1, 32, 127, 128, 129, 257, 513):
-            assert torch.equal(multiply(x[:num_rows], packed, bias), whole[:num_rows]), num_rows
-            assert torch.equal(multiply(x[-num_rows:], packed, bias), whole[-num_rows:]), num_rows
-    finally:
-        torch.set_num_threads(before)
+    wholes = []
+    for num_threads in (1, 2):
+        with threads(num_threads):
+            wholes.append(whole := multiply(x, packed, bias))
+            for num_rows in [each for each in (1, 32, 128, 257) if each < len(x)]:
+                assert torch.equal(multiply(x[:num_rows], packed, bias), whole[:num_rows]), (num_threads, num_rows)
+            for num_rows in [each for each in (1, 33, 127, 129, 513) if each < len(x)]:
+                assert torch.equal(multiply(x[-num_rows:], packed, bias), whole[-num_rows:]), (num_threads, num_rows)
+    assert torch.equal(*wholes)
     expected = plain(x.double(), weight.double(), bias.double())
     largest_error = (whole.double() - expected).abs().max() / expected.abs().max()
     assert largest_error < (5e-6 if dtype == torch.float32 else 2e-2)
@@ -144,23 +151,21 @@ def rows_and_weight_with_ties(num_rows: int, num_inputs: int, num_outputs: int, 
 
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 64), *CUTS, (64, 50)])
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_the_largest_of_a_product_is_found_without_writing_it_down(
-    kernels, dtype, num_inputs, num_outputs, num_threads
-):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(num_threads)
-        for num_rows in (1, 3, 33, min(300, many_rows_for(kernels, num_inputs))):
-            x, weight = rows_and_weight_with_ties(num_rows, num_inputs, num_outputs, dtype)
-            packed = kernels.pack(weight)
-            for count in (1, 15, num_outputs - 17, num_outputs):
-                values, places = kernels.linear_argmax(x, packed, count)
-                expected_values, expected_places = kernels.largest(kernels.linear(x, packed, None)[:, :count])
-                assert places.tolist() == expected_places.tolist(), (num_rows, count)
-                torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
-    finally:
-        torch.set_num_threads(before)
+def test_the_largest_of_a_product_is_found_without_writing_it_down(kernels, dtype, num_inputs, num_outputs):
+    """By one thread and by two, which share the columns among them."""
+    all_counts = (1, 15, num_outputs - 17, num_outputs)
+    packed = None
+    for num_rows in (1, 3, 33, min(300, many_rows_for(kernels, num_inputs))):
+        x, weight = rows_and_weight_with_ties(num_rows, num_inputs, num_outputs, dtype)
+        packed = kernels.pack(weight) if packed is None else packed
+        product = kernels.linear(x, packed, None)
+        for num_threads, counts in ((1, all_counts[-2:]), (2, all_counts)):
+            with threads(num_threads):
+                for count in counts:
+                    values, places = kernels.linear_argmax(x, packed, count)
+                    expected_values, expected_places = kernels.largest(product[:, :count])
+                    assert places.tolist() == expected_places.tolist(), (num_threads, num_rows, count)
+                    torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
     values, places = kernels.linear_argmax(x[:0], packed, num_outputs)
     assert (values.shape, places.shape) == ((0,), (0,))
 
@@ -190,13 +195,10 @@ def test_the_batch_test_can_fail():
 def test_threads_change_no_bit(kernels, dtype, num_inputs, num_outputs):
     packed = kernels.pack(numbers(num_outputs, num_inputs, dtype=dtype))
     x = numbers(NUM_ROWS, num_inputs, dtype=dtype)
-    before, results = torch.get_num_threads(), []
-    try:
-        for num_threads in (1, 2):
-            torch.set_num_threads(num_threads)
+    results = []
+    for num_threads in (1, 2):
+        with threads(num_threads):
             results.append(kernels.linear(x, packed, None))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(*results)
 
 
@@ -301,9 +303,10 @@ def test_products_that_depend_on_the_batch_are_seen_and_said_once(monkeypatch, c
     assert "ONEDNN_MAX_CPU_ISA" in messages[0]
 
 
-def test_onednns_rows_are_invariant_here_without_a_compiler():
+def test_onednns_rows_are_invariant_here_without_a_compiler(tmp_path, monkeypatch):
     """In a process of its own: what oneDNN may use is settled at its first product."""
-    program = (
+    script = tmp_path / "invariant.py"
+    script.write_text(
         "import os, torch\n"
         "from spmd_worker.kernels.cpu.linear import PackedKernels, rows_are_invariant\n"
         "before = dict(os.environ)\n"
@@ -311,11 +314,9 @@ def test_onednns_rows_are_invariant_here_without_a_compiler():
         "assert dict(os.environ) == before\n"
         "print(rows_are_invariant(torch.bfloat16), rows_are_invariant(torch.float32))\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "True True\n"
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    done = ranks.run_script([script], timeout_s=120)
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.output
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -153,7 +153,7 @@ def test_a_cache_that_does_not_fit_is_refused():
 
 
 SOURCE = """
-    import sys
+    import itertools, sys
     sys.path.insert(0, sys.argv[1])
     import torch, torch.distributed as dist
     from joined_models import DTYPES, SHAPES, are_equal, joined_and_one_by_one, new_model
@@ -169,26 +169,32 @@ SOURCE = """
     prompts = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
     plant = sys.argv[2]
     ways = ((1 << 16, 1), (1 << 16, 1 << 30), (1 << 12, 1 << 8), (1 << 16, 3000))
-    for slot_bytes, few in ways if plant == "nothing" else ways[:1]:
+    chunks = (None, 7)
+    # The first way with every shape, type and chunk; each other way with both types and both chunks, shapes in turn.
+    all_cases = [(*names, chunk) for names in itertools.product(SHAPES, DTYPES) for chunk in chunks]
+    some_cases = [(name, [*DTYPES][n % 2], chunks[n // 2 % 2]) for n, name in enumerate(SHAPES)]
+    planted_cases = [(name, "float32", 7) for name in SHAPES]
+    for way, (slot_bytes, few) in enumerate(ways if plant == "nothing" else ways[:1]):
+        cases = planted_cases if plant != "nothing" else some_cases if way else all_cases
         shared_memory.SLOT_BYTES, shared_memory._FEW_ELEMENTS = slot_bytes, few
         group = share_memory(GroupHandle(tuple(range(size)), rank, dist.group.WORLD), 30.0)
         assert group.fast is not None
-        for name, shape in SHAPES.items():
-            for dtype in DTYPES.values():
-                model = new_model(shape, dtype, group)
-                if plant == "a bias on every rank":
-                    for layer in model.model.layers:
-                        layer.self_attn.o_proj.__class__.own_bias = property(lambda self: self.bias)
-                    model.model.join_layers()
-                    for layer in model.model.layers:
-                        layer.self_attn.o_proj.__class__.own_bias = property(
-                            lambda self: self.bias if self._group.rank == 0 else None
-                        )
-                for chunk in (None, 7):
-                    together, apart = joined_and_one_by_one(model, prompts, chunk)
-                    unfused = prompt_logits(model, prompts, chunk, is_fused=(False, True))
-                    if not (are_equal(together, apart) and are_equal(together, unfused)):
-                        print(f"rank {rank}: {name} {dtype} {slot_bytes} {few} {chunk} differ", flush=True)
+        for (name, type_name), of_model in itertools.groupby(cases, lambda case: case[:2]):
+            dtype = DTYPES[type_name]
+            model = new_model(SHAPES[name], dtype, group)
+            if plant == "a bias on every rank":
+                for layer in model.model.layers:
+                    layer.self_attn.o_proj.__class__.own_bias = property(lambda self: self.bias)
+                model.model.join_layers()
+                for layer in model.model.layers:
+                    layer.self_attn.o_proj.__class__.own_bias = property(
+                        lambda self: self.bias if self._group.rank == 0 else None
+                    )
+            for *_, chunk in of_model:
+                together, apart = joined_and_one_by_one(model, prompts, chunk)
+                unfused = prompt_logits(model, prompts, chunk, is_fused=(False, True))
+                if not (are_equal(together, apart) and are_equal(together, unfused)):
+                    print(f"rank {rank}: {name} {dtype} {slot_bytes} {few} {chunk} differ", flush=True)
         dist.barrier()
         group.fast.close()
     print(f"rank {rank} compared all", flush=True)

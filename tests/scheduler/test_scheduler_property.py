@@ -92,7 +92,7 @@ def keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]
     assert len(run.mirror) == 0
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(limits, operations)
 def test_any_history_keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]):
     keeps_the_books_and_ends(limits, operations)

@@ -188,11 +188,22 @@ class WatchedRun(Run):
         )
 
 
-@settings(max_examples=150)
-@given(limits, operations)
-def test_the_most_computed_work_never_gives_way_while_others_run(limits: dict[str, Any], operations: list[Operation]):
+def play_watched(limits: dict[str, Any], operations: list[Operation]) -> None:
     # With several steps in flight, those whose tokens are being sampled are not preempted either.
     play(new_run({**limits, "virtual_engines": 1}, WatchedRun), operations)
+
+
+@settings(max_examples=50)
+@given(limits, operations)
+def test_the_most_computed_work_never_gives_way_while_others_run(limits: dict[str, Any], operations: list[Operation]):
+    play_watched(limits, operations)
+
+
+@pytest.mark.stress
+@settings(max_examples=2_000)
+@given(limits, operations)
+def test_it_never_gives_way_in_many_more_histories(limits: dict[str, Any], operations: list[Operation]):
+    play_watched(limits, operations)
 
 
 @pytest.mark.parametrize(
