@@ -44,13 +44,15 @@ def test_after_that_too():
 def run_tests(folder: Path, source: str) -> tuple[int, str]:
     (folder / "test_planted.py").write_text(source)
     (folder / "pytest.ini").write_text("[pytest]\ntimeout = 120\n")
-    command = [sys.executable, "-m", "pytest", "-p", "hang_guard", "-n", "1", "test_planted.py"]
+    # What else is installed for pytest takes two seconds to import.
+    plugins = [word for name in ("xdist", "pytest_timeout", "hang_guard") for word in ("-p", name)]
+    command = [sys.executable, "-m", "pytest", *plugins, "-n", "1", "test_planted.py"]
     path = os.pathsep.join([str(ranks.REPOSITORY), str(ranks.REPOSITORY / "tests")])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**environment, "PYTHONPATH": path},
+        env={**environment, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=4 * LIMIT_S,
