@@ -245,6 +245,7 @@ def test_an_engine_says_how_long_a_sequence_may_be_where_trainers_look():
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_load_from_a_folder(old: Any, new: Any):
     with open_llm(distributed_executor_backend="multiproc", **PP) as llm:
         assert answers(llm) == old
