@@ -10,20 +10,27 @@ import pytest
 import ranks
 from waiting import LIMIT_S
 
-HANGING = """
-import ctypes
+RANKS_HANG = """
+import pytest
 import ranks
 
 # Before any limit of time begins: on a busy machine the server takes longer to start than the tests' own.
 ranks.run_ranks("", nproc=2, timeout_s=240)
 
+@pytest.mark.timeout(8)
 def test_whose_ranks_hang():
     source = "import time\\ndef innermost():\\n    time.sleep(1000)\\ninnermost()"
     ranks.run_ranks(source, nproc=2, timeout_s=1000)
 
 def test_after_it():
     pass
+"""
 
+INTERPRETER_IS_HELD = """
+import ctypes
+import pytest
+
+@pytest.mark.timeout(2)
 def test_that_holds_the_interpreter():
     process, mutex = ctypes.PyDLL(None), (ctypes.c_char * 64)()
     process.pthread_mutex_lock(mutex)
@@ -34,16 +41,18 @@ def test_after_that_too():
 """
 
 
-def run_tests(folder: Path, *arguments: str) -> tuple[int, str]:
-    (folder / "test_planted.py").write_text(HANGING)
-    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 12\n")
-    command = [sys.executable, "-m", "pytest", "-p", "hang_guard", "-n", "1", "test_planted.py", *arguments]
+def run_tests(folder: Path, source: str) -> tuple[int, str]:
+    (folder / "test_planted.py").write_text(source)
+    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 120\n")
+    # What else is installed for pytest takes two seconds to import.
+    plugins = [word for name in ("xdist", "pytest_timeout", "hang_guard") for word in ("-p", name)]
+    command = [sys.executable, "-m", "pytest", *plugins, "-n", "1", "test_planted.py"]
     path = os.pathsep.join([str(ranks.REPOSITORY), str(ranks.REPOSITORY / "tests")])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**environment, "PYTHONPATH": path},
+        env={**environment, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=4 * LIMIT_S,
@@ -54,10 +63,10 @@ def run_tests(folder: Path, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.matrix
 def test_a_test_whose_ranks_hang_says_where_all_are_and_the_run_goes_on(tmp_path: Path):
-    code, output = run_tests(tmp_path, "-k", "ranks or after_it")
+    code, output = run_tests(tmp_path, RANKS_HANG)
     assert code == 1, output
     assert "test_planted.py::test_whose_ranks_hang has hung" in output
-    assert 'test_planted.py", line 10 in test_whose_ranks_hang' in output, output
+    assert 'test_planted.py", line 11 in test_whose_ranks_hang' in output, output
     # pytest's closing lines say it again where CI is set.
     assert output.partition("short test summary")[0].count('ranks_script.py", line 3 in innermost') == 2, output
     assert "1 failed, 1 passed" in output
@@ -66,7 +75,7 @@ def test_a_test_whose_ranks_hang_says_where_all_are_and_the_run_goes_on(tmp_path
 @pytest.mark.matrix
 def test_a_test_that_holds_the_interpreter_is_named_and_the_run_goes_on(tmp_path: Path):
     """As a deadlock of the interpreter did: no Python runs any more, no limit of Python's is heard."""
-    code, output = run_tests(tmp_path, "-k", "interpreter or after_that")
+    code, output = run_tests(tmp_path, INTERPRETER_IS_HELD)
     assert code == 1, output
     assert "test_planted.py::test_that_holds_the_interpreter has hung" in output
     assert re.search(r'test_planted.py", line \d+ in test_that_holds_the_interpreter', output), output

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import ranks
-from reference_models import checkpoint_folder
 
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 
@@ -40,17 +39,25 @@ def reported_and_scored(llm: LLM) -> tuple[list[list[float]], list[list[float]],
     return reported, llm.score_tokens(PROMPTS, completions), llm.score_tokens(PROMPTS[::-1], completions[::-1])[::-1]
 
 
-def main(folder: Path, **layout: Any) -> None:
+@pytest.fixture(scope="module")
+def model() -> Path:
+    # Here, because it brings transformers, which takes ranks seconds.
+    from reference_models import checkpoint_folder
+
+    return checkpoint_folder("llama3")
+
+
+def main(model: Path, folder: Path, **layout: Any) -> None:
     """What a rank sees, in a file."""
-    with LLM(checkpoint_folder("llama3"), **SMALL, **layout) as llm:
+    with LLM(model, **SMALL, **layout) as llm:
         seen = reported_and_scored(llm)
         (folder / str(llm.llm_engine.engine_channel.rank)).write_text(json.dumps(seen))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["raw_logprobs", pytest.param("processed_logprobs", marks=pytest.mark.matrix)])
-def test_scores_are_the_bits_that_were_reported(dtype: str, mode: str):
-    with LLM(checkpoint_folder("llama3"), dtype=dtype, logprobs_mode=mode, **SMALL) as llm:
+def test_scores_are_the_bits_that_were_reported(model: Path, dtype: str, mode: str):
+    with LLM(model, dtype=dtype, logprobs_mode=mode, **SMALL) as llm:
         reported, scored, again = reported_and_scored(llm)
         assert scored == again
         assert [len(each) for each in scored] == [12, 7, 1, 20]
@@ -61,8 +68,8 @@ def test_scores_are_the_bits_that_were_reported(dtype: str, mode: str):
             assert [mine == theirs for mine, theirs in zip(scored, reported, strict=True)] == [True, True, False, False]
 
 
-def test_the_comparison_sees_other_weights():
-    with LLM(checkpoint_folder("llama3"), **SMALL) as llm:
+def test_the_comparison_sees_other_weights(model: Path):
+    with LLM(model, **SMALL) as llm:
         reported, scored, _ = reported_and_scored(llm)
         completions = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, SAMPLED, use_tqdm=False)]
         before = llm.score_tokens(PROMPTS, completions)
@@ -73,8 +80,8 @@ def test_the_comparison_sees_other_weights():
         assert all(mine != theirs for mine, theirs in zip(before, after, strict=True))
 
 
-def test_a_row_may_be_as_long_as_the_model_and_no_longer():
-    with LLM(checkpoint_folder("llama3"), **SMALL) as llm:
+def test_a_row_may_be_as_long_as_the_model_and_no_longer(model: Path):
+    with LLM(model, **SMALL) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, logprobs=0, ignore_eos=True)
         (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
         tokens = output.outputs[0].token_ids
@@ -99,8 +106,8 @@ def test_a_row_may_be_as_long_as_the_model_and_no_longer():
     ],
     ids=str,
 )
-def test_scores_on_ranks_are_the_bits_that_were_reported(layout: dict[str, int], tmp_path: Path):
-    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], 2, timeout_s=240)
+def test_scores_on_ranks_are_the_bits_that_were_reported(model: Path, layout: dict[str, int], tmp_path: Path):
+    done = ranks.run_forked([__file__, json.dumps(layout), model, tmp_path], 2, timeout_s=240)
     assert done.returncode == 0, done.output
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.iterdir()))
     assert first == second
@@ -109,4 +116,4 @@ def test_scores_on_ranks_are_the_bits_that_were_reported(layout: dict[str, int],
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[2]), **json.loads(sys.argv[1]))
+    main(Path(sys.argv[2]), Path(sys.argv[3]), **json.loads(sys.argv[1]))

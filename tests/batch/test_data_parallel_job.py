@@ -47,7 +47,7 @@ for name, overrides in jobs.items():
 def mixed_rows() -> list[str]:
     """Every shape of row, bad ones between them, of very different lengths; the last repeats an early custom id."""
     rows: list[Any] = []
-    for index in range(12):
+    for index in range(8):
         drawn = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 1 + index * 5 % 37}
         rows += [
             {"prompt": f"copy {'a b ' * index}=", **drawn, "n": 1 + index % 3},

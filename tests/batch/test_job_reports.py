@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 import re
 import stat
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.metrics.prometheus import PrometheusFile
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-LAUNCH = ranks.REPOSITORY / "launch.py"
 LIMIT_S = 240.0
 
 
@@ -34,6 +31,22 @@ def config_of(folder: Path, **job: Any) -> RunConfig:
         job=JobConfig(**{**places, **job}),
         device="cpu",
     )
+
+
+LAUNCH = """
+import os, sys
+import launch
+os.umask(0o022)
+sys.exit(launch.main())
+"""
+
+
+def run_command(folder: Path, keys: list[str], env: dict[str, str] | None = None) -> ranks.CompletedRanks:
+    script = folder / "launch_script.py"
+    script.write_text(LAUNCH)
+    done = ranks.run_script([script, *keys], LIMIT_S, env)
+    assert done.returncode == 0, done.output
+    return done
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]] | None = None) -> None:
@@ -212,15 +225,11 @@ def test_a_row_beyond_a_limit_is_an_error_row_that_names_it_and_the_rest_is_answ
 def test_a_private_job_writes_what_only_its_user_can_read(tmp_path: Path, is_private: bool):
     write_rows(tmp_path)
     command = [
-        *(sys.executable, str(LAUNCH), f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "job.step_log=true"),
+        *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "job.step_log=true"),
         *(f"job.input={tmp_path / 'rows.jsonl'}", f"job.output={tmp_path / 'deep' / 'out.jsonl'}"),
         *(f"job.prometheus_file={tmp_path / 'deep' / 'job.prom'}", f"job.private={str(is_private).lower()}"),
     ]
-    before = os.umask(0o022)
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
-    finally:
-        os.umask(before)
+    run_command(tmp_path, command)
     paths = [tmp_path / "deep", *(tmp_path / "deep").rglob("*")]
     assert len(paths) > 7
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in paths}
@@ -252,17 +261,11 @@ def test_nothing_that_a_job_writes_or_says_holds_prompts_outputs_or_the_environm
     write_rows(
         tmp_path, [{"prompt": "copy secretprompt =", "max_tokens": 8}, {"prompt": "copy secretprompt =", "n": -1}]
     )
-    done = subprocess.run(
-        [
-            *(sys.executable, str(LAUNCH), f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64"),
-            *(f"job.input={tmp_path / 'rows.jsonl'}", f"job.output={tmp_path / 'out.jsonl'}"),
-        ],
-        env={**os.environ, "SOME_TOKEN": "secretvariable"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    keys = [
+        *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64"),
+        *(f"job.input={tmp_path / 'rows.jsonl'}", f"job.output={tmp_path / 'out.jsonl'}"),
+    ]
+    done = run_command(tmp_path, keys, {"SOME_TOKEN": "secretvariable"})
     text = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["outputs"][0]["text"]
     secrets = ["secretprompt", "secretvariable", *([text] if len(text.strip()) > 3 else [])]
     written = {

@@ -18,7 +18,7 @@ NAME = "llama3"
 HEAD = [11 + index % 60 for index in range(48)]
 PROMPTS = [[*HEAD, *prompt] for prompt in mixed_prompts(12, 40, seed=3)] + mixed_prompts(6, 60, seed=4)
 PARAMS = [
-    SamplingParams(n=1 + index % 3, temperature=0.9, max_tokens=24 + index, ignore_eos=True, seed=index)
+    SamplingParams(n=1 + index % 3, temperature=0.9, max_tokens=14 + index, ignore_eos=True, seed=index)
     for index in range(len(PROMPTS))
 ]
 SETTINGS = {"max_model_len": 190, "max_num_batched_tokens": 64, "max_num_seqs": 16}

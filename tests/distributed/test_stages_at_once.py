@@ -39,8 +39,8 @@ sys.exit(launch.main(sys.argv[4:]))
 """The last stage does not compute a step before the first stage has begun the next one, or LIMIT_S are over."""
 
 
-def job(folder: Path, model: str) -> list[str]:
-    asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+def job(folder: Path, model: str, max_tokens: int = 60) -> list[str]:
+    asked = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     rows = [{"prompt_token_ids": [1 + index, 7, 9], **asked} for index in range(24)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return [
@@ -83,7 +83,7 @@ def test_on_two_quiet_cores_both_stages_compute_at_once_for_much_of_the_time(tmp
 
 
 def run_held(folder: Path, model: str, limit_s: float, how: str) -> ranks.CompletedRanks:
-    done = ranks.run_ranks(HELD, 2, timeout_s=240, arguments=[folder, str(limit_s), how, *job(folder, model)])
+    done = ranks.run_ranks(HELD, 2, timeout_s=240, arguments=[folder, str(limit_s), how, *job(folder, model, 16)])
     assert done.returncode == 0, done.output
     return done
 
@@ -102,6 +102,6 @@ def test_the_first_stage_begins_a_step_while_the_last_one_is_at_the_step_before(
 
 def test_with_one_step_in_flight_stages_take_turns(tmp_path: Path, model: str):
     """Negative control: a step ends before the next begins, however long one waits."""
-    run_held(tmp_path, model, 2.0, "takes turns")
+    run_held(tmp_path, model, 1.0, "takes turns")
     assert not (tmp_path / "at once").exists()
     assert (tmp_path / "begun").exists()

@@ -69,6 +69,7 @@ def test_ranks_of_a_launcher_are_divided_anew_and_answer_the_same_from_an_empty_
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_come_and_go_and_the_cache_is_empty(expected: str):
     """Without `reset_prefix_cache` it answered from blocks that nobody had computed."""
     with LLM(MODEL, **OPTIONS, distributed_executor_backend="multiproc") as llm:

@@ -259,6 +259,7 @@ def test_an_engine_says_how_long_a_sequence_may_be_where_trainers_look():
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_load_from_a_folder(old: Any, new: Any):
     with open_llm(distributed_executor_backend="multiproc", **PP) as llm:
         assert answers(llm) == old
@@ -282,7 +283,7 @@ def assert_near(found: list[Any], expected: list[Any], tolerance: float) -> None
         assert [float.fromhex(each) for each in logprobs] == pytest.approx(values, rel=0.0, abs=tolerance)
 
 
-@pytest.mark.parametrize("layout", [TP, PP, DP], ids=str)
+@pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)
 def test_ranks_compute_with_the_same_new_weights_or_not_at_all(
     layout: dict[str, int], tmp_path: Path, old: Any, new: Any
 ):

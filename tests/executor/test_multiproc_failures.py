@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fork_server import ForkedProcess, fork_server
 from plain_executors import is_running, new_plain, open_descriptors, plain
-from ranks import REPOSITORY, TOKEN_VARIABLE, processes_of
+from ranks import REPOSITORY, environment, kill_all, processes_of
 from waiting import LIMIT_S, wait_until
 
 from spmd_worker.errors import RankFailedError, WorkerDiedError, WorkerError
@@ -26,14 +27,14 @@ from spmd_worker.sequence.step import StepPlan
 forked = pytest.mark.usefixtures("forked_workers")
 
 DRIVER = """
-import sys, time
-sys.path[:0] = sys.argv[1:]
+import time
 from plain_executors import new_plain
 executor = new_plain(2)
 executor.start()
 print(*executor.worker_pids, flush=True)
 """
 
+FOLDERS = (REPOSITORY, REPOSITORY / "tests", REPOSITORY / "tests" / "executor")
 WORK = 'executor.collective_rpc("nap", args=(60.0, 1), non_block=True)\n'
 
 
@@ -78,17 +79,21 @@ def test_a_blocking_call_ends_when_a_worker_does():
         ("die", "worker rank 1 (pid {pid}) was killed by SIGKILL"),
         ("exit", "worker rank 1 (pid {pid}) exited with code 3"),
         ("fault", "worker rank 1 (pid {pid}) was killed by SIGSEGV"),
-        ("hang", "rank 1 (pid {pid}) has not answered step within 3.6 s"),
-        ("stop", "rank 1 (pid {pid}, stopped) has not answered step within 3.6 s"),
+        ("hang", "rank 1 (pid {pid}) has not answered step within 1.8 s"),
+        ("stop", "rank 1 (pid {pid}, stopped) has not answered step within 1.8 s"),
     ],
 )
 def test_a_step_that_fails_on_rank_1_fails_the_executor_and_ends_all(what: str, text: str):
-    with plain(timeout_s=4.0 if what in ("hang", "stop") else LIMIT_S) as executor:
+    with plain(timeout_s=LIMIT_S) as executor:
         called: list[bool] = []
         executor.register_failure_callback(lambda: called.append(executor.is_failed))
         pids = executor.worker_pids
         executor.execute_model(StepPlan(step=1))
         executor.collective_rpc("arrange", args=(1, what))
+        if what in ("hang", "stop"):
+            # From here on: the start and the step before have as long as they need.
+            limited = replace(executor.config, executor=replace(executor.config.executor, timeout_s=2.0))
+            executor.resolved = replace(executor.resolved, config=limited)
         with pytest.raises((WorkerError, WorkerDiedError, TimeoutError)) as raised:
             executor.execute_model(StepPlan(step=2))
         assert str(raised.value) == text.format(pid=pids[1])
@@ -200,7 +205,7 @@ def test_shutdown_leaves_no_process_thread_descriptor_or_shared_memory():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_a_worker_that_dies_at_any_moment_is_named(num_workers: int, number: signal.Signals):
     moments = random.Random(0)
-    for _ in range(10):
+    for _ in range(5):
         with plain(num_workers) as executor:
             pids = executor.worker_pids
             rank = moments.randrange(num_workers)
@@ -254,20 +259,20 @@ def test_a_worker_outlives_the_thread_that_made_the_executor():
 
 
 @pytest.mark.parametrize("is_one_stopped", [False, True])
-def test_a_driver_that_is_killed_takes_its_workers_with_it(is_one_stopped: bool):
+def test_a_driver_that_is_killed_takes_its_workers_with_it(tmp_path: Path, is_one_stopped: bool):
     token = secrets.token_hex(16)
-    driver = start_driver(DRIVER + WORK + "time.sleep(60)", {TOKEN_VARIABLE: token})
+    driver = start_driver(tmp_path, DRIVER + WORK + "time.sleep(60)", token)
     try:
-        assert driver.stdout is not None
-        pids = [int(word) for word in driver.stdout.readline().split()]
+        wait_until(lambda: (tmp_path / "stdout").read_text().endswith("\n"))
+        pids = [int(word) for word in (tmp_path / "stdout").read_text().split()]
         assert sorted(processes_of(token)) == sorted([driver.pid, *pids])
         if is_one_stopped:
             os.kill(pids[0], signal.SIGSTOP)
         driver.kill()
-        driver.wait()
+        driver.wait(LIMIT_S)
         wait_until(lambda: processes_of(token) == [])
     finally:
-        end_all(token, driver)
+        kill_all(token)
 
 
 @pytest.mark.parametrize(
@@ -279,16 +284,18 @@ def test_a_driver_that_is_killed_takes_its_workers_with_it(is_one_stopped: bool)
         pytest.param("raise KeyError('of the driver')", 1, id="exception", marks=pytest.mark.matrix),
     ],
 )
-def test_a_driver_that_just_ends_ends_its_workers_without_a_word(ending: str, code: int):
+def test_a_driver_that_just_ends_ends_its_workers_without_a_word(tmp_path: Path, ending: str, code: int):
     token = secrets.token_hex(16)
-    driver = start_driver(DRIVER + ending, {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"})
+    driver = start_driver(tmp_path, DRIVER + ending, token)
     try:
-        _, errors = driver.communicate(timeout=LIMIT_S)
+        returncode = driver.wait(LIMIT_S)
         assert processes_of(token) == []
-        assert driver.returncode == code, errors
+        errors = (tmp_path / "stderr").read_text()
+        assert returncode == code, errors
         assert errors == "" or "KeyError: 'of the driver'" in errors.splitlines()[-1]
+        assert len((tmp_path / "stdout").read_text().split()) == 2, "it had its workers"
     finally:
-        end_all(token, driver)
+        kill_all(token)
 
 
 def test_a_worker_without_a_driver_ends_by_itself():
@@ -313,18 +320,9 @@ def run_steps(executor: MultiprocExecutor) -> None:
         executor.execute_model(StepPlan(step=step))
 
 
-def start_driver(source: str, variables: Mapping[str, str]) -> "subprocess.Popen[str]":
-    folders = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "executor")]
-    return subprocess.Popen(
-        [sys.executable, "-c", source, *folders],
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end_all(token: str, driver: "subprocess.Popen[str]") -> None:
-    for pid in processes_of(token):
-        os.kill(pid, signal.SIGKILL)
-    driver.communicate()
+def start_driver(folder: Path, source: str, token: str) -> ForkedProcess:
+    """The driver is forked, its workers are fresh interpreters. What it says goes into `folder`."""
+    (folder / "driver.py").write_text(source)
+    variables = environment(token, {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS))})
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+        return fork_server().fork([str(folder / "driver.py")], variables, REPOSITORY, stdout, stderr)

@@ -1,6 +1,7 @@
-"""Runs the harness on local tasks with one model and writes what it found: `MODEL ARGUMENTS TASKS_FOLDER OUT_FOLDER`.
+"""Runs the harness on local tasks and writes what it found: `TASKS_FOLDER OUT_FOLDER EVALUATIONS`.
 
-In a process of its own, and as a rank under torchrun.
+The evaluations are JSON: by name (which is a folder in OUT_FOLDER) the model, its arguments and whether it chats.
+In a process of its own, and as a rank.
 """
 
 import json
@@ -13,21 +14,20 @@ os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABL
 TASKS = ["local_choice", "local_sums", "local_text"]
 
 
-def main(model: str, arguments: str, tasks: Path, out: Path, chat: str) -> None:
+def evaluate(tasks: Path, out: Path, *, model: str, arguments: str, chat: bool = False) -> None:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     if model == "spmd_worker":
         import spmd_worker.integrations.lm_eval_model  # noqa: F401  # registers the model
-    is_chat = chat == "chat"
     results = lm_eval.simple_evaluate(
         model=model,
         model_args=arguments,
-        tasks=["local_sums"] if is_chat else TASKS,
+        tasks=["local_sums"] if chat else TASKS,
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         batch_size=4,
         device="cpu",
-        apply_chat_template=is_chat,
+        apply_chat_template=chat,
         fewshot_as_multiturn=False,
         bootstrap_iters=0,
         cache_requests=False,
@@ -45,4 +45,5 @@ def main(model: str, arguments: str, tasks: Path, out: Path, chat: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5])
+    for name, options in json.loads(sys.argv[3]).items():
+        evaluate(Path(sys.argv[1]), Path(sys.argv[2]) / name, **options)

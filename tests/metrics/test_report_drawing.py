@@ -33,7 +33,9 @@ def bars_of(axes: Axes) -> list[StepPatch]:
     return [patch for patch in axes.patches if isinstance(patch, StepPatch)]
 
 
-@pytest.mark.parametrize("width", WIDTHS, ids=["wide", "narrow"])
+@pytest.mark.parametrize(
+    "width", [pytest.param(WIDE_INCHES, id="wide", marks=pytest.mark.matrix), pytest.param(NARROW_INCHES, id="narrow")]
+)
 @pytest.mark.parametrize("name", [name for name in STRANGE_RUNS if STRANGE_RUNS[name]])
 def test_no_text_of_a_chart_is_cut_off_or_covers_another(name: str, width: float):
     frame, charts = charts_of(STRANGE_RUNS[name], WIDTHS[width])
@@ -55,7 +57,9 @@ def test_no_text_of_a_chart_is_cut_off_or_covers_another(name: str, width: float
             assert all(left.x1 <= right.x0 for left, right in pairwise(ticks)), chart.title
 
 
-@pytest.mark.parametrize("name", ["pressed", "no time", "large numbers"])
+@pytest.mark.parametrize(
+    "name", ["pressed", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("no time", "large numbers"))]
+)
 def test_a_page_with_pictures_is_complete_and_needs_nothing_from_outside(name: str):
     page = report_page(name, STRANGE_RUNS[name], METRICS, has_charts=True)
     tags = [tag for tag, _ in Page(page).tags]

@@ -4,13 +4,15 @@ No test here looks at how long anything takes.
 """
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ranks
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "scripts" / "demo" / "model"
@@ -25,10 +27,8 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+def run(script: str, *arguments: str | Path) -> ranks.CompletedRanks:
+    return ranks.run_script([ROOT / "scripts" / script, *arguments], timeout_s=240)
 
 
 @pytest.mark.matrix
@@ -60,10 +60,25 @@ def test_throughput_says_what_the_job_says_when_it_fails(rows: Path):
 
 
 @pytest.mark.matrix
-def test_journal_compares_pairs_of_runs_with_equal_outputs(rows: Path):
-    done = run("bench_runtime.py", "journal", MODEL, rows, *SETTINGS, "--pairs", "1")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+def test_journal_compares_pairs_of_runs_with_equal_outputs(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """Its jobs are forked."""
+
+    def run_forked(command: list[str], *, env: Mapping[str, str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        _, *words = command
+        if words[0] == "-c":
+            script = tmp_path / "given.py"
+            script.write_text(words[1])
+            words[:2] = [str(script)]
+        done = ranks.run_script(words, timeout_s=240, env=env)
+        return subprocess.CompletedProcess(command, done.returncode, done.stdout, done.stderr)
+
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    bench = import_module("bench_runtime")
+    monkeypatch.setattr(import_module("control_path.journal"), "subprocess", SimpleNamespace(run=run_forked))
+    assert bench.main(["journal", str(MODEL), str(rows), *SETTINGS, "--pairs", "1"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["overhead"] == pytest.approx(result["with"][0] / result["without"][0] - 1, abs=1e-3)
 
 
