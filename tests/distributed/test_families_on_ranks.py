@@ -23,7 +23,7 @@ from pathlib import Path
 from spmd_worker import LLM, SamplingParams
 
 job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
 answers = {}
 for name, folder in job["folders"].items():
     for layout, sizes in job["layouts"].items():
@@ -38,7 +38,7 @@ for name, folder in job["folders"].items():
 
 
 def one_rank(name: str) -> list[Any]:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     with LLM(family_folder(name), **SETTINGS) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     return [

@@ -220,23 +220,26 @@ def end_everything(simulation: CacheSimulation):
 
 
 LIVES = [
-    (12_000, OPERATIONS, {"num_blocks": 8, "block_size": 4, "num_host_blocks": 6, "num_slots": 6}),
-    (12_000, OPERATIONS, {"num_blocks": 16, "block_size": 2, "num_host_blocks": 9, "num_slots": 12}),
-    (12_000, OPERATIONS, {"num_blocks": 16, "block_size": 1, "num_host_blocks": 12, "num_slots": 6}),
-    (8_000, MANY_LOADS, {"num_blocks": 8, "block_size": 3, "num_host_blocks": 3, "num_slots": 20}),
-    (8_000, MANY_LOADS, {"num_blocks": 10, "block_size": 2, "num_host_blocks": 3, "num_slots": 5}),
-    (30_000, MANY_FORKS, {"num_blocks": 7, "block_size": 4, "num_host_blocks": 2, "num_slots": 3}),
+    (6_000, OPERATIONS, {"num_blocks": 8, "block_size": 4, "num_host_blocks": 6, "num_slots": 6}),
+    (6_000, OPERATIONS, {"num_blocks": 16, "block_size": 2, "num_host_blocks": 9, "num_slots": 12}),
+    (6_000, OPERATIONS, {"num_blocks": 16, "block_size": 1, "num_host_blocks": 12, "num_slots": 6}),
+    (4_000, MANY_LOADS, {"num_blocks": 8, "block_size": 3, "num_host_blocks": 3, "num_slots": 20}),
+    (4_000, MANY_LOADS, {"num_blocks": 10, "block_size": 2, "num_host_blocks": 3, "num_slots": 5}),
+    (15_000, MANY_FORKS, {"num_blocks": 7, "block_size": 4, "num_host_blocks": 2, "num_slots": 3}),
 ]
 
 
 OPERATIONS_A_TURN = 1000
 
 
-def live_randomly(**broken):
+def live_randomly(*, times=1, **broken):
     """Fixed random lives of several kinds, in turns: most of what one of them finds it finds early. Raises
-    AssertionError as soon as contents or counts are wrong.
+    AssertionError as soon as contents or counts are wrong. `times` as long as they are listed.
     """
-    lives = [_life(seed, *life, broken) for seed, life in enumerate(LIVES)]
+    lives = [
+        _life(seed, times * num_operations, weights, sizes, broken)
+        for seed, (num_operations, weights, sizes) in enumerate(LIVES)
+    ]
     while lives:
         lives = [life for life in lives if next(life, None) is not None]
 

@@ -55,6 +55,11 @@ def test_a_long_random_life_is_right():
     live_randomly()
 
 
+@pytest.mark.stress
+def test_a_much_longer_random_life_is_right():
+    live_randomly(times=10)
+
+
 class CopiesNothing(Memories):
     def copy(self, block_ops):
         pass
@@ -137,7 +142,7 @@ class StoresWhenTheTransferEnds(Memories):
 )
 def test_moves_left_out_or_in_another_order_are_noticed(memories):
     with pytest.raises(AssertionError, match="reads another's"):
-        live_randomly(memories=memories)
+        live_randomly(memories=memories, times=2)  # three of them are found late
 
 
 def with_parts(moves=PendingMoves, pool=BlockPool, swap=SwapSpace, host_pool=BlockPool, transfers=Transfers):
