@@ -348,6 +348,10 @@ class DecoderForCausalLM(nn.Module):
     def _held(self) -> dict[str, HeldWeight]:
         return held_weights(self.weight_slices(), self._checkpoint_layers())
 
+    def tied_tensors(self) -> dict[str, str]:
+        """By the name of a tensor that of another which is the same here: the head, where it is the embedding."""
+        return {self._names.embedding: self._names.head} if self.model_config.has_tied_embeddings else {}
+
     def is_ignorable(self, checkpoint_name: str) -> bool:
         """See `CheckpointNames.is_ignorable`."""
         return self._names.is_ignorable(checkpoint_name)

@@ -43,13 +43,15 @@ def load_weights(
     checkpoint: Checkpoint,
     *,
     ignorable: Callable[[str], bool] = nothing_ignorable,
+    tied: Mapping[str, str] | None = None,
     allows_nonfinite: bool = False,
 ) -> LoadReport:
     """Fill every parameter of `model` from the checkpoint, converting to the parameters' dtypes.
 
-    Holds at most 16 MB of file data at a time. Raises CheckpointError before anything is touched when names,
-    shapes, dtypes or coverage are wrong; and, halfway, when a file cannot be read, or, unless `allows_nonfinite`, for
-    an element that is NaN or infinite in the parameter's dtype.
+    `tied`: by the name of a tensor that of another which the model takes to be the same. Holds at most 16 MB of file
+    data at a time, of tied tensors twice that. Raises CheckpointError before anything is touched when names, shapes,
+    dtypes or coverage are wrong; and, halfway, when a file cannot be read, where the files have a tied tensor as well
+    and it differs, or, unless `allows_nonfinite`, for an element that is NaN or infinite in the parameter's dtype.
     """
     start_s, num_bytes_before = time.perf_counter(), checkpoint.num_bytes_read
     parameters = parameters_by_name(model)
@@ -58,6 +60,7 @@ def load_weights(
     for piece in slices:
         checkpoint.dtype(piece.checkpoint_name)
     for piece in sorted(wanted, key=lambda piece: (checkpoint.position(piece.checkpoint_name), piece.source)):
+        _check_tied(piece, tied or {}, checkpoint)
         _load_slice(parameters[piece.parameter_name], piece, checkpoint, allows_nonfinite)
     fill_paddings(parameters, paddings)
     num_tensors = len({piece.checkpoint_name for piece in wanted})
@@ -70,16 +73,19 @@ def load_whole(
     checkpoint: Checkpoint,
     *,
     ignorable: Callable[[str], bool] = nothing_ignorable,
+    tied: Mapping[str, str] | None = None,
 ) -> None:
     """Give `load` all tensors of the checkpoint, one after the other; `shapes` has those that it takes, by name.
 
-    Raises CheckpointError, before the first, when names, shapes or dtypes are wrong; and, halfway, when a file cannot
-    be read.
+    Raises CheckpointError, before the first, when names, shapes, dtypes or `tied` tensors (see `load_weights`) are
+    wrong; and, halfway, when a file cannot be read.
     """
     expected = [whole(name, shape, name) for name, shape in shapes.items()]
     raise_problems(checkpoint_problems(expected, checkpoint.shapes(), ignorable=ignorable))
     for name in shapes:
         checkpoint.dtype(name)
+    for piece in expected:
+        _check_tied(piece, tied or {}, checkpoint)
     in_order = sorted(shapes, key=checkpoint.position)
     load((name, checkpoint.read(name, full_rectangle(shapes[name]))) for name in in_order)
 
@@ -119,6 +125,31 @@ def _load_slice(parameter: nn.Parameter, piece: WeightSlice, checkpoint: Checkpo
         if not allows_nonfinite and not is_finite(values, parameter.dtype):
             raise CheckpointError(_describe_nonfinite(checkpoint, name, block, values, parameter.dtype))
         copy_block(parameter, piece, block, values)
+
+
+def _check_tied(piece: WeightSlice, tied: Mapping[str, str], checkpoint: Checkpoint) -> None:
+    """Some files have both of them, which says nothing as long as they are equal."""
+    name, other = piece.checkpoint_name, tied.get(piece.checkpoint_name)
+    if other is None or other not in checkpoint.names():
+        return
+    kinds = [(checkpoint.dtype(each), checkpoint.shape(each)) for each in (name, other)]
+    is_same_kind = kinds[0] == kinds[1]
+    max_elements = _BLOCK_BYTES // checkpoint.dtype(name).itemsize
+    blocks = split_region(piece.checkpoint_shape, piece.source, max_elements) if is_same_kind else []
+    differing = next((block for block in blocks if not _is_same(checkpoint, name, other, block)), None)
+    if is_same_kind and differing is None:
+        return
+    place = "in dtype or shape" if differing is None else f"between rows {differing[0][0]} and {differing[0][1] - 1}"
+    raise CheckpointError(
+        f"{checkpoint.folder}: tensor {other!r} differs from {name!r} {place}, but tie_word_embeddings in config.json "
+        f"says that they are one: set it to false to use both, or remove {other!r} from the files if it is a leftover"
+    )
+
+
+def _is_same(checkpoint: Checkpoint, name: str, other: str, block: Rectangle) -> bool:
+    """To the bit: what is no number is equal to itself here."""
+    first, second = checkpoint.read(name, block), checkpoint.read(other, block)
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
 
 
 def is_finite(values: torch.Tensor, dtype: torch.dtype) -> bool:

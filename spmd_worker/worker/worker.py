@@ -115,6 +115,7 @@ class Worker(WorkerBase):
                     paddings,
                     checkpoint,
                     ignorable=model.is_ignorable,
+                    tied=model.tied_tensors(),
                     allows_nonfinite=self.config.model.allow_nonfinite,
                 )
             logger.info(
@@ -282,7 +283,13 @@ class Worker(WorkerBase):
         assert self._model is not None, "load_model comes first"
         with self._open_checkpoint(Path(folder) if folder is not None else self.resolved.model_folder) as checkpoint:
             model = self._model
-            load_whole(model.load_weights, model.checkpoint_shapes, checkpoint, ignorable=model.is_ignorable)
+            load_whole(
+                model.load_weights,
+                model.checkpoint_shapes,
+                checkpoint,
+                ignorable=model.is_ignorable,
+                tied=model.tied_tensors(),
+            )
 
     def _open_checkpoint(self, folder: Path) -> Checkpoint:
         """With the names that the model's table has, also where the files leave a prefix out."""

@@ -377,12 +377,11 @@ class ReservesNoPlaceThatIsStoredTo(HostTier):
         return place
 
     def finish(self, stored, loaded):
-        self._pool.share([])
         for block_hash, place in stored:
             if self._storing.pop(block_hash, None) == place:
-                self._pool._blocks[place].ref_count += 1
+                self._pool.share([place])
                 self._pool.name(place, block_hash)
-                self._pool._blocks[place].ref_count -= 1
+                self._pool.release([place])
         super().finish([], loaded)
 
     def check_integrity(self):

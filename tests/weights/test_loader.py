@@ -264,3 +264,40 @@ def test_the_tests_see_a_loader_that_looks_at_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "is_finite", lambda values, dtype: True)
     with pytest.raises(pytest.fail.Exception):
         test_what_is_not_finite_is_named_with_its_tensor_and_place(tmp_path, "k.weight", float("nan"))
+
+
+def load_tied(folder, tensors, rank=0, parts=1, tied=True):
+    model, slices, paddings = build(rank, parts)
+    with Checkpoint.open(save_single(folder, tensors)) as checkpoint:
+        load_weights(
+            model,
+            slices,
+            paddings,
+            checkpoint,
+            ignorable=lambda name: name == "head.weight",
+            tied={"embed.weight": "head.weight"} if tied else None,
+        )
+    assert_holds(model, expected(rank, parts))
+
+
+def test_a_tied_tensor_that_the_files_have_as_well_may_say_nothing_else(tmp_path):
+    tensors = full_tensors()
+    load_tied(tmp_path / "without", tensors)
+    tensors["head.weight"] = tensors["embed.weight"].clone()
+    load_tied(tmp_path / "equal", tensors)
+    tensors["head.weight"][7, 3] += 1.0
+    with pytest.raises(CheckpointError) as refused:
+        load_tied(tmp_path / "other", tensors)
+    assert str(refused.value) == (
+        f"{tmp_path / 'other'}: tensor 'head.weight' differs from 'embed.weight' between rows 0 and 9, but "
+        "tie_word_embeddings in config.json says that they are one: set it to false to use both, or remove "
+        "'head.weight' from the files if it is a leftover"
+    )
+    load_tied(tmp_path / "other", tensors, tied=False)
+    # Of two ranks the one that holds the row.
+    load_tied(tmp_path / "other", tensors, 0, 2)
+    with pytest.raises(CheckpointError, match="between rows 6 and 9"):
+        load_tied(tmp_path / "other", tensors, 1, 2)
+    tensors["head.weight"] = tensors["embed.weight"].bfloat16()
+    with pytest.raises(CheckpointError, match="in dtype or shape"):
+        load_tied(tmp_path / "half", tensors)
