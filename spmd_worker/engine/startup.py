@@ -29,6 +29,7 @@ from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.lockstep.lockstep import Lockstep
 from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.lockstep.transport.connect import open_step_channel
+from spmd_worker.lockstep.transport.membership import check_members, run_secret
 from spmd_worker.lockstep.transport.step_channel import FollowerChannel, LeaderChannel
 from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.swap_cost import block_copy_tokens
@@ -133,6 +134,7 @@ def _start(
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
     engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
     try:
+        check_members(engine_channel, run_secret())
         tokenizer, sizes = _load(resolved, tokenizer, executor, channel, engine_channel, watchdog)
         watchdog.heartbeat.enter("agreeing on the start")
         scheduler = _new_replica(resolved, tokenizer, sizes)

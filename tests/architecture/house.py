@@ -84,6 +84,7 @@ TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
     "spmd_worker.lockstep.lockstep",
     "spmd_worker.lockstep.transport.channel",
     "spmd_worker.lockstep.transport.connect",
+    "spmd_worker.lockstep.transport.membership",
     "spmd_worker.lockstep.transport.step_channel",
     "spmd_worker.replay.model",
     "spmd_worker.batch.job",
