@@ -1,0 +1,105 @@
+"""What is done a thousand times leaves nothing behind: calls, engines, jobs and steps, on one rank and on two.
+
+The stress tier prints the figures. In the gate the same is done a few times, where descriptors, threads, children and
+files are counted and memory is not.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import ranks
+
+LIMIT_S = 3600.0
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+MIB = 1 << 20
+
+COMMON = f"""
+    import os, sys, contextlib, io
+    from pathlib import Path
+    import torch
+    from growth import Growth, report
+    from spmd_worker import LLM, SamplingParams
+    what, count, size, max_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    folder = Path(sys.argv[5])
+    prompts = [f"add {{number}} 7 =" for number in range(6)]
+    params = SamplingParams(max_tokens=6, temperature=1.0, logprobs=2)
+
+    def new_llm():
+        return LLM({str(MODEL)!r}, num_blocks=48, max_model_len=64, tensor_parallel_size=size, swap_space_gib=0.01)
+
+    def calls():
+        llm = new_llm()
+        return lambda: llm.generate(prompts, params, use_tqdm=False)
+
+    def leaking_calls():
+        call, kept = calls(), []
+        return lambda: (call(), kept.append(bytearray(1 << 18)))
+
+    def engines():
+        def one():
+            with new_llm() as llm:
+                llm.generate(prompts[:2], params, use_tqdm=False)
+        return one
+
+    def jobs():
+        import launch
+        rows = folder / "rows.jsonl"
+        if os.environ.get("RANK", "0") == "0":
+            rows.write_text("".join('{{"prompt": "%s", "max_tokens": 4}}\\n' % prompt for prompt in prompts))
+        arguments = [
+            "model.path={MODEL}", "model.dtype=float32", "device=cpu", "cache.num_blocks=48", "model.max_model_len=64",
+            f"parallel.tensor_parallel_size={{size}}", f"job.input={{rows}}", f"job.output={{folder}}/out.jsonl",
+            "job.resume=never",
+        ]
+        number = iter(range(10**9))
+        def one():
+            out = folder / f"run {{next(number) % 2}}"
+            import shutil
+            if os.environ.get("RANK", "0") == "0":
+                shutil.rmtree(out, ignore_errors=True)
+            assert launch.main([*arguments, f"job.run_dir={{out}}"]) == 0
+        return one
+
+    def steps():
+        # One call of many steps is one repetition of 200.
+        llm = new_llm()
+        many = SamplingParams(max_tokens=50, ignore_eos=True, temperature=1.0)
+        return lambda: llm.generate(prompts * 4, many, use_tqdm=False)
+
+    growth = Growth(locals()[what](), [folder])
+    growth.repeat(count)
+    sys.exit(report(growth, max_bytes))
+    """
+
+
+def run(what: str, count: int, size: int, max_bytes: int, folder: Any) -> tuple[int, list[dict[str, Any]], str]:
+    arguments = [what, str(count), str(size), str(max_bytes), folder]
+    done = ranks.run_ranks(COMMON, size, LIMIT_S, arguments, has_agent_store=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for line in lines:
+        print(f"\nGROWTH {what}, {size} ranks: {json.dumps(line)}", end="")
+    return done.returncode, lines, done.output
+
+
+@pytest.mark.parametrize("what", ["calls", "engines"])
+def test_a_few_leave_no_descriptor_thread_child_or_file(what: str, tmp_path):
+    returncode, lines, output = run(what, 8, 2, 1 << 40, tmp_path)
+    assert returncode == 0, output
+    assert len(lines) == 2
+
+
+def test_the_count_sees_what_is_left_behind(tmp_path):
+    """Negative control."""
+    returncode, lines, output = run("leaking_calls", 40, 1, MIB, tmp_path)
+    assert returncode != 0, output
+    assert "resident_bytes grew" in str(lines), output
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("what", "count"), [("calls", 1000), ("engines", 200), ("jobs", 100), ("steps", 400)])
+def test_many_leave_nothing(what: str, count: int, size: int, tmp_path):
+    returncode, lines, output = run(what, count, size, 8 * MIB, tmp_path)
+    assert returncode == 0, output
+    assert len(lines) == size, output
