@@ -21,7 +21,7 @@ from spmd_worker.compat.methods import why_absent
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.config.schema import ParallelConfig
-from spmd_worker.data_parallel.agreement import agree_on_call, agree_to_compute
+from spmd_worker.data_parallel.agreement import agree_on_call, agree_to_compute, fail_call
 from spmd_worker.data_parallel.own_prompts import Turns
 from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.data_parallel.weights import broadcast_weights
@@ -414,14 +414,16 @@ class LLM:
     @contextmanager
     def weight_update(self, *, partial: bool = False) -> Iterator[Callable[[str, torch.Tensor], None]]:
         """`with llm.weight_update() as load: load(name, tensor)`: as `start_weight_update`, `update_weights` one by
-        one, and `finish_weight_update`. After an exception inside, all weights have to be loaded before anything is
-        computed.
+        one, and `finish_weight_update`. After an exception inside, which the other ranks hear of at the end of their
+        block, all weights have to be loaded before anything is computed.
         """
         self.start_weight_update(partial=partial)
         try:
             yield lambda name, tensor: self.update_weights([(name, tensor)])
-        except BaseException:
+        except BaseException as error:
             self.llm_engine.weight_updates.release()
+            if isinstance(error, Exception):
+                fail_call(self.llm_engine, "finish_weight_update", error)
             raise
         self.finish_weight_update()
 

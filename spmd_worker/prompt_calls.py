@@ -109,6 +109,9 @@ class PromptCalls:
 
         def encode() -> list[Encoded]:
             listed = _as_list(prompts)
+            if not isinstance(completions, Sequence) or isinstance(completions, str | bytes):
+                kind = type(completions).__name__
+                raise TypeError(f"completions is a {kind}: give a list of token ids for each prompt")
             if len(listed) != len(completions):
                 raise ValueError(f"{len(completions)} completions for {len(listed)} prompts: give one for each prompt")
             given = [None] * len(listed) if sampling_params is None else self._params(sampling_params, len(listed))

@@ -5,6 +5,7 @@ A rank that takes turns makes no call of these: see `Turns.check_outside`.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any, Final, Protocol, TypeVar
@@ -79,6 +80,22 @@ def agree_on_call(engine: LLMEngine, call: str, prepare: Callable[[], _Prepared]
     if engine.config.executor.digest_every:
         check_equal("calls", [each.encode() for each in calls])
     return arguments
+
+
+def fail_call(engine: LLMEngine, call: str, error: Exception) -> None:
+    """This rank will not make `call`, because of `error`: the others, which wait for it there, get RankFailedError with
+    its words. Returns once they are there; does nothing in an engine that has ended.
+    """
+    if engine.is_closed or engine.engine_channel.size == 1:
+        return
+
+    def prepare() -> None:
+        raise error
+
+    # The caller raises its own.
+    with suppress(Exception):
+        engine.check_open()
+        exchange(engine, call, prepare, lambda _: None)
 
 
 def exchange(

@@ -15,6 +15,7 @@ from spmd_worker.data_parallel.own_prompts import Turns
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import RankFailedError
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
+from spmd_worker.sequence.request import whole_number
 
 _MAX_ERROR_CHARACTERS = 2000
 
@@ -25,23 +26,28 @@ def broadcast_weights(engine: LLMEngine, turns: Turns, tensors: Iterable[Pair] |
     """The pairs that rank `source` of the engine gives, on every rank; the others give None. Every rank takes all of
     them, or none after the same one. One tensor is on its way at a time.
 
-    Raises ValueError for arguments that do not fit each other, RuntimeError while requests are being answered and in
-    `turns`, and on the other ranks RankFailedError with the words of what the source's `tensors` raised.
+    Raises TypeError and ValueError for arguments that are none or do not fit each other, RuntimeError while requests
+    are being answered and in `turns`, and on the other ranks RankFailedError with the words of what the source's
+    `tensors` raised.
     """
     channel = engine.engine_channel
 
+    own: Iterator[Pair] | None = None
+
     def prepare() -> int:
+        nonlocal own
+        whole_number("source", source)
         if not 0 <= source < channel.size:
             raise ValueError(f"source={source} must be a rank of this engine, from 0 to {channel.size - 1}")
         if (tensors is not None) != (channel.rank == source):
             raise ValueError(f"rank {source} alone gives tensors, the others None: this is rank {channel.rank}")
         if engine.scheduler.has_unfinished:
             raise RuntimeError("requests are being answered: call llm_engine.step until none is left")
+        own = iter(tensors) if tensors is not None else None
         return source
 
     turns.check_outside("update_weights")
     agree_on_call(engine, "update_weights", prepare)
-    own = iter(tensors) if tensors is not None else None
     while True:
         engine.times.heartbeat.enter(f"waiting for rank {source}'s weights")
         pair = _hand_on(engine, own, source)

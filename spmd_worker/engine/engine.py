@@ -42,6 +42,7 @@ from spmd_worker.sequence.events import (
     Abort,
     Admit,
     Close,
+    CommittedWith,
     CommitWeights,
     EndRound,
     EndWorkerEvent,
@@ -332,8 +333,12 @@ class LLMEngine:
         several replicas every rank of each calls this.
         """
         self.check_open()
+        given = tuple(then)
+        for event in given:
+            if not isinstance(event, CommittedWith):
+                raise TypeError(f"then has {event!r}: give ResetPrefixCache, SetWeightVersion or CommitWeights events")
         self.complete_weights()
-        return self._run_worker_event(name, payload, then)
+        return self._run_worker_event(name, payload, given)
 
     def sleep(self, level: int = 1) -> None:
         """As `LLM.sleep`."""

@@ -121,6 +121,10 @@ Event = (
 )
 
 
+CommittedWith = ResetPrefixCache | SetWeightVersion | CommitWeights
+"""What may take effect with the commit of a worker event."""
+
+
 def concern_workers(events: tuple[Event, ...]) -> bool:
     """Whether workers change between this step and the next, so that no later one may be in flight on any stage."""
     return any(isinstance(event, WorkerEvent | EndWorkerEvent) for event in events)

@@ -1,0 +1,106 @@
+"""Public calls with any arguments, in any order: an error in words, and an engine that answers as before.
+
+On one rank, on two with the same arguments, and on two that give each their own. The stress tier makes 10,000.
+What was found is kept below, one test each.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+
+import fuzzed_calls
+import pytest
+import ranks
+import torch
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.engine.engine import LLMEngine
+
+SCRIPT = fuzzed_calls.__file__
+FIRST = int(os.environ.get("SPMD_WORKER_FUZZ_FIRST", "1000"))
+WAYS = {"one rank": (1, ""), "two ranks alike": (2, ""), "two ranks apart": (2, "1")}
+
+
+def run(way: str, first: int, count: int, limit_s: float) -> None:
+    num_ranks, apart = WAYS[way]
+    done = ranks.run_forked([SCRIPT, str(first), str(count)], num_ranks, limit_s, env={"FUZZ_APART": apart})
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for line in found:
+        print(f"\nFUZZ {way}, from {first}: {json.dumps(line)}", end="")
+    assert done.returncode == 0, done.output[-20_000:]
+    assert len(found) == num_ranks
+    # Both kinds are drawn: refused calls alone would show nothing of what comes after.
+    assert all(each["answered"] > count // 4 and each["refused"] > count // 4 for each in found)
+
+
+@pytest.mark.parametrize("way", ["one rank", *(pytest.param(way, marks=pytest.mark.matrix) for way in list(WAYS)[1:])])
+def test_any_calls_are_answered_or_refused_in_words_and_the_engine_goes_on(way: str):
+    run(way, 0, 40, 240.0)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("way", "count"), [("one rank", 6000), ("two ranks alike", 2000), ("two ranks apart", 2000)])
+def test_ten_thousand_sequences(way: str, count: int):
+    run(way, FIRST, count, 7200.0)
+
+
+def test_the_fuzz_sees_a_call_that_fails_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: a check that is gone lets an argument into a step, which ends the engine."""
+
+    def unchecked(engine: LLMEngine, name: str, payload: object = None, then: object = ()) -> list[object]:
+        return engine._run_worker_event(name, payload, list(then))  # type: ignore[call-overload]
+
+    monkeypatch.setattr(LLMEngine, "worker_event", unchecked)
+    monkeypatch.setattr(fuzzed_calls, "CALLS", {"engine": fuzzed_calls.CALLS["engine.worker_event"]})
+    found = fuzzed_calls.fuzz(0, 60)
+    assert "not usable afterwards" in str(found["troubles"])
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM(fuzzed_calls.MODEL, num_blocks=20, max_model_len=64) as llm:
+        yield llm
+
+
+def test_what_comes_with_a_worker_event_must_be_events(llm: LLM):
+    with pytest.raises(TypeError, match="then has 'x': give ResetPrefixCache, SetWeightVersion or Commit"):
+        llm.llm_engine.worker_event("start_profile", "folder", "xy")
+    assert llm.generate([[3, 4]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_completions_that_are_no_list_are_named(llm: LLM):
+    with pytest.raises(TypeError, match="completions is a SamplingParams: give a list of token ids for each prompt"):
+        llm.score_tokens(["add"], SamplingParams())
+
+
+def test_an_error_in_one_ranks_block_of_new_weights_reaches_the_others():
+    """They waited for its next call, and every call after was one too late."""
+    source = f"""
+        import os
+        from spmd_worker import LLM
+        rank = int(os.environ["RANK"])
+        with LLM({str(fuzzed_calls.MODEL)!r}, num_blocks=20, max_model_len=64, tensor_parallel_size=2) as llm:
+            try:
+                with llm.weight_update(partial=True):
+                    if rank == 1:
+                        raise ValueError("of the block")
+            except Exception as error:
+                said = f"{{type(error).__name__}}: {{error}}"
+            llm.collective_rpc("reload_weights")
+            answer = llm.generate([[3, 4]], use_tqdm=False)[0].outputs[0].token_ids
+            os.write(1, f"{{rank}} {{said}} | {{len(answer) > 0}}\\n".encode())
+        """
+    done = ranks.run_ranks(source, 2, 240.0)
+    assert sorted(done.stdout.splitlines()) == [
+        "0 RankFailedError: rank 1 failed before finish_weight_update: ValueError: of the block | True",
+        "1 ValueError: of the block | True",
+    ], done.output
+
+
+def test_weights_are_of_the_models_own_kind():
+    """The good update of the drawn calls is one: else it would only ever be refused."""
+    with LLM(fuzzed_calls.MODEL, num_blocks=20, max_model_len=64) as llm:
+        shapes = llm.apply_model(lambda model: {name: tuple(each.shape) for name, each in model.named_parameters()})[0]
+    for name, tensor in fuzzed_calls.WEIGHTS:
+        assert torch.Size(shapes[name]) == tensor.shape
