@@ -83,7 +83,7 @@ def sampling(chance: random.Random) -> Any:
 Call = Callable[[LLM, Chance], Any]
 
 
-def _method(name: str, good: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None) -> Call:
+def method(name: str, good: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None) -> Call:
     """Of the LLM, or of its engine (`llm_engine.NAME`). Arguments are those that are `good`, or odd, or too few."""
 
     def call(llm: LLM, chance: Chance) -> Any:
@@ -123,37 +123,37 @@ OPTIONS = {"use_tqdm": False, "priority": [0, 1, 2], "gather": True, "lora_reque
 WEIGHTS = [("model.norm.weight", torch.ones(128))]
 
 CALLS: dict[str, Call] = {
-    "generate": _method("generate", [PROMPTS, GREEDY], OPTIONS),
-    "chat": _method("chat", [CHAT, GREEDY], {"chat_template": None, "add_generation_prompt": True, "tools": None}),
-    "score_tokens": _method("score_tokens", [PROMPTS[:2], [[3, 4], [5]]], {"gather": True}),
-    "beam_search": _method("beam_search", [PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=3)]),
+    "generate": method("generate", [PROMPTS, GREEDY], OPTIONS),
+    "chat": method("chat", [CHAT, GREEDY], {"chat_template": None, "add_generation_prompt": True, "tools": None}),
+    "score_tokens": method("score_tokens", [PROMPTS[:2], [[3, 4], [5]]], {"gather": True}),
+    "beam_search": method("beam_search", [PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=3)]),
     "sampling": lambda llm, chance: llm.generate(["add 1 2 =", PROMPT], sampling(chance), use_tqdm=False),
-    "collective_rpc": _method("collective_rpc", ["check_health"], {"args": (), "kwargs": {}, "timeout": None}),
-    "apply_model": _method("apply_model", [len]),
-    "worker_event": _method("worker_event", ["start_profile", "profile"], {"reset_prefix_cache": True}),
-    "start_profile": _method("start_profile", ["profile"]),
-    "stop_profile": _method("stop_profile"),
-    "reset_prefix_cache": _method("reset_prefix_cache"),
-    "set_weight_version": _method("set_weight_version", [3]),
-    "start_weight_update": _method("start_weight_update", [], {"partial": True}),
-    "update_weights": _method("update_weights", [WEIGHTS], {"source": 0}),
-    "finish_weight_update": _method("finish_weight_update"),
+    "collective_rpc": method("collective_rpc", ["check_health"], {"args": (), "kwargs": {}, "timeout": None}),
+    "apply_model": method("apply_model", [len]),
+    "worker_event": method("worker_event", ["start_profile", "profile"], {"reset_prefix_cache": True}),
+    "start_profile": method("start_profile", ["profile"]),
+    "stop_profile": method("stop_profile"),
+    "reset_prefix_cache": method("reset_prefix_cache"),
+    "set_weight_version": method("set_weight_version", [3]),
+    "start_weight_update": method("start_weight_update", [], {"partial": True}),
+    "update_weights": method("update_weights", [WEIGHTS], {"source": 0}),
+    "finish_weight_update": method("finish_weight_update"),
     "weight_update": _scope("weight_update"),
     "turns": _scope("turns"),
-    "sleep": _method("sleep", [1]),
-    "sleep deeply": _method("sleep", [2]),
-    "wake_up": _method("wake_up", [["weights"]]),
-    "wake_up all": _method("wake_up"),
-    "reinitialize_distributed": _method("reinitialize_distributed", [], {"tensor_parallel_size": 2}),
-    "get_metrics": _method("get_metrics"),
-    "get_world_size": _method("get_world_size", [True]),
-    "engine.add_request": _method("llm_engine.add_request", [PROMPT, GREEDY]),
-    "engine.abort_request": _method("llm_engine.abort_request", [0]),
-    "engine.step": _method("llm_engine.step"),
-    "engine.sleep": _method("llm_engine.sleep", [1]),
-    "engine.wake_up": _method("llm_engine.wake_up", [["weights"]]),
-    "engine.worker_event": _method("llm_engine.worker_event", ["start_profile", "profile"]),
-    "engine.set_weight_version": _method("llm_engine.set_weight_version", [3]),
+    "sleep": method("sleep", [1]),
+    "sleep deeply": method("sleep", [2]),
+    "wake_up": method("wake_up", [["weights"]]),
+    "wake_up all": method("wake_up"),
+    "reinitialize_distributed": method("reinitialize_distributed", [], {"tensor_parallel_size": 2}),
+    "get_metrics": method("get_metrics"),
+    "get_world_size": method("get_world_size", [True]),
+    "engine.add_request": method("llm_engine.add_request", [PROMPT, GREEDY]),
+    "engine.abort_request": method("llm_engine.abort_request", [0]),
+    "engine.step": method("llm_engine.step"),
+    "engine.sleep": method("llm_engine.sleep", [1]),
+    "engine.wake_up": method("llm_engine.wake_up", [["weights"]]),
+    "engine.worker_event": method("llm_engine.worker_event", ["start_profile", "profile"]),
+    "engine.set_weight_version": method("llm_engine.set_weight_version", [3]),
     "good": lambda llm, chance: llm.generate([PROMPT] * chance.randrange(1, 4), GREEDY, use_tqdm=False),
 }
 

@@ -52,7 +52,8 @@ def test_the_fuzz_sees_a_call_that_fails_in_the_middle_of_a_step(monkeypatch: py
         return engine._run_worker_event(name, payload, list(then))  # type: ignore[call-overload]
 
     monkeypatch.setattr(LLMEngine, "worker_event", unchecked)
-    monkeypatch.setattr(fuzzed_calls, "CALLS", {"engine": fuzzed_calls.CALLS["engine.worker_event"]})
+    poisoned = fuzzed_calls.method("llm_engine.worker_event", ["start_profile", "profile", []])
+    monkeypatch.setattr(fuzzed_calls, "CALLS", {"engine.worker_event": poisoned})
     found = fuzzed_calls.fuzz(0, 60)
     assert "not usable afterwards" in str(found["troubles"])
 

@@ -26,7 +26,7 @@ COMMON = f"""
     params = SamplingParams(max_tokens=6, temperature=1.0, logprobs=2)
 
     def new_llm():
-        return LLM({str(MODEL)!r}, num_blocks=48, max_model_len=64, tensor_parallel_size=size, swap_space_gib=0.01)
+        return LLM({str(MODEL)!r}, num_blocks=48, max_model_len=64, tensor_parallel_size=size, swap_space=0.01)
 
     def calls():
         llm = new_llm()
