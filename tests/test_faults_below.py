@@ -1,0 +1,79 @@
+"""Faults of the file system under a job: no space, errors of the device, half of a write, no lock, no descriptor.
+
+A preloaded library has the n-th call on a file of the job fail, for each kind of call, each n and each error: the
+stress tier takes every n and prints the figures, the gate every ninth.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import ranks
+
+SCRIPT = Path(__file__).with_name("faulty_job.py")
+PLANTED = f"""
+    import os, sys
+    from pathlib import Path
+    rename = os.replace
+
+    def careless(*arguments):
+        try:
+            rename(*arguments)
+        except OSError:
+            pass
+
+    os.replace = careless
+    sys.path.insert(0, {str(SCRIPT.parent)!r})
+    import faulty_job
+    faulty_job.CALLS = {{"rename": (5,)}}
+    sys.exit(faulty_job.main())
+    """
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the library of faults with")
+    path = tmp_path_factory.mktemp("faults") / "faulty_io.so"
+    source = SCRIPT.with_name("faulty_io.c")
+    subprocess.run([compiler, "-Wall", "-shared", "-fPIC", "-O1", "-o", path, source, "-ldl"], check=True, timeout=240)
+    return path
+
+
+def run(library: Path, script: Path, folder: Path, every: int) -> tuple[int, dict[str, object], str]:
+    # A fresh interpreter: what is preloaded is loaded when a program starts.
+    command = [sys.executable, str(script), str(folder), str(every)]
+    path = os.pathsep.join(map(str, (ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
+    done = ranks.run_command(command, 3600.0, {"LD_PRELOAD": str(library), "PYTHONPATH": path})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.output
+    print(f"\nFAULTS {lines[-1]}", end="")
+    return done.returncode, json.loads(lines[-1]), done.output
+
+
+@pytest.mark.parametrize(
+    "every", [pytest.param(9, marks=pytest.mark.matrix), pytest.param(1, marks=[pytest.mark.stress])]
+)
+def test_any_fault_is_one_error_in_words_and_the_next_start_ends_with_the_right_bytes(
+    library: Path, tmp_path: Path, every: int
+):
+    returncode, found, output = run(library, SCRIPT, tmp_path, every)
+    assert returncode == 0, output
+    assert found["failed"] > 100 // every
+    assert found["answered"] > 20 // every
+
+
+@pytest.mark.matrix
+def test_the_faults_show_an_error_that_nobody_looks_at(library: Path, tmp_path: Path):
+    """Negative control."""
+    script = tmp_path / "planted.py"
+    script.write_text(textwrap.dedent(PLANTED))
+    returncode, found, output = run(library, script, tmp_path, 1)
+    assert returncode == 1, output
+    assert "EIO: exit code 0 and other bytes" in str(found["troubles"])
