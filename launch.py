@@ -252,6 +252,9 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
         return _end(error, environment, watchdog)
     finally:
         watchdog.stop()
+    if environment.world_size == 1:
+        # The caller's process may go on. Among others a launcher ends it, which must not meet the handlers of before.
+        signals.uninstall()
     return 0
 
 

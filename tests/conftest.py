@@ -35,6 +35,7 @@ LONGEST_FILES = (
     "test_kill_resume.py",
     "models/test_families.py",
     "test_two_nodes.py",
+    "test_faults_below.py",
     "kernels/test_cpu_linear.py",
     "test_cache_pressure.py",
     "distributed/test_pipeline.py",
@@ -59,6 +60,8 @@ LONGEST_FILES = (
     "distributed/test_families_on_ranks.py",
     "models/test_no_compiler.py",
     "distributed/test_shared_memory.py",
+    "test_fuzzed_calls.py",
+    "test_growth.py",
 )
 """Of tests/, the longest first, as `--durations=0` has them."""
 

@@ -82,13 +82,15 @@ def run(what: str, count: int, size: int, max_bytes: int, folder: Any) -> tuple[
     return done.returncode, lines, done.output
 
 
-@pytest.mark.parametrize("what", ["calls", "engines"])
-def test_a_few_leave_no_descriptor_thread_child_or_file(what: str, tmp_path):
-    returncode, lines, output = run(what, 8, 2, 1 << 40, tmp_path)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("what", "size"), [("calls", 2), ("engines", 2), ("jobs", 1)])
+def test_a_few_leave_no_descriptor_thread_child_or_file(what: str, size: int, tmp_path):
+    returncode, lines, output = run(what, 8, size, 1 << 40, tmp_path)
     assert returncode == 0, output
-    assert len(lines) == 2
+    assert len(lines) == size
 
 
+@pytest.mark.matrix
 def test_the_count_sees_what_is_left_behind(tmp_path):
     """Negative control."""
     returncode, lines, output = run("leaking_calls", 40, 1, MIB, tmp_path)
@@ -96,9 +98,12 @@ def test_the_count_sees_what_is_left_behind(tmp_path):
     assert "resident_bytes grew" in str(lines), output
 
 
+MANY = [("jobs", 100, 1)]
+MANY += [(what, count, size) for size in (1, 2) for what, count in (("calls", 1000), ("engines", 200), ("steps", 400))]
+
+
 @pytest.mark.stress
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("what", "count"), [("calls", 1000), ("engines", 200), ("jobs", 100), ("steps", 400)])
+@pytest.mark.parametrize(("what", "count", "size"), MANY)
 def test_many_leave_nothing(what: str, count: int, size: int, tmp_path):
     returncode, lines, output = run(what, count, size, 8 * MIB, tmp_path)
     assert returncode == 0, output

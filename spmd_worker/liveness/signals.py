@@ -30,16 +30,27 @@ class EndingSignals:
         self._keep, self._signalled, self._patience_s = keep, signalled, patience_s
         self._num_interrupts = 0
         self.is_ending = threading.Event()
+        self._writer = -1
 
     def install(self) -> None:
-        """Install the handlers, for good. To be called in the main thread."""
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in _ENDING:
-            signal.signal(number, lambda *_: None)
-        signal.signal(signal.SIGINT, self._interrupt)
+        """Install the handlers. To be called in the main thread."""
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._former_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        handlers = {**dict.fromkeys(_ENDING, lambda *_: None), signal.SIGINT: self._interrupt}
+        self._former_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         threading.Thread(target=self._run, args=(reader,), name="spmd-end", daemon=True).start()
+
+    def uninstall(self) -> None:
+        """As it was before `install`, for a process that goes on: the thread ends. In the main thread. Idempotent."""
+        if self._writer < 0:
+            return
+        signal.set_wakeup_fd(self._former_descriptor)
+        for number, handler in self._former_handlers.items():
+            # None: what another language had set.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        os.close(self._writer)
+        self._writer = -1
 
     def _interrupt(self, *_: Any) -> None:
         """KeyboardInterrupt once: a second one must not interrupt what the main thread does because of the first."""
@@ -47,19 +58,24 @@ class EndingSignals:
         if self._num_interrupts == 1:
             raise KeyboardInterrupt
 
-    def _run(self, reader: int) -> NoReturn:
-        """Read the numbers of signals as they come."""
+    def _run(self, reader: int) -> None:
+        """Read the numbers of signals as they come, until the other end is closed."""
         num_interrupts = 0
-        while True:
-            number = os.read(reader, 1)[0]
-            if number in _ENDING:
-                self._end_soon(number)
-            if number == signal.SIGINT:
-                num_interrupts += 1
-                self._save()
-                if num_interrupts > 1:
-                    os._exit(128 + number)
-                threading.Timer(_INTERRUPTED_S, os._exit, (128 + number,)).start()
+        with open(reader, "rb", buffering=0) as numbers:
+            while read := numbers.read(1):
+                num_interrupts += self._act(read[0], num_interrupts)
+
+    def _act(self, number: int, num_interrupts: int) -> int:
+        """How many Ctrl-C this is."""
+        if number in _ENDING:
+            self._end_soon(number)
+        if number != signal.SIGINT:
+            return 0
+        self._save()
+        if num_interrupts > 0:
+            os._exit(128 + number)
+        threading.Timer(_INTERRUPTED_S, os._exit, (128 + number,)).start()
+        return 1
 
     def _end_soon(self, number: int) -> NoReturn:
         self.is_ending.set()
