@@ -136,11 +136,6 @@ def is_ours(path: Path) -> bool:
         status = path.lstat()
     except OSError:
         return False
-    return is_ours_alone(status)
-
-
-def is_ours_alone(status: os.stat_result) -> bool:
-    """What `is_ours` asks, of what was found."""
     is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     return is_plain and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

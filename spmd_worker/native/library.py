@@ -6,14 +6,12 @@ Loads what `build` made, once a process. Knows signatures; the checks of shapes 
 
 import ctypes
 import functools
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from spmd_worker.native.build import Built, build, is_ours_alone
+from spmd_worker.native.build import Built, build
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -118,9 +116,9 @@ def native_library(architecture: str = "native") -> NativeLibrary | str:
 
 
 def load(built: Built) -> NativeLibrary | str:
-    """Maps a library into this process, if it is ours alone; a private one is then removed from disk."""
+    """Maps a library into this process; a private one is then removed from disk."""
     try:
-        library = _map(built.path)
+        library = ctypes.CDLL(str(built.path))
     except OSError as error:
         return f"the compiled kernels do not load: {error}"
     finally:
@@ -133,20 +131,6 @@ def load(built: Built) -> NativeLibrary | str:
         has_amx=bool(library.spmd_has_amx()),
         functions=_functions(library),
     )
-
-
-def _map(path: Path) -> ctypes.CDLL:
-    """By an open file that was looked at, where the system allows that: whoever may rename a folder above the cache
-    could put another library in its place after a look at the path.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if not is_ours_alone(os.fstat(descriptor)):
-            raise PermissionError(f"{path} is another user's, or others may write it: remove it, or set XDG_CACHE_HOME")
-        opened = Path(f"/proc/self/fd/{descriptor}")
-        return ctypes.CDLL(str(opened if opened.exists() else path))
-    finally:
-        os.close(descriptor)
 
 
 def _functions(library: ctypes.CDLL) -> dict[str, Function]:
