@@ -94,19 +94,11 @@ class ForkServer:
         pass_fds: Sequence[int] = (),
     ) -> "ForkedProcess":
         """Run a script and its arguments as `python SCRIPT ARGUMENT...` would. `env` is all of its environment."""
-        order = json.dumps({"command": list(command), "env": dict(env), "cwd": str(cwd)}).encode()
-        payload = os.memfd_create("order")
-        try:
-            os.write(payload, order)
-            os.lseek(payload, 0, os.SEEK_SET)
-            with self._fork_lock:
-                descriptors = [payload, stdout.fileno(), stderr.fileno(), *pass_fds]
-                socket.send_fds(self._connection, [b"fork"], descriptors)
-                if not self._wait_until(lambda: self._forked is not None, START_S):
-                    raise ForkServerError(f"the fork server has not answered for {START_S} s")
-                pid, self._forked = self._forked, None
-        finally:
-            os.close(payload)
+        with self._fork_lock:
+            send_order(self._connection, command, env, cwd, [stdout.fileno(), stderr.fileno(), *pass_fds])
+            if not self._wait_until(lambda: self._forked is not None, START_S):
+                raise ForkServerError(f"the fork server has not answered for {START_S} s")
+            pid, self._forked = self._forked, None
         assert pid is not None, "waited for"
         return ForkedProcess(self, pid)
 
@@ -158,6 +150,23 @@ class ForkServer:
             self._exit_codes.pop(content["pid"], None)
             self._forked = content["pid"]
         return True
+
+
+def send_order(
+    connection: socket.socket,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str | Path,
+    descriptors: Sequence[int],
+) -> None:
+    """Ask the process at the other end to fork. The first two `descriptors` are standard output and error."""
+    payload = os.memfd_create("order")
+    try:
+        os.write(payload, json.dumps({"command": list(command), "env": dict(env), "cwd": str(cwd)}).encode())
+        os.lseek(payload, 0, os.SEEK_SET)
+        socket.send_fds(connection, [b"fork"], [payload, *descriptors])
+    finally:
+        os.close(payload)
 
 
 class ForkedProcess:

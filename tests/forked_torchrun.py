@@ -19,7 +19,8 @@ from typing import IO, Any
 
 import fork_server
 
-PR_SET_PDEATHSIG = 1
+from spmd_worker.process import end_with_parent
+
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -37,7 +38,8 @@ class Nursery:
     """Forks ranks for torchrun, which has threads. Made before it has any."""
 
     def __init__(self) -> None:
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "the ranks cannot be adopted")
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         launcher = os.getpid()
@@ -45,9 +47,7 @@ class Nursery:
         self._process = os.fork()
         if self._process == 0:
             self._connection.close()
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:
-                os._exit(0)
+            end_with_parent(launcher)
             order = serve_ranks(theirs, launcher)
             fork_server.run(order["command"])
             sys.exit()
@@ -58,18 +58,10 @@ class Nursery:
     ) -> Adopted:
         """`python -u SCRIPT ARGUMENT...` or `python -u -m MODULE ARGUMENT...`, as torchrun asks for them."""
         assert list(command[:2]) == [sys.executable, "-u"], f"{command}: only Python is forked"
-        words = list(command[2:])
-        order = {"command": words, "env": dict(env), "cwd": os.getcwd()}
-        payload = os.memfd_create("order")
-        try:
-            os.write(payload, json.dumps(order).encode())
-            os.lseek(payload, 0, os.SEEK_SET)
-            streams = [stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2]
-            with self._lock:
-                socket.send_fds(self._connection, [b"fork"], [payload, *streams])
-                answer = self._connection.recv(1 << 10)
-        finally:
-            os.close(payload)
+        streams = [stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2]
+        with self._lock:
+            fork_server.send_order(self._connection, command[2:], env, os.getcwd(), streams)
+            answer = self._connection.recv(1 << 10)
         if not answer:
             raise fork_server.ForkServerError("the process that forks torchrun's ranks has ended")
         return Adopted(command, json.loads(answer)["pid"])
@@ -102,11 +94,6 @@ def serve_ranks(connection: socket.socket, launcher: int) -> dict[str, Any]:
         for each in descriptors:
             os.close(each)
         os.waitpid(between, 0)
-
-
-def prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from spmd_worker import LLM, BeamSearchParams, SamplingParams
 from spmd_worker.errors import SpmdError
 
 MODEL = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "model"
-IN_WORDS = (SpmdError, ValueError, TypeError, RuntimeError, NotImplementedError, OSError)
+IN_WORDS = (SpmdError, ValueError, TypeError, RuntimeError, OSError)
 NOT_IN_WORDS = (RecursionError, UnicodeError)
 """Of those above, what only says that something went wrong inside."""
 PROMPT = [70, 71, 72, 73]
@@ -168,7 +168,7 @@ def bring_back(llm: LLM) -> None:
             note(f"back, {name}: {type(error).__name__}: {str(error)[:200]}")
     while engine.has_unfinished_requests():
         engine.step()
-    if engine.sleeping_tags() if callable(getattr(engine, "sleeping_tags", None)) else llm.sleeping_tags:
+    if llm.sleeping_tags:
         llm.wake_up()
     llm.collective_rpc("reload_weights")
     llm.reset_prefix_cache()

@@ -7,6 +7,8 @@ What was found is kept below, one test each.
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import fuzzed_calls
 import pytest
@@ -45,12 +47,14 @@ def test_ten_thousand_sequences(way: str, count: int):
     run(way, FIRST, count, 7200.0)
 
 
-def test_the_fuzz_sees_a_call_that_fails_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch):
+def test_the_fuzz_sees_a_call_that_fails_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Negative control: a check that is gone lets an argument into a step, which ends the engine."""
 
-    def unchecked(engine: LLMEngine, name: str, payload: object = None, then: object = ()) -> list[object]:
-        return engine._run_worker_event(name, payload, list(then))  # type: ignore[call-overload]
+    def unchecked(engine: LLMEngine, name: str, payload: Any = None, then: Any = ()) -> list[Any]:
+        return engine._run_worker_event(name, payload, list(then))
 
+    # Profiles are written where the process is.
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(LLMEngine, "worker_event", unchecked)
     poisoned = fuzzed_calls.method("llm_engine.worker_event", ["start_profile", "profile", []])
     monkeypatch.setattr(fuzzed_calls, "CALLS", {"engine.worker_event": poisoned})
