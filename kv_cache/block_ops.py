@@ -20,7 +20,7 @@ class BlockOps:
     So what a step frees it may reuse at once: a device block that is swapped out may receive a copy or a swap-in, and a
     copy's source may receive a swap-in.
 
-    What whoever records them owes:
+    Who records them guarantees:
 
     3. No host block is the destination of two swap-outs. No device block receives twice, copies and swap-ins together.
     4. A copy whose source arrives in this very step by a swap-in is a second swap-in, from the same host block: a copy

@@ -63,7 +63,7 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def is_shared(self, block_id: BlockId) -> bool:
-        """Whether somebody would notice that its contents change: another owner, or whoever looks for its name."""
+        """Whether somebody would notice that its contents change: another owner, or a lookup of its name."""
         return self._ref_counts[block_id] > 1 or bool(self._is_named[block_id])
 
     def take(self, count: int) -> list[BlockId]:

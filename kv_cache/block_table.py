@@ -10,7 +10,7 @@ from kv_cache.block import BlockId
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """Keep the first `first_index` entries, then append `block_ids`: all that a copy of the table must be told.
+    """Keep the first `first_index` entries, then append `block_ids`: all that a copy of the table needs.
 
     Where nothing was shared `first_index` is the old length and `block_ids` what was added. After a copy-on-write it is
     the index of the first replaced block, and `block_ids` is the whole table from there on.

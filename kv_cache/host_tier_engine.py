@@ -13,7 +13,7 @@ from kv_cache.host_memory import new_host_memory
 class HostTierEngine:
     """Implements `TransferEngine`: a transfer is finished, in the order of the device's work, when its calls return.
 
-    So what `finished` tells is true at once on this rank; the blocks are used when every rank has said so.
+    So what `finished` returns is true at once on this rank; the blocks are used when every rank has said so.
     """
 
     def __init__(self, cache_engine: CacheEngine, num_slots: int) -> None:

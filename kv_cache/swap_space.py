@@ -8,7 +8,7 @@ from kv_cache.block_table import BlockTable
 
 
 class SwapSpace:
-    """A pool of host blocks. A full block that has a name is kept once, whoever's it is, and also after it was swapped
+    """A pool of host blocks. A full block that has a name is kept once, of any sequence, and also after it was swapped
     in again, until its place is needed: a sequence that is preempted a second time copies only what is new.
 
     Host blocks of a table that comes back are read when the step runs, so they are not handed out before `end_step`.

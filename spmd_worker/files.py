@@ -62,7 +62,7 @@ def rename_durably(partial: Path, path: Path) -> None:
 
 def read_regular_file(path: Path, most_bytes: int = CONFIG_BYTES) -> bytes:
     """What is in a file of somebody else's. Raises OSError, also for what is no regular file, which may have no end or
-    keep whoever opens it waiting, and for a file of more than `most_bytes`.
+    keep its reader waiting, and for a file of more than `most_bytes`.
     """
     # Neither a FIFO nor a device keeps this waiting.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -309,10 +309,10 @@ class LLM:
         what `function` changes in them before it ends counts, a tied head included; `model.load_weights(pairs)` takes
         whole tensors by name, as `update_weights` does. It has no forward pass. Of a packed weight (those of the linear
         layers on the CPU) each parameter that is asked for is a copy, kept until `function` ends: where memory is
-        short, ask for a few in each call. `collective_rpc("get_model_inspection")` shows shapes without any. Call
-        `set_weight_version` after a change, or cached prefixes go on answering for the old weights.
+        short, ask for a few in each call. `collective_rpc("get_model_inspection")` shows shapes without any. What was
+        cached before is not found after it, changed or not.
         """
-        return self.collective_rpc("apply_model", args=(function,))
+        return self.llm_engine.apply_model(function)
 
     def worker_event(self, name: str, payload: Any = None, *, reset_prefix_cache: bool = False) -> list[Any]:
         """Change the state of all workers, between the same two steps on every rank, or of none.
@@ -361,7 +361,7 @@ class LLM:
         """Nothing: models of text have no other inputs."""
 
     def set_weight_version(self, version: int) -> None:
-        """Say that the weights were changed in place (`apply_model`, `collective_rpc`): what was cached is not found.
+        """Say that the weights were changed in place (by a `collective_rpc` of your own): what was cached is not found.
 
         Under torchrun the first rank of each replica speaks for it: call this on every rank. Any other number than the
         last that fits 64 bits will do; a trainer gives its step. Raises TypeError or ValueError for anything else.

@@ -410,6 +410,19 @@ def test_workers_can_be_called_by_name_and_by_function(llm: LLM):
         llm.collective_rpc("nothing")
 
 
+def test_what_was_cached_is_not_found_after_a_function_that_may_have_changed_weights(llm: LLM):
+    prompt = [list(range(10, 60))]
+    run(llm, prompt)
+    found = [run(llm, prompt)[0].num_cached_tokens]
+    llm.apply_model(lambda model: None)
+    found.append(run(llm, prompt)[0].num_cached_tokens)
+    with pytest.raises(ZeroDivisionError):
+        llm.apply_model(lambda model: 1 / 0)
+    found.append(run(llm, prompt)[0].num_cached_tokens)
+    # The first is the control: without such a function the prompt is found.
+    assert found == [48, 0, 0]
+
+
 # What is refused.
 
 

@@ -97,7 +97,7 @@ class FileLock:
         os.close(descriptor)
 
     def note(self, doing: str) -> None:
-        """What this process does now, for whoever is refused. Does nothing once the lock is released."""
+        """What this process does now, for the process that is refused. Does nothing once the lock is released."""
         descriptor = self._descriptor
         if descriptor < 0 or not _is_same_file(descriptor, self._path):
             return

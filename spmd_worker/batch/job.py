@@ -84,7 +84,7 @@ class OpenRun:
     tokenizer: Tokenizer | None
 
     def before_exit(self) -> None:
-        """What is finished is kept, and whoever waits for the locks is told that they will be free."""
+        """What is finished is kept, and a process that waits for the locks reads that they will be free."""
         self.lock.note(ENDING)
         self.journal.commit()
 
@@ -92,7 +92,7 @@ class OpenRun:
 class InputCheck:
     """What is to be known of the input, once it is. A run that goes on reads no row before: its input must be the same.
 
-    `expect` is told how many rows there are.
+    `expect` gets the number of rows.
     """
 
     def __init__(self, scan: InputScan, run_dir: Path, manifest: dict[str, Any], resume: str, goes_on: bool) -> None:
@@ -203,7 +203,7 @@ def _run(
                 watchdog.before_exit = run.before_exit
             run.lock.note("answers rows")
             _lead(engine, replicas, config, run, started_s, loaded_s)
-    except BaseException as error:  # told to the other ranks, before anything is taken down, and raised again
+    except BaseException as error:  # reported to the other ranks, before anything is taken down, and raised again
         if engine.watchdog is not None:
             engine.watchdog.fail(error)
         if isinstance(error, ReplicaDivergedError):

@@ -1,4 +1,4 @@
-"""What a job came to, as `metrics.json` has it: what every rank reports, added up.
+"""The figures of a job, as `metrics.json` has them: what every rank reports, added up.
 
 A report is JSON, because it travels to rank 0.
 """
@@ -89,7 +89,7 @@ def stages_of(reports: list[bytes]) -> list[list[dict[str, Any]]]:
 
 
 def chain_heads(reports: list[bytes]) -> list[dict[str, Any]]:
-    """Of each replica, how many steps its ranks agreed on and the digest that they came to."""
+    """Of each replica, how many steps its ranks agreed on and the digest of those."""
     leaders = [value for value in map(json.loads, reports) if "replica" in value]
     return [{"steps": leader["counters"]["num_steps"], "digest_chain_head": leader["chain_head"]} for leader in leaders]
 

@@ -83,7 +83,7 @@ class JobInput:
 
 @dataclass(slots=True)
 class JobCounts:
-    """What the answered rows came to; `resumed_rows` of them were answered before this start."""
+    """The sums over the answered rows; `resumed_rows` of them were answered before this start."""
 
     rows: int = 0
     resumed_rows: int = 0
@@ -117,7 +117,7 @@ class JobOutput:
     """Takes answers in any order, keeps them in the journal, counts them and shows how far the job is.
 
     `keys` are of the rows that are in flight (`JobInput.keys`); `num_rows` is of the whole input, where it is known.
-    As a context manager it ends the display, and tells those who watch from outside how the job ended.
+    As a context manager it ends the display, and reports to those who watch from outside how the job ended.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class JobOutput:
     ) -> None:
         self.counts = JobCounts()
         self.is_complete = False
-        """Set by whoever wrote the whole output."""
+        """Set once the output is written."""
         self._journal, self._keys, self._progress = journal, keys, progress
         self._num_rows, self._prometheus = num_rows, prometheus
         for record in journal.records():

@@ -1,6 +1,6 @@
-"""Shows people how far a job is, and what it came to.
+"""Shows people how far a job is, and its summary.
 
-Knows nothing about rows, files or ranks: whoever calls it is rank 0.
+Knows nothing about rows, files or ranks: rank 0 calls it.
 """
 
 import os
@@ -118,7 +118,7 @@ class Progress:
 
 
 def _terminal_size(stream: TextIO) -> dict[str, Any]:
-    """What tqdm is told: to look, or a size where it would find none and show nothing, as in some containers."""
+    """The width for tqdm: to look, or a size where it would find none and show nothing, as in some containers."""
     try:
         is_known = min(os.get_terminal_size(stream.fileno())) > 0
     except (OSError, ValueError):

@@ -3,7 +3,7 @@
     drawn         how many chunks of rows replicas have drawn, or will as soon as they are there
     rows/N        chunk N: lines of the input, as rank 0 read them
     end           how many chunks there are in all, once that is known
-    answers/R/N   message N of replica R: output lines, with what they came to
+    answers/R/N   message N of replica R: output lines with their counts
 
 Whoever draws a number has that chunk for itself, so nothing is handed out twice and nobody is asked. A message is a
 line of JSON that says how long its parts are, and then the parts.

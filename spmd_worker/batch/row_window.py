@@ -38,7 +38,7 @@ class RowSource(Protocol):
 
 
 class RowWindow:
-    """Rows of `source`; `refuse` is told of those that are none."""
+    """Rows of `source`; `refuse` gets those that are none."""
 
     def __init__(self, source: RowSource, refuse: Callable[[RowError], None]) -> None:
         self._source, self._refuse = source, refuse

@@ -184,7 +184,7 @@ def _help(engine: LLMEngine, round_: ReplicaRound, model_name: str) -> ReplicaCo
 
 
 def _wait_until_over(round_: ReplicaRound) -> None:
-    # Rank 0 may wait for hours for a line of standard input; whoever hangs is the watchdog's to find.
+    # Rank 0 may wait for hours for a line of standard input; a rank that hangs is found by the watchdog.
     for _ in round_.wait(lambda: round_.is_over, may_be_silent=True):
         continue
 

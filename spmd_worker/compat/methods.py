@@ -40,7 +40,7 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
     "wait_for_completion": _QUEUE,
     "set_tokenizer": "the engine decodes with the model folder's tokenizer: put another one there",
     "preprocess_chat": "render with get_tokenizer().apply_chat_template",
-    "init_weight_transfer_engine": "weights are changed in this process: apply_model, then set_weight_version",
+    "init_weight_transfer_engine": "weights are changed in this process: update_weights or apply_model",
 }
 """Methods that are not, and the way out."""
 

@@ -104,7 +104,7 @@ def _take(engine: LLMEngine, round_: ReplicaRound, prompts: list[RoundPrompt], r
 
 
 class _Progress:
-    """What all replicas have answered, told to whoever shows it."""
+    """What all replicas have answered, for progress bars."""
 
     def __init__(self, round_: ReplicaRound, on_answered: OnAnswered | None) -> None:
         self._round, self._on_answered, self._num_shown = round_, on_answered, 0

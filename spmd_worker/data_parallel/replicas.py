@@ -31,8 +31,8 @@ class Replicas:
 
     @contextmanager
     def round(self) -> Iterator[ReplicaRound]:
-        """The next round, which shares no key with any other. An error is told to all ranks, which may wait for this
-        one, before it goes on.
+        """The next round, which shares no key with any other. An error is reported to all ranks, which may wait for
+        this one, before it goes on.
         """
         engine = self.engine
         self._num_rounds += 1
@@ -82,7 +82,7 @@ def num_wanted(engine: LLMEngine, num_unfinished: int) -> int:
 
 
 def _failure_text(engine: LLMEngine, error: BaseException) -> str:
-    """What a rank tells the other replicas of its error."""
+    """What a rank reports to the other replicas of its error."""
     size = engine.channel.size
     replica, rank = divmod(engine.engine_channel.rank, size)
     if size == 1:

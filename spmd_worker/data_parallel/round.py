@@ -1,7 +1,7 @@
 """One round of work that replicas share: who takes what, who lives, who failed, and when it is over.
 
     taken      how much of the work has been taken, from the front
-    counted    what has come of it so far, for whoever shows progress
+    counted    how much of it is answered so far, for progress bars
     beat/R     replica R lives: a number that grows
     finished   how many replicas have no work left; the last one sets `over`
     failed     the first replica that failed sets `failure` to what happened
@@ -80,7 +80,7 @@ class ReplicaRound:
             raise RankFailedError(self.store.get(self._key("failure")).decode("utf-8", "replace"))
 
     def check_others(self) -> None:
-        """For whoever waits: raise RankFailedError when another replica has shown no sign of life for the timeout."""
+        """While waiting: raise RankFailedError when another replica has shown no sign of life for the timeout."""
         now_s = time.monotonic()
         if now_s - self._last_look_s < self._heartbeat_s:
             return

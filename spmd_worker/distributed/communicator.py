@@ -1,4 +1,4 @@
-"""One group of ranks and the collectives the layers need, as an argument to whoever uses it.
+"""One group of ranks and the collectives the layers need, as an argument to the code that uses it.
 
 A group of one costs nothing and needs no torch.distributed.
 """

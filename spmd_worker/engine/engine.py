@@ -118,7 +118,7 @@ class LLMEngine:
         self._is_mid_step = False
         self.watchdog = watchdog
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
-        # Without a reference to the engine, for whoever gives back what an engine had that is no more.
+        # Without a reference to the engine, for the finalizer that releases what a forgotten engine had.
         self.release = partial(
             _release, self.times.heartbeat, (lockstep, channel, self.engine_channel), executor, watchdog
         )
@@ -138,7 +138,7 @@ class LLMEngine:
         # What the steps of a worker event ended: the next `step` hands it out.
         self._ended: list[SequenceGroup] = []
         self._in_flight = StepPipeline(executor, channel, resolved.config.parallel.tensor_parallel_size)
-        # The executor must not hold the engine: whoever forgets an engine gets its memory back at once.
+        # The executor must not hold the engine: the memory of a forgotten engine is free at once.
         self._executor_has_failed = threading.Event()
         executor.register_failure_callback(self._executor_has_failed.set)
         self._on_step: Callable[[StepPlan, StepResult], None] | None = None
@@ -295,6 +295,16 @@ class LLMEngine:
         if not self.weight_updates.is_held:
             self.commit_weights()
         self._events.append(ResetPrefixCache())
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What `function` returns for the model of each worker of this executor: see `LLM.apply_model`. It may have
+        changed weights, also where it raises: from the next step on no request finds what is in the cache now.
+        """
+        try:
+            return self.executor.collective_rpc("apply_model", args=(function,))
+        finally:
+            if not (self._events and isinstance(self._events[-1], ResetPrefixCache)):
+                self._events.append(ResetPrefixCache())
 
     def commit_weights(self, *, is_partial: bool = False) -> None:
         """What was loaded into the model is complete, or meant to be part of it where `is_partial`: nothing that was

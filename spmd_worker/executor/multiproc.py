@@ -176,7 +176,7 @@ class MultiprocExecutor(Executor):
             )
 
     def shutdown(self) -> None:
-        """End the workers: no process, thread or socket is left. Idempotent; whoever waits gets an error."""
+        """End the workers: no process, thread or socket is left. Idempotent; calls that wait get an error."""
         self._pool.close()
         self._store = None
         atexit.unregister(self.shutdown)

@@ -84,7 +84,7 @@ class UniProcExecutor(Executor):
 def _run_into(future: Future[Any], call: Callable[[], Any]) -> None:
     try:
         future.set_result(call())
-    except Exception as error:  # handed to whoever asks the future
+    except Exception as error:  # raised by the future
         future.set_exception(error)
 
 

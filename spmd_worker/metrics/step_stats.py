@@ -74,7 +74,7 @@ _LINE: Final = b",".join([b"%d"] * _NUM_FIELDS) + b"\n"
 
 
 class StepStatsWriter:
-    """Writes one line a step; whoever reads the file sees every line whose `write` has returned.
+    """Writes one line a step; a reader of the file sees every line whose `write` has returned.
 
     Each line goes to the operating system at once (about 1.5 microseconds): a run that is killed, or that hangs for an
     hour in a step, leaves every line before it. Nothing waits for the disk. OSError (a full disk) is the caller's.

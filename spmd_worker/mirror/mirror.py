@@ -95,7 +95,7 @@ class Mirror:
             self._groups.pop(request_id, None)
 
     def _replace(self, update: SequenceGroupMetadata, sequences: list[MirroredSequence]) -> None:
-        """Take the request and the listed sequences as they are told; sequences not listed stay."""
+        """Take the request and the listed sequences as they are sent; sequences not listed stay."""
         request = update.request
         group = self._groups.setdefault(request.request_id, MirroredGroup(request))
         group.request = request

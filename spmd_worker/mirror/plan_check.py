@@ -202,7 +202,7 @@ class PlanCheck:
         self._check_counts(plan, sequence.request, data, num_tokens, num_blocks)
 
     def _check_fork(self, plan: StepPlan, request: Request, data: SequenceDataDelta) -> None:
-        """A sequence that the mirror does not hold, of a request that it does: the delta tells the whole of it."""
+        """A sequence that the mirror does not hold, of a request that it does: the delta has all of it."""
         self._check_sample_index(plan, request, data)
         if data.num_kept_blocks != 0:
             _refuse(plan, request.request_id, data, "num_kept_blocks", data.num_kept_blocks, "0 for a new sequence")

@@ -56,7 +56,7 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class MirroredGroup:
-    """A request and those of its sequences that the worker was told of and that have not ended."""
+    """A request and those of its sequences that the worker was sent and that have not ended."""
 
     request: Request
     sequences: dict[int, MirroredSequence] = field(default_factory=dict)

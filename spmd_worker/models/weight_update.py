@@ -24,7 +24,7 @@ class WeightUpdate:
         """By checkpoint name, of what was loaded since the last commit."""
         self.is_open = False
         self.must_be_whole = False
-        """No weight is what it was: each has to be loaded, whoever says that some stay."""
+        """No weight is what it was: each has to be loaded, also where the caller says that some stay."""
         self.are_weights_asleep = False
         self.num_in_flight: Callable[[], int] | None = None
 

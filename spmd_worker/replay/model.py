@@ -2,21 +2,31 @@
 
 The plans are the log's, so every step computes exactly what the run's step computed; its ids are compared with the
 log's, which stay what the next step goes on from: one different id shows once.
+
+The log has the events that changed the workers, and not the weights that a trainer loaded: what comes after new weights
+cannot be recomputed.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Final
 
 from spmd_worker.config.schema import CacheConfig, ExecutorConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.errors import ReplayError
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.replay.replay import ReplayedStep, SampledPosition
 from spmd_worker.replay.step_log import StepLogHeader
 from spmd_worker.resolved import resolve_run
+from spmd_worker.sequence.events import CommitWeights, EndWorkerEvent, Event, SetWeightVersion, WorkerEvent
 from spmd_worker.sequence.sampled import SampledIds
+from spmd_worker.sequence.sleep_tags import SLEEP, WAKE_UP
 from spmd_worker.sequence.step import StepResult
+
+_KEEP_ANSWERS: Final = frozenset({"start_profile", "stop_profile", SLEEP, WAKE_UP})
+"""Worker events that leave weights as they are, or are followed by a `CommitWeights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +51,47 @@ class RecomputedStep:
 def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedStep]) -> Iterator[RecomputedStep]:
     """Execute each step's plan and compare. `steps` are read as they are needed, all from the first on.
 
-    Raises ConfigError or ModelConfigError for a model or device that cannot be had here, CheckpointError for weights.
+    Raises ConfigError or ModelConfigError for a model or device that cannot be had here, CheckpointError for weights,
+    and ReplayError at the first step after a change of weights or workers that is not in the log.
     """
-    executor = _start(header, model_path)
+    executor, changes = _start(header, model_path), _Changes()
     try:
         for step in steps:
+            if step.plan.num_tokens and changes.last:
+                raise ReplayError(
+                    f"step {step.plan.step} computes with {changes.last}, which the log does not hold: what comes "
+                    f"before was recomputed"
+                )
+            changes.add(step)
             result = executor.execute_model(step.plan)
             assert isinstance(result, StepResult), type(result)
             if step.sampled is not None:
                 yield _compare(step, step.sampled, SampledIds(result.token_ids, result.num_token_ids))
     finally:
         executor.shutdown()
+
+
+class _Changes:
+    """What changed the workers for good. `last` is in words, empty where nothing did."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self._open = ""
+
+    def add(self, step: ReplayedStep) -> None:
+        """After the step come its events."""
+        for event in step.events:
+            self.last = self._change(event, step.plan.step) or self.last
+
+    def _change(self, event: Event, step: int) -> str:
+        if isinstance(event, WorkerEvent):
+            self._open = event.name
+        elif isinstance(event, EndWorkerEvent):
+            if not event.problem and self._open not in _KEEP_ANSWERS:
+                return f"what the worker event {self._open!r} of step {step} changed"
+        elif isinstance(event, CommitWeights | SetWeightVersion):
+            return f"the new weights of version {event.version} (step {step})"
+        return ""
 
 
 def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:

@@ -73,7 +73,7 @@ class StepLogHeader:
 
 
 class StepLogWriter:
-    """Writes header and messages; whoever reads sees every message whose `write` has returned.
+    """Writes header and messages; a reader sees every message whose `write` has returned.
 
     Each frame is handed to the operating system at once, in one write (a few microseconds): a rank that is killed at
     any moment leaves its log whole but for the frame it was in. Only `close` waits for the disk, so a machine that

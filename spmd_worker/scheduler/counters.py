@@ -1,4 +1,4 @@
-"""What a scheduler's steps came to, counted for summaries and reports: nothing is decided by it."""
+"""The sums over a scheduler's steps for summaries and reports: nothing is decided by it."""
 
 from dataclasses import dataclass
 

@@ -68,7 +68,7 @@ class Planner:
         if self._queues.waiting and not is_short:
             # After a preemption nobody joins: the blocks just freed belong to those who asked for them.
             self._decide_waiting(budget, decisions)
-        # A plan lists each group once: what joins beside others of its group is told, and sampled, beside them.
+        # A plan lists each group once: what joins beside others of its group is sent, and sampled, beside them.
         decisions.others.sort(key=_service_order_of)
         return decisions
 

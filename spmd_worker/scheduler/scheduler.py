@@ -3,7 +3,7 @@
 A replica is a pure function of (state, events, sampled ids): no clock, no set, no hash, no host randomness. Deciding
 needs counts, and values only of tokens that an earlier step has computed (the names of full blocks), so the plan of the
 next step could be made while this one computes; new values enter only in `apply` and in `updates.group_updates`, which
-tells the mirrors what they do not know yet.
+sends the mirrors what they do not have yet.
 
 One step: where the blocks do not suffice for all that run, those with the least computed work are preempted until they
 do. Then the running sequences, in service order, each with what it has to compute (one token in decoding, a chunk in a

@@ -1,4 +1,4 @@
-"""What a worker is told of a sequence group: everything once, then only what changed.
+"""What a worker is sent of a sequence group: everything once, then only what changed.
 
 A snapshot (`SequenceGroupMetadata`) introduces a group or replaces what was known of the sequences it lists (after they
 were preempted and lost their blocks). A delta (`SequenceGroupMetadataDelta`) appends. A sequence that continues

@@ -49,7 +49,7 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
 """What a field does otherwise than in vLLM, in words."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
-    "extra_args": "kept for whoever reads it: nothing here does",
+    "extra_args": "kept for code of yours: nothing here reads it",
     "flat_logprobs": "log-probabilities are a list with a dict for each position",
     "spaces_between_special_tokens": "the tokenizers library decides, as in vLLM with a fast tokenizer",
     "stream_interval": "every step that has new tokens gives an output, where `output_kind` asks for it",

@@ -54,7 +54,7 @@ class Sequence:
     `num_lost_tokens` were computed and must be again. `shares_tail`: it forked and has not written since, so the block
     it writes to next may be another's too. `has_loaded`: a transfer was waited for since it last had blocks.
     `repeats_last`: it sampled and was given no id, so its last token is computed again, though the mirrors have it.
-    `is_new_fork`: it forked and the mirrors were never told of it.
+    `is_new_fork`: it forked and the mirrors were never sent it.
     """
 
     request: Request

@@ -56,7 +56,7 @@ class StepResult:
     `num_token_ids` says how many each was given; it is empty where each was given one. `logprobs` is parallel to
     `token_ids` (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first
     position, one entry a position) for requests that asked and prompt positions of this step. `finished_transfers` is
-    this rank's own news (`TransferEngine.finished`), the only field in which ranks may differ.
+    this rank's own report (`TransferEngine.finished`), the only field in which ranks may differ.
     """
 
     step: int

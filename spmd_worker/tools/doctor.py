@@ -136,8 +136,8 @@ def well_lines(metrics: dict[str, Any]) -> list[str]:
 
 
 def failure_lines(run_dir: Path, records: list[ErrorRecord], steps: list[StepStats] | None) -> list[str]:
-    """From the record of whoever knew first; the others' agree, or were written when that rank had left already. Of
-    those that agree the lowest rank's, which was on the terminal.
+    """From the record of the rank that knew first; the others' agree, or were written when that rank had left
+    already. Of those that agree the lowest rank's, which was on the terminal.
     """
     first = min(records, key=lambda each: (each.diagnosis is None, each.wall_s))
     record = next(each for each in records if ranks_to_blame(each) == ranks_to_blame(first))

@@ -295,17 +295,19 @@ def recompute_tokens(header: StepLogHeader, model_path: Path, replay: Replay, st
     from spmd_worker.replay.model import recompute
 
     num_token_ids, num_different = 0, 0
-    for step in recompute(header, model_path, steps):
-        num_token_ids += step.num_token_ids
-        for mismatch in step.mismatches:
-            num_different += 1
-            if num_different <= MAX_MISMATCHES_SHOWN:
-                values = f"{mismatch.logged} in the log, {mismatch.recomputed} recomputed"
-                print(f"  step {mismatch.step}, {mismatch.place}: {values}")
-    if num_different > MAX_MISMATCHES_SHOWN:
-        print(f"  and {num_different - MAX_MISMATCHES_SHOWN} more")
-    print_result(replay, is_whole=True)
-    print(f"{num_token_ids - num_different} of {num_token_ids} tokens equal")
+    try:
+        for step in recompute(header, model_path, steps):
+            num_token_ids += step.num_token_ids
+            for mismatch in step.mismatches:
+                num_different += 1
+                if num_different <= MAX_MISMATCHES_SHOWN:
+                    values = f"{mismatch.logged} in the log, {mismatch.recomputed} recomputed"
+                    print(f"  step {mismatch.step}, {mismatch.place}: {values}")
+        print_result(replay, is_whole=True)
+    finally:
+        if num_different > MAX_MISMATCHES_SHOWN:
+            print(f"  and {num_different - MAX_MISMATCHES_SHOWN} more")
+        print(f"{num_token_ids - num_different} of {num_token_ids} tokens equal")
     return EXIT_DIFFERENT if num_different else EXIT_EQUAL
 
 

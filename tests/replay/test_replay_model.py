@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from tools_main import tool
 
 from kv_cache.cache_engine import CacheEngine
+from spmd_worker import LLM, SamplingParams
 from spmd_worker.batch.job import run_job
+from spmd_worker.batch.run_dir.run_records import open_step_log
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.replay.replay import read_messages
@@ -112,3 +115,23 @@ def test_a_model_that_has_moved_is_named_with_model(log: Path, tmp_path: Path, r
     assert code == 2
     assert f"model.path={tmp_path / 'gone'} is not a folder" in errors
     assert run_script(moved, "--with-model", "--model", DEMO / "model")[0] == 0
+
+
+def test_tokens_after_new_weights_cannot_be_computed_again_and_those_before_can(tmp_path: Path, run_script):
+    greedy, weights = SamplingParams(temperature=0, max_tokens=8), load_file(DEMO / "model" / "model.safetensors")
+    with LLM(DEMO / "model", num_blocks=64) as llm, open_step_log(llm.llm_engine, tmp_path) as writer:
+        for _ in range(2):
+            llm.generate("3 + 4 =", greedy, use_tqdm=False)
+            llm.sleep()
+            llm.wake_up()
+        llm.generate("3 + 4 =", greedy, use_tqdm=False)
+        before = writer.path.read_bytes()
+        llm.update_weights((name, each * -1) for name, each in weights.items())
+        llm.generate("3 + 4 =", greedy, use_tqdm=False)
+    # Asleep and awake again, a model answers as before.
+    assert writer.path.read_bytes().startswith(before)
+    code, output, errors = run_script(writer.path, "--with-model")
+    assert code == 2
+    assert re.search(r"step \d+ computes with the new weights of version -?\d+ \(step \d+\), which the log", errors)
+    num_equal, num_all = map(int, re.findall(r"\n(\d+) of (\d+) tokens equal\n$", output)[0])
+    assert num_equal == num_all >= 3

@@ -33,8 +33,8 @@ class RowReader:
     A row is a line that is not blank; `index` counts rows from 0, over all files, so blank lines have no index and no
     output row. The last line of a file may lack its line end, lines may end in CRLF, and a byte order mark before a
     file's first line is dropped. Of a line longer than `max_line_bytes` the first `max_line_bytes + 1` bytes are given
-    and the rest is skipped: the length tells the parser. Files can be iterated again, a stream cannot. Iterating raises
-    OSError.
+    and the rest is skipped: the parser sees it by the length. Files can be iterated again, a stream cannot. Iterating
+    raises OSError.
     """
 
     paths: Sequence[Path] | None

@@ -1,4 +1,4 @@
-"""What a row came to: its output line, and the counts that the job's metrics add up."""
+"""The result of a row: its output line, and the counts that the job's metrics add up."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from spmd_worker.batch.row import RowError
 
 @dataclass(frozen=True, slots=True)
 class RowAnswer:
-    """A row's output line, and what it came to. `error_code` is None for a row that ran."""
+    """A row's output line and counts. `error_code` is None for a row that ran."""
 
     index: int
     line: bytes

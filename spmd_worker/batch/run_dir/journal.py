@@ -1,7 +1,7 @@
 """Finished rows on disk: what was committed survives any end of the job, and is not computed again.
 
     rows.part    output lines, one after another, in the order in which rows ended
-    journal      a header, then a record a row: which row, where its line is, what it came to
+    journal      a header, then a record a row: which row, where its line is, its counts
 
 A commit makes lines durable before the records that name them, so a record that is there can be relied on. Whatever
 follows the last whole record, lines or half of one, is cut off when the journal is opened again.
@@ -151,7 +151,7 @@ class RowJournal:
             try:
                 self._write_pending(ends[0])
                 self._pending = []
-            except Exception as error:  # told to whoever commits from now on
+            except Exception as error:  # raised by every commit from now on
                 self._failure = error
                 raise
             except BaseException:  # Ctrl-C: nothing is wrong with the files, and the next commit begins again

@@ -1,4 +1,4 @@
-"""What an output came from, for whoever doubts it: digests of the output and of everything that it depends on."""
+"""The provenance of an output: digests of the output and of everything that it depends on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ class RunLock:
         self._held.close()
 
     def note(self, doing: str) -> None:
-        """What the job does now, for whoever is refused."""
+        """What the job does now, for the process that is refused."""
         # Not into the output's lock, which becomes the output.
         self._lock.note(doing)
 

@@ -25,12 +25,12 @@ from spmd_worker.native.library import NativeLibrary
 _TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name != "window")
 
 _TOKENS_A_CALL: Final = 4096
-"""Layers times tokens: a call is over in a moment, so that whoever wants to stop the program need not wait for all."""
+"""Layers times tokens: a call is over in a moment, so that a signal to stop the program need not wait for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAddresses:
-    """Of a step's metadata, as the compiled functions take it; whoever has it keeps the memory."""
+    """Of a step's metadata, as the compiled functions take it; its owner keeps the memory."""
 
     tables: int
     table_stride: int

@@ -1,8 +1,8 @@
 """Each rank shows that it belongs to this run, before anything is compared, computed or read from a message.
 
-Ranks find each other through the launcher's store, which asks nobody who they are: whoever reaches its port may write
-there, and ranks of another run that was given the same address and port do so by mistake. What they do not know is the
-run's secret. Each rank sends a nonce, then a digest of all nonces and of its own place under the secret, so that
+Ranks find each other through the launcher's store, which asks nobody who they are: a process that reaches its port may
+write there, and ranks of another run that was given the same address and port do so by mistake. What they do not know
+is the run's secret. Each rank sends a nonce, then a digest of all nonces and of its own place under the secret, so that
 nothing that was sent shows the secret or serves a second time. A rank whose digest is another is named by all that have
 another secret than it has.
 """

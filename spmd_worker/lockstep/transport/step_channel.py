@@ -52,7 +52,7 @@ class StepChannel(Protocol):
     size: int
 
     def abort(self, abort: Abort) -> None:
-        """Tell whoever can be told why this rank leaves; never raises."""
+        """Report to the ranks within reach why this rank leaves; never raises."""
 
     def received_abort(self) -> Abort | None:
         """What another rank said before it left, waiting a moment for it."""
@@ -204,7 +204,7 @@ class TcpLeader:
         while not self._is_closed.wait(_HEARTBEAT_S):
             with self._lock:
                 for connection in self._connections:
-                    # A dead follower is found by whoever waits for its answer.
+                    # A dead follower is found by the rank that waits for its answer.
                     try:
                         send_frame(connection, FrameKind.HEARTBEAT, self._num_sent)
                     except (PeerGoneError, TimeoutError):
@@ -361,7 +361,7 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _send_last(connection: socket.socket, number: int, abort: Abort) -> None:
-    """Best effort: whoever is gone needs no explanation, and nobody must wait here for one who does not read."""
+    """Best effort: a rank that is gone needs no explanation, and nobody must wait here for one who does not read."""
     try:
         connection.settimeout(0.2)
         send_frame(connection, FrameKind.ABORT, number, abort.pack())

@@ -1,4 +1,4 @@
-"""What a run came to, in figures with words beside them, and why its slowest steps were slow.
+"""The summary of a run, in figures with words beside them, and why its slowest steps were slow.
 
 Steps tell most; `metrics.json` tells what only the end of a run knows (rows, errors, tokens computed again), and is
 empty for a run that was killed.
