@@ -92,7 +92,11 @@ _ROWS: Final = (
         "`auto` reads safetensors; `dummy` is random weights",
         {"safetensors": "auto", "hf": "auto"},
     ),
-    _same("logprobs_mode", "raw_logprobs", "`raw_logprobs` or `processed_logprobs`"),
+    _same(
+        "logprobs_mode",
+        "raw_logprobs",
+        "`raw_logprobs`, `processed_logprobs`, or `tempered_logprobs`: by the temperature alone",
+    ),
     _same(
         "generation_config",
         "auto",

@@ -23,7 +23,7 @@ POLICIES: Final = ("fcfs",)
 RESUME_MODES: Final = ("auto", "never", "force")
 DEVICES: Final = ("auto", "cpu", "cuda")
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
-LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs")
+LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
 
 
 def checked_value(key: str, value: Any, hint: Any) -> Any:
@@ -87,6 +87,10 @@ def _check_types(record: Any, group: str = "") -> None:
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model: a Hugging Face folder. `max_model_len` null takes the model's own length (tokens).
+
+    `logprobs_mode` says of which logits log-probabilities are: as the model gave them (`raw_logprobs`), those divided
+    by the row's temperature (`tempered_logprobs`, what a trainer computes of a completion), or after penalties,
+    temperature and filters, as they were drawn from (`processed_logprobs`).
 
     Weights that are NaN or infinite are refused unless `allow_nonfinite`.
     """

@@ -8,13 +8,22 @@
 For `use_vllm=True, vllm_mode="colocate"`. Five names of `trl.generation.vllm_generation` become this package's; no
 package named vllm is needed, and one that is there is not used by that mode. Importing this module does it; it is an
 error, before anything is replaced, for another release of TRL than the one whose calls were read.
+
+The tool loops of its trainers run in turns (`LLM.turns`): each rank asks as often as its own tools make it, and none
+waits for ever for a rank that has left its loop. And log-probabilities are those of the logits divided by the
+temperature, which is what TRL's trainers compute, also where sampling was truncated (`top_k`, `top_p`, `min_p`): the
+importance ratio compares two of a kind (https://github.com/huggingface/trl/issues/6789).
 """
 
+import inspect
 import logging
 import os
 import re
 import runpy
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -34,9 +43,14 @@ _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class TrainerLLM(LLM):
     """`LLM` for a model that the trainer has loaded by its folder, or by its name on the hub: the folder that
     huggingface_hub keeps of it is read, and nothing is downloaded. Raises ConfigError where there is none.
+
+    `logprobs_mode="processed_logprobs"`, which TRL asks for, becomes `tempered_logprobs`: they differ where tokens were
+    cut or penalised before one was drawn, and the trainer's own know nothing of that.
     """
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
+        if arguments.get("logprobs_mode") == "processed_logprobs":
+            arguments["logprobs_mode"] = "tempered_logprobs"
         super().__init__(local_folder(model), **arguments)
 
 
@@ -86,6 +100,55 @@ def local_folder(model: str | Path) -> str:
         ) from error
 
 
+def in_turns(tool_loop: Callable[..., Any]) -> Callable[..., Any]:
+    """A trainer's `_tool_call_loop`, which every rank calls with completions of its own, run in turns.
+
+    TRL's own gathers the prompts of an engine's ranks in each round of a loop that each rank leaves by itself; ranks
+    with other numbers of rounds then wait for each other for ever (https://github.com/huggingface/trl/issues/5382).
+    """
+    signature = inspect.signature(tool_loop)
+
+    @wraps(tool_loop)
+    def loop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        generation = getattr(trainer, "vllm_generation", None)
+        is_colocated = getattr(generation, "mode", None) == "colocate"
+        completions = signature.bind(trainer, *args, **kwargs).arguments["completions"]
+        if is_colocated and _any_rank_calls_tools(trainer.accelerator, completions):
+            with _turns_of(generation):
+                return tool_loop(trainer, *args, **kwargs)
+        return tool_loop(trainer, *args, **kwargs)
+
+    return loop
+
+
+def _any_rank_calls_tools(accelerator: Any, completions: list[list[dict[str, Any]]]) -> bool:
+    """Asked on all ranks of the trainer: what they do before the turns, such as a sync, may be a collective of all."""
+    torch: Any = import_module("torch")
+    calls = any(completion[0].get("tool_calls") for completion in completions)
+    return bool(accelerator.gather(torch.tensor([int(calls)], device=accelerator.device)).any())
+
+
+@contextmanager
+def _turns_of(generation: Any) -> Iterator[None]:
+    """What `VLLMGeneration.generate` is asked in the block are this rank's turns: it gathers no prompts, and the engine
+    is awake from before the first to after the last.
+    """
+    size, sleeps = generation.tensor_parallel_size, generation.enable_sleep_mode
+    if sleeps:
+        if generation._llm_weights_sleeping:
+            generation.sync_weights()
+        generation.llm.wake_up(tags=["kv_cache"])
+    generation.tensor_parallel_size, generation.enable_sleep_mode = 1, False
+    try:
+        with generation.llm.turns():
+            yield
+    finally:
+        generation.tensor_parallel_size, generation.enable_sleep_mode = size, sleeps
+    if sleeps:
+        generation.llm.sleep(level=2)
+        generation._llm_weights_sleeping = True
+
+
 def install() -> str:
     """Put this package's names in the place of vLLM's. Returns what was replaced, in words. Idempotent.
 
@@ -107,6 +170,11 @@ def install() -> str:
     if getattr(module, "LLM", None) is not TrainerLLM:
         for name, value in REPLACEMENTS.items():
             setattr(module, name, value)
+        grpo: Any = import_module("trl.trainer.grpo_trainer")
+        distillation: Any = import_module("trl.trainer.distillation_trainer")
+        # The other trainers of TRL inherit the loop, or have no tools.
+        for trainer in (grpo.GRPOTrainer, distillation.DistillationTrainer):
+            trainer._tool_call_loop = in_turns(trainer._tool_call_loop)
         logger.info("%s", _words(version, instead))
     return _words(version, instead)
 

@@ -136,8 +136,18 @@ class Sampler:
     def _report(self, logits: Tensor, rows: list[SampleRow], choice: _Choice) -> list[TokenLogprobs]:
         """Log-probabilities of rows that all want some."""
         counts = [row.sampling.logprobs or 0 for row in rows]
-        temperatures = None if self._logprobs_mode == "raw_logprobs" else _temperatures(rows, logits.device)
+        # Of such rows nothing was processed but the temperature.
+        temperatures = self._reported_temperatures(rows, logits)
         return self._of_shards(logits, choice.token_ids, counts, (choice.columns, choice.largest), temperatures)
+
+    def _log_softmax(self, logits: Tensor, rows: list[SampleRow], wants: list[int]) -> Tensor:
+        """What is reported of the rows that `wants` names: [K, V]."""
+        temperatures, values = self._reported_temperatures([rows[index] for index in wants], logits), logits[wants]
+        return log_softmax(values if temperatures is None else values / temperatures)
+
+    def _reported_temperatures(self, rows: list[SampleRow], logits: Tensor) -> Tensor | None:
+        """What logits are divided by before they are reported, [K, 1]; None for 1."""
+        return None if self._logprobs_mode == "raw_logprobs" else _temperatures(rows, logits.device)
 
     def _of_shards(
         self,
@@ -160,11 +170,11 @@ class Sampler:
         )
 
     def _sample_gathered(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
-        """[K, Vs], of rows that need whole vocabularies. What is reported of logits as they are comes from the shards
-        even so: how a token was chosen makes no difference.
+        """[K, Vs], of rows that need whole vocabularies. What is reported of logits that no other id of the row has
+        changed comes from the shards even so: how a token was chosen makes no difference.
         """
         sampled = self._sample_whole(self.gather(logits), rows)
-        if self._group.size == 1 or self._logprobs_mode != "raw_logprobs":
+        if self._group.size == 1 or self._logprobs_mode == "processed_logprobs":
             return sampled
         wants = [
             index
@@ -175,7 +185,9 @@ class Sampler:
         if wants:
             chosen = [sampled.token_ids[index] for index in wants]
             counts = [rows[index].sampling.logprobs or 0 for index in wants]
-            _scatter(self._of_shards(_rows_of(logits, wants), chosen, counts), wants, logprobs)
+            temperatures = self._reported_temperatures([rows[index] for index in wants], logits)
+            shards = _rows_of(logits, wants)
+            _scatter(self._of_shards(shards, chosen, counts, temperatures=temperatures), wants, logprobs)
         return Sampled(sampled.token_ids, tuple(logprobs))
 
     def _sample_whole(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
@@ -183,7 +195,9 @@ class Sampler:
         # Before they are processed: a row may forbid every token that it has.
         is_finite = self._kernels.largest(logits)[0].isfinite().tolist()
         wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs and is_finite[index]]
-        reported = log_softmax(logits[wants]) if wants and self._logprobs_mode == "raw_logprobs" else None
+        reported: Tensor | None = None
+        if wants and self._logprobs_mode != "processed_logprobs":
+            reported = self._log_softmax(logits, rows, wants)
         process_logits(logits, rows, self._eos_token_ids)
         for values, row in zip(logits, rows, strict=True):
             if not row.sampling.is_greedy and row.sampling.has_filters:
@@ -191,7 +205,7 @@ class Sampler:
                 filter_logits(tempered, row.sampling)
                 values.masked_fill_(tempered == -torch.inf, -torch.inf)
         if wants and reported is None:
-            reported = log_softmax(logits[wants] / _temperatures([rows[index] for index in wants], logits.device))
+            reported = self._log_softmax(logits, rows, wants)
         alone = GroupHandle(ranks=(0,), rank=0, group=None)
         ids = self._choose(logits, rows, alone, forbidden_id=0).token_ids
         chosen = [token_id if finite else NON_FINITE for token_id, finite in zip(ids, is_finite, strict=True)]

@@ -4,6 +4,7 @@ TRL itself is not installed here; docs/trainers.md says what was run with it.
 """
 
 import importlib
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -19,7 +20,10 @@ from spmd_worker.errors import ConfigError, ModelConfigError
 MODULE = "spmd_worker.integrations.trl"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 
+TRAINERS = {"grpo_trainer": "GRPOTrainer", "distillation_trainer": "DistillationTrainer"}
 GENERATION = '''
+    from safetensors.torch import load_file
+
     def is_vllm_available(min_version=None):
         return False
 
@@ -55,6 +59,105 @@ GENERATION = '''
             assert all(isinstance(output, RequestOutput) for output in outputs)
             return [output.outputs[0].token_ids for output in outputs]
 '''
+
+TRAINER = '''
+    import torch
+    from trl.generation import vllm_generation
+
+    def exchange(what, value, size):
+        """Every rank must be at the same call: where another is at another one, TRL waits for ever."""
+        gathered = [None] * size
+        torch.distributed.all_gather_object(gathered, (what, value))
+        assert all(each[0] == what for each in gathered), f"ranks are at {[each[0] for each in gathered]}"
+        return [each[1] for each in gathered]
+
+    class Generation:
+        """`VLLMGeneration`, as its tool loop meets it: prompts are gathered, and each rank keeps its slice."""
+
+        mode = "colocate"
+
+        def __init__(self, folder, tensor_parallel_size, enable_sleep_mode):
+            self.tensor_parallel_size, self.enable_sleep_mode = tensor_parallel_size, enable_sleep_mode
+            self._llm_weights_sleeping, self.num_syncs = enable_sleep_mode, 0
+            self.llm = vllm_generation.LLM(
+                folder, tensor_parallel_size=tensor_parallel_size, num_blocks=32, max_model_len=64,
+                enable_sleep_mode=enable_sleep_mode, logprobs_mode="processed_logprobs",
+            )
+            self.weights = vllm_generation.load_file(folder + "/model.safetensors")
+            if enable_sleep_mode:
+                self.llm.sleep(level=2)
+
+        def sync_weights(self):
+            exchange("sync", None, torch.distributed.get_world_size())
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping, self.num_syncs = False, self.num_syncs + 1
+            self.llm.update_weights(self.weights.items())
+            self.llm.reset_prefix_cache()
+
+        def generate(self, prompts):
+            if self.enable_sleep_mode and self._llm_weights_sleeping:
+                self.sync_weights()
+            own, size = len(prompts), self.tensor_parallel_size
+            if size > 1:
+                prompts = sum(exchange("prompts", prompts, size), [])
+            if self.enable_sleep_mode:
+                self.llm.wake_up(tags=["kv_cache"])
+            sampling = vllm_generation.SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+            outputs = self.llm.generate(prompts, sampling_params=sampling, use_tqdm=False)
+            if size > 1:
+                first = torch.distributed.get_rank() * own
+                outputs = outputs[first : first + own]
+            if self.enable_sleep_mode:
+                self.llm.sleep(level=2)
+                self._llm_weights_sleeping = True
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+    class Accelerator:
+        device = "cpu"
+
+        def gather(self, tensor):
+            return torch.cat(exchange("gather", tensor, torch.distributed.get_world_size()))
+
+    class GRPOTrainer:
+        def __init__(self, generation):
+            self.vllm_generation, self.accelerator = generation, Accelerator()
+
+        def _tool_call_loop(self, prompts, completions):
+            """Row i calls tools as often as its completion says, and each call asks again with a longer prompt."""
+            answers = {}
+            while rows := [i for i, each in enumerate(completions) if each[0]["tool_calls"]]:
+                prompts = {i: [*prompts[i], 9, i] for i in rows}
+                for i, answer in zip(rows, self.vllm_generation.generate([prompts[i] for i in rows])):
+                    answers.setdefault(i, []).append(answer)
+                    completions[i][0]["tool_calls"] -= 1
+            return answers
+    '''
+
+TOOLS = """
+    import sys
+
+    import torch
+    from spmd_worker.integrations import trl
+    from trl.trainer import grpo_trainer
+
+    folder, rounds = sys.argv[1], eval(sys.argv[2])
+    is_wrapped, sleeps = sys.argv[3] == "wrapped", sys.argv[4] == "sleeps"
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if not is_wrapped:
+        grpo_trainer.GRPOTrainer._tool_call_loop = grpo_trainer.GRPOTrainer._tool_call_loop.__wrapped__
+    generation = grpo_trainer.Generation(folder, size, sleeps)
+    assert generation.llm.llm_engine.config.model.logprobs_mode == "tempered_logprobs"
+    trainer = grpo_trainer.GRPOTrainer(generation)
+    for _ in range(2):
+        prompts = [[3 + rank, 4, 5, i] for i in range(len(rounds[rank]))]
+        answers = trainer._tool_call_loop(prompts, [[{"tool_calls": each}] for each in rounds[rank]])
+        assert [len(answers.get(i, ())) for i in range(len(prompts))] == rounds[rank]
+        assert (generation.tensor_parallel_size, generation.enable_sleep_mode) == (size, sleeps)
+        grpo_trainer.exchange("lengths", len(answers), size)
+    print(f"answers {rank} {sorted(answers.items())} after {generation.num_syncs} syncs")
+    generation.llm.close()
+    """
 
 SCRIPT = """
     import sys
@@ -97,7 +200,11 @@ def packages(tmp_path: Path) -> Path:
     write(tmp_path / "trl" / "__init__.py", '__version__ = "1.16.0"\n')
     write(tmp_path / "trl" / "generation" / "__init__.py", "")
     write(tmp_path / "trl" / "generation" / "vllm_generation.py", GENERATION)
+    for name in ("grpo_trainer", "distillation_trainer"):
+        write(tmp_path / "trl" / "trainer" / f"{name}.py", TRAINER.replace("GRPOTrainer", TRAINERS[name]))
+    write(tmp_path / "trl" / "trainer" / "__init__.py", "")
     write(tmp_path / "train.py", SCRIPT)
+    write(tmp_path / "tools.py", TOOLS)
     return tmp_path
 
 
@@ -180,3 +287,38 @@ def test_a_name_of_the_hub_is_the_folder_of_its_local_copy(ours: Ours, monkeypat
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"^model=somebody/tiny is no folder, and huggingface_hub, which knows where"):
         module.local_folder("somebody/tiny")
+
+
+def with_tools(packages: Path, rounds: list[list[int]], *how: str) -> ranks.CompletedRanks:
+    """`rounds`: how often each row of each rank calls tools."""
+    arguments = [packages / "tools.py", MODEL, repr(rounds), *how]
+    return ranks.run_forked(arguments, len(rounds), timeout_s=120)
+
+
+def answers_of(done: ranks.CompletedRanks) -> list[tuple[str, str]]:
+    """Of each rank: its answers, and after how many syncs."""
+    assert done.returncode == 0, done.output
+    return [each[1:] for each in sorted(re.findall(r"answers (\d) (.*) after (\d) syncs", done.output))]
+
+
+def test_ranks_whose_tools_ask_more_and_less_often_all_come_to_an_end(packages: Path):
+    rounds = [[2, 0, 1], [0, 0]]
+    awake, asleep = (answers_of(with_tools(packages, rounds, "wrapped", how)) for how in ("awake", "sleeps"))
+    assert [answers for answers, _ in awake] == [answers for answers, _ in asleep]
+    assert awake[1] == ("[]", "0")
+    # Each loop is one block of turns, before which the weights come once, however often tools are called.
+    assert [num_syncs for _, num_syncs in asleep] == ["2", "2"]
+    # A rank that is alone has the same answers.
+    assert answers_of(with_tools(packages, rounds[:1], "wrapped", "awake"))[0] == awake[0]
+
+
+def test_nothing_is_synced_where_no_rank_calls_tools(packages: Path):
+    done = with_tools(packages, [[0, 0], [0]], "wrapped", "sleeps")
+    assert answers_of(done) == [("[]", "0")] * 2
+
+
+def test_without_turns_the_ranks_are_at_different_calls(packages: Path):
+    """Negative control: where TRL would wait for ever."""
+    done = with_tools(packages, [[2, 0, 1], [0, 0]], "as it is", "awake")
+    assert done.returncode != 0
+    assert re.search(r"ranks are at \['prompts', '(lengths|gather)'\]", done.output)

@@ -13,6 +13,7 @@ from thread_groups import on_ranks
 
 import spmd_worker.sampling.sampler as sampler_module
 import spmd_worker.sampling.shard_logprobs as shard_module
+from spmd_worker.config.schema import LOGPROBS_MODES
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.sampling.row import SampleRow
@@ -215,7 +216,7 @@ def reporting(dtype: torch.dtype) -> tuple[torch.Tensor, list[SampleRow]]:
     return logits.to(dtype), [row(stream=i, **REPORTING[i % len(REPORTING)]) for i in range(len(logits))]
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 8])
 def test_logprobs_of_shards_are_those_of_the_whole_and_the_same_on_every_rank(size: int, dtype, mode: str):
@@ -358,7 +359,7 @@ def test_raw_logprobs_are_those_before_anything_was_changed():
         assert entry.rank == int((expected > expected[token]).sum()) + 1
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
 def test_a_row_whose_samples_are_ranked_gets_what_logprobs_0_gets(mode: str):
     logits, _ = mixed(3)
     for kind in ({}, {"temperature": 0.5, "top_k": 4}, {"temperature": 0.0}):
@@ -387,6 +388,26 @@ def test_processed_logprobs_are_those_that_were_drawn_from():
         assert abs(entry.logprob - float(expected[token])) < 1e-5
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_tempered_logprobs_are_those_of_the_logits_divided_by_the_temperature_alone(size: int):
+    """What a trainer computes of a completion, whatever the token was chosen among."""
+    logits, _ = mixed(6)
+    kinds = [{}, {"top_k": 4}, {"top_p": 0.5, "min_p": 0.1}, {"repetition_penalty": 1.5}, {"logit_bias": {8: 9.0}}]
+    rows = [row(stream=i, temperature=0.5, logprobs=4, **kind) for i, kind in enumerate(kinds)]
+    rows.append(row(temperature=0.0, logprobs=4))
+    expected = torch.log_softmax(logits.double() / torch.tensor([[0.5]] * 5 + [[1.0]]), -1)
+    sampled = sharded(logits, rows, size, "tempered_logprobs")
+    assert all(each == sampled[0] for each in sampled)
+    for values, token_id, entries in zip(expected, sampled[0].token_ids, sampled[0].logprobs, strict=True):
+        assert set(entries) == {token_id, *values.topk(4).indices.tolist()}
+        for token, entry in entries.items():
+            assert abs(entry.logprob - float(values[token])) < 1e-5
+    # The other mode is the control: of rows that were filtered or penalised it reports others.
+    processed = sharded(logits, rows, size, "processed_logprobs")[0].logprobs
+    differ = [mine != theirs for mine, theirs in zip(sampled[0].logprobs, processed, strict=True)]
+    assert differ == [False, True, True, True, True, False]
+
+
 def test_a_row_below_its_minimum_never_ends():
     logits = torch.zeros(200, VOCAB_SIZE)
     logits[:, 5] = 50.0
@@ -411,7 +432,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("logprobs", [None, 3])
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
 def test_no_parameters_lead_outside_the_vocabulary(mode: str, logprobs: int | None):
     """Each of these rows once sampled the id after the last, which ended the job for all others."""
     logits, _ = mixed(len(HOSTILE))
