@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from reference_models import (
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import ConfigError, ModelConfigError, PromptsRefusedError
+from spmd_worker.memory import host
 from spmd_worker.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -354,6 +356,16 @@ def test_requests_are_aborted_by_number_by_text_and_several_at_once(llm: LLM):
     engine.abort_request(ids)
     assert engine.step() == []
     assert not engine.has_unfinished_requests()
+
+
+def test_closing_gives_memory_back_to_the_system_once_the_weights_are_gone(monkeypatch: pytest.MonkeyPatch):
+    """A trainer goes on: what the C library keeps for another engine would be lost to it."""
+    llm, seen = LLM(checkpoint_folder(NAME), num_blocks=32), []
+    model = weakref.ref(llm.llm_engine.model_executor.driver_worker.model_runner.model)
+    assert model() is not None
+    monkeypatch.setattr(host, "give_back_freed", lambda: seen.append(model()))
+    llm.close()
+    assert seen == [None]
 
 
 def test_closing_twice_is_once_and_a_closed_engine_says_so():

@@ -4,8 +4,11 @@ When the caller has initialised torch.distributed already, its world is used, su
 only those are destroyed.
 """
 
+import os
+import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.network_interface import named_interface
 from spmd_worker.distributed.topology import RankLayout, in_every_engine
+from spmd_worker.errors import RankFailedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +130,63 @@ def shared_store() -> Store:
     return distributed_c10d._get_default_store()
 
 
-def world_environment(environment: RankEnvironment) -> RankEnvironment:
-    """This process's place, asked of torch.distributed where the caller initialised it without torchrun's variables."""
-    if environment.is_launched or not dist.is_available() or not dist.is_initialized():
+def world_environment(
+    environment: RankEnvironment, num_ranks: int, timeout_s: float, node: str | None = None
+) -> RankEnvironment:
+    """This process's place, asked of torch.distributed where the caller initialised it without torchrun's variables, or
+    without the number of ranks on each node.
+
+    For an engine of more than one of `num_ranks` every rank of the world calls this, and each says which `node` it is
+    on: RankFailedError names those that have not within `timeout_s`. An engine of one rank may be the only one of a
+    world, so its process asks nobody and takes all to be on its node.
+    """
+    is_known = environment.is_launched and environment.is_local_size_known
+    if is_known or not dist.is_available() or not dist.is_initialized():
         return environment
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    local_world_size = torch.cuda.device_count() or world_size
+    store = shared_store()
+    nodes = _nodes(PrefixStore("spmd_worker/node of rank", store), rank, timeout_s, node) if num_ranks > 1 else [b""]
+    neighbours = [other for other in range(world_size) if nodes[other % len(nodes)] == nodes[rank % len(nodes)]]
     return replace(
         environment,
         rank=rank,
         world_size=world_size,
-        local_rank=rank % local_world_size,
-        local_world_size=min(local_world_size, world_size),
+        local_rank=environment.local_rank if environment.is_launched else neighbours.index(rank),
+        local_world_size=len(neighbours),
+        master_address=environment.master_address or _host_of(store),
         is_launched=True,
+        is_local_size_known=True,
     )
+
+
+def _nodes(store: Store, rank: int, timeout_s: float, node: str | None) -> list[bytes]:
+    """Of each rank of the world. What a rank says is always the same, however many engines ask."""
+    store.set(str(rank), own_node() if node is None else node)
+    everyone = [str(other) for other in range(dist.get_world_size())]
+    try:
+        store.wait(everyone, timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # of which the store's own is a kind
+        silent = ", ".join(other for other in everyone if not store.check([other]))
+        raise RankFailedError(
+            f"rank {silent} has not said in {timeout_s:g} s which node it is on: every rank makes its engine, in the "
+            f"same order, or none"
+        ) from error
+    return [store.get(other) for other in everyone]
+
+
+def _host_of(store: Store) -> str | None:
+    """Where the store of a world is; None for one that is no server, such as a file."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def own_node() -> str:
+    """What processes have in common that reach each other by loopback: the kernel's boot and the network namespace; the
+    host's name where the system tells neither.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()

@@ -70,8 +70,10 @@ def start_engine(
     Raises ConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the same on every rank,
     once the groups exist.
     """
-    environment = world_environment(environment or read_rank_environment())
     executor_config = resolved.config.executor
+    environment = world_environment(
+        environment or read_rank_environment(), resolved.layout.world_size, executor_config.timeout_s
+    )
     executor = Executor.get_class(executor_config.backend, environment)(resolved, environment)
     if watchdog is None:
         num_ranks = resolved.layout.world_size if environment.is_launched else 1

@@ -327,6 +327,7 @@ class Worker(WorkerBase):
             self.groups = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        host.give_back_freed()
 
     @property
     def _asleep(self) -> WorkerSleep:

@@ -102,6 +102,20 @@ def test_what_torchrun_sets_is_read():
     assert not environment.is_leader
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (2, True)),
+        ({"LOCAL_WORLD_SIZE": None, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, (3, True)),
+        ({"LOCAL_WORLD_SIZE": None}, (4, False)),
+    ],
+)
+def test_how_many_ranks_a_node_has_is_known_or_one_node_is_taken(changes: dict[str, str | None], expected: object):
+    variables = {name: value for name, value in {**TORCHRUN, **changes}.items() if value is not None}
+    environment = read_rank_environment(variables)
+    assert (environment.local_world_size, environment.is_local_size_known) == expected
+
+
 def test_a_process_that_nobody_launched_is_alone():
     assert read_rank_environment({}) == RankEnvironment()
     assert read_rank_environment({"LOCAL_RANK": "1"}) == RankEnvironment()
