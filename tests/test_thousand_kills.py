@@ -1,9 +1,9 @@
 """Kills at random: any rank, the launcher or all at once, in every phase of a job's life, some hundred times.
 
-SPMD_WORKER_KILLS sets how many (the default takes about a quarter of an hour on two cores), SPMD_WORKER_KILLS_SEED
-which. Each job is killed and started again under another layout up to six times, then left to end: the bytes of a job
-that nobody killed, no row that was committed done again. After each kill nothing is left: no process, no lock that is
-held, no shared memory. Ends with a row of figures.
+SPMD_WORKER_KILLS sets how many (the default takes about a quarter of an hour on two quiet cores), TESTS_SEED which.
+Each job is killed and started again under another layout up to six times, then left to end: the bytes of a job that
+nobody killed, no row that was committed done again. After each kill nothing is left: no process, no lock that is held,
+no shared memory. Ends with a row of figures.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import ranks
 from job_attempts import LAYOUTS, LIMIT_S, Attempt, write_rows
+from stress_seed import SEED
 from waiting import NotInTime, wait_until
 
 from spmd_worker.batch.run_dir.journal import read_journal
@@ -27,7 +28,6 @@ from spmd_worker.errors import JournalError
 
 SCRIPT = Path(__file__).with_name("held_job.py")
 NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "200"))
-SEED = int(os.environ.get("SPMD_WORKER_KILLS_SEED", "1"))
 NUM_ROWS = 60
 MOST_A_JOB = 6
 SOON_S = 5.0
