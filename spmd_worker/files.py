@@ -53,11 +53,24 @@ def sync_stream(stream: BinaryIO) -> None:
 def rename_durably(partial: Path, path: Path) -> None:
     """Give a file, which is on the disk, its name for good: a rename is durable once the folder is. Raises OSError."""
     os.replace(partial, path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """The names in it are on the disk when this returns: those made, changed and removed. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder_durably(path: Path) -> None:
+    """Make a folder, and those above it, that are not there; they are on the disk when this returns. Raises OSError."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):
+        sync_folder(each.parent)
 
 
 def read_regular_file(path: Path, most_bytes: int = CONFIG_BYTES) -> bytes:

@@ -26,19 +26,19 @@ LAYOUTS = {
 }
 
 
-def write_rows(folder: Path) -> None:
+def write_rows(folder: Path, num_rows: int = NUM_ROWS) -> None:
     rows = [
-        {"prompt": f"add {index} 7 =", "max_tokens": 40 + index % 50, "ignore_eos": True} for index in range(NUM_ROWS)
+        {"prompt": f"add {index} 7 =", "max_tokens": 40 + index % 50, "ignore_eos": True} for index in range(num_rows)
     ]
     rows[13] = {"prompt": 7}
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def command(folder: Path, layout: str, *more: str) -> list[str]:
-    """launch.py and its arguments."""
+def command(folder: Path, layout: str, *more: str, script: Sequence[str] = (str(LAUNCH),)) -> list[str]:
+    """launch.py, or a script that runs it, and its arguments."""
     _, overrides = LAYOUTS[layout]
     return [
-        *(str(LAUNCH), f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
+        *(*script, f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
         *(
             "cache.num_blocks=512",
             "scheduler.max_num_seqs=32",
@@ -57,11 +57,17 @@ class Attempt:
     """
 
     def __init__(
-        self, folder: Path, layout: str, *more: str, torchrun: Sequence[str] | None = None, is_fresh: bool = False
+        self,
+        folder: Path,
+        layout: str,
+        *more: str,
+        torchrun: Sequence[str] | None = None,
+        is_fresh: bool = False,
+        script: Sequence[str] = (str(LAUNCH),),
     ) -> None:
         self._folder, self._token = folder, secrets.token_hex(16)
         num_ranks, _ = LAYOUTS[layout]
-        words, environment = command(folder, layout, *more), ranks.environment(self._token, {})
+        words, environment = command(folder, layout, *more, script=script), ranks.environment(self._token, {})
         self._log = open(folder / "log", "ab")  # noqa: SIM115  # closed with the attempt
         started: ranks.Launched
         if torchrun is None:
@@ -73,6 +79,16 @@ class Attempt:
             words = [*ranks.forked_torchrun(num_ranks), *torchrun, *words]
             started = ranks.ForkedScript(fork_server().fork(words, environment, folder, self._log, self._log))
         self._started = started
+
+    def running(self) -> list[int]:
+        """All of its processes."""
+        return ranks.processes_of(self._token)
+
+    @property
+    def launcher(self) -> int:
+        """The process of torchrun."""
+        assert isinstance(self._started, ranks.StartedCommand | ranks.ForkedScript), "no torchrun was asked for"
+        return self._started.pid
 
     def ends_within(self, seconds: float) -> bool:
         return self._started.has_ended(seconds)

@@ -57,6 +57,7 @@ ABOUT_TORCHRUN: tuple[str, ...] = (
     "tests/test_kill_resume.py",
     "tests/test_launch.py",
     "tests/test_ranks_helper.py",
+    "tests/test_thousand_kills.py",
 )
 """The files of the tests that start torchrun, because they are about it. All others fork their ranks."""
 
@@ -240,6 +241,10 @@ class StartedCommand:
     def returncode(self) -> int:
         return self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
 
 class ForkedScript:
     """Implements `Launched` for one process."""
@@ -247,7 +252,7 @@ class ForkedScript:
     exit_codes = ()
 
     def __init__(self, process: ForkedProcess) -> None:
-        self._process = process
+        self._process, self.pid = process, process.pid
 
     def has_ended(self, timeout_s: float) -> bool:
         return _has_ended(self._process, timeout_s)

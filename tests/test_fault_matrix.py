@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import ranks
 from fork_server import ForkedProcess, fork_server
+from stress_seed import SEED
 from waiting import wait_until
 
 SCRIPT = Path(__file__).with_name("faults.py")
@@ -123,7 +124,7 @@ def test_a_disk_that_is_really_full_is_named_and_the_doctor_knows(tmp_path: Path
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("fault", WORDS)
 def test_a_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ranks: int, repeat: int):
-    chance = random.Random(f"{fault}, {num_ranks} ranks, {repeat}")
+    chance = random.Random(f"{fault}, {num_ranks} ranks, {repeat + REPEATS * (SEED - 1)}")
     victim = 0 if fault == "full disk" else chance.randrange(num_ranks)
     seconds = break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5))
     assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0)

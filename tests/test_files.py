@@ -9,6 +9,7 @@ from spmd_worker import files
 from spmd_worker.errors import ModelConfigError, TokenizerError
 from spmd_worker.files import (
     JsonError,
+    make_folder_durably,
     parse_json_object,
     read_json_object,
     read_regular_file,
@@ -144,3 +145,14 @@ def test_a_tokenizer_that_is_too_large_is_refused(tmp_path: Path):
         file.truncate((256 << 20) + 1)
     with pytest.raises(TokenizerError, match=r"tokenizer.json cannot be read: .* has more than 268,435,456 bytes"):
         Tokenizer.open(tmp_path)
+
+
+def test_folders_are_made_durably_from_the_first_that_was_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else a file that was synced could be gone with its folder."""
+    synced: list[str] = []
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    make_folder_durably(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+    make_folder_durably(tmp_path / "a" / "b")
+    assert len(synced) == 2

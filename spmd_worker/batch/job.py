@@ -42,7 +42,13 @@ from spmd_worker.batch.run_dir.job_files import (
     try_output,
 )
 from spmd_worker.batch.run_dir.journal import RowJournal, remove_journal
-from spmd_worker.batch.run_dir.manifest import check_manifest, end_manifest, make_manifest, take_input
+from spmd_worker.batch.run_dir.manifest import (
+    check_manifest,
+    end_manifest,
+    make_manifest,
+    take_input,
+    write_manifest,
+)
 from spmd_worker.batch.run_dir.provenance import OutputDigest, write_provenance
 from spmd_worker.batch.run_dir.run_lock import RunLock
 from spmd_worker.batch.run_dir.run_records import open_step_log, write_last_records
@@ -54,7 +60,7 @@ from spmd_worker.distributed.topology import check_world_size
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import package_versions, read_run, start_engine
 from spmd_worker.errors import ConfigError, JobError, JournalError, ReplicaDivergedError
-from spmd_worker.files import write_json
+from spmd_worker.files import sync_folder, write_json
 from spmd_worker.liveness.error_file import clear_records
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.metrics.prometheus import PrometheusFile, require_prometheus
@@ -166,9 +172,12 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     scan.wait(_SCAN_S)
     goes_on = check_manifest(run_dir, manifest, config.job.resume)
     check = InputCheck(scan, run_dir, manifest, config.job.resume, goes_on)
-    check.is_settled()
     if not goes_on:
+        # An ended run's may still be there. Before the manifest, which says whose the journal beside it is.
         remove_journal(run_dir)
+        sync_folder(run_dir)
+    write_manifest(run_dir, manifest)
+    check.is_settled()
     clear_records(run_dir)
     for name in (METRICS_NAME, PROVENANCE_NAME):
         (run_dir / name).unlink(missing_ok=True)

@@ -195,7 +195,8 @@ class Watchdog:
         effects = (FailureKind.SIGNALLED, FailureKind.SECONDARY)
         if self._failure is not None and (failure.kind in effects or self._failure.kind not in effects):
             return
-        if len(self.watched.ranks) == 1 and failure.kind is not FailureKind.STALLED:
+        from_inside = failure.kind not in (FailureKind.STALLED, FailureKind.ORPHANED)
+        if len(self.watched.ranks) == 1 and from_inside:
             # There is no other rank, and the main thread ends by itself.
             return
         self._failure, self._traceback = failure, _trace_of(error)

@@ -5,10 +5,12 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from spmd_worker import files
 from spmd_worker.batch.output.row_answer import RowAnswer
 from spmd_worker.batch.run_dir import journal as journal_module
 from spmd_worker.batch.run_dir.journal import JOURNAL_NAME, LINES_NAME, JournalRecord, RowJournal, read_journal
@@ -110,6 +112,55 @@ def test_a_journal_cut_within_its_header_begins_anew(tmp_path: Path, num_bytes: 
     journal = opened(tmp_path)
     assert list(journal.records()) == []
     assert (tmp_path / LINES_NAME).read_bytes() == b""
+
+
+def test_a_header_that_is_zeros_was_not_on_the_disk_when_the_power_went(tmp_path: Path):
+    """The file's size may come there before its bytes; nothing can have been recorded then."""
+    (tmp_path / LINES_NAME).write_bytes(b"unfinished")
+    (tmp_path / JOURNAL_NAME).write_bytes(bytes(HEADER_BYTES))
+    filled(tmp_path, [0])
+    assert [row for row, _ in read_journal(tmp_path)] == [0]
+    (tmp_path / JOURNAL_NAME).write_bytes(bytes(HEADER_BYTES + RECORD_BYTES))
+    with pytest.raises(JournalError, match="no journal of this version"):
+        opened(tmp_path)
+
+
+def synced_names(names: list[str], interrupted_at: int = 0) -> Callable[[int], None]:
+    def sync(descriptor: int) -> None:
+        names.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        if len(names) == interrupted_at:
+            raise KeyboardInterrupt
+
+    return sync
+
+
+def test_what_is_torn_is_cut_off_for_good_before_anything_is_written_and_the_records_first(tmp_path: Path):
+    """Lines that are gone while a record names them would be damage."""
+    filled(tmp_path, [0])
+    for name in (LINES_NAME, JOURNAL_NAME):
+        with open(tmp_path / name, "ab") as file:
+            file.write(b"torn")
+    names: list[str] = []
+    opened(tmp_path, sync=synced_names(names))
+    assert names == [JOURNAL_NAME, LINES_NAME]
+    opened(tmp_path, sync=synced_names(names))
+    assert names == [JOURNAL_NAME, LINES_NAME]
+
+
+def test_a_commit_that_is_interrupted_is_taken_back_for_good_the_records_first(tmp_path: Path):
+    """Killed in between, or without power, the job would have found records of lines that are not there."""
+    names: list[str] = []
+    journal = opened(tmp_path, commit_rows=1, sync=synced_names(names, interrupted_at=3))
+    with pytest.raises(KeyboardInterrupt):
+        journal.append(0, answer(0))
+    assert names == [JOURNAL_NAME, LINES_NAME, JOURNAL_NAME, JOURNAL_NAME, LINES_NAME]
+
+
+def test_names_are_durable_before_records_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names: list[str] = []
+    monkeypatch.setattr(files.os, "fsync", synced_names(names))
+    opened(tmp_path, sync=synced_names(names))
+    assert names == [JOURNAL_NAME, tmp_path.name]
 
 
 def test_lines_without_a_record_are_cut_off(tmp_path: Path):

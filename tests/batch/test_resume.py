@@ -95,6 +95,27 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, An
     return (folder / "out.jsonl").read_bytes(), metrics
 
 
+def test_what_is_left_of_a_run_that_has_ended_is_never_gone_on_from(tmp_path: Path):
+    """Killed at its end, it left its journal; the next run, of another seed, was killed when it had its manifest."""
+    write_rows(tmp_path)
+    config = config_of(tmp_path, max_rows=4)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(job_module, "remove_journal", lambda folder: None)
+        run(config)
+    assert (run_dir(config) / JOURNAL_NAME).exists()
+    config, write = replace(config, seed=1), job_module.write_manifest
+
+    def write_and_end(*arguments: Any) -> None:
+        write(*arguments)
+        raise Ended
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(job_module, "write_manifest", write_and_end)
+        with pytest.raises(Ended):
+            run(config)
+    assert run(config)["resumed_rows"] == 0
+
+
 @pytest.mark.parametrize("num_rows", [1, 7, 20, NUM_ROWS])
 def test_an_ended_job_goes_on_to_the_same_bytes_without_doing_a_row_again(
     tmp_path: Path, whole: tuple[bytes, dict[str, Any]], num_rows: int, monkeypatch: pytest.MonkeyPatch

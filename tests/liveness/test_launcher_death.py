@@ -31,34 +31,43 @@ def death_signal():
 """
 
 
-def variables() -> dict[str, str]:
-    """Of rank 0 of 2, whose other rank never comes, and whose store does not answer."""
-    place = ranks.rank_variables({ranks.TOKEN_VARIABLE: "none"}, 0, 2, ranks.free_port(), has_agent_store=True)
+def variables(num_ranks: int) -> dict[str, str]:
+    """Of rank 0, whose other rank never comes, and whose store does not answer."""
+    place = ranks.rank_variables({ranks.TOKEN_VARIABLE: "none"}, 0, num_ranks, ranks.free_port(), has_agent_store=True)
     inherited = {name: value for name, value in os.environ.items() if name not in ranks.LAUNCHER_VARIABLES}
     return {**inherited, **place, "PYTHONPATH": str(ranks.REPOSITORY)}
 
 
-def start_rank(tmp_path: Path) -> tuple[subprocess.Popen[str], int]:
+def start_rank(tmp_path: Path, num_ranks: int) -> tuple[subprocess.Popen[str], int]:
+    """The launcher, and the process id of the rank: of two, or of one that waits for a row."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "add 1 2 ="}\n')
     command = [sys.executable, "-c", LAUNCHER, str(ranks.REPOSITORY / "launch.py"), f"model.path={MODEL}"]
-    command += ["parallel.tensor_parallel_size=2", f"job.input={tmp_path}/rows.jsonl", f"job.output={tmp_path}/out"]
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=variables())
+    rows = f"{tmp_path}/rows.jsonl" if num_ranks > 1 else "-"
+    command += [f"parallel.tensor_parallel_size={num_ranks}", f"job.input={rows}", f"job.output={tmp_path}/out"]
+    nothing = subprocess.DEVNULL
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": nothing}
+    launcher = subprocess.Popen([*command, "cache.num_blocks=64"], **streams, text=True, env=variables(num_ranks))
     assert launcher.stdout is not None
     return launcher, int(launcher.stdout.readline())
 
 
-def is_joining(tmp_path: Path) -> bool:
+def does(tmp_path: Path, doing: str) -> bool:
     path = tmp_path / "out.run" / "lock"
-    return path.exists() and "joins the other ranks" in path.read_text()
+    return path.exists() and doing in path.read_text()
 
 
-@pytest.mark.parametrize("phase", ["imports", "joining"])
-def test_a_rank_ends_with_its_launcher(tmp_path: Path, phase: str):
-    launcher, pid = start_rank(tmp_path)
+@pytest.mark.parametrize(
+    ("num_ranks", "doing"),
+    [(2, ""), (2, "joins the other ranks"), pytest.param(1, "answers rows", marks=pytest.mark.matrix)],
+    ids=["imports", "joining", "the only rank"],
+)
+def test_a_rank_ends_with_its_launcher(tmp_path: Path, num_ranks: int, doing: str):
+    """The only rank of a job went on alone: its watchdog leaves all but a hang to the main thread."""
+    launcher, pid = start_rank(tmp_path, num_ranks)
     with launcher:
         try:
-            if phase == "joining":
-                wait_until(lambda: is_joining(tmp_path))
+            if doing:
+                wait_until(lambda: does(tmp_path, doing))
             launcher.send_signal(signal.SIGKILL)
             launcher.wait()
             wait_until(lambda: start_time_of(pid) is None, limit_s=30)

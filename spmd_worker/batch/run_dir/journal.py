@@ -20,6 +20,7 @@ from zlib import crc32
 
 from spmd_worker.batch.output.row_answer import RowAnswer
 from spmd_worker.errors import JournalError
+from spmd_worker.files import sync_folder
 
 LINES_NAME: Final = "rows.part"
 JOURNAL_NAME: Final = "journal"
@@ -111,6 +112,8 @@ class RowJournal:
         self._lines = _open_to_append(folder / LINES_NAME)
         self._records = _open_to_append(folder / JOURNAL_NAME)
         self._recover()
+        # Both files have their names for good before a record is in one of them.
+        sync_folder(folder)
         self.num_recovered = self.num_rows
         self._last_commit_s = time.monotonic()
 
@@ -156,8 +159,7 @@ class RowJournal:
                 raise
             except BaseException:  # Ctrl-C: nothing is wrong with the files, and the next commit begins again
                 if self._pending:
-                    os.ftruncate(self._lines, ends[0])
-                    os.ftruncate(self._records, ends[1])
+                    self._take_back(*ends)
                 raise
 
     def _write_pending(self, offset: int) -> None:
@@ -182,6 +184,20 @@ class RowJournal:
         self._sync(self._lines)
         _write_all(self._records, bytes(records))
         self._sync(self._records)
+
+    def _take_back(self, lines_end: int, records_end: int) -> None:
+        try:
+            self._cut(lines_end, records_end)
+        except OSError as error:  # as any failure of a commit
+            self._failure = error
+
+    def _cut(self, lines_end: int, records_end: int) -> None:
+        """What follows is gone for good: the records first, which must not name lines that are not there."""
+        for descriptor, end in ((self._records, records_end), (self._lines, lines_end)):
+            if os.fstat(descriptor).st_size > end:
+                os.ftruncate(descriptor, end)
+                # New bytes must not come to stand before old ones.
+                self._sync(descriptor)
 
     def records(self) -> Iterator[JournalRecord]:
         """The rows that were done when the journal was opened, in the order in which they ended."""
@@ -213,17 +229,18 @@ class RowJournal:
     def _recover(self) -> None:
         """Read what is there, and cut off what is torn."""
         size = os.fstat(self._records).st_size
-        if size < len(_HEADER):
-            head = _read_at(self._records, 0, size)
-            if not _HEADER.startswith(head):
+        head = _read_at(self._records, 0, len(_HEADER))
+        # The power may have gone before the header was on the disk: its size can be there without it.
+        is_unwritten = size <= len(_HEADER) and not any(head)
+        if size < len(_HEADER) or is_unwritten:
+            if not _HEADER.startswith(head) and not is_unwritten:
                 raise JournalError(f"{self.folder / JOURNAL_NAME} is no journal: it begins with {head!r}")
-            os.ftruncate(self._records, 0)
-            os.ftruncate(self._lines, 0)
+            self._cut(0, 0)
             _write_all(self._records, _HEADER)
             self._sync(self._records)
             return
         end, lines_end = len(_HEADER), 0
-        if _read_at(self._records, 0, end) != _HEADER:
+        if head != _HEADER:
             raise JournalError(f"{self.folder / JOURNAL_NAME} is no journal of this version")
         num_line_bytes = os.fstat(self._lines).st_size
         while (record := JournalRecord.unpack(_read_at(self._records, end, _RECORD_BYTES))) is not None:
@@ -238,8 +255,7 @@ class RowJournal:
             self._note(record.row, record.key, record.offset, record.length)
             end += _RECORD_BYTES
             lines_end += record.length
-        os.ftruncate(self._records, end)
-        os.ftruncate(self._lines, lines_end)
+        self._cut(lines_end, end)
 
     def _note(self, index: int, key: int, offset: int, length: int) -> None:
         missing = index + 1 - len(self._lengths)

@@ -67,13 +67,12 @@ def make_manifest(
 
 
 def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool:
-    """Compare with the manifest of a run that has not ended, if there is one, add its history, and write it. Returns
-    whether there is one to go on with.
+    """Compare with the manifest of a run that has not ended, if there is one, and add its history. Changes no file.
+    Returns whether there is one to go on with.
 
     Raises ConfigError naming the first key that differs, unless `resume` is force.
     """
-    path = run_dir / MANIFEST_NAME
-    last = read_manifest(path)
+    last = read_manifest(run_dir / MANIFEST_NAME)
     goes_on = last is not None and not last["has_ended"]
     manifest["overridden"] = []
     if last is not None and goes_on:
@@ -85,8 +84,12 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
         manifest["answers"][_INPUT_KEY] = now[_INPUT_KEY]
         manifest["overridden"] = [*last["overridden"], *manifest["overridden"]]
         manifest["starts"] = [*last["starts"], *manifest["starts"]]
-    write_json(path, manifest)
     return goes_on
+
+
+def write_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
+    """From now on the journal there is this job's: that of another must be gone, for good. Raises OSError."""
+    write_json(run_dir / MANIFEST_NAME, manifest)
 
 
 def take_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str | None, num_rows: int | None) -> None:
@@ -98,7 +101,7 @@ def take_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str
     if before not in (digest, NOT_READ):
         _compare(run_dir, {_INPUT_KEY: before}, {_INPUT_KEY: digest}, resume, manifest)
     manifest["answers"][_INPUT_KEY], manifest["num_rows"] = digest, num_rows
-    write_json(run_dir / MANIFEST_NAME, manifest)
+    write_manifest(run_dir, manifest)
 
 
 def _compare(
@@ -120,7 +123,7 @@ def _compare(
 
 def end_manifest(run_dir: Path, manifest: dict[str, Any]) -> None:
     """Every row has its answer in the output. Raises OSError."""
-    write_json(run_dir / MANIFEST_NAME, {**manifest, "has_ended": True})
+    write_manifest(run_dir, {**manifest, "has_ended": True})
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

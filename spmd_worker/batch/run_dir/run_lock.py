@@ -7,7 +7,7 @@ from typing import Final
 
 from spmd_worker.batch.file_lock import FileLock
 from spmd_worker.errors import ConfigError
-from spmd_worker.files import partial_path
+from spmd_worker.files import make_folder_durably, partial_path
 
 LOCK_NAME: Final = "lock"
 
@@ -54,9 +54,9 @@ class RunLock:
 
 
 def make_folder(key: str, path: Path) -> None:
-    """Unless it is there. Raises ConfigError naming the key."""
+    """Unless it is there; what is put into it and synced stays. Raises ConfigError naming the key."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder_durably(path)
     except FileExistsError:
         raise ConfigError(f"{key}={path} exists and is not a folder: give another") from None
     except OSError as error:

@@ -1,0 +1,173 @@
+"""A machine loses power under a job: whatever comes to the disk, the same command ends with the same bytes.
+
+A preloaded library records what a job does to its files; a simulation (power_loss.py) works out every state that a
+crash after each call may leave, by POSIX's rule (`any order`) and by that of a file system with one journal (`in
+order`). The stress tier goes on from each of them and prints the figures, the gate from a few.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from power_loss import Disk, Operation, Tree, crashes, parts_of, snapshot
+from stress_seed import SEED
+
+SCRIPT = Path(__file__).with_name("power_loss_job.py")
+CASES = ["jsonl", "parquet", "resumed", "next run"]
+
+PLANTED = f"""
+    import sys
+    from unittest import mock
+    sys.path.insert(0, {str(SCRIPT.parent)!r})
+    import power_loss_job
+    from spmd_worker.batch.output import output_file
+    from spmd_worker.batch.run_dir import journal
+
+    def records_first(self, offset):
+        calls = []
+        write = lambda *arguments: calls.append((write_all, *arguments))
+        sync = lambda *arguments: calls.append((right_sync, *arguments))
+        write_all, right_sync = journal._write_all, self._sync
+        with mock.patch.object(journal, "_write_all", write), mock.patch.object(self, "_sync", sync):
+            write_pending(self, offset)
+        for call, *arguments in calls[2:] + calls[:2]:
+            call(*arguments)
+
+    write_pending = journal.RowJournal._write_pending
+    power_loss_job.STOPS = True
+    with mock.patch.dict(power_loss_job.RULES, {{"any order": {{"has_syncs": False}}}}):
+        power_loss_job.main()
+    with mock.patch.object(output_file, "sync_stream", lambda stream: stream.flush()):
+        power_loss_job.main()
+    with mock.patch.object(journal.RowJournal, "_write_pending", records_first):
+        power_loss_job.main()
+    """
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the library that records with")
+    path = tmp_path_factory.mktemp("recorder") / "recorded_io.so"
+    command = [compiler, "-Wall", "-shared", "-fPIC", "-O1", "-o", path, SCRIPT.with_name("recorded_io.c"), "-ldl"]
+    subprocess.run([*command, "-lpthread"], check=True, timeout=240)
+    return path
+
+
+def run(library: Path, script: Path, folder: Path, count: int, *cases: str) -> tuple[list[dict[str, Any]], str]:
+    """What was found by case, and the output."""
+    # A fresh interpreter: what is preloaded is loaded when a program starts.
+    command = [sys.executable, str(script), str(folder), str(count), str(SEED), *cases]
+    path = os.pathsep.join(map(str, (ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
+    done = ranks.run_command(command, 7200.0, {"LD_PRELOAD": str(library), "PYTHONPATH": path})
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for each in found:
+        print(f"\nPOWER LOSS, seed {SEED}: {json.dumps(each)}", end="")
+    return found, done.output
+
+
+@pytest.mark.matrix
+def test_what_a_loss_of_power_may_leave_of_a_job_has_what_was_done_and_is_gone_on_from(library: Path, tmp_path: Path):
+    found, output = run(library, SCRIPT, tmp_path, 3, *(f"{case}, any order" for case in CASES))
+    assert [each["case"] for each in found] == CASES, output
+    for each in found:
+        assert not each["troubles"], output
+        assert each["resumed"] == 3
+        assert each["states"] > 100
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("rule", "count"), [("any order", 0), ("in order", 200)])
+@pytest.mark.parametrize("case", CASES)
+def test_every_state_that_a_loss_of_power_may_leave_is_gone_on_from(
+    library: Path, tmp_path: Path, case: str, rule: str, count: int
+):
+    """What may be left where names are kept in order may be left in any order as well: of those some are enough."""
+    (found,), output = run(library, SCRIPT, tmp_path, count, f"{case}, {rule}")
+    assert not found["troubles"], output
+    assert found["resumed"] == (count or found["states"])
+    assert not found["refused"], output
+
+
+@pytest.mark.matrix
+def test_a_wrong_order_of_writing_is_seen(library: Path, tmp_path: Path):
+    """Negative controls: syncs that do nothing, an output that is renamed before it is synced, records before lines."""
+    script = tmp_path / "planted.py"
+    script.write_text(textwrap.dedent(PLANTED))
+    found, output = run(library, script, tmp_path, 0, "jsonl, any order")
+    unsynced, unsynced_output, records_first = (str(each["some"]) for each in found)
+    assert "rows were committed and 0 are there" in unsynced, output
+    assert "something else than an output has its name" in unsynced_output, output
+    assert "a record names a line that is not there" in records_first, output
+
+
+# The simulation.
+
+
+def states(folder: Path, operations: list[Operation], **rule: bool) -> list[Tree]:
+    """What may be there after all of them; operations name the folder's inode 0, and new ones by any number."""
+    disk = Disk(snapshot(folder), **rule)
+    for operation in operations:
+        inode = folder.stat().st_ino if operation.inode == 0 else operation.inode
+        disk.apply(operation._replace(inode=inode))
+    return [tree for _, tree in crashes(disk, random.Random(1), 4)]
+
+
+WRITTEN = [Operation("create", -1, path="new"), Operation("write", -1, data=b"x" * 600)]
+RENAMED = Operation("rename", -1, path="new", other="name")
+SYNCED, FOLDER_SYNCED = Operation("sync", -1), Operation("sync", 0)
+
+
+@pytest.mark.parametrize("rule", [{}, {"is_ordered": True}])
+def test_a_file_that_was_not_synced_may_be_missing_empty_zeros_or_cut_at_a_sector(
+    tmp_path: Path, rule: dict[str, bool]
+):
+    found = [tree.get("new") for tree in states(tmp_path, WRITTEN, **rule)]
+    for content in (None, b"", bytes(600), b"x" * 512, bytes(512) + b"x" * 88, b"x" * 600):
+        assert content in found
+    assert all(len(content) in (0, 512, 600) for content in found if content is not None)
+
+
+def test_a_synced_file_has_its_content_wherever_it_has_a_name(tmp_path: Path):
+    (tmp_path / "name").write_bytes(b"old")
+    found = states(tmp_path, [*WRITTEN, SYNCED, RENAMED])
+    assert {tree.get("name") for tree in found} == {b"old", b"x" * 600}
+    assert {tree.get("new") for tree in found} == {None, b"x" * 600}
+
+
+def test_a_rename_before_the_sync_may_leave_an_empty_file(tmp_path: Path):
+    (tmp_path / "name").write_bytes(b"old")
+    found = [tree.get("name") for tree in states(tmp_path, [*WRITTEN, RENAMED, FOLDER_SYNCED])]
+    assert b"" in found
+    assert b"old" not in found
+
+
+def test_names_are_certain_once_their_folder_is_synced_and_in_order_once_anything_is(tmp_path: Path):
+    operations = [Operation("mkdir", -2, path="folder"), Operation("create", -1, path="folder/new"), SYNCED]
+    assert {} in states(tmp_path, operations)
+    assert {"folder": None} in states(tmp_path, [*operations, FOLDER_SYNCED])
+    assert states(tmp_path, operations, is_ordered=True) == [{"folder": None, "folder/new": b""}] * 4
+    assert {} in states(tmp_path, [*operations, FOLDER_SYNCED], has_syncs=False)
+
+
+def test_later_names_without_earlier_ones_come_only_where_no_order_is_kept(tmp_path: Path):
+    operations = [Operation("create", -1, path="first"), Operation("create", -2, path="second")]
+    assert {"second": b""} in states(tmp_path, operations)
+    assert {"second": b""} not in states(tmp_path, operations, is_ordered=True)
+    assert {"first": b""} in states(tmp_path, operations, is_ordered=True)
+
+
+def test_writes_are_cut_where_the_files_sectors_end():
+    parts = parts_of(Operation("write", 1, 500, data=b"x" * 20))
+    assert [part.end for part in parts if not part.grows] == [12]
+    assert [part.begin for part in parts if part.begin] == [12]
