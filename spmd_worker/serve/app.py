@@ -310,6 +310,7 @@ class Answer:
             async with asyncio.timeout(self._app.reader_s):
                 await send(message)
         except TimeoutError:
+            self._app.counts.aborted += 1
             raise _GoneError from None
 
 

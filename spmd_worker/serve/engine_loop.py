@@ -41,6 +41,8 @@ class EngineLoop:
             self._run()
             # What came in the moment of the end.
             self._exchange.fail(self._exchange.ending)
+            # Asked to end because a rank is gone? The step that follows another finds out.
+            self._step()
             self._engine.close_followers()
         except BaseException as error:  # told to the clients, and raised again
             self._exchange.fail(f"the server has failed: {error or type(error).__name__}")
@@ -49,26 +51,31 @@ class EngineLoop:
     def _run(self) -> None:
         engine, exchange = self._engine, self._exchange
         self._publish()
+        stepped_s = time.monotonic()
         ending_s: float | None = None
         while not exchange.ending or engine.has_unfinished_requests():
             if not engine.has_unfinished_requests():
-                exchange.wait(self._patience_s)
-            self._take()
+                exchange.wait(stepped_s + self._patience_s - time.monotonic())
+            must_look = self._take()
+            now_s = time.monotonic()
             if exchange.ending:
-                ending_s = time.monotonic() if ending_s is None else ending_s
-                if time.monotonic() - ending_s >= self._drain_s:
+                ending_s = now_s if ending_s is None else ending_s
+                if now_s - ending_s >= self._drain_s:
                     self._end_all(exchange.ending)
-            # An empty one, after a wait that brought nothing.
-            if engine.has_unfinished_requests() or not exchange.ending:
+            # An empty step where nothing came for a while.
+            if engine.has_unfinished_requests() or must_look or now_s - stepped_s >= self._patience_s:
                 self._step()
+                stepped_s = time.monotonic()
 
-    def _take(self) -> None:
-        arrived, closed = self._exchange.take()
+    def _take(self) -> bool:
+        """Returns whether the engine must be looked after."""
+        arrived, closed, must_look = self._exchange.take()
         for request in arrived:
             self._admit(request)
         numbers = [self._numbers[request] for request in closed if request in self._numbers]
         if numbers:
             self._engine.abort_request(numbers)
+        return must_look
 
     def _admit(self, request: OpenRequest) -> None:
         row = request.row

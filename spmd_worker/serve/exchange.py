@@ -107,7 +107,6 @@ class RequestExchange:
         """Until there is something to take, or the server ends, for so long at most."""
         with self._changed:
             self._changed.wait_for(self._has_news, limit_s)
-            self._must_look = False
 
     def look(self) -> None:
         """Have the engine's thread look after its engine, though there is nothing to take."""
@@ -115,12 +114,15 @@ class RequestExchange:
             self._must_look = True
             self._changed.notify_all()
 
-    def take(self) -> tuple[list[OpenRequest], list[OpenRequest]]:
-        """Requests that have arrived, and those whose responses have ended, since the last call; each comes in both."""
+    def take(self) -> tuple[list[OpenRequest], list[OpenRequest], bool]:
+        """Since the last call: requests that have arrived, those whose responses have ended (each request comes in
+        both), and whether `look` was called.
+        """
         with self._changed:
+            must_look, self._must_look = self._must_look, False
             arrived, self._arrived = self._arrived, []
             given_up, self._given_up = self._given_up, []
-            return arrived, given_up
+            return arrived, given_up, must_look
 
     def give(self, outputs: list[tuple[OpenRequest, RequestOutput]]) -> None:
         """Put outputs into their requests' slots, and wake the readers whose slot was empty. After `fail` nothing."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import math
 import socket
 import threading
 from typing import Any, Final
@@ -53,10 +54,16 @@ def is_loopback(host: str) -> bool:
 
 
 class HttpServer:
-    """`most_requests` may be open at once. The socket is closed when the server has stopped."""
+    """`most_requests` may be open at once; a client that takes nothing of what was sent to it for `reader_s` is
+    disconnected. The socket is closed when the server has stopped.
+    """
 
-    def __init__(self, app: AsgiApp, bound: socket.socket, most_requests: int) -> None:
+    def __init__(self, app: AsgiApp, bound: socket.socket, most_requests: int, reader_s: float) -> None:
         import uvicorn
+
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Else what is left in buffers would keep a connection. Accepted ones inherit it.
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * reader_s))
 
         config = uvicorn.Config(
             app,

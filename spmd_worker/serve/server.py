@@ -65,7 +65,7 @@ def serve(
         if listener is None:
             engine.follow()
         else:
-            _answer_clients(engine, watchdog, exchange, listener)
+            answer_clients(engine, watchdog, exchange, listener)
     except BaseException as error:  # told to the other ranks, before anything is taken down, and raised again
         watchdog.fail(error)
         raise
@@ -73,13 +73,14 @@ def serve(
         engine.shutdown()
 
 
-def _answer_clients(engine: LLMEngine, watchdog: Watchdog, exchange: RequestExchange, listener: Listener) -> None:
+def answer_clients(engine: LLMEngine, watchdog: Watchdog, exchange: RequestExchange, listener: Listener) -> None:
+    """Rank 0's part, with an engine that the other ranks follow."""
     config = engine.config
     reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer)
     model_name = engine.resolved.model_folder.name
     app = ServerApp(exchange, reader, model_name, listener.api_key, config.serve.reader_timeout_s)
     loop = EngineLoop(engine, exchange, config.serve.drain_s)
-    server = HttpServer(app.asgi, listener.bound, exchange.most_sequences)
+    server = HttpServer(app.asgi, listener.bound, exchange.most_sequences, config.serve.reader_timeout_s)
     # The watchdog ends this process where the main thread waits for a rank that is gone.
     watchdog.before_exit = partial(_end_clients, exchange)
     server.start()
