@@ -92,6 +92,8 @@ def _act(command: argparse.Namespace, environment: RankEnvironment, variables: M
 
 
 def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -> int:
+    if config.plan or config.job.input or config.job.output:
+        raise ConfigError("plan, job.input and job.output are launch.py's: a server has no rows; leave them out")
     require_server()
     host, port = config.serve.host, config.serve.port
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):

@@ -102,8 +102,5 @@ def _announce(listener: Listener, model_name: str) -> None:
     """Where the server is, and its key if nobody knows it; the key goes into no log."""
     logger.info("serving %s at %s", model_name, listener.url)
     if listener.is_new_key:
-        print(
-            f"key of this server (SPMD_WORKER_API_KEY gives one of your own): {listener.api_key}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"clients of {listener.url} show this key (SPMD_WORKER_API_KEY gives one of your own):"
+        print(text, listener.api_key, file=sys.stderr, flush=True)

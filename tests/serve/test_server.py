@@ -344,6 +344,7 @@ ALONE = [
     (["--host", "0.0.0.0"], "serve.host=0.0.0.0 can be reached from other machines, which needs a key of your own"),
     (["serve.host=127.0.0.1.example.org"], "serve.host=127.0.0.1.example.org can be reached from other machines"),
     (["--port", "70000"], "serve.port=70000 must be from 0 (any that is free) to 65535"),
+    (["job.input=rows.jsonl"], "plan, job.input and job.output are launch.py's: a server has no rows"),
     (["--api-key", "a b"], "SPMD_WORKER_API_KEY or --api-key: a key is printable ASCII without spaces"),
     (["--bogus"], "unrecognized arguments: --bogus: give KEY=VALUE, --host HOST, --port PORT, --api-key KEY, --help"),
     (["serve.max_queue=1"], "serve.max_queue=1: there is no key serve.max_queue; did you mean serve.max_queued?"),
