@@ -1,7 +1,7 @@
 """Tokens per second through the server, against `LLM.generate` on the same rows and ranks.
 
-    python scripts/bench_serve.py MODEL [--rows 256] [--prompt-tokens 64] [--tokens 128] [--concurrency 256] [--rounds 3]
-                                  [--tp 2] [--pp 1] [--dtype auto] [--num-blocks N] [--streamed]
+    python scripts/bench_serve.py MODEL [--rows 256] [--prompt-tokens 64] [--tokens 128] [--concurrency 256]
+                                  [--rounds 3] [--tp 2] [--pp 1] [--dtype auto] [--num-blocks N] [--streamed]
 
 Rows are random token ids, greedy, and run to their last token. Both sides run under torchrun with `tp * pp` ranks:
 first `LLM.generate` with all rows in a call, then the server, asked by `--concurrency` connections of this process,
