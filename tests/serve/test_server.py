@@ -20,7 +20,7 @@ from spmd_worker.batch.job import run_job
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.serve import __main__ as command
-from spmd_worker.serve import request_reader
+from spmd_worker.serve import app, request_reader
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "copy a b c =", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -211,6 +211,17 @@ def test_a_body_or_a_header_that_is_too_large_is_refused_before_it_is_all_read(
     wait_until(lambda: server.exchange.num_sequences == 0)
 
 
+def test_a_body_that_does_not_come_gives_its_place_back(
+    client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(app, "BODY_S", 0.05)
+    with socket.create_connection(("127.0.0.1", client.port), LIMIT_S) as connection:
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n\r\n"
+        connection.sendall(head.encode() + b"{")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
+    assert server.exchange.num_sequences == 0
+
+
 def test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client: Client, server: ServedHere):
     server.allow(0)
     try:
@@ -278,6 +289,13 @@ def test_a_reader_that_does_not_read_is_cut_off_and_holds_nobody_up(client: Clie
         # Its places are free, though it is still there.
         wait_until(lambda: server.exchange.num_sequences == 0 and server.num_used_blocks == 0)
     assert client.metric("spmd_worker_serve_aborted_total") == before + 1
+
+
+def test_an_idle_engine_takes_a_step_when_a_worker_has_ended(server: ServedHere):
+    server.allow(1)
+    server.engine.executor._failure_callbacks[-1]()
+    server.wait_for_steps()
+    server.allow(None)
 
 
 def test_an_engine_that_fails_answers_what_is_open_with_an_error():
