@@ -5,6 +5,7 @@ import ipaddress
 import math
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 from spmd_worker.config.extras import refuse_without
@@ -55,10 +56,18 @@ def is_loopback(host: str) -> bool:
 
 class HttpServer:
     """`most_requests` may be open at once; a client that takes nothing of what was sent to it for `reader_s` is
-    disconnected. The socket is closed when the server has stopped.
+    disconnected. The socket is closed when the server has stopped. `has_ended` is called, in the server's thread, when
+    that ends, asked to or not.
     """
 
-    def __init__(self, app: AsgiApp, bound: socket.socket, most_requests: int, reader_s: float) -> None:
+    def __init__(
+        self,
+        app: AsgiApp,
+        bound: socket.socket,
+        most_requests: int,
+        reader_s: float,
+        has_ended: Callable[[], None],
+    ) -> None:
         import uvicorn
 
         if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -83,13 +92,19 @@ class HttpServer:
             h11_max_incomplete_event_size=HEADER_BYTES,
         )
         self._server: Any = uvicorn.Server(config)
-        self._socket = bound
+        self._socket, self._has_ended = bound, has_ended
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="spmd-serve", daemon=True)
 
     def start(self) -> None:
         """From now on whoever connects is answered, or waits until the thread runs."""
         self._socket.listen()
         self._thread.start()
+
+    def check(self) -> None:
+        """Raise RuntimeError where the server has ended without being asked to."""
+        if not self._thread.is_alive() and not self._server.should_exit:
+            raise RuntimeError(f"the server's thread has ended: {self._error or 'nobody knows why'}") from self._error
 
     def stop(self) -> None:
         """Responses that are not complete have a little time. Idempotent."""
@@ -98,4 +113,9 @@ class HttpServer:
             self._thread.join(3 * _FLUSH_S)
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        try:
+            asyncio.run(self._server.serve(sockets=[self._socket]))
+        except Exception as error:  # for whoever asks, in another thread
+            self._error = error
+        finally:
+            self._has_ended()

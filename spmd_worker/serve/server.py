@@ -80,13 +80,16 @@ def answer_clients(engine: LLMEngine, watchdog: Watchdog, exchange: RequestExcha
     model_name = engine.resolved.model_folder.name
     app = ServerApp(exchange, reader, model_name, listener.api_key, config.serve.reader_timeout_s)
     loop = EngineLoop(engine, exchange, config.serve.drain_s)
-    server = HttpServer(app.asgi, listener.bound, exchange.most_sequences, config.serve.reader_timeout_s)
+    # Without its server the engine would wait for ever.
+    has_ended = partial(exchange.end, "the server's thread has ended")
+    server = HttpServer(app.asgi, listener.bound, exchange.most_sequences, config.serve.reader_timeout_s, has_ended)
     # The watchdog ends this process where the main thread waits for a rank that is gone.
     watchdog.before_exit = partial(_end_clients, exchange)
     server.start()
     _announce(listener, model_name)
     try:
         loop.run()
+        server.check()
     finally:
         exchange.wait_until_closed(_FLUSH_S)
         server.stop()

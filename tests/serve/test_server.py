@@ -21,6 +21,7 @@ from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunC
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.serve import __main__ as command
 from spmd_worker.serve import app, request_reader
+from spmd_worker.serve.http_server import HttpServer, bind
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "copy a b c =", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -318,6 +319,17 @@ def test_an_engine_that_fails_answers_what_is_open_with_an_error():
         assert str(server.error) == "planted"
         with contextlib.suppress(OSError):
             assert server.client.ask(TEXT, LONG)[0] == 503
+
+
+def test_a_server_whose_thread_ends_by_itself_says_so():
+    bound, has_ended = bind("127.0.0.1", 0), threading.Event()
+    server = HttpServer(lambda *_: None, bound, 1, 1.0, has_ended.set)
+    bound.close()
+    server._thread.start()
+    assert has_ended.wait(LIMIT_S)
+    server._thread.join(LIMIT_S)
+    with pytest.raises(RuntimeError, match="the server's thread has ended"):
+        server.check()
 
 
 def is_of_a_server(thread: threading.Thread) -> bool:
