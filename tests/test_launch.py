@@ -16,6 +16,7 @@ from bad_rows import BAD_ROWS
 from our_logger import logger_as_it_was
 
 import launch
+from spmd_worker import rank_program
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -44,7 +45,7 @@ LLAMA_8B = {
 @pytest.fixture(autouse=True)
 def _signals_stay_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of ours takes them for itself, for good; here the process is pytest's."""
-    monkeypatch.setattr(launch.EndingSignals, "install", lambda self: None)
+    monkeypatch.setattr(rank_program.EndingSignals, "install", lambda self: None)
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +168,7 @@ def test_a_rank_that_fails_alone_says_so_itself_after_it_left_the_word_to_rank_0
 ):
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(launch, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(rank_program, "_PATIENCE_S", 0.05)
     assert launch.main(["seed=x"]) == 1
     assert capsys.readouterr().err == "[rank 1] error: seed=x must be a whole number\n"
 

@@ -318,6 +318,32 @@ class JobConfig:
 
 
 @dataclass(frozen=True)
+class ServeConfig:
+    """The server (`python -m spmd_worker.serve`), on rank 0: where it listens (port 0: any that is free).
+
+    `max_queued` sequences may wait beside the `scheduler.max_num_seqs` that run; one more is refused with 429. When the
+    server is asked to end, requests have `drain_s` to be answered. A client that leaves what it is sent unread for
+    `reader_timeout_s` is cut off. Its key is no part of the configuration.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_queued: int = 1024
+    drain_s: float = 10.0
+    reader_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check each key alone."""
+        _check_types(self, "serve")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"serve.port={self.port} must be from 0 (any that is free) to 65535")
+        _check_at_least("serve.max_queued", self.max_queued, 0)
+        _check_at_least("serve.drain_s", self.drain_s, 0)
+        if not self.reader_timeout_s > 0:
+            raise ConfigError(f"serve.reader_timeout_s={self.reader_timeout_s:g} must be above 0")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run. `plan` prints the layout and the memory plan and exits."""
 
@@ -329,6 +355,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     limits: RowLimits = field(default_factory=RowLimits)
     job: JobConfig = field(default_factory=JobConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     device: str = "auto"
     seed: int = 0
     plan: bool = False

@@ -27,7 +27,7 @@ _CONNECT_S: Final = 60.0
 _ANSWER_S: Final = 5.0
 
 
-def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path, *, spins: bool) -> Watchdog:
+def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path | None, *, spins: bool) -> Watchdog:
     """For a program of ours, which owns its process and its world. Not started yet."""
     has_agent = _has_agent()
     watched = Watched(

@@ -258,9 +258,11 @@ def _agree_on_start(
     resolved: ResolvedRun,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Configuration, code and model must be the same on every rank; where output goes is rank 0's business."""
+    """Configuration, code and model must be the same on every rank; where output goes, and where clients come from, is
+    rank 0's business.
+    """
     settings = asdict(resolved.config)
-    del settings["job"]
+    del settings["job"], settings["serve"]
     # The memory budget may differ: the number of blocks is agreed on by its minimum.
     del settings["cache"]["gpu_memory_utilization"]
     settings["model"]["path"] = None

@@ -34,6 +34,7 @@ _CONFIG_RECORDS: Final = (
     config.SchedulerConfig,
     config.SamplingConfig,
     config.JobConfig,
+    config.ServeConfig,
     config.RowLimits,
 )
 _RECORDS: Final[dict[str, type]] = {

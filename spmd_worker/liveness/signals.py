@@ -3,6 +3,9 @@
     SIGTERM, SIGUSR1   keep, stay a while to learn which rank is the cause, exit with 128 + the signal's number
     Ctrl-C             keep, KeyboardInterrupt in the main thread; once more, or when it takes long: exit with 130
 
+A program that drains is told of the first of any, and has its time. After that it ends as above; so it does at a second
+Ctrl-C.
+
 A thread acts on them, because the main thread may wait in a collective, where Python's own handlers do not run.
 """
 
@@ -23,11 +26,20 @@ _INTERRUPTED_S: Final = 5.0
 class EndingSignals:
     """`keep` is called, in a thread, for each signal; `signalled` for the first that is no Ctrl-C, with its number.
 
-    `patience_s` is how long the main thread may then take to learn why, and to end by itself.
+    `patience_s` is how long the main thread may then take to learn why, and to end by itself. With `drain`, which must
+    not wait, the first signal calls that alone, and the rest begins `drain_s` later.
     """
 
-    def __init__(self, keep: Callable[[], None], signalled: Callable[[int], None], patience_s: float) -> None:
+    def __init__(
+        self,
+        keep: Callable[[], None],
+        signalled: Callable[[int], None],
+        patience_s: float,
+        drain: Callable[[], None] | None = None,
+        drain_s: float = 0.0,
+    ) -> None:
         self._keep, self._signalled, self._patience_s = keep, signalled, patience_s
+        self._drain, self._drain_s = drain, drain_s
         self._num_interrupts = 0
         self.is_ending = threading.Event()
         self._writer = -1
@@ -55,15 +67,19 @@ class EndingSignals:
     def _interrupt(self, *_: Any) -> None:
         """KeyboardInterrupt once: a second one must not interrupt what the main thread does because of the first."""
         self._num_interrupts += 1
-        if self._num_interrupts == 1:
+        if self._num_interrupts == 1 and self._drain is None:
             raise KeyboardInterrupt
 
     def _run(self, reader: int) -> None:
         """Read the numbers of signals as they come, until the other end is closed."""
-        num_interrupts = 0
+        num_interrupts, is_draining = 0, False
         with open(reader, "rb", buffering=0) as numbers:
             while read := numbers.read(1):
-                num_interrupts += self._act(read[0], num_interrupts)
+                if self._drain is None:
+                    num_interrupts += self._act(read[0], num_interrupts)
+                elif read[0] in (*_ENDING, signal.SIGINT):
+                    self._act_while_draining(read[0], is_draining)
+                    is_draining = True
 
     def _act(self, number: int, num_interrupts: int) -> int:
         """How many Ctrl-C this is."""
@@ -76,6 +92,16 @@ class EndingSignals:
             os._exit(128 + number)
         threading.Timer(_INTERRUPTED_S, os._exit, (128 + number,)).start()
         return 1
+
+    def _act_while_draining(self, number: int, is_draining: bool) -> None:
+        assert self._drain is not None, "checked by the caller"
+        if not is_draining:
+            self._drain()
+            threading.Timer(self._drain_s, self._end_soon, (number,)).start()
+        elif number == signal.SIGINT:
+            # A person who does not want to wait. A launcher may repeat its SIGTERM.
+            self._save()
+            os._exit(128 + number)
 
     def _end_soon(self, number: int) -> NoReturn:
         self.is_ending.set()

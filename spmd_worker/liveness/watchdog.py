@@ -1,6 +1,7 @@
 """The watchdog: a thread that watches this rank and, over the heartbeat exchange, the others.
 
     soft limit   the main thread has made no progress for a while: its stacks are written, and one line is logged
+    apart        ranks wait for others that are between steps: the first rank logs once where each is
     hard limit   it has made none for as long as any rank may wait for another: that is a failure
     alarm        a rank failed, is gone or silent, or received a signal: coordinated shutdown. Every rank reads the same
                  heartbeats and finds the same diagnosis, one of them reports it with the rank status, and all end
@@ -26,7 +27,14 @@ from typing import Final, NoReturn
 from spmd_worker.liveness.bounded import within
 from spmd_worker.liveness.coordinated_shutdown import LEAVE_S, MOST_S, CoordinatedShutdown, end_silent, exit_now
 from spmd_worker.liveness.error_file import ErrorRecord, write_elastic_file, write_record, write_stacks
-from spmd_worker.liveness.failure_diagnosis import SETTLE_S, Diagnosis, describe, explained_exit_code, is_secondary
+from spmd_worker.liveness.failure_diagnosis import (
+    SETTLE_S,
+    Diagnosis,
+    describe,
+    explained_exit_code,
+    is_secondary,
+    status_lines,
+)
 from spmd_worker.liveness.heartbeat import (
     Failure,
     FailureKind,
@@ -36,6 +44,7 @@ from spmd_worker.liveness.heartbeat import (
     location_of,
 )
 from spmd_worker.liveness.heartbeat_store import HeartbeatExchange, HeartbeatStore
+from spmd_worker.liveness.rank_places import RankPlaces
 from spmd_worker.liveness.stall_clock import StallClock, WatchClock
 from spmd_worker.process import node_name, start_time_of
 
@@ -50,6 +59,8 @@ DISK_S: Final = 2.0
 _DIAGNOSE_S: Final = 1.0
 """How long the diagnosis takes at most once all heartbeats are known."""
 _NUM_LAST_CALLS: Final = 2
+_APART_SHARE: Final = 3
+"""Ranks that have stood apart for this part of the time that any may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,7 @@ class Watchdog:
         self._process = (node_name(), os.getpid(), start_time_of(os.getpid()) or 0)
         self._clock = clock or WatchClock()
         self._stall = StallClock(self.heartbeat, spins=watched.spins)
+        self._places = RankPlaces(watched.timeout_s / _APART_SHARE)
         self._exchange = HeartbeatExchange(
             watched.rank, watched.ranks, connect, self._make_heartbeat, self._clock, self._process[0]
         )
@@ -236,6 +248,7 @@ class Watchdog:
         while not self._stop.is_set():
             self._look_at_main()
             self._look_for_launcher()
+            self._look_at_places()
             is_alarmed = self._failure is not None or self._exchange.is_alarmed or self._has_lost_a_rank()
             if is_alarmed and self._end_together():
                 return
@@ -280,6 +293,16 @@ class Watchdog:
     def _look_for_launcher(self) -> None:
         if self.watched.has_launcher and os.getppid() != self._launcher:
             self._fail(Failure(FailureKind.ORPHANED, "the launcher is gone: torchrun's process has ended"), wait_s=0.0)
+
+    def _look_at_places(self) -> None:
+        if self.watched.rank != self.watched.ranks[0] or not self._exchange.is_shared:
+            return
+        statuses = self._exchange.statuses()
+        stood_s = self._places.look(self._clock.tick(), statuses)
+        if stood_s is not None:
+            lines = "\n".join(f"  {line}" for line in status_lines(statuses))
+            text = "ranks wait for others that are between steps, for %.1f s now: do all make the same calls?\n%s"
+            logger.warning(text, stood_s, lines)
 
     def _has_lost_a_rank(self) -> bool:
         """Whether another rank's process is gone, or it has been silent for longer than any rank waits."""

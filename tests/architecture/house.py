@@ -10,7 +10,10 @@ FACADE = "spmd_worker"
 """The package whose `__init__.py` offers names lazily; every other `__init__.py` is empty."""
 MAY_COMPUTE_IMPORTS = (FACADE, "spmd_worker.worker.worker_wrapper")
 """The facade offers names lazily; the wrapper resolves classes that users give by qualified name."""
-ENTRY_POINTS = ("launch", FACADE, "spmd_worker.tools.replay")
+ENTRY_POINTS = (
+    *("launch", FACADE, "spmd_worker.tools.replay"),
+    *("spmd_worker.rank_program", "spmd_worker.serve.__main__"),
+)
 """They may import every room, but at run time nothing that needs torch before it is asked for."""
 
 
@@ -74,8 +77,10 @@ ROOMS = (
     Room(("spmd_worker.data_parallel",), may_import_torch=True),
     Room(("spmd_worker.prompt_calls",), may_import_torch=True),
     Room(("spmd_worker.llm", "spmd_worker.llm_engine"), may_import_torch=True),
+    Room(("spmd_worker.rank_program",)),
     Room(("spmd_worker.replay",)),
     Room(("spmd_worker.batch",)),
+    Room(("spmd_worker.serve",)),
     Room(("spmd_worker.tools",)),
     Room(("spmd_worker.integrations",), may_import_torch=True),
 )
@@ -92,6 +97,8 @@ TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
     "spmd_worker.batch.row_runner",
     "spmd_worker.batch.shared_job",
     "spmd_worker.batch.run_dir.run_records",
+    "spmd_worker.serve.engine_loop",
+    "spmd_worker.serve.server",
 )
 TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.native.build",
@@ -118,6 +125,8 @@ OPTIONAL = {
     "zstandard": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),
     "pyarrow": ("spmd_worker.batch.input.input_files", "spmd_worker.batch.output.output_file"),
     "prometheus_client": ("spmd_worker.metrics.prometheus",),
+    "uvicorn": ("spmd_worker.serve.http_server",),
+    "starlette": ("spmd_worker.serve.app", "spmd_worker.serve.http_server"),
     "matplotlib": ("spmd_worker.metrics.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
     "transformers": ("spmd_worker.compat.script_tokenizer",),

@@ -21,7 +21,7 @@ OPENAI_ROW_KEYS: Final = ("method", "url", "body")
 _COMPLETIONS_URL: Final = "/v1/completions"
 _CHAT_URL: Final = "/v1/chat/completions"
 
-_IGNORED_KEYS: Final = (
+IGNORED_KEYS: Final = (
     "model",
     "user",
     "metadata",
@@ -55,7 +55,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 _UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "best_of": (1,)}
 """OpenAI ranks completions alone: one sample a choice is all that a chat body can ask for."""
 
-_COMMON_KEYS: Final = (*SAMPLING_KEYS, "max_completion_tokens", *_IGNORED_KEYS, *_UNSUPPORTED)
+_COMMON_KEYS: Final = (*SAMPLING_KEYS, "max_completion_tokens", *IGNORED_KEYS, *_UNSUPPORTED)
 _COMPLETION_KEYS: Final = ("prompt", *_COMMON_KEYS)
 _CHAT_KEYS: Final = ("messages", "top_logprobs", "chat_template_kwargs", *_COMMON_KEYS)
 

@@ -55,10 +55,11 @@ def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimi
         fields = parse_json_object(line, max_nesting=limits.max_nesting)
     except JsonError as error:
         return RowError(index, None, "plain", error.code, f"the line {error}")
-    return _parse_fields(index, fields, defaults, limits)
+    return parse_fields(index, fields, defaults, limits)
 
 
-def _parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams, limits: RowLimits) -> Row | RowError:
+def parse_fields(index: int, fields: Mapping[str, Any], defaults: SamplingParams, limits: RowLimits) -> Row | RowError:
+    """As `parse_row`, of the object that a line holds."""
     shape: ErrorShape = "openai" if any(key in fields for key in OPENAI_ROW_KEYS) else "plain"
     custom_id = fields.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):

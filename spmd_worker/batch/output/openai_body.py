@@ -20,24 +20,27 @@ JsonObject = dict[str, Any]
 
 def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
     """Body of a response of /v1/completions."""
-    choices = [
-        _choice(completion, {"text": completion.text}, _completion_logprobs(completion))
-        for completion in output.outputs
-    ]
+    choices = [completion_choice(completion) for completion in output.outputs]
     return _body("text_completion", f"cmpl-{row.index}", row, output, choices, model_name)
 
 
 def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
     """Body of a response of /v1/chat/completions."""
     choices = [
-        _choice(
-            completion,
-            {"message": {"role": "assistant", "content": completion.text}},
-            _chat_logprobs(completion, row.sampling.logprobs or 0),
-        )
+        chat_choice(completion, {"message": {"role": "assistant", "content": completion.text}}, row)
         for completion in output.outputs
     ]
     return _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
+
+
+def completion_choice(completion: CompletionOutput, first_offset: int = 0) -> JsonObject:
+    """Of a completion, or of a part of one; `first_offset` is of the part's first token."""
+    return _choice(completion, {"text": completion.text}, _completion_logprobs(completion, first_offset))
+
+
+def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: EncodedRow) -> JsonObject:
+    """Of a chat completion, or of a part of one; `content` is the choice's message or delta, by its key."""
+    return _choice(completion, content, _chat_logprobs(completion, row.sampling.logprobs or 0))
 
 
 def logprob_records(position: TokenLogprobs) -> list[JsonObject]:
@@ -95,12 +98,12 @@ def _choice(completion: CompletionOutput, content: Mapping[str, Any], logprobs: 
     }
 
 
-def _completion_logprobs(completion: CompletionOutput) -> JsonObject | None:
-    """Four parallel lists. Offsets count characters of the token texts before, from 0."""
+def _completion_logprobs(completion: CompletionOutput, first_offset: int) -> JsonObject | None:
+    """Four parallel lists. Offsets count characters of the token texts before, from `first_offset`."""
     if completion.logprobs is None:
         return None
     tokens, values, tops, offsets = [], [], [], []
-    offset = 0
+    offset = first_offset
     for position in completion.logprobs:
         texts = {token_id: _token_text(token_id, entry) for token_id, entry in position.items()}
         sampled = next(iter(position))

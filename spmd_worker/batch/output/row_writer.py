@@ -24,10 +24,10 @@ def format_result(row: EncodedRow, output: RequestOutput, model_name: str = "") 
         shape = shape_of(row.kind)
         return format_error(RowError(row.index, row.custom_id, shape, error_code_of(output), output.error))
     if row.kind == "plain":
-        return _line(_plain_result(row, output))
+        return json_line(_plain_result(row, output))
     build = completion_body if row.kind == "completion" else chat_body
     response = {"status_code": 200, "request_id": f"req-{row.index}", "body": build(row, output, model_name)}
-    return _line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": response, "error": None})
+    return json_line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": response, "error": None})
 
 
 def error_code_of(output: RequestOutput) -> str:
@@ -39,8 +39,8 @@ def format_error(row: RowError) -> bytes:
     """The output line, with its line end, of a row that did not run: an error and no outputs."""
     error = {"code": row.code, "message": row.message}
     if row.shape == "plain":
-        return _line({"custom_id": row.custom_id, "index": row.index, "error": error})
-    return _line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": None, "error": error})
+        return json_line({"custom_id": row.custom_id, "index": row.index, "error": error})
+    return json_line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": None, "error": error})
 
 
 def _plain_result(row: EncodedRow, output: RequestOutput) -> JsonObject:
@@ -69,8 +69,10 @@ def _plain_output(completion: CompletionOutput) -> JsonObject:
     return record
 
 
-def _line(record: Any) -> bytes:
-    """UTF-8 as it is, for people; half of a surrogate pair has no UTF-8, and makes its line all escapes."""
+def json_line(record: Any) -> bytes:
+    """JSON with a line end. UTF-8 as it is, for people; half of a surrogate pair has no UTF-8, and makes its line all
+    escapes.
+    """
     text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_BREAKS)
     try:
         return text.encode("utf-8") + b"\n"

@@ -1,0 +1,335 @@
+"""The ASGI application: OpenAI's paths, who may ask, how much, and what becomes of a client that leaves.
+
+    POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/NAME, /health, /metrics
+
+Everything but /health needs the key. A request holds places from its headers on, so that at most so many bodies are in
+memory as there are places. Knows the engine only through the exchange.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+from spmd_worker.batch.output.row_writer import error_code_of
+from spmd_worker.batch.row import RowError
+from spmd_worker.compat.metrics import Counter, Gauge, Metric
+from spmd_worker.serve.exchange import EndingError, NoPlaceError, OpenRequest, RequestExchange
+from spmd_worker.serve.openai_stream import (
+    DONE,
+    AnswerName,
+    ChunkWriter,
+    answer_body,
+    error_body,
+    event,
+    status_of,
+)
+from spmd_worker.serve.request_reader import RequestReader, ServedRow
+from spmd_worker.serve.responses import (
+    AsgiApp,
+    JsonResponse,
+    Message,
+    PlainResponse,
+    Receive,
+    Scope,
+    Send,
+    prometheus_text,
+    response_part,
+    response_start,
+)
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+logger = logging.getLogger(__name__)
+
+BODY_S: Final = 60.0
+"""So long the body of a request may take to arrive."""
+_RETRY_AFTER_S: Final = 1
+_OPEN_PATHS: Final = ("/health",)
+_MAX_CUSTOM_ID: Final = 512
+
+
+class _RefusedError(Exception):
+    """A request that is answered by an error."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class _GoneError(Exception):
+    """The client has left, or reads too slowly."""
+
+
+@dataclass(slots=True)
+class ServerCounts:
+    """What the server has done; in the server's thread."""
+
+    answered: int = 0
+    aborted: int = 0
+    refused: dict[int, int] = field(default_factory=dict)
+    """By HTTP status."""
+
+
+class ServerApp:
+    """`asgi` is the application. `reader_s` is how long a client may leave what was sent to it unread."""
+
+    def __init__(
+        self, exchange: RequestExchange, reader: RequestReader, model_name: str, api_key: str, reader_s: float
+    ) -> None:
+        self.exchange, self.reader, self.model_name, self.reader_s = exchange, reader, model_name, reader_s
+        self.counts = ServerCounts()
+        self._api_key = api_key.encode()
+        self._indices = count()
+        self._started_s = int(time.time())
+        # Prompts are encoded beside the loop, which must not wait for a chat template, one at a time.
+        self._pool = ThreadPoolExecutor(1, "spmd-encode")
+        self._routes = _routes(self)
+
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application: who has no key learns nothing, not even which paths there are."""
+        if scope["type"] != "http":
+            return
+        if scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
+            self.count_refused(401)
+            message = "give the server's key: Authorization: Bearer KEY"
+            response = JsonResponse(error_body("invalid_api_key", message), 401, (("www-authenticate", "Bearer"),))
+            await response(scope, receive, send)
+            return
+        await self._routes(scope, receive, send)
+
+    def close(self) -> None:
+        """Prompts that are being encoded are not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(self, request: "Request") -> AsgiApp:
+        """A completion or a chat completion, whole or streamed; and what is not here, as a row's error says it."""
+        places = Places(self.exchange)
+        try:
+            places.take(1)
+            served = await self._read(request)
+            places.take(served.row.sampling.num_sequences - 1)
+        except (_RefusedError, NoPlaceError, EndingError) as error:
+            places.free()
+            return self._refusal(error)
+        except BaseException:
+            places.free()
+            raise
+        # From here on the answer frees them.
+        return Answer(self, served, places)
+
+    async def models(self, request: "Request") -> AsgiApp:
+        """The one model there is."""
+        model = {"id": self.model_name, "object": "model", "created": self._started_s, "owned_by": "spmd-worker"}
+        model["max_model_len"] = self.reader.engine_limits.max_model_len
+        name = request.path_params.get("name")
+        if name is None:
+            return JsonResponse({"object": "list", "data": [model]})
+        if name != self.model_name:
+            return self._refusal(_RefusedError("not_found", f"there is no model {name[:100]!r}: {self.model_name} is"))
+        return JsonResponse(model)
+
+    async def health(self, request: "Request") -> AsgiApp:
+        """200 while requests are taken."""
+        ending = self.exchange.ending
+        return JsonResponse({"status": "ending", "reason": ending}, 503) if ending else JsonResponse({"status": "ok"})
+
+    async def metrics(self, request: "Request") -> AsgiApp:
+        """For Prometheus: the engine's, and the server's own."""
+        counts, exchange = self.counts, self.exchange
+        own: list[Metric] = [
+            Gauge("spmd_worker_serve_sequences", exchange.num_sequences),
+            Gauge("spmd_worker_serve_most_sequences", exchange.most_sequences),
+            Counter("spmd_worker_serve_answered", counts.answered),
+            Counter("spmd_worker_serve_aborted", counts.aborted),
+            *(
+                Counter("spmd_worker_serve_refused", number, {"status": str(status)})
+                for status, number in sorted(counts.refused.items())
+            ),
+        ]
+        return PlainResponse(prometheus_text([*exchange.metrics, *own]), b"text/plain; version=0.0.4; charset=utf-8")
+
+    def count_refused(self, status: int) -> None:
+        """One more request that got an error of this HTTP status."""
+        self.counts.refused[status] = self.counts.refused.get(status, 0) + 1
+
+    async def no_such(self, request: "Request", error: Exception) -> AsgiApp:
+        """A path or a method that is not here."""
+        is_path = getattr(error, "status_code", 404) == 404
+        code, what = ("not_found", "path") if is_path else ("method_not_allowed", "method")
+        return self._refusal(_RefusedError(code, f"{request.method} {request.url.path[:100]}: no such {what}"))
+
+    async def broken(self, request: "Request", error: Exception) -> AsgiApp:
+        """A fault of ours; the server logs it."""
+        return self._refusal(_RefusedError("server_error", "the server made a mistake, which is in its log"))
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        return hmac.compare_digest(key.strip(), self._api_key) and kind.lower() == b"bearer"
+
+    async def _read(self, request: "Request") -> ServedRow:
+        custom_id = request.headers.get("x-custom-id")
+        if custom_id is not None and not (0 < len(custom_id) <= _MAX_CUSTOM_ID and custom_id.isascii()):
+            raise _RefusedError("invalid_value", f"X-Custom-Id must be 1 to {_MAX_CUSTOM_ID} characters of ASCII")
+        data = await self._body(request)
+        arguments = (next(self._indices), request.url.path, data, custom_id)
+        read = await asyncio.get_running_loop().run_in_executor(self._pool, self.reader.read, *arguments)
+        if isinstance(read, RowError):
+            raise _RefusedError(read.code, read.message)
+        return read
+
+    async def _body(self, request: "Request") -> bytes:
+        most = self.reader.limits.max_line_bytes
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                while True:
+                    message = await request.receive()
+                    if message["type"] != "http.request":
+                        raise _RefusedError("invalid_body", "the client left before its body was whole")
+                    data += message.get("body", b"")
+                    if len(data) > most:
+                        raise _RefusedError("line_too_long", f"the body is longer than limits.max_line_bytes={most}")
+                    if not message.get("more_body", False):
+                        return bytes(data)
+        except TimeoutError:
+            raise _RefusedError("body_too_slow", f"the body did not arrive in {BODY_S:g} s") from None
+
+    def _refusal(self, error: Exception) -> AsgiApp:
+        headers: tuple[tuple[str, str], ...] = ()
+        if isinstance(error, NoPlaceError):
+            message = (
+                f"{self.exchange.num_sequences} sequences are not answered yet: ask again later (serve.max_queued)"
+            )
+            error, headers = _RefusedError("rate_limit_exceeded", message), (("retry-after", str(_RETRY_AFTER_S)),)
+        if isinstance(error, EndingError):
+            error = _RefusedError("server_failed", str(error))
+        assert isinstance(error, _RefusedError), error
+        status = status_of(error.code)
+        self.count_refused(status)
+        return JsonResponse(error_body(error.code, str(error)), status, headers)
+
+
+class Places:
+    """What one request holds of the exchange's places."""
+
+    def __init__(self, exchange: RequestExchange) -> None:
+        self._exchange, self._num = exchange, 0
+
+    def take(self, num: int) -> None:
+        """So many more. Raises NoPlaceError or EndingError, and has what it had."""
+        self._exchange.reserve(num)
+        self._num += num
+
+    def free(self) -> None:
+        """All of them. Idempotent."""
+        self._exchange.free(self._num)
+        self._num = 0
+
+
+class Answer:
+    """The response to one request. Whatever ends it, the engine is told and the places are free."""
+
+    def __init__(self, app: ServerApp, served: ServedRow, places: Places) -> None:
+        self._app, self._served, self._places = app, served, places
+        self._name = AnswerName(secrets.token_hex(12), int(time.time()), app.model_name)
+        self._has_begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        app, loop = self._app, asyncio.get_running_loop()
+        request = OpenRequest(self._served.row, self._served.is_streamed, loop)
+        try:
+            app.exchange.submit(request)
+        except EndingError as error:
+            self._places.free()
+            await app._refusal(error)(scope, receive, send)
+            return
+        work = loop.create_task(self._respond(request, send))
+        gone = loop.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                app.counts.aborted += 1
+        finally:
+            app.exchange.close(request)
+            self._places.free()
+            for task in (work, gone):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, _GoneError):
+                await work
+
+    async def _respond(self, request: OpenRequest, send: Send) -> None:
+        if not self._served.is_streamed:
+            output = await self._app.exchange.newest(request)
+            if output.error is not None:
+                code = error_code_of(output)
+                self._app.count_refused(status_of(code))
+                await self._send_all(send, JsonResponse(error_body(code, output.error), status_of(code)))
+                return
+            body = answer_body(self._served.row, output, self._name)
+            await self._send_all(send, JsonResponse(body, 200, self._headers()))
+            self._app.counts.answered += 1
+            return
+        headers = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
+        await self._send(send, response_start(200, (*headers, *self._headers())))
+        writer = ChunkWriter(self._served.row, self._name, self._served.includes_usage)
+        is_finished = False
+        while not is_finished:
+            output = await self._app.exchange.newest(request)
+            is_finished = output.finished
+            if output.error is not None:
+                code = error_code_of(output)
+                self._app.count_refused(status_of(code))
+                await self._send(send, response_part(event(error_body(code, output.error)), more_body=False))
+                return
+            data = b"".join(map(event, writer.chunks(output)))
+            if data and not is_finished:
+                await self._send(send, response_part(data))
+        await self._send(send, response_part(data + DONE, more_body=False))
+        self._app.counts.answered += 1
+
+    def _headers(self) -> tuple[tuple[str, str], ...]:
+        return (("x-request-id", self._name.request),)
+
+    async def _send_all(self, send: Send, response: "PlainResponse") -> None:
+        for message in response.messages():
+            await self._send(send, message)
+
+    async def _send(self, send: Send, message: Message) -> None:
+        """Waits while the client does not read. Raises _GoneError when that takes too long."""
+        try:
+            async with asyncio.timeout(self._app.reader_s):
+                await send(message)
+        except TimeoutError:
+            self._app.counts.aborted += 1
+            raise _GoneError from None
+
+
+def _routes(app: ServerApp) -> AsgiApp:
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    routes = [
+        Route("/v1/models", app.models),
+        Route("/v1/models/{name:path}", app.models),
+        Route("/health", app.health),
+        Route("/metrics", app.metrics),
+        Route("/v1/{path:path}", app.answer, methods=["POST"]),
+    ]
+    handlers: Any = {404: app.no_such, 405: app.no_such, 500: app.broken}
+    routed: AsgiApp = Starlette(routes=routes, exception_handlers=handlers)
+    return routed
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue

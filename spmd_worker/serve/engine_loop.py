@@ -1,0 +1,126 @@
+"""The loop of rank 0's main thread: requests of the exchange into the engine, step by step, and outputs back.
+
+The other ranks are in `follow`. While there is nothing to do this thread sleeps; now and then it takes an empty step,
+because the others wait for steps, and not for ever.
+"""
+
+import logging
+import time
+from typing import Final
+
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.engine.partial_outputs import PartialOutputs
+from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.request import RequestId
+from spmd_worker.sequence.sampling_params import RequestOutputKind
+from spmd_worker.serve.exchange import OpenRequest, RequestExchange
+
+logger = logging.getLogger(__name__)
+
+_EMPTY_STEPS_A_TIMEOUT: Final = 8
+
+
+class EngineLoop:
+    """`drain_s` is how long requests that are there may go on once the exchange ends."""
+
+    def __init__(self, engine: LLMEngine, exchange: RequestExchange, drain_s: float) -> None:
+        self._engine, self._exchange, self._drain_s = engine, exchange, drain_s
+        self._requests: dict[RequestId, OpenRequest] = {}
+        self._numbers: dict[OpenRequest, RequestId] = {}
+        self._partials: dict[RequestId, PartialOutputs] = {}
+        # The other ranks wait for steps.
+        self._patience_s = engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
+        # A worker of another process that ends is noticed between steps, by the next.
+        engine.executor.register_failure_callback(exchange.look)
+
+    def run(self) -> None:
+        """Until the exchange ends and what was there is answered; then the other ranks leave `follow`. Raises what a
+        step raises, with every open request answered by an error.
+        """
+        try:
+            self._run()
+            # What came in the moment of the end.
+            self._exchange.fail(self._exchange.ending)
+            # Asked to end because a rank is gone? The step that follows another finds out.
+            self._step()
+            self._engine.close_followers()
+        except BaseException as error:  # told to the clients, and raised again
+            self._exchange.fail(f"the server has failed: {error or type(error).__name__}")
+            raise
+
+    def _run(self) -> None:
+        engine, exchange = self._engine, self._exchange
+        self._publish()
+        stepped_s = time.monotonic()
+        ending_s: float | None = None
+        while not exchange.ending or engine.has_unfinished_requests():
+            if not engine.has_unfinished_requests():
+                exchange.wait(stepped_s + self._patience_s - time.monotonic())
+            must_look = self._take()
+            now_s = time.monotonic()
+            if exchange.ending:
+                ending_s = now_s if ending_s is None else ending_s
+                if now_s - ending_s >= self._drain_s:
+                    self._end_all(exchange.ending)
+            # An empty step where nothing came for a while.
+            if engine.has_unfinished_requests() or must_look or now_s - stepped_s >= self._patience_s:
+                self._step()
+                stepped_s = time.monotonic()
+
+    def _take(self) -> bool:
+        """Returns whether the engine must be looked after."""
+        arrived, closed, must_look = self._exchange.take()
+        for request in arrived:
+            self._admit(request)
+        numbers = [self._numbers[request] for request in closed if request in self._numbers]
+        if numbers:
+            self._engine.abort_request(numbers)
+        return must_look
+
+    def _admit(self, request: OpenRequest) -> None:
+        row = request.row
+        try:
+            number = self._engine.admit_request(
+                row.prompt_token_ids, row.sampling, prompt=row.prompt, custom_id=row.custom_id, index=row.index
+            )
+        except ValueError as error:
+            # Of what only the engine knows, such as a bad word that is no token.
+            self._exchange.give([(request, _refused(request, error))])
+            return
+        self._requests[number], self._numbers[request] = request, number
+        if request.is_streamed:
+            self._partials[number] = PartialOutputs(RequestOutputKind.CUMULATIVE, row.prompt, self._engine.tokenizer)
+
+    def _step(self) -> None:
+        outputs = [(self._forget(output), output) for output in self._engine.step()]
+        groups = self._engine.scheduler.queues.groups
+        for number, partial in self._partials.items():
+            request, group = self._requests[number], groups.get(number)
+            # A reader that has not taken the last one gets all in the next.
+            if request.output is None and group is not None:
+                output = partial.partial(group, None)
+                if output is not None:
+                    outputs.append((request, output))
+        self._exchange.give(outputs)
+        self._publish()
+
+    def _forget(self, output: RequestOutput) -> OpenRequest:
+        number = RequestId(int(output.request_id))
+        request = self._requests.pop(number)
+        del self._numbers[request]
+        self._partials.pop(number, None)
+        return request
+
+    def _end_all(self, reason: str) -> None:
+        if not self._exchange.has_failed:
+            logger.warning("%d requests are not answered: %s", len(self._requests), reason)
+            self._exchange.fail(reason)
+            self._engine.abort_request(list(self._requests))
+
+    def _publish(self) -> None:
+        self._exchange.metrics = self._engine.get_metrics()
+
+
+def _refused(request: OpenRequest, error: ValueError) -> RequestOutput:
+    prompt_token_ids = list(request.row.prompt_token_ids)
+    return RequestOutput("", request.row.prompt, prompt_token_ids, finished=True, error=str(error))

@@ -1,0 +1,121 @@
+"""uvicorn in a thread of its own, on a socket that was bound before anything was loaded."""
+
+import asyncio
+import ipaddress
+import math
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from spmd_worker.config.extras import refuse_without
+from spmd_worker.errors import ConfigError
+from spmd_worker.serve.responses import AsgiApp
+
+HEADER_BYTES: Final = 32 * 1024
+"""Of a request's line and headers."""
+_IDLE_S: Final = 5
+"""A connection that was used and is idle is closed."""
+_MORE_CONNECTIONS: Final = 64
+"""Beside one for each request that may be open: idle ones, health checks."""
+_FLUSH_S: Final = 2
+
+
+def require_server() -> None:
+    """Raises ConfigError where the extra `serve` is missing."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        refuse_without(str(error.name), "serve", "the server", error)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet. Raises ConfigError for an address that cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"serve.host={host} with serve.port={port} cannot be listened on ({error.strerror or error}): give another "
+            f"port, or 0 for any that is free"
+        ) from None
+    return bound
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class HttpServer:
+    """`most_requests` may be open at once; a client that takes nothing of what was sent to it for `reader_s` is
+    disconnected. The socket is closed when the server has stopped. `has_ended` is called, in the server's thread, when
+    that ends, asked to or not.
+    """
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        bound: socket.socket,
+        most_requests: int,
+        reader_s: float,
+        has_ended: Callable[[], None],
+    ) -> None:
+        import uvicorn
+
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Else what is left in buffers would keep a connection. Accepted ones inherit it.
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * reader_s))
+
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=most_requests + _MORE_CONNECTIONS,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=_FLUSH_S,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+        )
+        self._server: Any = uvicorn.Server(config)
+        self._socket, self._has_ended = bound, has_ended
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="spmd-serve", daemon=True)
+
+    def start(self) -> None:
+        """From now on whoever connects is answered, or waits until the thread runs."""
+        self._socket.listen()
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise RuntimeError where the server has ended without being asked to."""
+        if not self._thread.is_alive() and not self._server.should_exit:
+            raise RuntimeError(f"the server's thread has ended: {self._error or 'nobody knows why'}") from self._error
+
+    def stop(self) -> None:
+        """Responses that are not complete have a little time. Idempotent."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(3 * _FLUSH_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._server.serve(sockets=[self._socket]))
+        except Exception as error:  # for whoever asks, in another thread
+            self._error = error
+        finally:
+            self._has_ended()

@@ -1,0 +1,92 @@
+"""Reads the body of a request: it becomes the row that the same body is in a batch file, by the same code.
+
+What a request has beside a row: `stream` and `stream_options`, and a name for its random numbers, where it has no seed.
+A row of a file has its `custom_id`, or its index; a request has the header `X-Custom-Id`, or its content. Never when it
+came: the answer does not depend on who else asks.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Final
+
+from spmd_worker.batch.input.openai_request import IGNORED_KEYS
+from spmd_worker.batch.input.prompt_values import RowProblem, refuse_unknown_keys, short
+from spmd_worker.batch.input.row_parser import parse_fields, resolve
+from spmd_worker.batch.row import EncodedRow, RowError
+from spmd_worker.config.schema import RowLimits
+from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.files import JsonError, parse_json_object
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+_STREAM_KEYS: Final = ("stream", "stream_options")
+_STREAM_OPTIONS: Final = ("include_usage", "include_obfuscation")
+_DIGEST_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRow:
+    """A request that can run. `includes_usage`: its stream ends with the numbers of tokens."""
+
+    row: EncodedRow
+    is_streamed: bool
+    includes_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReader:
+    """What an engine's requests are read with. Any thread may read."""
+
+    defaults: SamplingParams
+    limits: RowLimits
+    engine_limits: RequestLimits
+    tokenizer: Tokenizer | None
+
+    def read(self, index: int, url: str, data: bytes, custom_id: str | None) -> ServedRow | RowError:
+        """The request with this body at `url`. `custom_id` is the header's; `index` is its number here, for its name
+        among the engine's requests alone.
+        """
+        try:
+            # A row's body is one level deeper.
+            body = parse_json_object(data, max_nesting=self.limits.max_nesting - 1)
+            is_streamed, includes_usage = _stream_of(body)
+        except JsonError as error:
+            return RowError(index, custom_id, "openai", error.code, f"the body {error}")
+        except RowProblem as problem:
+            return RowError(index, custom_id, "openai", problem.code, str(problem))
+        asked = {key: value for key, value in body.items() if key not in _STREAM_KEYS}
+        name = content_name(url, asked) if custom_id is None else custom_id
+        fields = {"custom_id": name, "method": "POST", "url": url, "body": asked}
+        row = parse_fields(index, fields, self.defaults, self.limits)
+        if isinstance(row, RowError):
+            return row
+        if is_streamed and row.sampling.prompt_logprobs is not None:
+            message = "prompt_logprobs cannot be streamed: leave out stream, or prompt_logprobs"
+            return RowError(index, custom_id, "openai", "unsupported_value", message)
+        encoded = resolve(row, self.tokenizer, self.engine_limits, self.limits)
+        return encoded if isinstance(encoded, RowError) else ServedRow(encoded, is_streamed, includes_usage)
+
+
+def content_name(url: str, body: Mapping[str, Any]) -> str:
+    """The name of a request that was given none: a digest of all that its answer depends on."""
+    asked = {key: value for key, value in body.items() if key not in IGNORED_KEYS}
+    text = json.dumps([url, asked], sort_keys=True, separators=(",", ":"))
+    return f"content:{blake2b(text.encode('ascii'), digest_size=_DIGEST_BYTES).hexdigest()}"
+
+
+def _stream_of(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the answer is streamed, and whether with usage. Raises RowProblem."""
+    is_streamed, options = body.get("stream"), body.get("stream_options")
+    if not isinstance(is_streamed, bool | None):
+        raise RowProblem("invalid_value", f"stream={short(is_streamed)} must be true or false")
+    if options is None:
+        return bool(is_streamed), False
+    if not isinstance(options, dict):
+        raise RowProblem("invalid_value", f"stream_options={short(options)} must be an object")
+    refuse_unknown_keys(options, _STREAM_OPTIONS, " in stream_options")
+    for key, value in options.items():
+        if not isinstance(value, bool | None):
+            raise RowProblem("invalid_value", f"stream_options.{key}={short(value)} must be true or false")
+    return bool(is_streamed), bool(options.get("include_usage"))
