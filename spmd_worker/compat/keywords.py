@@ -365,7 +365,7 @@ _ROWS: Final = (
         trust_remote_code=False,
     ),
     *_refused(
-        "weights run in float32, bfloat16 or float16: leave it out and give a checkpoint that is not quantized",
+        "what the checkpoint's own config.json says is read, and weights run dequantised: leave it out",
         quantization=None,
         quantization_config=None,
     ),
