@@ -50,7 +50,7 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     table = torch.tensor(E2M1, dtype=torch.float32)
     low, high = (blocks & 15).to(torch.int32), (blocks >> 4).to(torch.int32)
     numbers = torch.stack((table[low], table[high]), dim=-1).flatten(-2)
-    factors = torch.ldexp(torch.ones((), dtype=torch.float32), scales.to(torch.int32) - _MX_BIAS)
+    factors = torch.ldexp(torch.ones(scales.shape, dtype=torch.float32), scales.to(torch.int32) - _MX_BIAS)
     return numbers.mul_(factors.unsqueeze(-1)).flatten(-2)
 
 

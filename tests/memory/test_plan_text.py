@@ -85,8 +85,8 @@ def test_the_plan_of_quantised_files_says_in_what_and_what_they_take_dequantised
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": awq}))
     lines = text_of(read_model_files(tmp_path).model_config, 2)
     assert lines.pop(1) == (
-        "files      quantised, 4-bit integers in groups of 128 (awq): dequantised to bfloat16 when they are loaded, the "
-        "weights take 15.0 GiB, as plain ones do"
+        "files      quantised, 4-bit integers in groups of 128 (awq): dequantised to bfloat16 when they are loaded, "
+        "the weights take 15.0 GiB, as plain ones do"
     )
     assert lines == text_of(model_config, 2)
 
