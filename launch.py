@@ -37,7 +37,7 @@ from spmd_worker.liveness.signals import EndingSignals
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.memory.host import keep_freed_memory
 from spmd_worker.model_config.families.listing import describe_families
-from spmd_worker.resolved import ResolvedRun, resolve_run
+from spmd_worker.resolved import ResolvedRun, find_model, resolve_run
 from spmd_worker.version import version
 
 logger = logging.getLogger("spmd_worker.launch")
@@ -209,6 +209,8 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
 
 
 def _run(config: RunConfig, environment: RankEnvironment) -> int:
+    # A download may take hours: before anything watches the ranks.
+    find_model(config)
     resolved = prefault_cache(config, environment)
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.batch.job import run_job

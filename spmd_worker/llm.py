@@ -51,6 +51,7 @@ class LLM:
         self,
         model: str | Path,
         *,
+        revision: str | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
@@ -83,6 +84,7 @@ class LLM:
     ) -> None:
         arguments = {
             "model": model,
+            "revision": revision,
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
             "data_parallel_size": data_parallel_size,

@@ -86,12 +86,14 @@ def _check_types(record: Any, group: str = "") -> None:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model: a Hugging Face folder. `max_model_len` null takes the model's own length (tokens).
+    """Which model: a Hugging Face folder, or a name on the hub (ORG/NAME), of which `revision` is a branch, tag or
+    commit; null is main. `max_model_len` null takes the model's own length (tokens).
 
     Weights that are NaN or infinite are refused unless `allow_nonfinite`.
     """
 
     path: str | None = None
+    revision: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"

@@ -122,7 +122,7 @@ OPTIONAL = {
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
     "transformers": ("spmd_worker.compat.script_tokenizer",),
     "trl": ("spmd_worker.integrations.trl",),
-    "huggingface_hub": ("spmd_worker.integrations.trl",),
+    "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }
 """Packages of extras: the modules that may import them, where they are needed and not before."""
 NEED_OPTIONAL = ("spmd_worker.integrations.lm_eval_model", "spmd_worker.integrations.trl")
