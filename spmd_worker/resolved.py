@@ -86,7 +86,7 @@ def resolve(
         max_model_len=_max_model_len(config, files.model_config),
         default_sampling=default_sampling(config.sampling, files.generation_config),
         files_digest=files.digest,
-        location=location or ModelLocation(Path(config.model.path or ""), config.model.path or ""),
+        location=location or ModelLocation(config.model.path or "", config.model.path or ""),
     )
 
 

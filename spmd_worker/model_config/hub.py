@@ -71,7 +71,7 @@ def locate_model(path: str, revision: str | None, *, needs_weights: bool = True)
     if folder.is_dir() or not is_hub_name(path):
         if revision is not None:
             logger.info("model.revision=%s is of no effect: model.path=%s is a folder", revision, path)
-        return ModelLocation(folder, folder.name)
+        return ModelLocation(path, folder.name)
     check_revision(revision or "main")
     wanted = _Wanted(cache_folder(), path, revision or "main", needs_weights)
     found = wanted.find()

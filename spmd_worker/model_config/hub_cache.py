@@ -25,11 +25,16 @@ _MOST_INDEX_BYTES: Final = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """The folder of a model, what people call it, and, where it is a snapshot of the hub's, the commit."""
+    """The folder `path` of a model, what people call it, and, where it is a snapshot of the hub's, the commit."""
 
-    folder: Path
+    path: str
     name: str
     commit: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        return Path(self.path)
 
 
 def is_hub_name(path: str) -> bool:
@@ -63,7 +68,7 @@ def find_snapshot(cache: Path, name: str, revision: str) -> ModelLocation | None
     repository = repository_folder(cache, name)
     commit = revision if _COMMIT.fullmatch(revision) else _read_ref(repository / "refs" / revision)
     folder = repository / "snapshots" / (commit or "")
-    return ModelLocation(folder, name, commit) if commit is not None and folder.is_dir() else None
+    return ModelLocation(str(folder), name, commit) if commit is not None and folder.is_dir() else None
 
 
 def missing_file(folder: Path, *, needs_weights: bool) -> str | None:

@@ -120,7 +120,7 @@ OPTIONAL = {
     "prometheus_client": ("spmd_worker.metrics.prometheus",),
     "matplotlib": ("spmd_worker.metrics.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
-    "transformers": ("spmd_worker.compat.script_tokenizer",),
+    "transformers": ("spmd_worker.compat.script_tokenizer", "spmd_worker.tokenizer.conversion"),
     "trl": ("spmd_worker.integrations.trl",),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }

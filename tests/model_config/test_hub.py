@@ -45,9 +45,9 @@ def test_a_snapshot_is_found_by_branch_tag_and_commit(cache: Path):
     first = write_snapshot(cache, "org/tiny", MODEL, refs=("main", "v1", "refs/pr/2"))
     second = write_snapshot(cache, "org/tiny", MODEL, commit=OTHER, refs=("v2",))
     for revision in (None, "main", "v1", "refs/pr/2", COMMIT):
-        assert locate_model("org/tiny", revision) == ModelLocation(first, "org/tiny", COMMIT)
+        assert locate_model("org/tiny", revision) == ModelLocation(str(first), "org/tiny", COMMIT)
     for revision in ("v2", OTHER):
-        assert locate_model("org/tiny", revision) == ModelLocation(second, "org/tiny", OTHER)
+        assert locate_model("org/tiny", revision) == ModelLocation(str(second), "org/tiny", OTHER)
 
 
 def test_huggingface_hub_finds_the_same_snapshot(cache: Path):
@@ -71,7 +71,7 @@ def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path, caplog: 
     write_snapshot(cache, "org/tiny", MODEL)
     (tmp_path / "org" / "tiny").mkdir(parents=True)
     with caplog.at_level("INFO"):
-        assert locate_model("org/tiny", "v1") == ModelLocation(Path("org/tiny"), "tiny")
+        assert locate_model("org/tiny", "v1") == ModelLocation("org/tiny", "tiny")
     assert "model.revision=v1 is of no effect: model.path=org/tiny is a folder" in caplog.text
 
 
@@ -139,7 +139,7 @@ def test_ranks_of_a_node_download_once_and_all_find_it(cache: Path, online: Any,
     calls = online(lambda: write_snapshot(cache, "org/tiny", MODEL))
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: locate_model("org/tiny", None), range(4)))
-    assert found == [ModelLocation(cache / "models--org--tiny" / "snapshots" / COMMIT, "org/tiny", COMMIT)] * 4
+    assert found == [ModelLocation(f"{cache}/models--org--tiny/snapshots/{COMMIT}", "org/tiny", COMMIT)] * 4
     (call,) = calls
     assert (call["name"], call["revision"], call["cache_dir"]) == ("org/tiny", "main", str(cache))
     assert "config.json" in call["allow_patterns"]
