@@ -125,7 +125,8 @@ def _download_once(wanted: _Wanted, hub: Any) -> ModelLocation:
             _download(wanted, hub)
         except Exception as error:  # whatever the hub, its transfers and the disk raise is every rank's error
             message = _not_found(wanted, f"the download failed: {type(error).__name__}: {error}")
-            write_json(note, {"launch": _launch(), "message": message})
+            with contextlib.suppress(OSError):
+                write_json(note, {"launch": _launch(), "message": message})
             raise ModelConfigError(message) from error
         note.unlink(missing_ok=True)
         found = wanted.find()

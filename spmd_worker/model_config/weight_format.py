@@ -6,6 +6,7 @@ w = (q - zero) * scale. Needs no torch.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 CLASS_OF_ALL: Final = "Linear"
@@ -90,11 +91,15 @@ class Quantization:
 
 
 def _is_listed(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern is the module, has it inside (`model.visual`) or is the end of its name (`lm_head`)."""
-    for pattern in patterns:
-        if pattern.startswith(REGEX):
-            if re.match(pattern.removeprefix(REGEX), name):
-                return True
-        elif f".{name}.".startswith(f".{pattern}.") or f".{name}".endswith(f".{pattern}"):
-            return True
-    return False
+    """Whether a pattern is the module, has it inside (`model.visual`), or is the end of its name (`lm_head`)."""
+    names, expressions = _sorted_out(patterns)
+    words = name.split(".")
+    parts = (".".join(part) for index in range(len(words)) for part in (words[: index + 1], words[index:]))
+    return any(part in names for part in parts) or any(each.match(name) for each in expressions)
+
+
+@lru_cache(maxsize=64)
+def _sorted_out(patterns: tuple[str, ...]) -> tuple[dict[str, None], tuple[re.Pattern[str], ...]]:
+    """Plain names, of which there may be thousands, and regular expressions."""
+    expressions = [pattern.removeprefix(REGEX) for pattern in patterns if pattern.startswith(REGEX)]
+    return dict.fromkeys(patterns), tuple(re.compile(each) for each in expressions)

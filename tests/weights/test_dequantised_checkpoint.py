@@ -132,6 +132,23 @@ def test_a_symmetric_file_with_the_middle_itself_as_zero_point_is_read_right_und
     assert not torch.equal(checkpoint.read(NAME, WHOLE), meant)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "wrong"),
+    [
+        ("awq", "AWQ_ORDER", tuple(range(8))),
+        ("gptq_order", "_whole", lambda bounds, size: ((0, 1), slice(0, bounds[1] - bounds[0]))),
+        ("w4a16_zeros", "_groups_of", lambda groups: (groups * 0, (0, 1))),
+    ],
+)
+def test_the_comparison_sees_another_order_of_bits_and_another_group(
+    made: Made, name: str, key: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+):
+    checkpoint, meant = made[name]
+    region = ((8, 16), (8, 16))
+    monkeypatch.setattr(quantised_weight, key, wrong)
+    assert not torch.equal(checkpoint.read(NAME, region), meant[tuple(slice(*each) for each in region)])
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_every_part_that_is_missing_is_named(tmp_path: Path, name: str):
     parts, _ = FORMATS[name].pack(matrix())
