@@ -26,7 +26,7 @@ from spmd_worker.distributed.environment import RankEnvironment, read_rank_envir
 from spmd_worker.errors import ConfigError, SpmdError
 from spmd_worker.model_config.families.listing import describe_families
 from spmd_worker.rank_program import CONF, CommandParser, describe_keys, fail, run_rank, write_report
-from spmd_worker.resolved import ResolvedRun, resolve_run
+from spmd_worker.resolved import ResolvedRun, find_model, resolve_run
 from spmd_worker.version import version
 
 _PATH_OPTIONS: Final = {"input": "job.input", "output": "job.output"}
@@ -151,6 +151,8 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
 
 
 def _run(config: RunConfig, environment: RankEnvironment) -> int:
+    # A download may take hours: before anything watches the ranks.
+    find_model(config)
     resolved = prefault_cache(config, environment)
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.batch.job import run_job

@@ -40,7 +40,8 @@ class LLM:
     """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager; what is
     forgotten, or open when the interpreter ends, is closed then.
 
-    Arguments are named and mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
+    `model` is a folder, or a name on the hub, `revision` of it; see `model.path` in the README. Arguments are named and
+    mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
     `host_tier_gib` are GiB of host memory a rank. vLLM's other keywords are taken too: docs/vllm.md says what each does
     here, and why some are refused. Arguments are checked as a command line's are: ConfigError names the key, as a
     command line has it, the value and the rule. Raises ConfigError, ModelConfigError, TokenizerError or CheckpointError
@@ -51,6 +52,7 @@ class LLM:
         self,
         model: str | Path,
         *,
+        revision: str | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
@@ -83,6 +85,7 @@ class LLM:
     ) -> None:
         arguments = {
             "model": model,
+            "revision": revision,
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
             "data_parallel_size": data_parallel_size,

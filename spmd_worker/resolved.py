@@ -11,6 +11,8 @@ from pathlib import Path
 from spmd_worker.config.schema import ParallelConfig, RunConfig
 from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
 from spmd_worker.errors import ConfigError
+from spmd_worker.model_config.hub import locate_model
+from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.sequence.defaults import default_sampling
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -19,7 +21,7 @@ from spmd_worker.sequence.sampling_params import SamplingParams
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:
     """Use `resolve_run`. `device_type` is "cpu" or "cuda", `max_model_len` counts tokens, `files_digest` is of the
-    bytes of config.json and generation_config.json.
+    bytes of config.json and generation_config.json, `location` says where the files are.
     """
 
     config: RunConfig
@@ -30,11 +32,12 @@ class ResolvedRun:
     max_model_len: int
     default_sampling: SamplingParams
     files_digest: str
+    location: ModelLocation
 
     @property
     def model_folder(self) -> Path:
         """The Hugging Face model folder."""
-        return Path(self.config.model.path or "")
+        return self.location.folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +53,27 @@ class EngineModelConfig:
 
 
 def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
-    """Read the model's files and resolve. Raises ConfigError or ModelConfigError."""
+    """Find the model, read its files and resolve. Raises ConfigError or ModelConfigError."""
     if config.model.path is None:
         raise ConfigError(
             "model.path is not set: give a Hugging Face model folder, such as scripts/demo/model (for plan=true its "
             "config.json is enough)"
         )
-    return resolve(config, read_model_files(Path(config.model.path)), device_type)
+    location = find_model(config)
+    return resolve(config, read_model_files(location.folder), device_type, location)
 
 
-def resolve(config: RunConfig, files: ModelFiles, device_type: str) -> ResolvedRun:
+def find_model(config: RunConfig) -> ModelLocation:
+    """Where the model's files are; a model of the hub's is downloaded where it is not here. A plan and random weights
+    need none. Raises ModelConfigError.
+    """
+    needs_weights = not config.plan and config.model.load_format != "dummy"
+    return locate_model(config.model.path or "", config.model.revision, needs_weights=needs_weights)
+
+
+def resolve(
+    config: RunConfig, files: ModelFiles, device_type: str, location: ModelLocation | None = None
+) -> ResolvedRun:
     """As `resolve_run`, of files that were read already. Raises ConfigError."""
     layout = layout_of(config.parallel)
     check_divides(layout, files.model_config)
@@ -72,6 +86,7 @@ def resolve(config: RunConfig, files: ModelFiles, device_type: str) -> ResolvedR
         max_model_len=_max_model_len(config, files.model_config),
         default_sampling=default_sampling(config.sampling, files.generation_config),
         files_digest=files.digest,
+        location=location or ModelLocation(config.model.path or "", config.model.path or ""),
     )
 
 

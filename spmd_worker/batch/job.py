@@ -254,7 +254,7 @@ def _lead(
         StepStatsWriter(run_dir / STEP_STATS_NAME) as stats,
     ):
         engine.watch_steps(stats.write)
-        answered = _answer_rows(engine, replicas, rows, output, engine.resolved.model_folder.name)
+        answered = _answer_rows(engine, replicas, rows, output, engine.resolved.location.name)
         run.journal.commit()
         generated_s = time.perf_counter()
         if not engine.is_closed:

@@ -25,7 +25,14 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
-    ModelOptions: {"dtype": "", "max_model_len": "", "load_format": "", "logprobs_mode": "", "allow_nonfinite": ""},
+    ModelOptions: {
+        "revision": "",
+        "dtype": "",
+        "max_model_len": "",
+        "load_format": "",
+        "logprobs_mode": "",
+        "allow_nonfinite": "",
+    },
     ParallelConfig: {
         "tensor_parallel_size": "",
         "pipeline_parallel_size": "",

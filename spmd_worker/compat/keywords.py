@@ -104,6 +104,7 @@ _ROWS: Final = (
     ),
     _same("override_generation_config", None, "keys of sampling parameters, `do_sample` and `max_new_tokens`"),
     _same("chat_template", None, "a file or the text of it; `chat` takes another one"),
+    _same("revision", None, "a branch, tag or commit of a model on the hub; of no effect for a folder"),
     # Ranks.
     _same("tensor_parallel_size", 1),
     _same("pipeline_parallel_size", 1),
@@ -126,8 +127,10 @@ _ROWS: Final = (
     _ours("device", "auto", "`auto`, `cpu` or `cuda`"),
     _ours("allow_nonfinite", False, "load weights that are NaN or infinite, which are refused otherwise"),
     # Without effect.
-    *_none("models are folders here, read as they are", revision=None, code_revision=None, tokenizer_revision=None),
-    *_none("nothing is downloaded", hf_token=None, download_dir=None),
+    *_none("the tokenizer is the model's, and no code is read", code_revision=None, tokenizer_revision=None),
+    *_none(
+        "downloads use what huggingface_hub reads: HF_TOKEN, HF_HOME, HF_HUB_CACHE", hf_token=None, download_dir=None
+    ),
     *_none("this name is for servers", served_model_name=None),
     *_none("there are no CUDA graphs and nothing is compiled: every step is eager", enforce_eager=False),
     *_none(
@@ -369,7 +372,7 @@ _ROWS: Final = (
         trust_remote_code=False,
     ),
     *_refused(
-        "weights run in float32, bfloat16 or float16: leave it out and give a checkpoint that is not quantized",
+        "what the checkpoint's own config.json says is read, and weights run dequantised: leave it out",
         quantization=None,
         quantization_config=None,
     ),

@@ -86,7 +86,8 @@ def _check_types(record: Any, group: str = "") -> None:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model: a Hugging Face folder. `max_model_len` null takes the model's own length (tokens).
+    """Which model: a Hugging Face folder, or a name on the hub (ORG/NAME), of which `revision` is a branch, tag or
+    commit; null is main. `max_model_len` null takes the model's own length (tokens).
 
     `logprobs_mode` says of which logits log-probabilities are: as the model gave them (`raw_logprobs`), those divided
     by the row's temperature (`tempered_logprobs`, what a trainer computes of a completion), or after penalties,
@@ -96,6 +97,7 @@ class ModelOptions:
     """
 
     path: str | None = None
+    revision: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"

@@ -15,8 +15,10 @@ from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config import schema as config
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
+from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.record_checks import sent_fields
@@ -42,16 +44,20 @@ _RECORDS: Final[dict[str, type]] = {
     for record in (
         *_CONFIG_RECORDS,
         CacheSpec,
+        FormatGroup,
         Logprob,
         ModelConfig,
+        ModelLocation,
         LayerConfig,
         NormConfig,
+        Quantization,
         RankEnvironment,
         RankLayout,
         ResolvedRun,
         RopeParameters,
         SamplingParams,
         StepResult,
+        WeightFormat,
     )
 }
 

@@ -27,6 +27,7 @@ from spmd_worker.memory.plan import (
     resolve_swap_space_bytes,
     size_rank,
 )
+from spmd_worker.model_config.model_config import DTYPE_BYTES
 from spmd_worker.resolved import ResolvedRun
 
 _OUTSIDE_BYTES: Final = {"cpu": 300 * 2**20, "cuda": 2**30}
@@ -121,7 +122,8 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"{layout.world_size} = {layout.data_parallel_size} data x {layout.pipeline_parallel_size} pipeline x "
         f"{layout.tensor_parallel_size} tensor"
     )
-    lines = [f"model      {model}", f"computes   {_where(plan)}", f"ranks      {ranks}", *_replicas(plan)]
+    lines = [f"model      {model}", *_quantised(plan), f"computes   {_where(plan)}", f"ranks      {ranks}"]
+    lines += _replicas(plan)
     lines += ["", *_table(plan), ""]
     lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
     error_result = plan.error_result
@@ -150,6 +152,17 @@ def _where(plan: MemoryPlan) -> str:
     if plan.resolved.config.device == "auto":
         return f"in {dtype} on the CPU (device=auto takes a GPU where there is one: device=cuda plans for it)"
     return f"in {dtype} on {'the CPU' if plan.resolved.device_type == 'cpu' else 'one GPU a rank'}"
+
+
+def _quantised(plan: MemoryPlan) -> list[str]:
+    model_config, dtype = plan.resolved.model_config, plan.resolved.dtype
+    if model_config.quantization is None:
+        return []
+    num_bytes = format_bytes(model_config.num_parameters * DTYPE_BYTES[dtype])
+    return [
+        f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded, the "
+        f"weights take {num_bytes}, as plain ones do"
+    ]
 
 
 def _replicas(plan: MemoryPlan) -> list[str]:

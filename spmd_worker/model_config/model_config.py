@@ -1,8 +1,7 @@
 """The sizes everything below needs, read from a model folder's `config.json`.
 
 One decoder architecture, of which every family states only its difference (`families/`), and one `LayerConfig` for each
-layer. A model folder is data: code it carries (`auto_map`) is never run, and quantised checkpoints are refused rather
-than misread.
+layer. A model folder is data: code it carries (`auto_map`) is never run.
 """
 
 import logging
@@ -18,7 +17,9 @@ from spmd_worker.model_config.config_reader import MOST, ConfigReader, whole_num
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
+from spmd_worker.model_config.quantization import read_quantization
 from spmd_worker.model_config.rope import STRETCHED_ROPE_TYPES, RopeParameters, read_local_rope, read_rope
+from spmd_worker.model_config.weight_format import Quantization
 
 __all__ = ["DTYPE_BYTES", "FAMILIES", "ModelConfig", "ModelFiles", "RopeParameters"]
 
@@ -43,7 +44,8 @@ class ModelConfig:
     `norm` is the last one's. `ropes` are those that layers name. `num_positions` is the rows of a table of learned
     positions, 0 for none. Embeddings are multiplied by `embedding_multiplier`, rounded to the dtype first where
     `rounds_multiplier`; logits are divided by `logit_divisor` and, where `logit_cap` is above 0, bounded by it:
-    cap * tanh(logit / cap).
+    cap * tanh(logit / cap). `quantization` says how the files have the weights where they are not plain; the model
+    computes with them dequantised.
     """
 
     architecture: str
@@ -61,6 +63,7 @@ class ModelConfig:
     rounds_multiplier: bool = False
     logit_divisor: float = 1.0
     logit_cap: float = 0.0
+    quantization: Quantization | None = None
 
     @property
     def names(self) -> Names:
@@ -159,7 +162,6 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     text = _content(path)
     generation_text = _content(generation_path) if generation_path.exists() else b""
     config = _json_object(text, path)
-    _refuse_what_is_not_run(config, path)
     generation = _json_object(generation_text, generation_path) if generation_text else {}
     if "eos_token_id" in generation:
         config["eos_token_id"] = generation["eos_token_id"]
@@ -187,7 +189,7 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
 
 def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     """`config` is the content of `path`, which is only named in errors."""
-    architecture = _architecture(config, path)
+    architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = FAMILIES[architecture]
     config = _text_part(config, path) if family.is_text_part else config
     reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
@@ -214,6 +216,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         rounds_multiplier=family.embeds_by_root,
         logit_divisor=_number(reader, family.logit_divisor_key, 1.0),
         logit_cap=_number(reader, family.logit_cap_key, 0.0),
+        quantization=quantization,
     )
 
 
@@ -284,13 +287,6 @@ def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: 
         return read_local_rope(reader, max_positions, head_size)
     rope = read_rope(reader, max_positions, head_size, may_be_partial=family.may_have_partial_rope)
     return (replace(rope, is_interleaved=family.has_interleaved_rope),)
-
-
-def _refuse_what_is_not_run(config: Mapping[str, Any], path: Path) -> None:
-    if config.get("quantization_config"):
-        raise ModelConfigError(
-            f"{path}: quantization_config is not supported; give a float32, bfloat16 or float16 checkpoint"
-        )
 
 
 def _architecture(config: Mapping[str, Any], path: Path) -> str:

@@ -1,10 +1,11 @@
 """Text to token ids and back, from the files of a model folder.
 
-Ids equal those of transformers' fast tokenizer for the same folder; transformers itself is never imported, and nothing
-in the folder is executed but the chat template, in its sandbox.
+Ids equal those of transformers' fast tokenizer for the same folder; transformers itself is imported only to convert the
+files of older tokenizers, and nothing in the folder is executed but the chat template, in its sandbox.
 """
 
 import io
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +15,10 @@ import tokenizers
 
 from spmd_worker import files
 from spmd_worker.errors import ChatTemplateError, TokenizerError
+from spmd_worker.tokenizer.conversion import converted, older_files
 from spmd_worker.tokenizer.template_process import IsolatedTemplate
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -65,6 +69,8 @@ class Tokenizer:
         """Read the tokenizer of a model folder. Raises TokenizerError naming the file and what is wrong with it."""
         folder = Path(model_folder)
         contents = {name: _read(folder / name) for name in _FILES}
+        if contents[_TOKENIZER_FILE] is None:
+            contents[_TOKENIZER_FILE] = converted(folder)
         tokenizer = contents[_TOKENIZER_FILE]
         if tokenizer is None:
             raise TokenizerError(
@@ -84,8 +90,17 @@ class Tokenizer:
 
     @staticmethod
     def open_if_present(model_folder: Path) -> "Tokenizer | None":
-        """The tokenizer, or None for a folder without tokenizer.json. Raises TokenizerError when the file is broken."""
-        return Tokenizer.open(model_folder) if (Path(model_folder) / _TOKENIZER_FILE).is_file() else None
+        """The tokenizer, or None for a folder without tokenizer.json; of older files, which are converted, also where
+        that fails, with a warning. Raises TokenizerError when tokenizer.json is broken.
+        """
+        folder = Path(model_folder)
+        if (folder / _TOKENIZER_FILE).is_file():
+            return Tokenizer.open(folder)
+        try:
+            return Tokenizer.open(folder) if older_files(folder) else None
+        except TokenizerError as error:
+            logger.warning("%s", error)
+            return None
 
     @property
     def vocab_size(self) -> int:

@@ -8,7 +8,7 @@ instead of page faults.
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from spmd_worker.errors import CheckpointError
 from spmd_worker.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.layers.weight_slice import Rectangle, is_inside
-from spmd_worker.weights.region import plan_read
+from spmd_worker.weights.region import plan_read, split_region
 from spmd_worker.weights.safetensors_header import (
     MAX_HEADER_BYTES,
     SafetensorsHeader,
@@ -31,6 +31,19 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES = {
+    **WEIGHT_DTYPES,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""What `read_stored` reads: weights, and what quantised ones are made of."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 # A gap shorter than a page cannot be skipped by the page cache anyway, and a call costs what copying a page costs.
 _MAX_GAP_BYTES = 4096
@@ -103,15 +116,33 @@ class Checkpoint:
         """Full shape of a tensor. Raises CheckpointError for a name the checkpoint does not have."""
         return self._entry(name).shape
 
+    def kind(self, name: str) -> str:
+        """Dtype of a tensor as the file writes it, such as BF16."""
+        return self._entry(name).dtype
+
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor. Raises CheckpointError for one that is no plain floating-point weight."""
         kind = self._entry(name).dtype
         if kind not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{self._file_of[name]}: tensor {name!r} has dtype {kind}: weights must be one of "
-                f"{', '.join(WEIGHT_DTYPES)}; quantised checkpoints are not supported"
+                f"{', '.join(WEIGHT_DTYPES)}, and config.json does not say (quantization_config) that this one is "
+                f"quantised"
             )
         return WEIGHT_DTYPES[kind]
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Dtype of what is stored, be it a weight or a part of a quantised one. Raises CheckpointError for other kinds
+        of data.
+        """
+        kind = self._entry(name).dtype
+        if kind not in STORED_DTYPES:
+            raise CheckpointError(f"{self._file_of[name]}: tensor {name!r} has dtype {kind}, which is not read")
+        return STORED_DTYPES[kind]
+
+    def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
+        """Cut a region into blocks that `read` gives as at most `max_bytes` each, in the order of the file."""
+        return split_region(self.shape(name), region, max_bytes // self.dtype(name).itemsize)
 
     def position(self, name: str) -> tuple[str, int]:
         """File name and offset of a tensor's data: reading in this order reads each file forwards."""
@@ -123,7 +154,12 @@ class Checkpoint:
         Reads the bytes of the region only, and the gaps between its rows where they are shorter than a page.
         Raises CheckpointError when the file has changed or shrunk since its header was read.
         """
-        entry, dtype = self._entry(name), self.dtype(name)
+        self.dtype(name)
+        return self.read_stored(name, region)
+
+    def read_stored(self, name: str, region: Rectangle) -> torch.Tensor:
+        """As `read`, also for what is no weight by itself."""
+        entry, dtype = self._entry(name), self.stored_dtype(name)
         assert is_inside(region, entry.shape), (name, entry.shape, region)
         plan = plan_read(entry.shape, region, _MAX_GAP_BYTES // dtype.itemsize)
         buffer = torch.empty(plan.buffer_shape, dtype=dtype)
@@ -136,6 +172,15 @@ class Checkpoint:
             filled += num_bytes
         return buffer[plan.wanted]
 
+    def stored_name(self, name: str) -> str:
+        """What the file calls a tensor."""
+        return self._stored_names.get(name, name)
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor that the model does not have says nothing."""
+        del name
+        return False
+
     def fingerprint(self) -> str:
         """Hex digest of the headers, sizes and file names: equal on ranks that see the same checkpoint anywhere.
 
@@ -147,7 +192,7 @@ class Checkpoint:
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder}: has no tensor {name!r}")
-        return self.headers[self._file_of[name]].tensors[self._stored_names.get(name, name)]
+        return self.headers[self._file_of[name]].tensors[self.stored_name(name)]
 
     def _fill(self, name: str, target: memoryview, offset: int) -> None:
         descriptor = self._descriptor(self._file_of[name])
@@ -231,6 +276,8 @@ def _nothing_found(folder: Path) -> str:
             f"{folder}: holds weights only as {', '.join(pickles[:3])}: reading a pickle can run code, so these are "
             "refused: convert them to safetensors (save_pretrained of a recent transformers does)"
         )
+    if any(entry.suffix == ".gguf" for entry in folder.iterdir()):
+        return f"{folder}: holds weights only as GGUF, which is not read: give the safetensors that it was made from"
     found = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors")
     beside = f"; it holds {', '.join(found[:3])} without an index" if found else ""
     return f"{folder}: has no weights: looked for {SINGLE_FILE} and {INDEX_FILE}{beside}"

@@ -34,7 +34,7 @@ def _digest(checkpoint: Checkpoint, name: str) -> str:
     shape = checkpoint.shape(name)
     digest = blake2b(digest_size=16)
     for block in split_region(shape, full_rectangle(shape), _BLOCK_ELEMENTS):
-        digest.update(checkpoint.read(name, block).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(checkpoint.read_stored(name, block).contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

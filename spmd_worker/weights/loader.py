@@ -5,20 +5,54 @@ Knows nothing of architectures or ranks: the slices say it all.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, full_rectangle, whole
-from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.coverage import check_coverage, checkpoint_problems, raise_problems
-from spmd_worker.weights.region import move_block, split_region
+from spmd_worker.weights.region import move_block
 
 # Well under the promised 64 MB: glibc keeps blocks below 32 MB for reuse instead of faulting in fresh pages each time.
 _BLOCK_BYTES = 16 * 2**20
+
+
+class WeightSource(Protocol):
+    """What weights are read from: see `Checkpoint`, whose own tensors they are, and `DequantisedCheckpoint`."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of tensor data fetched from files so far."""
+
+    def names(self) -> list[str]:
+        """See `Checkpoint.names`."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Checkpoint.shapes`."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `Checkpoint.shape`."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `Checkpoint.dtype`."""
+
+    def position(self, name: str) -> tuple[str, int]:
+        """See `Checkpoint.position`."""
+
+    def blocks(self, name: str, region: Rectangle, max_bytes: int) -> Iterator[Rectangle]:
+        """See `Checkpoint.blocks`."""
+
+    def read(self, name: str, region: Rectangle) -> torch.Tensor:
+        """See `Checkpoint.read`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +74,7 @@ def load_weights(
     model: nn.Module,
     slices: Sequence[WeightSlice],
     paddings: Sequence[PaddingSlice],
-    checkpoint: Checkpoint,
+    checkpoint: WeightSource,
     *,
     ignorable: Callable[[str], bool] = nothing_ignorable,
     tied: Mapping[str, str] | None = None,
@@ -70,7 +104,7 @@ def load_weights(
 def load_whole(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
     shapes: Mapping[str, tuple[int, ...]],
-    checkpoint: Checkpoint,
+    checkpoint: WeightSource,
     *,
     ignorable: Callable[[str], bool] = nothing_ignorable,
     tied: Mapping[str, str] | None = None,
@@ -117,25 +151,23 @@ def fill_paddings(parameters: Mapping[str, nn.Parameter], paddings: Sequence[Pad
             parameters[padding.parameter_name].data[tuple(slice(*bounds) for bounds in padding.destination)].zero_()
 
 
-def _load_slice(parameter: nn.Parameter, piece: WeightSlice, checkpoint: Checkpoint, allows_nonfinite: bool) -> None:
+def _load_slice(parameter: nn.Parameter, piece: WeightSlice, checkpoint: WeightSource, allows_nonfinite: bool) -> None:
     name = piece.checkpoint_name
-    max_elements = _BLOCK_BYTES // checkpoint.dtype(name).itemsize
-    for block in split_region(piece.checkpoint_shape, piece.source, max_elements):
+    for block in checkpoint.blocks(name, piece.source, _BLOCK_BYTES):
         values = checkpoint.read(name, block)
         if not allows_nonfinite and not is_finite(values, parameter.dtype):
             raise CheckpointError(_describe_nonfinite(checkpoint, name, block, values, parameter.dtype))
         copy_block(parameter, piece, block, values)
 
 
-def _check_tied(piece: WeightSlice, tied: Mapping[str, str], checkpoint: Checkpoint) -> None:
+def _check_tied(piece: WeightSlice, tied: Mapping[str, str], checkpoint: WeightSource) -> None:
     """Some files have both of them, which says nothing as long as they are equal."""
     name, other = piece.checkpoint_name, tied.get(piece.checkpoint_name)
     if other is None or other not in checkpoint.names():
         return
     kinds = [(checkpoint.dtype(each), checkpoint.shape(each)) for each in (name, other)]
     is_same_kind = kinds[0] == kinds[1]
-    max_elements = _BLOCK_BYTES // checkpoint.dtype(name).itemsize
-    blocks = split_region(piece.checkpoint_shape, piece.source, max_elements) if is_same_kind else []
+    blocks = checkpoint.blocks(name, piece.source, _BLOCK_BYTES) if is_same_kind else iter(())
     differing = next((block for block in blocks if not _is_same(checkpoint, name, other, block)), None)
     if is_same_kind and differing is None:
         return
@@ -146,7 +178,7 @@ def _check_tied(piece: WeightSlice, tied: Mapping[str, str], checkpoint: Checkpo
     )
 
 
-def _is_same(checkpoint: Checkpoint, name: str, other: str, block: Rectangle) -> bool:
+def _is_same(checkpoint: WeightSource, name: str, other: str, block: Rectangle) -> bool:
     """To the bit: what is no number is equal to itself here."""
     first, second = checkpoint.read(name, block), checkpoint.read(other, block)
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
@@ -159,7 +191,7 @@ def is_finite(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _describe_nonfinite(
-    checkpoint: Checkpoint, name: str, block: Rectangle, values: torch.Tensor, dtype: torch.dtype
+    checkpoint: WeightSource, name: str, block: Rectangle, values: torch.Tensor, dtype: torch.dtype
 ) -> str:
     troubles = values.to(dtype).isfinite().logical_not().nonzero()
     index = [start + offset for (start, _), offset in zip(block, troubles[0].tolist(), strict=True)]

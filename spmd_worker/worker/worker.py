@@ -41,6 +41,7 @@ from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.weights.checkpoint import Checkpoint
+from spmd_worker.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.weights.dummy import fill_dummy
 from spmd_worker.weights.loader import load_weights, load_whole
 from spmd_worker.worker.backends import arithmetic_of, choose_backends
@@ -114,7 +115,7 @@ class Worker(WorkerBase):
                     slices,
                     paddings,
                     checkpoint,
-                    ignorable=model.is_ignorable,
+                    ignorable=lambda name: model.is_ignorable(name) or checkpoint.is_unused(name),
                     tied=model.tied_tensors(),
                     allows_nonfinite=self.config.model.allow_nonfinite,
                 )
@@ -287,16 +288,19 @@ class Worker(WorkerBase):
                 model.load_weights,
                 model.checkpoint_shapes,
                 checkpoint,
-                ignorable=model.is_ignorable,
+                ignorable=lambda name: model.is_ignorable(name) or checkpoint.is_unused(name),
                 tied=model.tied_tensors(),
             )
 
-    def _open_checkpoint(self, folder: Path) -> Checkpoint:
-        """With the names that the model's table has, also where the files leave a prefix out."""
+    def _open_checkpoint(self, folder: Path) -> Checkpoint | DequantisedCheckpoint:
+        """With the names that the model's table has, also where the files leave a prefix out. Quantised weights are
+        looked at as plain ones.
+        """
         checkpoint, names = Checkpoint.open(folder), self.model_config.names
         checkpoint.rename(names.canonical)
         checkpoint.add_prefix(names.optional_prefix, besides=f"{names.head}.weight")
-        return checkpoint
+        quantization = self.model_config.quantization
+        return checkpoint if quantization is None else DequantisedCheckpoint.open(checkpoint, quantization)
 
     def get_model_inspection(self) -> str:
         """See `WorkerBase.get_model_inspection`."""

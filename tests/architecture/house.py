@@ -129,9 +129,9 @@ OPTIONAL = {
     "starlette": ("spmd_worker.serve.app", "spmd_worker.serve.http_server"),
     "matplotlib": ("spmd_worker.metrics.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
-    "transformers": ("spmd_worker.compat.script_tokenizer",),
+    "transformers": ("spmd_worker.compat.script_tokenizer", "spmd_worker.tokenizer.conversion"),
     "trl": ("spmd_worker.integrations.trl",),
-    "huggingface_hub": ("spmd_worker.integrations.trl",),
+    "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }
 """Packages of extras: the modules that may import them, where they are needed and not before."""
 NEED_OPTIONAL = ("spmd_worker.integrations.lm_eval_model", "spmd_worker.integrations.trl")

@@ -13,6 +13,8 @@ from spmd_worker.config import schema as config
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.executor.rpc_coding import decode_call, decode_value, encode_call, encode_value
+from spmd_worker.model_config.hub_cache import ModelLocation
+from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.resolved import resolve_run
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.request import RequestId
@@ -126,3 +128,11 @@ def test_what_is_unknown_is_refused_where_it_is_sent(value: object, text: str):
 def test_bytes_that_are_no_value_are_refused(data: bytes, text: str):
     with pytest.raises(ValueError, match=text):
         decode_value(data)
+
+
+def test_a_run_of_quantised_files_from_the_hub_crosses_whole():
+    formats = (WeightFormat("gptq", "int", 4, 1, 128, has_zeros=True), WeightFormat("scaled", "e4m3", 8, None, None))
+    groups = tuple(FormatGroup((name,), format_) for name, format_ in zip(("re:.*down", "Linear"), formats))
+    location = ModelLocation("/cache/snapshots/0", "org/tiny", "0" * 40)
+    for value in (Quantization("compressed-tensors", groups, ("lm_head",)), location):
+        assert decode_value(encode_value(value)) == value

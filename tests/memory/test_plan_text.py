@@ -78,6 +78,19 @@ def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config:
     ]
 
 
+def test_the_plan_of_quantised_files_says_in_what_and_what_they_take_dequantised(
+    model_config: ModelConfig, tmp_path: Path
+):
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": awq}))
+    lines = text_of(read_model_files(tmp_path).model_config, 2)
+    assert lines.pop(1) == (
+        "files      quantised, 4-bit integers in groups of 128 (awq): dequantised to bfloat16 when they are loaded, "
+        "the weights take 15.0 GiB, as plain ones do"
+    )
+    assert lines == text_of(model_config, 2)
+
+
 def test_weights_of_all_ranks_are_the_models_parameters(model_config: ModelConfig):
     plan = make_plan(resolved(model_config, 8))
     norms = (2 * model_config.num_layers + 1) * model_config.hidden_size

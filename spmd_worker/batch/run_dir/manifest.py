@@ -62,6 +62,7 @@ def make_manifest(
         "version": version(),
         "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
         "model": str(resolved.model_folder.resolve()),
+        "model_revision": resolved.location.commit,
         "starts": [{"layout": settings["parallel"], "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}],
     }
 

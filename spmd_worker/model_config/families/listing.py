@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
+from spmd_worker.model_config.quantization import READ_METHODS
 
 
 def describe_families() -> str:
@@ -16,7 +17,8 @@ def describe_families() -> str:
             "",
             *_table(("not run", "because"), refused),
             "",
-            "Any other architecture is refused by name, and so are quantised checkpoints (quantization_config).",
+            "Any other architecture is refused by name. Weights that are quantised by "
+            f"{', '.join(READ_METHODS)} (quantization_config) are dequantised when they are loaded.",
             "Code in a model folder is never run: auto_map of an architecture that runs is ignored.",
         ]
     )

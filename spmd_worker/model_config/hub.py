@@ -1,0 +1,191 @@
+"""Finds the model that `model.path` names, and downloads it from the Hugging Face hub where it is only a name there.
+
+A folder comes before the hub. Of the ranks on a node one downloads, under a lock that the kernel releases when it ends;
+the others wait while it makes progress, find what it fetched, and fail with its words where it failed.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker.errors import ModelConfigError
+from spmd_worker.files import JsonError, parse_json_object, read_regular_file, write_json
+from spmd_worker.model_config.hub_cache import (
+    ModelLocation,
+    cache_folder,
+    check_revision,
+    find_snapshot,
+    is_hub_name,
+    missing_file,
+    repository_folder,
+)
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS: Final = ("config.json", "generation_config.json")
+_FILES: Final = (
+    *_SETTINGS,
+    *("*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt", "added_tokens.json"),
+    *("special_tokens_map.json", "chat_template*"),
+)
+"""What is fetched: weights as safetensors, configuration, tokenizer. No code and no pickle."""
+_NOT_FETCHED: Final = ("*/*", "consolidated*")
+"""Folders inside, and copies of the weights in other names."""
+_POLL_S: Final = 0.2
+_PATIENCE_S: Final = 600.0
+"""Without a byte more in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A name on the hub, a revision of it, and whether the weights are needed."""
+
+    cache: Path
+    name: str
+    revision: str
+    needs_weights: bool
+
+    def find(self) -> ModelLocation | None:
+        """The snapshot, where it is complete."""
+        found = find_snapshot(self.cache, self.name, self.revision)
+        if found is None or missing_file(found.folder, needs_weights=self.needs_weights) is not None:
+            return None
+        return found
+
+    def __str__(self) -> str:
+        return f"model.path={self.name}" + (f" at model.revision={self.revision}" if self.revision != "main" else "")
+
+
+def locate_model(path: str, revision: str | None, *, needs_weights: bool = True) -> ModelLocation:
+    """The folder `path`, or the snapshot of the hub's model of that name, `revision` (main) of it. What the cache does
+    not have is downloaded, unless HF_HUB_OFFLINE is set. Raises ModelConfigError, with what was looked for and where.
+    """
+    folder = Path(path)
+    if folder.is_dir() or not is_hub_name(path):
+        if revision is not None:
+            logger.info("model.revision=%s is of no effect: model.path=%s is a folder", revision, path)
+        return ModelLocation(path, folder.name)
+    check_revision(revision or "main")
+    wanted = _Wanted(cache_folder(), path, revision or "main", needs_weights)
+    found = wanted.find()
+    if found is not None:
+        return found
+    if _is_offline():
+        raise ModelConfigError(_not_found(wanted, "HF_HUB_OFFLINE is set, so nothing is downloaded"))
+    try:
+        hub: Any = import_module("huggingface_hub")
+    except ModuleNotFoundError:
+        why = "huggingface_hub, which downloads, is not installed (pip install 'spmd-worker[hub]')"
+        raise ModelConfigError(_not_found(wanted, why)) from None
+    return _download_once(wanted, hub)
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _not_found(wanted: _Wanted, why: str) -> str:
+    found = find_snapshot(wanted.cache, wanted.name, wanted.revision)
+    place = repository_folder(wanted.cache, wanted.name)
+    if found is not None:
+        lacks = f"{found.folder} lacks {missing_file(found.folder, needs_weights=wanted.needs_weights)}"
+    elif place.is_dir():
+        lacks = f"{place} has no snapshot of {wanted.revision}"
+    else:
+        lacks = f"there is no {place}"
+    revision = f" --revision {wanted.revision}" if wanted.revision != "main" else ""
+    return (
+        f"{wanted} is no folder, and not in the local cache of the hub: {lacks}; {why}: give a folder, or download it "
+        f"where there is a network (hf download {wanted.name}{revision}) and set HF_HOME or HF_HUB_CACHE to that cache"
+    )
+
+
+def _download_once(wanted: _Wanted, hub: Any) -> ModelLocation:
+    place = repository_folder(wanted.cache / ".locks", wanted.name)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelConfigError(_not_found(wanted, f"the cache cannot be written: {error}")) from None
+    with _locked(place / "spmd-worker.lock", wanted):
+        found = wanted.find()
+        if found is not None:
+            return found
+        note = place / "spmd-worker.failed.json"
+        earlier = _read_failure(note)
+        if earlier is not None:
+            raise ModelConfigError(earlier)
+        try:
+            _download(wanted, hub)
+        except Exception as error:  # whatever the hub, its transfers and the disk raise is every rank's error
+            message = _not_found(wanted, f"the download failed: {type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):
+                write_json(note, {"launch": _launch(), "message": message})
+            raise ModelConfigError(message) from error
+        note.unlink(missing_ok=True)
+        found = wanted.find()
+        if found is None:
+            raise ModelConfigError(_not_found(wanted, "the hub has no such file: weights must be safetensors"))
+        return found
+
+
+def _download(wanted: _Wanted, hub: Any) -> None:
+    logger.info("%s: downloading into %s", wanted, wanted.cache)
+    hub.snapshot_download(
+        wanted.name,
+        revision=wanted.revision,
+        cache_dir=str(wanted.cache),
+        allow_patterns=list(_FILES if wanted.needs_weights else _SETTINGS),
+        ignore_patterns=list(_NOT_FETCHED),
+    )
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wanted: _Wanted) -> Iterator[None]:
+    """One process of this machine at a time. Raises ModelConfigError where another has it and fetches nothing."""
+    with path.open("a") as file:
+        before, since = -1, time.monotonic()
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                fetched = _num_bytes(repository_folder(wanted.cache, wanted.name) / "blobs")
+                if fetched != before:
+                    before, since = fetched, time.monotonic()
+                if time.monotonic() - since > _PATIENCE_S:
+                    why = f"another process holds {path} and has fetched nothing for {_PATIENCE_S:g} s"
+                    raise ModelConfigError(_not_found(wanted, why)) from None
+                time.sleep(_POLL_S)
+        yield
+
+
+def _num_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _launch() -> list[str]:
+    """Equal on the ranks of one launch on this node, and of no two launches; [] for a process alone."""
+    variables = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    return [] if is_alone else [str(os.getppid()), *(os.environ.get(name, "") for name in variables)]
+
+
+def _read_failure(note: Path) -> str | None:
+    """What another rank of this launch failed with."""
+    try:
+        value = parse_json_object(read_regular_file(note, 1 << 20))
+    except (JsonError, OSError):
+        return None
+    message, launch = value.get("message"), _launch()
+    return message if launch and value.get("launch") == launch and isinstance(message, str) else None

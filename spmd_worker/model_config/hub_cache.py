@@ -1,0 +1,97 @@
+"""Where a model is on this machine: a folder, or a name on the Hugging Face hub of which the local cache has a copy.
+
+The cache's layout is huggingface_hub's: `models--ORG--NAME/refs/REVISION` holds a commit, `snapshots/COMMIT` its files.
+Reads files and the environment; needs neither huggingface_hub nor a network.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from spmd_worker.errors import ModelConfigError
+from spmd_worker.files import JsonError, parse_json_object, read_regular_file
+
+_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_REVISION: Final = re.compile(r"\w[\w./-]*")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_MOST_NAME: Final = 96
+_SINGLE_FILE: Final = "model.safetensors"
+_INDEX_FILE: Final = "model.safetensors.index.json"
+_MOST_INDEX_BYTES: Final = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLocation:
+    """The folder `path` of a model, what people call it, and, where it is a snapshot of the hub's, the commit."""
+
+    path: str
+    name: str
+    commit: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        return Path(self.path)
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this may be a name on the hub: ORG/NAME."""
+    has_runs = ".." in path or "--" in path
+    return _NAME.fullmatch(path) is not None and not has_runs and len(path) <= _MOST_NAME
+
+
+def check_revision(revision: str) -> None:
+    """Raise ModelConfigError for what can be no branch, tag or commit: it becomes a part of a path."""
+    if _REVISION.fullmatch(revision) is None or ".." in revision:
+        raise ModelConfigError(f"model.revision={revision!r} must be a branch, a tag or a commit of the hub")
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """The hub's cache, as huggingface_hub finds it: HF_HUB_CACHE, else `hub` in HF_HOME."""
+    for key in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if environment.get(key):
+            return Path(environment[key]).expanduser()
+    general = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(environment.get("HF_HOME") or f"{general}/huggingface").expanduser() / "hub"
+
+
+def repository_folder(cache: Path, name: str) -> Path:
+    """Of a name on the hub."""
+    return cache / f"models--{name.replace('/', '--')}"
+
+
+def find_snapshot(cache: Path, name: str, revision: str) -> ModelLocation | None:
+    """The snapshot that `revision` names; None where the cache has none."""
+    repository = repository_folder(cache, name)
+    commit = revision if _COMMIT.fullmatch(revision) else _read_ref(repository / "refs" / revision)
+    folder = repository / "snapshots" / (commit or "")
+    return ModelLocation(str(folder), name, commit) if commit is not None and folder.is_dir() else None
+
+
+def missing_file(folder: Path, *, needs_weights: bool) -> str | None:
+    """A file that a snapshot lacks, because its download was cut short or was of a part; None for none."""
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    if not needs_weights or (folder / _SINGLE_FILE).is_file():
+        return None
+    index = folder / _INDEX_FILE
+    if not index.is_file():
+        return f"{_SINGLE_FILE} or {_INDEX_FILE}"
+    try:
+        weight_map = parse_json_object(read_regular_file(index, _MOST_INDEX_BYTES)).get("weight_map")
+    except (JsonError, OSError):
+        return _INDEX_FILE
+    files = weight_map.values() if isinstance(weight_map, dict) else []
+    wanted = sorted(dict.fromkeys(str(file) for file in files))
+    return next((file for file in wanted if not (folder / file).is_file()), None)
+
+
+def _read_ref(path: Path) -> str | None:
+    try:
+        text = read_regular_file(path, 1000).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text if _COMMIT.fullmatch(text) else None

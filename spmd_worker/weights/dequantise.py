@@ -1,0 +1,62 @@
+"""The arithmetic of quantised weights: stored numbers -> float32, as the formats define it.
+
+w = (q - zero) * scale, computed in float32: the difference of two small integers is exact, and so is the product with a
+scale of 16 bits; one rounding to the run's dtype follows, where the weight is copied. Knows nothing of files or names.
+
+O: outputs, I: inputs of the weight; Go, Gi: groups of outputs and inputs that share a scale.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Of eight columns that AWQ packs into an int32, the nibble of each (https://github.com/casper-hansen/AutoAWQ)."""
+
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""FP4 by its four bits: sign, two of exponent, one of mantissa (OCP Microscaling Formats v1.0)."""
+
+_MX_BIAS: Final = 127
+
+
+def unpack(packed: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """int32 whose bits hold unsigned numbers of `bits` (4 or 8), the first in the lowest -> int32 of those numbers,
+    32 / bits times as many along `dim` (0 or 1 of two). `order`: where each of those in one int32 is.
+    """
+    places = order or range(32 // bits)
+    shifts = torch.tensor([bits * place for place in places], dtype=torch.int32)
+    mask = (1 << bits) - 1
+    if dim == 0:
+        return (packed.unsqueeze(1) >> shifts.view(1, -1, 1)).bitwise_and_(mask).flatten(0, 1)
+    return (packed.unsqueeze(2) >> shifts).bitwise_and_(mask).flatten(1, 2)
+
+
+def apply_scales(
+    numbers: Tensor, scales: Tensor, zeros: Tensor | None, row_groups: Tensor, column_groups: Tensor
+) -> Tensor:
+    """float32 [O, I] of stored numbers -> (numbers - zero) * scale, in place and returned. `scales` and `zeros` are
+    [Go, Gi] of any dtype; `row_groups` int64 [O] and `column_groups` int64 [I] index them.
+    """
+    if zeros is not None:
+        numbers.sub_(_spread(zeros, row_groups, column_groups))
+    return numbers.mul_(_spread(scales, row_groups, column_groups))
+
+
+def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """uint8 [..., G, 16], of which each byte has two FP4 numbers, the first in the low bits, and uint8 [..., G]
+    exponents -> float32 [..., 32 G]: number * 2^(exponent - 127).
+    """
+    table = torch.tensor(E2M1, dtype=torch.float32)
+    low, high = (blocks & 15).to(torch.int32), (blocks >> 4).to(torch.int32)
+    numbers = torch.stack((table[low], table[high]), dim=-1).flatten(-2)
+    factors = torch.ldexp(torch.ones(scales.shape, dtype=torch.float32), scales.to(torch.int32) - _MX_BIAS)
+    return numbers.mul_(factors.unsqueeze(-1)).flatten(-2)
+
+
+def _spread(values: Tensor, row_groups: Tensor, column_groups: Tensor) -> Tensor:
+    """[Go, Gi] -> float32 [O, I], or what broadcasts to it."""
+    values = values.to(torch.float32)
+    if values.shape[0] > 1:
+        values = values.index_select(0, row_groups)
+    return values.index_select(1, column_groups) if values.shape[1] > 1 else values

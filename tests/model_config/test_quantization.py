@@ -1,0 +1,160 @@
+"""`quantization_config` is read as its writers mean it, and what is not known is one sentence with the key."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quantised_files import FORMATS, compressed
+
+from spmd_worker.errors import ModelConfigError
+from spmd_worker.model_config.quantization import READ_METHODS, read_quantization
+from spmd_worker.model_config.weight_format import Quantization
+
+PATH = Path("/m/config.json")
+GPTQ = FORMATS["gptq"].config
+AWQ = FORMATS["awq"].config
+W4 = FORMATS["w4a16"].config
+
+
+def read(config: Any, **others: Any) -> Quantization:
+    found = read_quantization({"quantization_config": config, **others}, PATH)
+    assert found is not None
+    return found
+
+
+def test_without_the_key_weights_are_plain():
+    assert read_quantization({}, PATH) is None
+    assert read_quantization({"quantization_config": None, "text_config": {}}, PATH) is None
+    assert read_quantization({"quantization_config": {}}, PATH) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fp8_block", "FP8 in blocks of 32 x 16 (fp8)"),
+        ("fp8_tensor", "FP8 with one scale a tensor or a row (fp8)"),
+        ("fbgemm_fp8", "FP8 with one scale a row (fbgemm_fp8)"),
+        ("gptq", "4-bit integers in groups of 16 (gptq)"),
+        ("gptq_order", "4-bit integers in groups of 16 (act-order) (gptq)"),
+        ("gptq_rows", "4-bit integers with one scale a row (gptq)"),
+        ("awq", "4-bit integers in groups of 16 (awq)"),
+        ("float_tensor", "FP8 with one scale a tensor (compressed-tensors)"),
+        ("w8a16_rows", "8-bit integers with one scale a row (compressed-tensors)"),
+    ],
+)
+def test_formats_have_words_for_people(name: str, words: str):
+    assert read(FORMATS[name].config).words == words
+
+
+def test_older_places_of_the_key_are_read():
+    """Files of 2024 have compression_config; multimodal ones may have the key in text_config."""
+    older = {key: value for key, value in W4.items() if key != "quant_method"}
+    assert read_quantization({"compression_config": older}, PATH) == read(W4)
+    assert read_quantization({"text_config": {"quantization_config": AWQ}}, PATH) == read(AWQ)
+
+
+def test_method_names_of_what_is_read_are_all_read():
+    assert {FORMATS[name].config["quant_method"] for name in FORMATS} | {"mxfp4"} == set(READ_METHODS)
+
+
+def weights(**changes: Any) -> dict[str, Any]:
+    """The W4A16 config with keys of `weights` changed."""
+    config = compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16)
+    config["config_groups"]["group_0"]["weights"] |= changes
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["quant_method='bitsandbytes'", "dequantize()"]),
+        ({"quant_method": "gguf"}, ["quant_method='gguf'", "safetensors"]),
+        *(
+            ({"quant_method": name}, [f"quant_method={name!r} is known and not read", "bfloat16"])
+            for name in ("hqq", "quanto", "aqlm", "vptq", "eetq", "torchao", "nvfp4", "modelopt", "quark", "exl2")
+        ),
+        ({"quant_method": "intel/auto-round"}, ["quant_method='intel/auto-round'", "export it as auto_gptq"]),
+        ({"quant_method": "guess"}, ["quant_method='guess' is not known", "read are fp8, fbgemm_fp8"]),
+        ({"bits": 4}, ["quant_method=None is not known"]),
+        ({"quant_method": ["gptq"]}, ["quant_method=['gptq'] is not known"]),
+        ("gptq", ["quantization_config must be an object"]),
+        ({**GPTQ, "bits": 3}, ["bits=3 is not read, only 4 or 8"]),
+        ({**GPTQ, "bits": 4.0}, ["bits=4.0 is not read"]),
+        ({**GPTQ, "bits": "4"}, ["bits='4' is not read"]),
+        ({**GPTQ, "group_size": 0}, ["group_size=0 must be -1 (all inputs) or a whole number from 1"]),
+        ({**GPTQ, "group_size": True}, ["group_size=True must be"]),
+        ({**GPTQ, "checkpoint_format": "marlin"}, ["checkpoint_format='marlin' is not read, only gptq or gptq_v2"]),
+        ({**GPTQ, "desc_act": "yes"}, ["desc_act='yes' is not read, only false or true"]),
+        ({**GPTQ, "sym": 1}, ["sym=1 is not read"]),
+        ({**GPTQ, "dynamic": {r"+:.*\.0\..*": {"bits": 8}}}, ["dynamic has '+:", "begin with -:"]),
+        ({**GPTQ, "dynamic": ["a"]}, ["dynamic=['a'] must be an object"]),
+        ({**AWQ, "bits": 8}, ["bits=8 is not read, only 4"]),
+        ({**AWQ, "version": "gemv"}, ["version='gemv' is not read, only gemm"]),
+        ({**AWQ, "zero_point": False}, ["zero_point=False is not read, only true"]),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ["weight_block_size=[128] must list two whole numbers"]),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, ["weight_block_size=[0, 128] must list"]),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt='e5m2' is not read, only e4m3"]),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, ["modules_to_not_convert must list names"]),
+        ({"quant_method": "fp8", "modules_to_not_convert": [3]}, ["modules_to_not_convert must list names"]),
+        ({**W4, "format": "nvfp4-pack-quantized"}, ["format='nvfp4-pack-quantized' is not read, only float-quantized"]),
+        ({**W4, "format": "marlin-24"}, ["format='marlin-24' is not read"]),
+        ({**W4, "sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparsity_config is not read"]),
+        ({**W4, "transform_config": {"config_groups": {}}}, ["transform_config is not read"]),
+        ({**W4, "config_groups": {}}, ["config_groups={} must name how weights are stored"]),
+        ({**W4, "config_groups": {"a": {"targets": ["Linear"]}}}, ["config_groups.a.weights=None must say how"]),
+        (weights(num_bits=3), ["config_groups.group_0.weights.num_bits=3 is not read, only 4 or 8"]),
+        (weights(type="float"), ["weights.type='float' is not read, only int"]),
+        (weights(strategy="tensor_group"), ["weights.strategy='tensor_group' is not read"]),
+        (weights(strategy="block"), ["weights.block_structure=None must list two whole numbers"]),
+        (weights(group_size=-2), ["weights.group_size=-2 must be"]),
+        (weights(symmetric="no"), ["weights.symmetric='no' is not read, only true or false"]),
+        ({**W4, "ignore": ["re:(a+)+$"]}, ["ignore has the pattern '(a+)+$'", "none of a group"]),
+        ({**W4, "ignore": ["re:.*a.*b.*c.*d.*e"]}, ["ignore has the pattern", "4 repeats"]),
+        ({**W4, "ignore": ["re:("]}, ["ignore has the pattern '('", "must be a regular expression"]),
+    ],
+)
+def test_what_is_not_read_is_one_sentence_with_file_and_key(config: Any, words: list[str]):
+    with pytest.raises(ModelConfigError) as caught:
+        read(config)
+    message = str(caught.value)
+    assert message.startswith("/m/config.json: quantization_config")
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize("config", [GPTQ, AWQ, W4, FORMATS["fp8_block"].config])
+@pytest.mark.parametrize("value", [None, 7, "x", [], {}, [[]], -1, True, 1e9])
+def test_a_key_with_anything_in_it_is_read_or_refused_and_never_crashes(config: dict[str, Any], value: Any):
+    for key in (*config, "weight_block_size", "modules_to_not_convert", "dynamic", "transform_config"):
+        with contextlib.suppress(ModelConfigError):
+            read({**config, key: value})
+
+
+def test_names_come_before_classes_and_lists_of_plain_modules_before_both():
+    eight = FORMATS["w8a16_rows"].config["config_groups"]["group_0"]
+    groups = {
+        "a": W4["config_groups"]["group_0"],
+        "b": {**eight, "targets": ["re:.*down_proj"]},
+        "c": {**eight, "targets": ["model.layers.1.self_attn"]},
+    }
+    found = read({**W4, "config_groups": groups, "ignore": ["lm_head", r"re:.*layers\.2\..*"]})
+
+    def bits(name: str) -> int | None:
+        format_ = found.format_of(name)
+        return None if format_ is None else format_.bits
+
+    assert bits("model.layers.0.mlp.up_proj") == 4
+    assert bits("model.layers.0.mlp.down_proj") == 8
+    assert bits("model.layers.1.self_attn.q_proj") == 8
+    assert bits("model.layers.11.self_attn.q_proj") == 4
+    assert bits("model.layers.2.mlp.down_proj") is None
+    assert bits("lm_head") is None
+    assert bits("model.lm_head2") == 4
+
+
+def test_rules_of_gptqmodel_that_leave_modules_plain_are_heeded():
+    found = read({**GPTQ, "dynamic": {r"-:.*\.mlp\.gate$": {}}})
+    assert found.format_of("model.layers.0.mlp.gate") is None
+    assert found.format_of("model.layers.0.mlp.gate_proj") is not None

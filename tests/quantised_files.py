@@ -1,0 +1,239 @@
+"""Weights packed as the formats of quantised checkpoints have them, from their published definitions, in plain loops.
+
+Each packer takes a float matrix [outputs, inputs] and gives the tensors that the format stores, by the end of their
+names, with the float32 values that the definition gives for them. Knows nothing of the reader under test.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+GROUP = 16
+BLOCK = (32, 16)
+
+Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""Stored tensors by ending, and what they mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What config.json says, and how a matrix is packed."""
+
+    config: Mapping[str, Any]
+    pack: Callable[[torch.Tensor], Packed]
+
+
+def fp8_block(weight: torch.Tensor) -> Packed:
+    """https://huggingface.co/deepseek-ai/DeepSeek-V3 (README_WEIGHTS.md)."""
+    rows, columns = weight.shape
+    scales = torch.empty(-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
+    stored, meant = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            place = slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1])
+            scales[i, j] = weight[place].abs().max() / 448.0
+            stored[place] = (weight[place] / scales[i, j]).to(torch.float8_e4m3fn)
+            meant[place] = stored[place].float() * scales[i, j]
+    return {".weight": stored, ".weight_scale_inv": scales}, meant
+
+
+def fp8_tensor(weight: torch.Tensor) -> Packed:
+    scale = weight.abs().max() / 448.0
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    parts = {".weight": stored, ".weight_scale": scale.reshape(()), ".input_scale": torch.tensor(0.5)}
+    return parts, stored.float() * scale
+
+
+def fp8_row(weight: torch.Tensor) -> Packed:
+    scales = weight.abs().amax(dim=1, keepdim=True) / 448.0
+    stored = (weight / scales).to(torch.float8_e4m3fn)
+    return {".weight": stored, ".weight_scale": scales}, stored.float() * scales
+
+
+def groups(weight: torch.Tensor, bits: int, size: int, is_symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """Unsigned numbers [O, I], float16 scales [O, G] and zero points [O, G]."""
+    grouped = weight.reshape(len(weight), -1, size)
+    most = (1 << bits) - 1
+    if is_symmetric:
+        scales = grouped.abs().amax(dim=2) * 2 / most
+        zeros = torch.full_like(scales, (most + 1) // 2)
+    else:
+        low, high = grouped.amin(dim=2).clamp(max=0), grouped.amax(dim=2).clamp(min=0)
+        scales = (high - low) / most
+        zeros = torch.round(-low / scales).clamp(1, most)
+    scales = scales.half()
+    numbers = torch.round(grouped / scales.float()[..., None] + zeros[..., None]).clamp(0, most)
+    return numbers.reshape(weight.shape).to(torch.int64), scales, zeros.to(torch.int64)
+
+
+def pack(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """int64 [A, B] -> int32 [A, B * bits / 32]: number `order[i]` of each run at bits i * `bits`."""
+    num = 32 // bits
+    padded = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % num))
+    words = torch.zeros(len(numbers), padded.shape[1] // num, dtype=torch.int64)
+    for i in range(num):
+        words |= padded[:, (order or range(num))[i] :: num] << (bits * i)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def meant(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_of: torch.Tensor) -> torch.Tensor:
+    """(q - zero) * scale of the group of each input."""
+    return (numbers - zeros[:, group_of]).float() * scales.float()[:, group_of]
+
+
+def gptq(
+    weight: torch.Tensor, *, bits: int, is_symmetric: bool, has_order: bool, is_second: bool, size: int = GROUP
+) -> Packed:
+    """https://github.com/AutoGPTQ/AutoGPTQ (qlinear_cuda.pack); with `has_order`, groups by a shuffled order."""
+    inputs = weight.shape[1]
+    shuffled = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    order = shuffled if has_order else torch.arange(inputs)
+    numbers, scales, zeros = groups(weight[:, order], bits, size, is_symmetric)
+    back = order.argsort()
+    group_of = (torch.arange(inputs) // size)[back]
+    numbers = numbers[:, back]
+    parts = {
+        ".qweight": pack(numbers, bits).T.contiguous(),
+        ".qzeros": pack((zeros if is_second else zeros - 1).T, bits),
+        ".scales": scales.T.contiguous(),
+        ".g_idx": group_of.to(torch.int32),
+    }
+    return parts, meant(numbers, scales, zeros, group_of)
+
+
+AWQ_PACKS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def awq(weight: torch.Tensor) -> Packed:
+    """https://github.com/casper-hansen/AutoAWQ (WQLinear_GEMM.from_linear)."""
+    numbers, scales, zeros = groups(weight, 4, GROUP, is_symmetric=False)
+    parts = {
+        ".qweight": pack(numbers.T, 4, AWQ_PACKS),
+        ".qzeros": pack(zeros.T, 4, AWQ_PACKS),
+        ".scales": scales.T.contiguous(),
+    }
+    return parts, meant(numbers, scales, zeros, torch.arange(weight.shape[1]) // GROUP)
+
+
+def int8_row(weight: torch.Tensor, *, is_symmetric: bool = True) -> Packed:
+    """compressed-tensors int-quantized: int8, a scale and perhaps a zero point a row."""
+    numbers, scales, zeros = groups(weight, 8, weight.shape[1], is_symmetric)
+    scales = scales.to(torch.bfloat16)
+    signed, zeros = numbers - 128, zeros - 128
+    parts = {".weight": signed.to(torch.int8), ".weight_scale": scales}
+    if not is_symmetric:
+        parts[".weight_zero_point"] = zeros.to(torch.int8)
+    return parts, (signed - zeros).float() * scales.float()
+
+
+def packed_int(weight: torch.Tensor, *, bits: int, size: int, is_symmetric: bool, has_order: bool = False) -> Packed:
+    """compressed-tensors pack-quantized; `size` -1: a scale a row."""
+    inputs = weight.shape[1]
+    size = inputs if size == -1 else size
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(3)) if has_order else torch.arange(inputs)
+    numbers, scales, zeros = groups(weight[:, order], bits, size, is_symmetric)
+    back = order.argsort()
+    group_of = (torch.arange(inputs) // size)[back]
+    numbers = numbers[:, back]
+    parts = {
+        ".weight_packed": pack(numbers, bits),
+        ".weight_scale": scales,
+        ".weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+    if not is_symmetric:
+        parts[".weight_zero_point"] = pack(zeros.T.contiguous(), bits).T.contiguous()
+    if has_order:
+        parts[".weight_g_idx"] = group_of.to(torch.int32)
+    return parts, meant(numbers, scales, zeros, group_of)
+
+
+def compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "symmetric": True, "dynamic": False, **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def _gptq(bits: int, is_symmetric: bool, has_order: bool, kind: str, size: int = GROUP) -> Format:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": size if size == GROUP else -1}
+    config |= {"desc_act": has_order, "sym": is_symmetric, "checkpoint_format": kind}
+    return Format(
+        config,
+        lambda weight: gptq(
+            weight,
+            bits=bits,
+            is_symmetric=is_symmetric,
+            has_order=has_order,
+            is_second=kind == "gptq_v2",
+            size=size if size == GROUP else weight.shape[1],
+        ),
+    )
+
+
+def _packed(bits: int, size: int, is_symmetric: bool, has_order: bool = False) -> Format:
+    how = {"strategy": "channel"} if size == -1 else {"strategy": "group", "group_size": size}
+    config = compressed("pack-quantized", num_bits=bits, type="int", symmetric=is_symmetric, **how)
+    if has_order:
+        config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return Format(
+        config,
+        lambda weight: packed_int(weight, bits=bits, size=size, is_symmetric=is_symmetric, has_order=has_order),
+    )
+
+
+FORMATS: dict[str, Format] = {
+    "fp8_block": Format({"quant_method": "fp8", "weight_block_size": list(BLOCK), "fmt": "e4m3"}, fp8_block),
+    "fp8_tensor": Format({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
+    "fbgemm_fp8": Format({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}, fp8_row),
+    "gptq": _gptq(4, True, False, "gptq"),
+    "gptq_order": _gptq(4, False, True, "gptq"),
+    "gptq_v2_8bits": _gptq(8, False, True, "gptq_v2"),
+    "gptq_rows": _gptq(4, True, False, "gptq_v2", -1),
+    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
+    "float_tensor": Format(compressed("float-quantized", type="float", strategy="tensor"), fp8_tensor),
+    "float_row": Format(compressed("float-quantized", type="float", strategy="channel"), fp8_row),
+    "int_row": Format(compressed("int-quantized", type="int", strategy="channel"), int8_row),
+    "int_row_zeros": Format(
+        compressed("int-quantized", type="int", strategy="channel", symmetric=False),
+        lambda weight: int8_row(weight, is_symmetric=False),
+    ),
+    "w4a16": _packed(4, GROUP, True),
+    "w4a16_zeros": _packed(4, GROUP, False),
+    "w4a16_order": _packed(4, GROUP, True, has_order=True),
+    "w8a16_rows": _packed(8, -1, True),
+    "w8a16_rows_zeros": _packed(8, -1, False),
+}
+"""By a name of ours."""
+
+
+def quantise(source: Path, folder: Path, name: str) -> tuple[Path, Path]:
+    """A checkpoint folder with its layers' matrices in format `name`, and one with what these mean, in float32."""
+    format_ = FORMATS[name]
+    stored: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        if ".layers." in key and tensor.dim() == 2:
+            parts, values = format_.pack(tensor)
+            stored |= {key.removesuffix(".weight") + ending: part.contiguous() for ending, part in parts.items()}
+            plain[key] = values
+        else:
+            stored[key] = plain[key] = tensor
+    folders = []
+    for kind, tensors in ((name, stored), (f"{name}_plain", plain)):
+        shutil.copytree(source, folder / kind)
+        save_file(tensors, folder / kind / "model.safetensors", metadata={"format": "pt"})
+        folders.append(folder / kind)
+    path = folders[0] / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(format_.config)}))
+    return folders[0], folders[1]

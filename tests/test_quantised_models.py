@@ -1,0 +1,114 @@
+"""Models whose files are quantised answer as transformers does with the dequantised weights, on one rank and on two.
+
+The ranks read the quantised files, each its share; transformers reads float32 files of what they mean.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from our_model import load_model, prompt_logits
+from quantised_files import FORMATS, quantise
+from reference_models import CheckpointSpec, LlamaConfig, Qwen2Config, open_reference, random_prompt, write_checkpoint
+
+from spmd_worker import LLM, SamplingParams
+from spmd_worker.errors import CheckpointError
+
+LIMIT_S = 200.0
+PROMPTS = [random_prompt(length, seed=5) for length in (3, 21, 40)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+SIZES = {"intermediate_size": 96, "num_hidden_layers": 2}
+"""Columns that groups divide; halves of them that they do not, and packed int32 do."""
+SETS = [
+    pytest.param(("fp8_block", "gptq_order"), id="two"),
+    pytest.param(
+        (
+            *("fbgemm_fp8", "gptq_v2_8bits", "awq", "float_tensor", "int_row_zeros", "w4a16_zeros", "w4a16_order"),
+            "w8a16_rows",
+        ),
+        id="eight",
+        marks=pytest.mark.matrix,
+    ),
+]
+
+
+def source_of(folder: Path, name: str) -> Path:
+    """Every second format on Qwen2, which has biases."""
+    kind = (LlamaConfig, Qwen2Config)[list(FORMATS).index(name) % 2]
+    path = folder / f"{kind.__name__}"
+    if not path.exists():
+        write_checkpoint(path, CheckpointSpec(kind, SIZES))
+    return path
+
+
+@torch.no_grad()
+def transformers_ids(folder: Path) -> list[list[int]]:
+    model = open_reference(folder)
+    answers = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(GREEDY.max_tokens or 0):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+@pytest.mark.parametrize("names", SETS)
+def test_two_ranks_give_the_ids_of_transformers_on_the_dequantised_weights(tmp_path: Path, names: tuple[str, ...]):
+    folders = {name: quantise(source_of(tmp_path, name), tmp_path, name) for name in names}
+    done = ranks.run_forked([__file__, tmp_path, *(folders[name][0] for name in names)], 2, LIMIT_S)
+    assert done.returncode == 0, done.output
+    by_rank = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert by_rank[0] == by_rank[1]
+    expected = {name: transformers_ids(plain) for name, (_, plain) in folders.items()}
+    assert dict(zip(names, by_rank[0], strict=True)) == expected
+    # Negative control: quantised otherwise it answers otherwise.
+    assert len({str(ids) for ids in expected.values()}) > len(names) // 2
+
+
+@pytest.mark.parametrize("name", ["fp8_block", pytest.param("gptq_v2_8bits", marks=pytest.mark.matrix)])
+def test_logits_are_those_of_the_plain_files_to_the_last_bit(tmp_path: Path, name: str):
+    quantised, plain = quantise(source_of(tmp_path, name), tmp_path, name)
+    ours, theirs = (prompt_logits(load_model(folder), PROMPTS) for folder in (quantised, plain))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_weights_that_were_dropped_are_dequantised_again_from_the_files(tmp_path: Path):
+    quantised, _ = quantise(source_of(tmp_path, "awq"), tmp_path, "awq")
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    with LLM(quantised, dtype="float32", device="cpu", num_blocks=64) as llm:
+        before = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.collective_rpc("reload_weights")
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == before
+
+
+def test_a_missing_scale_is_named_before_anything_is_filled(tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    quantised, _ = quantise(source_of(tmp_path, "awq"), tmp_path, "awq")
+    tensors = load_file(quantised / "model.safetensors")
+    del tensors["model.layers.1.self_attn.v_proj.scales"]
+    save_file(tensors, quantised / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.v_proj\.scales beside it"):
+        load_model(quantised)
+
+
+def main() -> None:
+    """On each rank: the greedy ids of every folder of the command line."""
+    folder, *models = map(Path, sys.argv[1:])
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    answers = []
+    for model in models:
+        with LLM(model, tensor_parallel_size=2, dtype="float32", device="cpu", num_blocks=64, max_num_seqs=4) as llm:
+            answers.append([list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY)])
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
