@@ -228,7 +228,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, ["rope_theta=1", "above 1", "yarn"]),
         ({"rope_parameters": {**YARN, "rope_theta": 0.5}}, ["rope_theta=0.5", "above 1", "yarn"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"hidden_act": "gelu"}, ["hidden_act=gelu", "silu"]),
+        ({"hidden_act": "quick_gelu"}, ["hidden_act=quick_gelu", "silu"]),
         ({"num_key_value_heads": 5}, ["32", "num_key_value_heads=5"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000"]),

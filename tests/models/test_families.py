@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense_checkpoints import DENSE_CASES, DENSE_MODEL_TYPES, SEEN_IN_LAYOUTS
 from family_checkpoints import ALL_CASES, OLDER_ROPES, WITH_IMAGES, family_folder, family_reference, thinned_folder
 from model_configs import spelled, windows_of
 from our_model import load_model, prompt_logits
@@ -297,6 +298,7 @@ MODEL_TYPES = {
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "GPT2LMHeadModel": "gpt2",
+    **DENSE_MODEL_TYPES,
 }
 HAVE_SIZES = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GPT2LMHeadModel")
 

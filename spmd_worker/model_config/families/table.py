@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
+from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 
 
 def _inside(names: Names, prefix: str) -> Names:
@@ -345,11 +347,14 @@ FAMILIES: Final[dict[str, Family]] = {
             "eos_token_id": 50256,
         },
     ),
+    **RMS_ROWS,
+    **LAYER_NORM_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts"
 _LATENT: Final = "its layers have experts and attention over a latent cache"
 _RECURRENT: Final = "some of its layers have a recurrent state, which is no paged cache"
+_ALIBI: Final = "its attention knows positions by biases (alibi)"
 _IMAGES: Final = "it takes images; for text alone give the checkpoint of its language model"
 _ENCODER: Final = "it is an encoder, or has one"
 
@@ -360,6 +365,7 @@ REFUSED: Final[dict[str, tuple[str, ...]]] = {
     ),
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
+    _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
         *("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration", "Gemma4ForConditionalGeneration"),
         *("Glm4vForConditionalGeneration", "MllamaForConditionalGeneration", "Llama4ForConditionalGeneration"),
