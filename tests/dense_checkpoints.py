@@ -72,15 +72,31 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "stablelm_parallel": ("StableLm", {**_SHORT, "use_parallel_residual": True, "use_qkv_bias": True}),
     "phi": ("Phi", {**_SHORT}),
     "gpt_neox": ("GPTNeoX", {**_SHORT}),
-    "gpt_neox_serial": ("GPTNeoX", {**_SHORT, "use_parallel_residual": False, "hidden_act": "gelu_fast"}),
-    "falcon": ("Falcon", {**_SHORT, "ffn_hidden_size": 96, "bias": True}),
+    "gpt_neox_serial": (
+        "GPTNeoX",
+        {
+            **_SHORT,
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_fast",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "falcon": ("Falcon", {**_SHORT, "ffn_hidden_size": 80, "bias": True}),
     "gpt_bigcode": ("GPTBigCode", {"n_inner": 80}),
-    "opt": ("OPT", {**_SHORT, "ffn_dim": 96}),
+    "opt": ("OPT", {**_SHORT, "ffn_dim": 80}),
 }
 """Family of transformers, and what its configuration is made with besides the sizes that all have."""
 
-OLDER_DENSE_ROPES: Final = ("stablelm", "phi", "nemotron", "gpt_neox", "hunyuan")
+OLDER_DENSE_ROPES: Final = ("stablelm", "phi", "nemotron", "gpt_neox", "gpt_neox_serial", "hunyuan")
 SMALL_TABLES: Final = ("olmo", "opt")
+DROPPED_PREFIXES: Final = {"GPT2": "transformer.", "OPT": "model."}
+"""What names begin with, and do not in some files."""
+MASKS: Final = {
+    "GPT2": ("h.{}.attn.bias",),
+    "GPTBigCode": ("transformer.h.{}.attn.bias",),
+    "GPTNeoX": ("gpt_neox.layers.{}.attention.bias", "gpt_neox.layers.{}.attention.masked_bias"),
+}
+"""What older files have and no model reads."""
 WITHOUT_KV_HEADS: Final = ("GPTNeoX", "Falcon", "OPT", "GPTBigCode")
 
 DENSE_MODEL_TYPES: Final = {
@@ -106,5 +122,6 @@ DENSE_MODEL_TYPES: Final = {
 }
 
 SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "gpt_neox", "opt")
-"""One of each kind of layer that others do not have: norms after rotation, growing queries, bounds of projections, layers
-without rotation beside others, feed-forwards beside attention, tensors by head, positions from the third row on."""
+"""One of each kind of layer that others do not have: norms after rotation, growing queries, bounds of projections,
+layers without rotation beside others, feed-forwards beside attention, tensors by head, positions from the third row on.
+"""

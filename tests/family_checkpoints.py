@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 import transformers
-from dense_checkpoints import DENSE_CASES, OLDER_DENSE_ROPES, SMALL_TABLES, WITHOUT_KV_HEADS
+from dense_checkpoints import (
+    DENSE_CASES,
+    DROPPED_PREFIXES,
+    MASKS,
+    OLDER_DENSE_ROPES,
+    SMALL_TABLES,
+    WITHOUT_KV_HEADS,
+)
 from reference_models import open_reference
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
@@ -170,7 +177,8 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     model = getattr(transformers, family + suffix)(config).float().eval()
     stir(model)
     if name in SMALL_TABLES:
-        model.get_input_embeddings().weight.data.mul_(0.01)
+        for tensor_name, value in model.named_parameters():
+            value.data.mul_(0.01 if "embed" in tensor_name else 1.0)
     model.save_pretrained(folder)
 
 
@@ -240,8 +248,9 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     if name == "gemma_older_word":
         thin["hidden_act"] = "gelu"
     path.write_text(json.dumps(thin))
-    if CASES[name][0] == "GPT2":
-        _drop_prefix(folder / "model.safetensors")
+    family = CASES[name][0]
+    if family in {**DROPPED_PREFIXES, **MASKS}:
+        _rewrite_older(folder / "model.safetensors", DROPPED_PREFIXES.get(family, ""), MASKS.get(family, ()))
 
 
 def _older_ropes(thin: dict[str, Any], config: dict[str, Any]) -> None:
@@ -254,6 +263,7 @@ def _older_ropes(thin: dict[str, Any], config: dict[str, Any]) -> None:
     partial = ropes.pop("partial_rotary_factor", None)
     if config["model_type"] == "gpt_neox":
         thin["rotary_emb_base"] = thin.pop("rope_theta")
+        thin |= {} if partial == 0.25 else {"rotary_pct": partial}
     # GLM's files leave it out.
     if partial is not None and config["model_type"] == "phi3":
         thin["partial_rotary_factor"] = partial
@@ -264,10 +274,7 @@ def _older_ropes(thin: dict[str, Any], config: dict[str, Any]) -> None:
     thin["rope_scaling"] = ropes if ropes[word] != "default" else None
 
 
-def _drop_prefix(path: Path) -> None:
-    tensors = {
-        key.removeprefix("transformer."): value for key, value in load_file(path).items() if key != "lm_head.weight"
-    }
-    masks = {f"h.{index}.attn.bias": torch.ones(1, 1, 4, 4) for index in range(3)}
-    head = load_file(path).get("lm_head.weight")
-    save_file({**tensors, **masks, **({} if head is None else {"lm_head.weight": head})}, path, {"format": "pt"})
+def _rewrite_older(path: Path, prefix: str, masks: tuple[str, ...]) -> None:
+    tensors = {key.removeprefix(prefix): value for key, value in load_file(path).items()}
+    unread = {name.format(index): torch.ones(1, 1, 4, 4) for name in masks for index in range(2)}
+    save_file({**tensors, **unread}, path, {"format": "pt"})

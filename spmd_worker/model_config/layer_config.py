@@ -37,8 +37,8 @@ class LayerConfig:
 
     `window` is what attention looks back at, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None where
     positions are not turned. `scale` multiplies attention scores, which `score_cap`, where above 0, then bounds:
-    cap * tanh(score / cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope" or "flat" (all heads as
-    one row). `norms` says which of the four places have one. `activation` is one of `kernels.api.Kernels.activate`;
+    cap * tanh(score / cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope" or "flat" (all heads
+    as one row). `norms` says which of the four places have one. `activation` is one of `kernels.api.Kernels.activate`;
     without `is_gated` it is between two products, not a gate beside the first. `residual_multiplier` is of what
     attention and feed-forward add. `is_parallel`: both look at what the layer was given, the feed-forward through the
     third norm or, without one, through the first. Queries, keys and values are bounded by `qkv_clip`, where above 0.

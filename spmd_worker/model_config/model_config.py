@@ -51,8 +51,9 @@ class ModelConfig:
     """Sizes of a decoder.
 
     `norm` is the last one's. `ropes` are those that layers name. `num_positions` is the rows of a table of learned
-    positions, 0 for none, of which the first `position_offset` are nobody's. Embeddings are multiplied by `embedding_multiplier`, rounded to the dtype first where
-    `rounds_multiplier`; logits are divided by `logit_divisor` and, where `logit_cap` is above 0, bounded by it:
+    positions, 0 for none, of which the first `position_offset` are nobody's. Embeddings are multiplied by
+    `embedding_multiplier`, rounded to the dtype first where `rounds_multiplier`; logits are divided by
+    `logit_divisor` and, where `logit_cap` is above 0, bounded by it:
     cap * tanh(logit / cap).
     """
 
@@ -358,9 +359,10 @@ def _check_required(reader: ConfigReader, family: Family) -> None:
         if reader.get(key, value) != value:
             raise ModelConfigError(f"{reader.where(key)}={reader.get(key)!r} is not supported; only {value!r} is")
     for key, same in family.equal.items():
-        if reader.get(key, reader.get(same)) != reader.get(same):
+        value = reader.get(same)
+        if reader.get(key, value) != value:
             raise ModelConfigError(
-                f"{reader.where(key)}={reader.get(key)!r} is not supported; only that of {same}, {reader.get(same)!r}, is"
+                f"{reader.where(key)}={reader.get(key)!r} is not supported; only {value!r}, which {same} has, is"
             )
 
 

@@ -24,8 +24,8 @@ class RopeParameters:
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
     derive it; lengths are in tokens. Of each head the first `partial_factor` is turned. LongRoPE divides frequencies by
     `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: neighbours are a pair, not the
-    numbers at equal places of two halves. Where `query_growth` is above 0, queries are multiplied by 1 + `query_growth` *
-    log(1 + floor(position / original length)).
+    numbers at equal places of two halves. Where `query_growth` is above 0, queries are multiplied by
+    1 + `query_growth` * log(1 + floor(position / original length)).
     """
 
     rope_type: str = "default"

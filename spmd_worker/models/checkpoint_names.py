@@ -59,7 +59,7 @@ class CheckpointNames:
             yield transposed(named) if is_turned else named
 
     def _inside(self, piece: WeightSlice, part: str, fused: str, layer: LayerConfig) -> Iterator[WeightSlice]:
-        """Rows of the tensor in which the part is: all of its rows follow each other, or those of each key-value head."""
+        """Rows of the tensor with the part: all of the part follow each other, or those of each key-value head."""
         parts, sizes = self._names.fused[fused], _part_sizes(layer)
         assert piece.checkpoint_shape[0] == sizes[part], (piece, sizes[part])
         num_groups = layer.num_kv_heads if fused in self._names.by_kv_head else 1

@@ -59,14 +59,14 @@ def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are
     model_config = new_shape(architecture)
     num_holders = max(size // model_config.num_kv_heads, 1)
     for name, count in times_read(model_config, size).items():
-        if "qkv_proj" in name:
+        if any(word in name for word in ("qkv_proj", "query_key_value", "c_attn")):
             num_queries = model_config.num_heads * model_config.head_size
             assert (count[:num_queries] == 1).all(), name
             count, expected = count[num_queries:], num_holders
         elif ".k_proj." in name or ".v_proj." in name:
             expected = num_holders
-        elif any(word in name for word in ("norm", ".ln_", "wpe")) or name.endswith(
-            ("o_proj.bias", "down_proj.bias", "c_proj.bias")
+        elif any(word in name for word in ("norm", ".ln_", "wpe", "embed_positions")) or name.endswith(
+            ("o_proj.bias", "down_proj.bias", "c_proj.bias", "dense.bias", "_4h_to_h.bias", "out_proj.bias", "fc2.bias")
         ):
             expected = size
         else:

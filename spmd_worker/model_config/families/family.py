@@ -74,8 +74,8 @@ class Family:
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
     must have one value if they are there, `equal` those that must have another key's.
 
-    `eps` is that of norms where no key says. `is_parallel`, `qkv_clip_key` are as in `LayerConfig`, `norm_has_weight` as
-    in `NormConfig`; `has_one_norm_in_parallel`: the feed-forward has none of its own then. `rope_layers` says which
+    `eps` is that of norms where no key says. `is_parallel`, `qkv_clip_key` are as in `LayerConfig`, `norm_has_weight`
+    as in `NormConfig`; `has_one_norm_in_parallel`: the feed-forward has none of its own then. `rope_layers` says which
     layers turn: "all", "sliding" ones or "sliding_or_all", all where the file has no window. `has_rope_alpha`: `alpha`
     makes a dynamic rope one that is stretched once. `has_query_growth`: queries grow with their position. Of a table of
     learned positions the first `position_offset` rows are nobody's. `num_kv_heads` above 0: always so many.

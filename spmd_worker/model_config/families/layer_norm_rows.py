@@ -1,4 +1,4 @@
-"""Rows of the table: families with layer norms, in some of which the feed-forward is beside attention. See `table.py`."""
+"""Rows of the table: families with layer norms, some with the feed-forward beside attention. See `table.py`."""
 
 from typing import Any, Final
 
@@ -78,7 +78,6 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         full_attention_every=4,
         full_attention_every_key="sliding_window_pattern",
         rope_layers="sliding",
-        spelled={"head_dim": ""},
         defaults={**_COHERE_DEFAULTS, "sliding_window": 4096},
     ),
     "StableLmForCausalLM": Family(
@@ -189,7 +188,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         activation_key="activation",
         is_gated=False,
         intermediate_factor=4,
-        spelled={"num_key_value_heads": "", "head_dim": "", "intermediate_size": "ffn_hidden_size"},
+        spelled={"head_dim": "", "intermediate_size": "ffn_hidden_size"},
         required={
             "alibi": False,
             "multi_query": True,
@@ -237,7 +236,6 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
             "num_attention_heads": "n_head",
             "max_position_embeddings": "n_positions",
             "intermediate_size": "n_inner",
-            "num_key_value_heads": "",
             "head_dim": "",
         },
         required={"multi_query": True, "scale_attn_weights": True, "add_cross_attention": False},

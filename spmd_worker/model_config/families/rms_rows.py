@@ -1,4 +1,4 @@
-"""Rows of the table: dense families with RMS norms that came after the first ones of `table.py`. See there."""
+"""Rows of the table: dense families with RMS norms that came after those in `table.py`. See there."""
 
 from typing import Final
 
@@ -99,7 +99,6 @@ RMS_ROWS: Final[dict[str, Family]] = {
         models="Helium",
         output_bias=False,
         norm_rounds_once=True,
-        default_head_size=128,
         has_interleaved_rope=True,
         defaults={
             "num_key_value_heads": 20,
@@ -113,7 +112,6 @@ RMS_ROWS: Final[dict[str, Family]] = {
         models="CWM",
         qkv_bias=False,
         output_bias=False,
-        mlp_bias=False,
         default_head_size=128,
         sliding_window="layer_types",
         full_attention_every=4,
