@@ -15,6 +15,11 @@ _STRETCHED = {
     "beta_slow": 0.5,
 }
 _SHORT = {"num_hidden_layers": 2}
+MINISTRAL3: Final[dict[str, Any]] = {
+    "head_dim": 16,
+    "sliding_window": 7,
+    "rope_parameters": {**_STRETCHED, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 
 DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "olmo3": ("Olmo3", {"sliding_window": 5}),
@@ -41,15 +46,7 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
         },
     ),
-    "ministral3": (
-        "Ministral3",
-        {
-            **_SHORT,
-            "head_dim": 16,
-            "sliding_window": 7,
-            "rope_parameters": {**_STRETCHED, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-    ),
+    "ministral3": ("Ministral3", {**_SHORT, **MINISTRAL3}),
     "helium": ("Helium", {**_SHORT, "head_dim": 16, "mlp_bias": True}),
     "cwm": ("Cwm", {"head_dim": 32, "sliding_window": 5, "num_hidden_layers": 5}),
     "vault_gemma": (

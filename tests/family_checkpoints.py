@@ -16,6 +16,7 @@ from dense_checkpoints import (
     DENSE_CASES,
     DROPPED_PREFIXES,
     MASKS,
+    MINISTRAL3,
     OLDER_DENSE_ROPES,
     SMALL_TABLES,
     WITHOUT_KV_HEADS,
@@ -112,6 +113,16 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Gemma3",
         {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 7, "query_pre_attn_scalar": 24},
         {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
+    ),
+    "mistral3": (
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 2},
+        {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14}},
+    ),
+    "mistral3_ministral": (
+        "Mistral3",
+        {"num_hidden_layers": 2, "model_type": "ministral3", **MINISTRAL3},
+        {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14}},
     ),
     "qwen2_vl": (
         "Qwen2VL",

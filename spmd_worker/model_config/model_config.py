@@ -203,7 +203,8 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     """`config` is the content of `path`, which is only named in errors."""
     architecture = _architecture(config, path)
     family = FAMILIES[architecture]
-    config = _text_part(config, path) if family.is_text_part else config
+    family = _family_of_text(family, config, path) if family.text_families else family
+    config = _text_part(config, path) if FAMILIES[architecture].is_text_part else config
     reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
     _check_required(reader, family)
     max_positions = reader.count("max_position_embeddings", 2048)
@@ -352,6 +353,15 @@ def _text_part(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     if not isinstance(text, Mapping):
         raise ModelConfigError(f"{path}: text_config must be an object")
     return {**text, **{key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}}
+
+
+def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Family:
+    """The row of the text part, of whose names the checkpoint has others."""
+    kinds, text = family.text_families, config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    if not isinstance(kind, str | None) or kind not in (*kinds, None):
+        raise ModelConfigError(f"{path}: text_config.model_type={kind!r} is not run; only {', '.join(kinds)} are")
+    return FAMILIES[next(iter(kinds.values())) if kind is None else kinds[kind]]
 
 
 def _check_required(reader: ConfigReader, family: Family) -> None:

@@ -80,7 +80,8 @@ class Family:
     makes a dynamic rope one that is stretched once. `has_query_growth`: queries grow with their position. Of a table of
     learned positions the first `position_offset` rows are nobody's. `num_kv_heads` above 0: always so many.
     `full_attention_first`: of every `full_attention_every` layers the first is the full one, not the last.
-    `logit_multiplier_key` is the inverse of `logit_divisor_key`.
+    `logit_multiplier_key` is the inverse of `logit_divisor_key`. `text_families`: the text part is one of several
+    families; by `model_type` of the text, the architecture whose row says all but names. The first where it says none.
     """
 
     models: str = "Llama 2, 3 and 3.x, and what is built like them"
@@ -134,3 +135,4 @@ class Family:
     full_attention_first: bool = False
     has_head_bias: bool = False
     logit_multiplier_key: str = ""
+    text_families: Mapping[str, str] = field(default_factory=dict)

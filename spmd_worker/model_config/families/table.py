@@ -103,6 +103,12 @@ _GLM: Final[dict[str, Any]] = {
         "eos_token_id": [151329, 151336, 151338],
     },
 }
+_LANGUAGE_MODEL: Final = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "lm_head.": "language_model.lm_head.",
+}
 
 FAMILIES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": Family(defaults={"eos_token_id": 2}),
@@ -230,14 +236,19 @@ FAMILIES: Final[dict[str, Family]] = {
         names=replace(
             _inside(_GEMMA_NAMES, "language_model."),
             ignored_prefixes=("vision_tower.", "multi_modal_projector."),
-            aliases={
-                "model.language_model.": "language_model.model.",
-                "model.vision_tower.": "vision_tower.",
-                "model.multi_modal_projector.": "multi_modal_projector.",
-                "lm_head.": "language_model.lm_head.",
-            },
+            aliases=_LANGUAGE_MODEL,
         ),
         is_text_part=True,
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        models="Mistral Small 3.1 and 3.2, Ministral 3, the text",
+        names=replace(
+            _inside(Names(), "language_model."),
+            ignored_prefixes=("vision_tower.", "multi_modal_projector."),
+            aliases=_LANGUAGE_MODEL,
+        ),
+        is_text_part=True,
+        text_families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     ),
     "Qwen2VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2-VL, the text"),
     "Qwen2_5_VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2.5-VL, the text"),
@@ -367,7 +378,7 @@ REFUSED: Final[dict[str, tuple[str, ...]]] = {
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
-        *("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+        *("LlavaForConditionalGeneration", "Gemma4ForConditionalGeneration"),
         *("Glm4vForConditionalGeneration", "MllamaForConditionalGeneration", "Llama4ForConditionalGeneration"),
     ),
     _ENCODER: (
