@@ -84,7 +84,7 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 """Family of transformers, and what its configuration is made with besides the sizes that all have."""
 
-OLDER_DENSE_ROPES: Final = ("stablelm", "phi", "nemotron", "gpt_neox", "gpt_neox_serial", "hunyuan")
+OLDER_DENSE_ROPES: Final = ("olmo3_stretched", "stablelm", "phi", "nemotron", "gpt_neox", "gpt_neox_serial", "hunyuan")
 SMALL_TABLES: Final = ("olmo", "opt")
 DROPPED_PREFIXES: Final = {"GPT2": "transformer.", "OPT": "model."}
 """What names begin with, and do not in some files."""

@@ -268,7 +268,8 @@ def _older_ropes(thin: dict[str, Any], config: dict[str, Any]) -> None:
     thin.pop("rope_parameters", None)
     ropes = dict(config["rope_parameters"])
     if "full_attention" in ropes:
-        thin["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+        if config["model_type"] != "olmo3":
+            thin["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
         ropes = dict(ropes["full_attention"])
     thin["rope_theta"] = ropes.pop("rope_theta")
     partial = ropes.pop("partial_rotary_factor", None)
@@ -278,9 +279,10 @@ def _older_ropes(thin: dict[str, Any], config: dict[str, Any]) -> None:
     # GLM's files leave it out.
     if partial is not None and config["model_type"] == "phi3":
         thin["partial_rotary_factor"] = partial
-    ropes.pop("original_max_position_embeddings", None)
-    # Gemma 3's files have the newer word inside the older key.
-    word = "rope_type" if "rope_local_base_freq" in thin else "type"
+    if "original_max_position_embeddings" in config:
+        ropes.pop("original_max_position_embeddings", None)
+    # The files of Gemma 3 and OLMo 3 have the newer word inside the older key.
+    word = "rope_type" if "full_attention" in config["rope_parameters"] else "type"
     ropes[word] = ropes.pop("rope_type")
     thin["rope_scaling"] = ropes if ropes[word] != "default" else None
 

@@ -208,7 +208,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         },
     ),
     "GPTBigCodeForCausalLM": Family(
-        models="StarCoder, SantaCoder",
+        models="StarCoder",
         names=Names(
             embedding="transformer.wte",
             positions="transformer.wpe",
