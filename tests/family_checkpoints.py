@@ -12,6 +12,15 @@ from typing import Any
 
 import torch
 import transformers
+from dense_checkpoints import (
+    DENSE_CASES,
+    DROPPED_PREFIXES,
+    MASKS,
+    MINISTRAL3,
+    OLDER_DENSE_ROPES,
+    SMALL_TABLES,
+    WITHOUT_KV_HEADS,
+)
 from reference_models import open_reference
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
@@ -30,7 +39,7 @@ BASE = {
     "pad_token_id": 0,
 }
 GPT2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "eos_token_id": 2}
-_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps")
 _LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -94,6 +103,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 32}),
     "gpt2": ("GPT2", {}),
     "gpt2_inner": ("GPT2", {"n_inner": 80, "tie_word_embeddings": False}),
+    **DENSE_CASES,
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -103,6 +113,16 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Gemma3",
         {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 7, "query_pre_attn_scalar": 24},
         {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
+    ),
+    "mistral3": (
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 2},
+        {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14}},
+    ),
+    "mistral3_ministral": (
+        "Mistral3",
+        {"num_hidden_layers": 2, "model_type": "ministral3", **MINISTRAL3},
+        {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 28, "patch_size": 14}},
     ),
     "qwen2_vl": (
         "Qwen2VL",
@@ -120,7 +140,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 ALL_CASES = (*CASES, *WITH_IMAGES)
 
-OLDER_ROPES = ("gemma2", "gemma3_kinds", "phi3", "phi3_long", "granite", "glm4")
+OLDER_ROPES = ("gemma2", "gemma3_kinds", "phi3", "phi3_long", "granite", "glm4", *OLDER_DENSE_ROPES)
 """Written once more with the keys that were before `rope_parameters`."""
 
 
@@ -159,7 +179,7 @@ def config_class(name: str) -> Any:
 
 def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     name = next(each for each, case in CASES.items() if case == (family, overrides))
-    config = config_class(name)(**{**(GPT2 if family == "GPT2" else BASE), **overrides})
+    config = config_class(name)(**{**_base(family), **overrides})
     for key in _EPSILONS:
         if hasattr(config, key):
             # The usual 1e-6 is too small for a wrong one to be seen.
@@ -167,7 +187,16 @@ def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, family + suffix)(config).float().eval()
     stir(model)
+    if name in SMALL_TABLES:
+        for tensor_name, value in model.named_parameters():
+            value.data.mul_(0.01 if "embed" in tensor_name else 1.0)
     model.save_pretrained(folder)
+
+
+def _base(family: str) -> dict[str, Any]:
+    if family in ("GPT2", "GPTBigCode"):
+        return GPT2
+    return {key: value for key, value in BASE.items() if key != "num_key_value_heads" or family not in WITHOUT_KV_HEADS}
 
 
 def _write_with_images(folder: Path, family: str, text: dict[str, Any], beside: dict[str, Any]) -> None:
@@ -212,7 +241,7 @@ def stir(model: PreTrainedModel) -> None:
             continue
         is_table = any(word in name for word in ("embed", "wte", "wpe", "lm_head"))
         fan_in = value.shape[0] if "c_" in name else value.shape[1]
-        is_score = any(word in name for word in ("q_proj", "k_proj", "qkv", "c_attn"))
+        is_score = any(word in name for word in ("q_proj", "k_proj", "qkv", "c_attn", "query_key_value"))
         value.copy_(noise * (0.5 if is_table else (2.0 if is_score else 1.4) * fan_in**-0.5))
 
 
@@ -230,32 +259,35 @@ def _thin(full: Path, folder: Path, name: str) -> None:
     if name == "gemma_older_word":
         thin["hidden_act"] = "gelu"
     path.write_text(json.dumps(thin))
-    if CASES[name][0] == "GPT2":
-        _drop_prefix(folder / "model.safetensors")
+    family = CASES[name][0]
+    if family in {**DROPPED_PREFIXES, **MASKS}:
+        _rewrite_older(folder / "model.safetensors", DROPPED_PREFIXES.get(family, ""), MASKS.get(family, ()))
 
 
 def _older_ropes(thin: dict[str, Any], config: dict[str, Any]) -> None:
     thin.pop("rope_parameters", None)
     ropes = dict(config["rope_parameters"])
     if "full_attention" in ropes:
-        thin["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+        if config["model_type"] != "olmo3":
+            thin["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
         ropes = dict(ropes["full_attention"])
     thin["rope_theta"] = ropes.pop("rope_theta")
     partial = ropes.pop("partial_rotary_factor", None)
+    if config["model_type"] == "gpt_neox":
+        thin["rotary_emb_base"] = thin.pop("rope_theta")
+        thin |= {} if partial == 0.25 else {"rotary_pct": partial}
     # GLM's files leave it out.
     if partial is not None and config["model_type"] == "phi3":
         thin["partial_rotary_factor"] = partial
-    ropes.pop("original_max_position_embeddings", None)
-    # Gemma 3's files have the newer word inside the older key.
-    word = "rope_type" if "rope_local_base_freq" in thin else "type"
+    if "original_max_position_embeddings" in config:
+        ropes.pop("original_max_position_embeddings", None)
+    # The files of Gemma 3 and OLMo 3 have the newer word inside the older key.
+    word = "rope_type" if "full_attention" in config["rope_parameters"] else "type"
     ropes[word] = ropes.pop("rope_type")
     thin["rope_scaling"] = ropes if ropes[word] != "default" else None
 
 
-def _drop_prefix(path: Path) -> None:
-    tensors = {
-        key.removeprefix("transformer."): value for key, value in load_file(path).items() if key != "lm_head.weight"
-    }
-    masks = {f"h.{index}.attn.bias": torch.ones(1, 1, 4, 4) for index in range(3)}
-    head = load_file(path).get("lm_head.weight")
-    save_file({**tensors, **masks, **({} if head is None else {"lm_head.weight": head})}, path, {"format": "pt"})
+def _rewrite_older(path: Path, prefix: str, masks: tuple[str, ...]) -> None:
+    tensors = {key.removeprefix(prefix): value for key, value in load_file(path).items()}
+    unread = {name.format(index): torch.ones(1, 1, 4, 4) for name in masks for index in range(2)}
+    save_file({**tensors, **unread}, path, {"format": "pt"})

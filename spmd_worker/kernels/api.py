@@ -104,7 +104,9 @@ class Kernels(Protocol):
         """[T, 2 I] -> [T, I]: silu of the first half times the second."""
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """[T, I] -> [T, I]: `activation` is "silu" or "gelu_tanh" (https://arxiv.org/abs/1606.08415)."""
+        """[T, I] -> [T, I]: `activation` is "silu", "gelu_tanh", "gelu" (https://arxiv.org/abs/1606.08415), "relu" or
+        "relu2", its square (https://arxiv.org/abs/2109.08668).
+        """
 
     def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """[T, 2 I] -> [T, I]: the activation of the first half times the second."""

@@ -73,7 +73,12 @@ class ReferenceKernels:
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """See `Kernels.activate`."""
-        return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+        if activation in ("gelu", "gelu_tanh"):
+            return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        if activation in ("relu", "relu2"):
+            return x.relu() if activation == "relu" else x.relu().square()
+        assert activation == "silu", activation
+        return F.silu(x)
 
     def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """See `Kernels.activate_and_mul`."""

@@ -31,6 +31,7 @@ class Attention(nn.Module):
         self._sizes = [heads * head_size for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         self.window, self.scale, self._score_cap = layer.window, layer.scale, layer.score_cap
         self._qk_norm, self._total_kv_heads, self._rope = layer.qk_norm, layer.num_kv_heads, layer.rope
+        self._qkv_clip = layer.qkv_clip
         self._group, self._kernels, self._backend = group, context.kernels, context.attention
         self.qkv_proj = qkv_linear(
             context, hidden_size, layer.num_heads, layer.num_kv_heads, head_size, layer.has_qkv_bias
@@ -51,7 +52,7 @@ class Attention(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether rotary embedding, writing and attention can be one call, but for what angles say."""
-        return self.q_norm is None and self._rope is not None and not self._score_cap
+        return self.q_norm is None and self._rope is not None and not (self._score_cap or self._qkv_clip)
 
     def forward(
         self,
@@ -82,11 +83,16 @@ class Attention(nn.Module):
         parts = projected.split_with_sizes(self._sizes, dim=-1)
         if self._qk_norm == "flat":
             parts = (*self._norm_all_heads(parts[0], parts[1]), parts[2])
+        if self._qkv_clip:
+            parts = tuple(part.clamp(-self._qkv_clip, self._qkv_clip) for part in parts)
         query, key, value = (part.view(len(projected), -1, self.head_size) for part in parts)
         if self._qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
             query, key = (angles.turn(self._kernels, each) for each in (query, key))
+            query = query if angles.query_factors is None else query * angles.query_factors
+        if self._qk_norm == "head_after_rope" and self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         self._backend.write(key, value, layer_cache, metadata)
         return self._backend.attend(query, layer_cache, metadata, self.scale, self.window, self._score_cap).view(
             len(projected), -1

@@ -98,14 +98,15 @@ class VocabularyParallelEmbedding(CheckpointLayer):
 class PositionEmbedding(CheckpointLayer):
     """Learned positions (GPT-2): int64 [T] -> [T, hidden_size]. Whole on every rank."""
 
-    def __init__(self, context: LayerContext, num_positions: int, hidden_size: int) -> None:
+    def __init__(self, context: LayerContext, num_positions: int, hidden_size: int, offset: int = 0) -> None:
+        """`num_positions` rows, of which the first `offset` are nobody's (OPT)."""
         super().__init__()
-        self.num_positions, self.hidden_size = num_positions, hidden_size
+        self.num_positions, self.hidden_size, self._offset = num_positions, hidden_size, offset
         self.weight = context.parameter(num_positions, hidden_size)
 
     def forward(self, positions: Tensor) -> Tensor:
         """Positions are below the number of them."""
-        return F.embedding(positions, self.weight)
+        return F.embedding(positions + self._offset if self._offset else positions, self.weight)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
@@ -124,6 +125,7 @@ class VocabularyParallelHead(PackedLayer):
         *,
         divisor: float = 1.0,
         cap: float = 0.0,
+        has_bias: bool = False,
     ) -> None:
         """Logits are divided by `divisor` and, where `cap` is above 0, bounded by it."""
         super().__init__()
@@ -131,12 +133,13 @@ class VocabularyParallelHead(PackedLayer):
         self.shard = VocabularyShard(vocab_size, context.tensor_group.size, context.tensor_group.rank)
         self.hidden_size, self._kernels = hidden_size, context.kernels
         self.weight = tied_to.weight if tied_to is not None else context.parameter(self.shard.size, hidden_size)
+        self.bias = context.parameter(self.shard.size) if has_bias else None
         # In a tuple, so that the embedding does not become a part of this module.
         self._tied_to = (tied_to,)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Rows that sample -> logits; ids past the vocabulary get minus infinity."""
-        logits = self._kernels.linear(hidden, self._gemm_weight, None)
+        logits = self._kernels.linear(hidden, self._gemm_weight, self.bias)
         if self._divisor != 1.0:
             logits = logits.div_(self._divisor)
         if self._cap:
@@ -149,7 +152,7 @@ class VocabularyParallelHead(PackedLayer):
         """Of each row the largest logit, float32 [R], and its column, int64 [R]: the first of equal ones."""
         if self.shard.num_owned == 0:
             return self._kernels.largest(self(hidden))
-        if self._divisor != 1.0 or self._cap:
+        if self._divisor != 1.0 or self._cap or self.bias is not None:
             # Rounding may make equals of what was not.
             return self._kernels.largest(self(hidden)[:, : self.shard.num_owned])
         return self._kernels.linear_argmax(hidden, self._gemm_weight, self.shard.num_owned)
@@ -174,8 +177,15 @@ class VocabularyParallelHead(PackedLayer):
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
-        return iter(()) if self.is_tied else self.shard.weight_slices(prefix, self.hidden_size)
+        if not self.is_tied:
+            yield from self.shard.weight_slices(prefix, self.hidden_size)
+        if self.bias is not None:
+            owned, destination = (self.shard.start, self.shard.stop), (0, self.shard.num_owned)
+            yield WeightSlice(f"{prefix}.bias", (self.shard.vocab_size,), (owned,), f"{prefix}.bias", (destination,))
 
     def padding_slices(self, prefix: str) -> Iterator[PaddingSlice]:
         """`prefix` is this layer's name."""
-        return iter(()) if self.is_tied else self.shard.padding_slices(prefix, self.hidden_size)
+        if not self.is_tied:
+            yield from self.shard.padding_slices(prefix, self.hidden_size)
+        if self.bias is not None and self.shard.num_owned < self.shard.size:
+            yield PaddingSlice(f"{prefix}.bias", ((self.shard.num_owned, self.shard.size),))

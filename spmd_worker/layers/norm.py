@@ -6,6 +6,7 @@ T: tokens of the step.
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
@@ -50,19 +51,23 @@ class FullNorm(CheckpointLayer):
         super().__init__()
         assert norm.kind == "layer" or norm.rounds_once, norm
         self.size, self.eps, self._norm, self._kernels = size, norm.eps, norm, context.kernels
-        self.weight = context.parameter(size)
+        self.weight = context.parameter(size) if norm.has_weight else None
+        # What kernels are given where there is no weight.
+        self._ones = None if norm.has_weight else torch.ones(size, dtype=context.dtype, device=context.device)
         self.bias = context.parameter(size) if norm.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        norm = self._norm
+        norm, weight = self._norm, self._ones if self.weight is None else self.weight
+        assert weight is not None
         return self._kernels.full_norm(
-            x, self.weight, self.bias, self.eps, offset=norm.offset, is_centred=norm.kind == "layer"
+            x, weight, self.bias, self.eps, offset=norm.offset, is_centred=norm.kind == "layer"
         )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
-        yield whole(f"{prefix}.weight", (self.size,), f"{prefix}.weight")
+        if self.weight is not None:
+            yield whole(f"{prefix}.weight", (self.size,), f"{prefix}.weight")
         if self.bias is not None:
             yield whole(f"{prefix}.bias", (self.size,), f"{prefix}.bias")
 

@@ -32,19 +32,21 @@ from spmd_worker.model_config.rope import RopeParameters
 @dataclass(frozen=True, slots=True)
 class Angles:
     """Cosines and sines [T, R / 2] of a step's tokens, and which numbers of a head they turn: the first R, pairs of
-    equal places in two halves, or of neighbours where `is_interleaved`. `is_plain`: whole heads, in halves.
+    equal places in two halves, or of neighbours where `is_interleaved`. `is_plain`: whole heads, in halves, and that is
+    all; else turned queries are multiplied by `query_factors` [T, 1, 1], where they are given.
     """
 
     cos: Tensor
     sin: Tensor
     is_interleaved: bool
     is_plain: bool
+    query_factors: Tensor | None = None
 
     def turn(self, kernels: Kernels, x: Tensor) -> Tensor:
         """[T, heads, D] -> [T, heads, D]."""
-        if self.is_plain:
-            return kernels.rotate(x, self.cos, self.sin)
         size = 2 * self.cos.shape[1]
+        if size == x.shape[-1] and not self.is_interleaved:
+            return kernels.rotate(x, self.cos, self.sin)
         turned, kept = x[..., :size], x[..., size:]
         if self.is_interleaved:
             halves = turned.reshape(*turned.shape[:-1], size // 2, 2).transpose(-1, -2).flatten(-2)
@@ -60,7 +62,7 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeParameters, head_size: int, max_positions: int, device: torch.device) -> None:
         self._rope, self._head_size, self._max_positions = rope, rope.turned_size(head_size), max_positions
-        self.is_plain = self._head_size == head_size and not rope.is_interleaved
+        self.is_plain = self._head_size == head_size and not (rope.is_interleaved or rope.query_growth)
         """Whether whole heads are turned, in halves: what calls that do more than this can do."""
         self._frequencies = inverse_frequencies(rope, self._head_size).to(device)
         self._amplitude = attention_factor(rope)
@@ -69,7 +71,14 @@ class RotaryEmbedding:
         """int64 [T] positions and regimes -> angles in `dtype`, computed in float32."""
         turns = positions.float().unsqueeze(1) * self._frequencies_at(positions, regimes)
         cos, sin = (turns.cos() * self._amplitude).to(dtype), (turns.sin() * self._amplitude).to(dtype)
-        return Angles(cos, sin, self._rope.is_interleaved, self.is_plain)
+        return Angles(cos, sin, self._rope.is_interleaved, self.is_plain, self._query_factors(positions, dtype))
+
+    def _query_factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """[T, 1, 1]. By way of float64: what a logarithm is to the last bit may differ with its place in a tensor."""
+        if not self._rope.query_growth:
+            return None
+        lengths = 1 + torch.floor(positions.double() / self._rope.original_max_position_embeddings)
+        return (1 + self._rope.query_growth * lengths.log()).to(dtype).view(-1, 1, 1)
 
     def _frequencies_at(self, positions: Tensor, regimes: Tensor) -> Tensor:
         """[R / 2], or [T, R / 2] where tokens differ."""

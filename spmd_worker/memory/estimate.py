@@ -49,7 +49,8 @@ def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     num_tables = stage.is_first + stage.is_last - shares_rows
     tables = (num_tables * sizes.num_vocabulary_rows + stage.is_first * model_config.num_positions) * hidden
     norm = model_config.num_norm_parameters * stage.is_last
-    return (tables + layers + norm) * DTYPE_BYTES[dtype]
+    head_bias = sizes.num_vocabulary_rows * model_config.has_head_bias * stage.is_last
+    return (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype]
 
 
 def activation_bytes(
@@ -59,16 +60,19 @@ def activation_bytes(
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gated columns and their product; layers that run as one hold all of these at once, each of them once. Heads that are
-    turned in part or in pairs are copied twice more, and flat norms hold those of all ranks. The sampler holds float32
+    turned in part or in pairs, clipped or grown are copied twice more, flat norms hold those of all ranks, and parallel
+    layers keep what the feed-forward is given. The sampler holds float32
     logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
     """
     sizes = rank_sizes(model_config, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
-    copies = 5 if any(rope.partial_factor < 1 or rope.is_interleaved for rope in model_config.ropes) else 3
+    has_copies = any(rope.partial_factor < 1 or rope.is_interleaved or rope.query_growth for rope in model_config.ropes)
+    copies = 5 if has_copies or any(layer.qkv_clip for layer in model_config.layers) else 3
     attention = copies * heads * model_config.head_size
     if any(layer.qk_norm == "flat" for layer in model_config.layers):
         attention += 3 * (model_config.num_heads + model_config.num_kv_heads) * model_config.head_size
-    per_token = 4 * model_config.hidden_size + max(attention, 4 * sizes.num_columns)
+    num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
+    per_token = num_streams * model_config.hidden_size + max(attention, 4 * sizes.num_columns)
     logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     return num_tokens * per_token * DTYPE_BYTES[dtype] + logits
 

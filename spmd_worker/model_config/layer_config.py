@@ -15,7 +15,7 @@ class NormConfig:
     (https://arxiv.org/abs/1607.06450).
 
     `offset` is added to the weight in float32. `rounds_once`: the normed numbers are multiplied with the weight before
-    they are rounded to the dtype, not after; a layer norm always does so.
+    they are rounded to the dtype, not after; a layer norm always does so. Without `has_weight` it is 1.
     """
 
     kind: str = "rms"
@@ -23,11 +23,12 @@ class NormConfig:
     offset: float = 0.0
     rounds_once: bool = False
     has_bias: bool = False
+    has_weight: bool = True
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the norm that sums and whole layers are joined with."""
-        return self.kind == "rms" and not (self.offset or self.rounds_once or self.has_bias)
+        return self.kind == "rms" and self.has_weight and not (self.offset or self.rounds_once or self.has_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,11 @@ class LayerConfig:
 
     `window` is what attention looks back at, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None where
     positions are not turned. `scale` multiplies attention scores, which `score_cap`, where above 0, then bounds:
-    cap * tanh(score / cap). `qk_norm` is "none", "head" (each head by itself) or "flat" (all heads as one row). `norms`
-    says which of the four places have one. `activation` is "silu" or "gelu_tanh"; without `is_gated` it is between two
-    products, not a gate beside the first. `residual_multiplier` is of what attention and feed-forward add.
+    cap * tanh(score / cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope" or "flat" (all heads
+    as one row). `norms` says which of the four places have one. `activation` is one of `kernels.api.Kernels.activate`;
+    without `is_gated` it is between two products, not a gate beside the first. `residual_multiplier` is of what
+    attention and feed-forward add. `is_parallel`: both look at what the layer was given, the feed-forward through the
+    third norm or, without one, through the first. Queries, keys and values are bounded by `qkv_clip`, where above 0.
     """
 
     num_heads: int
@@ -58,11 +61,13 @@ class LayerConfig:
     activation: str = "silu"
     is_gated: bool = True
     residual_multiplier: float = 1.0
+    is_parallel: bool = False
+    qkv_clip: float = 0.0
 
     @property
     def is_plain_wiring(self) -> bool:
         """Whether what a part gives can wait to be added with the next norm."""
-        return self.norm.is_plain and self.norms == (True, False, True, False)
+        return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
 
 
 def layer_elements(layer: LayerConfig, hidden_size: int, num_heads: int, num_kv_heads: int, num_columns: int) -> int:
@@ -72,8 +77,8 @@ def layer_elements(layer: LayerConfig, hidden_size: int, num_heads: int, num_kv_
     weights = hidden_size * (2 * query + 2 * key_value) + (num_gates + 1) * hidden_size * num_columns
     biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
     biases += (num_gates * num_columns + hidden_size) * layer.has_mlp_bias
-    norms = sum(layer.norms) * hidden_size * (1 + layer.norm.has_bias)
-    if layer.qk_norm == "head":
+    norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
+    if layer.qk_norm in ("head", "head_after_rope"):
         norms += 2 * size
     elif layer.qk_norm == "flat":
         norms += (layer.num_heads + layer.num_kv_heads) * size

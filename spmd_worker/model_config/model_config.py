@@ -18,7 +18,14 @@ from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
 from spmd_worker.model_config.quantization import read_quantization
-from spmd_worker.model_config.rope import STRETCHED_ROPE_TYPES, RopeParameters, read_local_rope, read_rope
+from spmd_worker.model_config.rope import (
+    STRETCHED_ROPE_TYPES,
+    RopeParameters,
+    read_local_rope,
+    read_rope,
+    with_alpha,
+    with_query_growth,
+)
 from spmd_worker.model_config.weight_format import Quantization
 
 __all__ = ["DTYPE_BYTES", "FAMILIES", "ModelConfig", "ModelFiles", "RopeParameters"]
@@ -33,6 +40,9 @@ _ACTIVATIONS: Final = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 """By config.json's words: those on the right are what kernels know."""
 
@@ -42,10 +52,10 @@ class ModelConfig:
     """Sizes of a decoder.
 
     `norm` is the last one's. `ropes` are those that layers name. `num_positions` is the rows of a table of learned
-    positions, 0 for none. Embeddings are multiplied by `embedding_multiplier`, rounded to the dtype first where
-    `rounds_multiplier`; logits are divided by `logit_divisor` and, where `logit_cap` is above 0, bounded by it:
-    cap * tanh(logit / cap). `quantization` says how the files have the weights where they are not plain; the model
-    computes with them dequantised.
+    positions, 0 for none, of which the first `position_offset` are nobody's. Embeddings are multiplied by
+    `embedding_multiplier`, rounded to the dtype first where `rounds_multiplier`; logits are divided by
+    `logit_divisor` and, where `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` says how
+    the files have the weights where they are not plain; the model computes with them dequantised.
     """
 
     architecture: str
@@ -64,6 +74,8 @@ class ModelConfig:
     logit_divisor: float = 1.0
     logit_cap: float = 0.0
     quantization: Quantization | None = None
+    position_offset: int = 0
+    has_head_bias: bool = False
 
     @property
     def names(self) -> Names:
@@ -124,7 +136,8 @@ class ModelConfig:
     def num_embedding_parameters(self) -> int:
         """Embeddings, of positions too, and head together."""
         num_tables = 1 if self.has_tied_embeddings else 2
-        return (self.vocab_size * num_tables + self.num_positions) * self.hidden_size
+        tables = (self.vocab_size * num_tables + self.num_positions) * self.hidden_size
+        return tables + self.vocab_size * self.has_head_bias
 
     @property
     def num_layer_parameters(self) -> int:
@@ -135,7 +148,7 @@ class ModelConfig:
     @property
     def num_norm_parameters(self) -> int:
         """The last norm."""
-        return self.hidden_size * (1 + self.norm.has_bias)
+        return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +204,8 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     """`config` is the content of `path`, which is only named in errors."""
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = FAMILIES[architecture]
-    config = _text_part(config, path) if family.is_text_part else config
+    family = _family_of_text(family, config, path) if family.text_families else family
+    config = _text_part(config, path) if FAMILIES[architecture].is_text_part else config
     reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
     _check_required(reader, family)
     max_positions = reader.count("max_position_embeddings", 2048)
@@ -209,14 +223,18 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         has_tied_embeddings=reader.flag("tie_word_embeddings", False),
         dtype=_checkpoint_dtype(reader),
         eos_token_ids=_eos_token_ids(reader, vocab_size),
-        num_positions=0 if family.has_rope else max_positions,
+        num_positions=0 if family.has_rope else max_positions + family.position_offset,
         embedding_multiplier=(
             hidden_size**0.5 if family.embeds_by_root else _number(reader, family.embedding_multiplier_key, 1.0)
         ),
         rounds_multiplier=family.embeds_by_root,
-        logit_divisor=_number(reader, family.logit_divisor_key, 1.0),
+        logit_divisor=(
+            _number(reader, family.logit_divisor_key, 1.0) / _number(reader, family.logit_multiplier_key, 1.0)
+        ),
         logit_cap=_number(reader, family.logit_cap_key, 0.0),
         quantization=quantization,
+        position_offset=family.position_offset,
+        has_head_bias=family.has_head_bias,
     )
 
 
@@ -226,13 +244,14 @@ def _layers(
     """Layers alike but for their windows and ropes share one object."""
     num_layers, num_heads = reader.count("num_hidden_layers"), reader.count("num_attention_heads")
     hidden_size = reader.count("hidden_size")
-    num_kv_heads = reader.count("num_key_value_heads", num_heads)
+    num_kv_heads = family.num_kv_heads or reader.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ModelConfigError(
             f"{reader.where('num_attention_heads')}={num_heads} is not a multiple of "
             f"{reader.spelled.get('num_key_value_heads', 'num_key_value_heads')}={num_kv_heads}"
         )
     head_size = _head_size(reader, family, hidden_size, num_heads)
+    is_parallel = _bias(reader, family.is_parallel)
     layer = LayerConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -241,20 +260,23 @@ def _layers(
         scale=_scale(reader, family, head_size),
         norm=NormConfig(
             family.norm_kind,
-            reader.number(family.eps_key, 1e-6),
+            reader.number(family.eps_key, family.eps),
             family.norm_offset,
             family.norm_rounds_once,
             family.norm_has_bias,
+            family.norm_has_weight,
         ),
         has_qkv_bias=_bias(reader, family.qkv_bias),
         has_output_bias=_bias(reader, family.output_bias),
         has_mlp_bias=_bias(reader, family.mlp_bias),
         qk_norm=family.qk_norm,
         score_cap=_number(reader, family.score_cap_key, 0.0),
-        norms=tuple(name != "" for name in family.names.norms),  # type: ignore[arg-type]  # four, as there
+        norms=_norms(family, is_parallel),
         activation=_activation(reader, family),
         is_gated=family.is_gated,
         residual_multiplier=_number(reader, family.residual_multiplier_key, 1.0),
+        is_parallel=is_parallel,
+        qkv_clip=_number(reader, family.qkv_clip_key, 0.0),
     )
     ropes = _ropes(reader, family, max_positions, head_size)
     windows = _sliding_windows(reader, family, num_layers)
@@ -263,12 +285,22 @@ def _layers(
     return tuple(layers[kind] for kind in kinds), ropes
 
 
+def _norms(family: Family, is_parallel: bool) -> tuple[bool, bool, bool, bool]:
+    first, second, third, fourth = (name != "" for name in family.names.norms)
+    return (first, second, third and not (is_parallel and family.has_one_norm_in_parallel), fourth)
+
+
 def _ropes_of_layers(reader: ConfigReader, family: Family, windows: tuple[int, ...]) -> tuple[int | None, ...]:
     """One a layer: sliding layers take the second where there are two."""
     if not family.has_rope:
         return (None,) * len(windows)
     if family.has_local_rope:
         return tuple(int(window > 0) for window in windows)
+    is_sliding_alone = family.rope_layers == "sliding" or (
+        family.rope_layers == "sliding_or_all" and reader.get("sliding_window") is not None
+    )
+    if is_sliding_alone:
+        return tuple(0 if window else None for window in windows)
     if not family.rope_layers_key:
         return (0,) * len(windows)
     flags = reader.get(family.rope_layers_key)
@@ -286,6 +318,8 @@ def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: 
     if family.has_local_rope:
         return read_local_rope(reader, max_positions, head_size)
     rope = read_rope(reader, max_positions, head_size, may_be_partial=family.may_have_partial_rope)
+    rope = with_alpha(rope, reader, head_size) if family.has_rope_alpha else rope
+    rope = with_query_growth(rope, reader) if family.has_query_growth else rope
     return (replace(rope, is_interleaved=family.has_interleaved_rope),)
 
 
@@ -316,10 +350,25 @@ def _text_part(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     return {**text, **{key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}}
 
 
+def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Family:
+    """The row of the text part, of whose names the checkpoint has others."""
+    kinds, text = family.text_families, config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    if not isinstance(kind, str | None) or kind not in (*kinds, None):
+        raise ModelConfigError(f"{path}: text_config.model_type={kind!r} is not run; only {', '.join(kinds)} are")
+    return FAMILIES[next(iter(kinds.values())) if kind is None else kinds[kind]]
+
+
 def _check_required(reader: ConfigReader, family: Family) -> None:
     for key, value in family.required.items():
         if reader.get(key, value) != value:
             raise ModelConfigError(f"{reader.where(key)}={reader.get(key)!r} is not supported; only {value!r} is")
+    for key, same in family.equal.items():
+        value = reader.get(same)
+        if reader.get(key, value) != value:
+            raise ModelConfigError(
+                f"{reader.where(key)}={reader.get(key)!r} is not supported; only {value!r}, which {same} has, is"
+            )
 
 
 def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
@@ -371,7 +420,8 @@ def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> t
         every = family.full_attention_every
         if family.full_attention_every_key:
             every = reader.count(family.full_attention_every_key, every)
-        return tuple(window if (layer + 1) % every else 0 for layer in range(num_layers))
+        skipped = 0 if family.full_attention_first else 1
+        return tuple(window if (layer + skipped) % every else 0 for layer in range(num_layers))
     first = 0
     if rule == "late_layers":
         first = whole_number(reader.get("max_window_layers", 28), f"{reader.path}: max_window_layers", 0, MOST)

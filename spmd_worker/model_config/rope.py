@@ -5,7 +5,7 @@ beside it the older. With both, transformers takes the older.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from spmd_worker.errors import ModelConfigError
@@ -24,7 +24,8 @@ class RopeParameters:
     `attention_factor` None lets YaRN (https://arxiv.org/abs/2309.00071) and LongRoPE (https://arxiv.org/abs/2402.13753)
     derive it; lengths are in tokens. Of each head the first `partial_factor` is turned. LongRoPE divides frequencies by
     `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: neighbours are a pair, not the
-    numbers at equal places of two halves.
+    numbers at equal places of two halves. Where `query_growth` is above 0, queries are multiplied by
+    1 + `query_growth` * log(1 + floor(position / original length)).
     """
 
     rope_type: str = "default"
@@ -43,6 +44,7 @@ class RopeParameters:
     is_interleaved: bool = False
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    query_growth: float = 0.0
 
     def turned_size(self, head_size: int) -> int:
         """How many numbers of a head are turned."""
@@ -61,6 +63,26 @@ def read_rope(reader: ConfigReader, max_positions: int, head_size: int, *, may_b
     """The one rope of a model. Raises ModelConfigError."""
     given = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
     return rope_of(given, reader, max_positions, head_size, may_be_partial=may_be_partial)
+
+
+def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
+    """Of a `dynamic` rope with `alpha`, which is stretched once and for all, by its base. Raises ModelConfigError."""
+    given = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
+    if rope.rope_type != "dynamic" or not given.get("alpha"):
+        return rope
+    alpha = positive_number(given["alpha"], f"{reader.path}: rope dynamic alpha")
+    if head_size < 4:
+        raise ModelConfigError(f"{reader.where('head_dim')}={head_size} must be 4 or more where the rope has an alpha")
+    return replace(
+        rope, rope_type="default", factor=1.0, rope_theta=rope.rope_theta * alpha ** (head_size / (head_size - 2))
+    )
+
+
+def with_query_growth(rope: RopeParameters, reader: ConfigReader) -> RopeParameters:
+    """With `llama_4_scaling_beta`, where the file has it. Raises ModelConfigError."""
+    given = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
+    beta, key = given.get("llama_4_scaling_beta"), f"{reader.path}: rope llama_4_scaling_beta"
+    return replace(rope, query_growth=positive_number(beta, key)) if beta else rope
 
 
 def read_local_rope(reader: ConfigReader, max_positions: int, head_size: int) -> tuple[RopeParameters, RopeParameters]:

@@ -6,7 +6,7 @@ marked so. Names and shapes only: knows nothing of tensors, files or ranks.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
@@ -39,34 +39,43 @@ class CheckpointNames:
         self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
         self._layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
 
-    def piece(self, piece: WeightSlice) -> WeightSlice:
-        """The slice of a layer, in the checkpoint's words."""
+    def pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
+        """The slice of a layer, in the checkpoint's words: several where a tensor goes by key-value heads."""
         module, _, leaf = piece.checkpoint_name.rpartition(".")
         found = _LAYER.match(piece.checkpoint_name)
         if found is None:
-            return replace(piece, checkpoint_name=f"{self._tops[module]}.{leaf}")
+            # What the head has of its own where its weight is the embedding's.
+            is_bias_of_head = module == "lm_head" and leaf == "bias"
+            top = self._names.head if is_bias_of_head else self._tops[module]
+            yield replace(piece, checkpoint_name=f"{top}.{leaf}")
+            return
         index, part = int(found[1]) + self._stage.start, module[found.end() :]
         fused = self._fused.get(part)
-        if fused is not None:
-            piece, part = self._inside(piece, part, fused, self._model_config.layers[index]), fused
-        else:
-            part = self._parts.get(part, part)
-        piece = replace(piece, checkpoint_name=f"{self._names.layers}.{index}.{part}.{leaf}")
+        inside = (piece,) if fused is None else self._inside(piece, part, fused, self._model_config.layers[index])
+        name = f"{self._names.layers}.{index}.{fused or self._parts.get(part, part)}.{leaf}"
         is_turned = self._names.are_transposed and len(piece.checkpoint_shape) == 2
-        return transposed(piece) if is_turned else piece
+        for each in inside:
+            named = replace(each, checkpoint_name=name)
+            yield transposed(named) if is_turned else named
 
-    def _inside(self, piece: WeightSlice, part: str, fused: str, layer: LayerConfig) -> WeightSlice:
-        parts = self._names.fused[fused]
-        sizes = _part_sizes(layer)
-        firsts = dict(zip(parts, accumulate((sizes[each] for each in parts), initial=0)))
-        total = sum(sizes[each] for each in parts)
-        (start, stop), *others = piece.source
+    def _inside(self, piece: WeightSlice, part: str, fused: str, layer: LayerConfig) -> Iterator[WeightSlice]:
+        """Rows of the tensor with the part: all of the part follow each other, or those of each key-value head."""
+        parts, sizes = self._names.fused[fused], _part_sizes(layer)
         assert piece.checkpoint_shape[0] == sizes[part], (piece, sizes[part])
-        return replace(
-            piece,
-            checkpoint_shape=(total, *piece.checkpoint_shape[1:]),
-            source=((firsts[part] + start, firsts[part] + stop), *others),
-        )
+        num_groups = layer.num_kv_heads if fused in self._names.by_kv_head else 1
+        firsts = dict(zip(parts, accumulate((sizes[each] // num_groups for each in parts), initial=0)))
+        total, size = sum(sizes[each] for each in parts), sizes[part] // num_groups
+        (start, stop), *others = piece.source
+        (to, _), *to_others = piece.destination
+        for group in range(start // size, -(-stop // size)) if start < stop else (0,):
+            first, last = max(start, group * size), min(stop, (group + 1) * size)
+            shift = group * (total // num_groups) + firsts[part] - group * size
+            yield replace(
+                piece,
+                checkpoint_shape=(total, *piece.checkpoint_shape[1:]),
+                source=((first + shift, last + shift), *others),
+                destination=((to + first - start, to + last - start), *to_others),
+            )
 
     def canonical(self, name: str) -> str:
         """The table's name of a tensor that transformers may call otherwise."""
@@ -96,7 +105,10 @@ class CheckpointNames:
         layer = {name.removeprefix(first): shape for name, shape in own.items() if name.startswith(first)}
         for index in range(config.num_layers):
             shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in layer.items()}
-        shapes |= {f"{names.norm}.{leaf}": (hidden,) for leaf in ("weight", "bias")[: 1 + config.norm.has_bias]}
+        leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
+        shapes |= {f"{names.norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
+        if config.has_head_bias:
+            shapes[f"{names.head}.bias"] = (config.vocab_size,)
         if not self._is_tied:
             shapes[self.head] = (config.vocab_size, hidden)
         assert own.items() <= shapes.items(), own.items() - shapes.items()

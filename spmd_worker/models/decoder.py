@@ -112,6 +112,7 @@ class SandwichLayer(nn.Module):
         norms = [new_norm(context, hidden_size, layer.norm) if is_there else None for is_there in layer.norms]
         self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
         self._multiplier, self._group = layer.residual_multiplier, context.tensor_group
+        self._is_parallel = layer.is_parallel
 
     def forward(
         self,
@@ -126,10 +127,16 @@ class SandwichLayer(nn.Module):
         """See `DecoderLayer.forward`: what this layer gives is added before it returns."""
         assert x is None, "layers of one model are of one kind"
         x = _normed(self.input_layernorm, residual)
+        beside = self._beside_attention(x, residual) if self._is_parallel else None
         x = self.self_attn(x, ropes, layer_cache, metadata, is_fused=is_fused)
         self._add(x, self.attention_output_norm, residual)
-        x = self.mlp(_normed(self.post_attention_layernorm, residual), is_fused=is_fused)
-        self._add(x, self.mlp_output_norm, residual)
+        x = _normed(self.post_attention_layernorm, residual) if beside is None else beside
+        self._add(self.mlp(x, is_fused=is_fused), self.mlp_output_norm, residual)
+
+    def _beside_attention(self, x: Tensor, residual: Tensor) -> Tensor:
+        """What a parallel feed-forward is given, before attention is added; `x` is what attention is given."""
+        assert x is not residual, "attention has a norm before it where the feed-forward is beside it"
+        return x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
 
     def _add(self, part: Tensor, norm: Norm | None, residual: Tensor) -> None:
         x = _normed(norm, self._group.all_reduce(part))
@@ -150,7 +157,9 @@ class DecoderStack(nn.Module):
             self.embed_tokens = VocabularyParallelEmbedding(context, model_config.vocab_size, hidden_size)
             self._multiplier = _embedding_multiplier(model_config, context.dtype)
             if model_config.num_positions:
-                self.embed_positions = PositionEmbedding(context, model_config.num_positions, hidden_size)
+                self.embed_positions = PositionEmbedding(
+                    context, model_config.num_positions, hidden_size, model_config.position_offset
+                )
         is_plain = all(layer.is_plain_wiring for layer in model_config.layers)
         new_layer = DecoderLayer if is_plain else SandwichLayer
         self.layers = nn.ModuleList(
@@ -248,6 +257,7 @@ class DecoderForCausalLM(nn.Module):
                 tied_to,
                 divisor=model_config.logit_divisor,
                 cap=model_config.logit_cap,
+                has_bias=model_config.has_head_bias,
             )
 
     def forward(
@@ -277,9 +287,10 @@ class DecoderForCausalLM(nn.Module):
     def weight_slices(self) -> list[WeightSlice]:
         """Which rectangles of which checkpoint tensors this rank holds, and where."""
         return [
-            self._names.piece(piece)
+            named
             for name, layer in self._checkpoint_layers().items()
             for piece in layer.weight_slices(name)
+            for named in self._names.pieces(piece)
         ]
 
     def padding_slices(self) -> list[PaddingSlice]:

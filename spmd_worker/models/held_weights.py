@@ -1,14 +1,14 @@
 """The weights of this rank by checkpoint name: read them, and write new ones over them one at a time."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer
-from spmd_worker.layers.weight_slice import WeightSlice, extents
+from spmd_worker.layers.weight_slice import Rectangle, WeightSlice, extents
 
 _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,7 +112,12 @@ def held_weights(slices: Iterable[WeightSlice], layers: Mapping[str, CheckpointL
         assert before is None or before.layer is layer, ("one layer holds all of a tensor", piece)
         assert all(not _overlap(piece, other) for other in pieces), ("this rank holds a tensor twice", piece)
         held[piece.checkpoint_name] = HeldWeight((*pieces, piece), layer)
-    return held
+    return {name: replace(each, pieces=tuple(sorted(each.pieces, key=_place))) for name, each in held.items()}
+
+
+def _place(piece: WeightSlice) -> Rectangle:
+    """Slices of one tensor are in its order, whatever that of its layer."""
+    return piece.source
 
 
 def _overlap(piece: WeightSlice, other: WeightSlice) -> bool:

@@ -101,15 +101,23 @@ void activate_rows(
   }
 }
 
-// `kind` 0 is SiLU, 1 GELU by way of tanh.
+// `kind` 0 is SiLU, 1 GELU by way of tanh, 2 GELU, 3 ReLU, 4 its square.
 template <class Element>
 void activate(
     const Element* x, int64_t stride, int64_t num_tokens, int64_t size, bool is_gate, int64_t kind, Element* to,
     int64_t num_threads) {
-  if (kind == 0)
-    activate_rows(x, stride, num_tokens, size, is_gate, [](Floats each) { return silu(each); }, to, num_threads);
-  else
-    activate_rows(x, stride, num_tokens, size, is_gate, [](Floats each) { return gelu_tanh(each); }, to, num_threads);
+  const auto all = [&](auto activation) {
+    activate_rows(x, stride, num_tokens, size, is_gate, activation, to, num_threads);
+  };
+  // Not a number stays none: it is not below 0.
+  const auto relu = [](Floats each) { return larger(Floats{}, each); };
+  switch (kind) {
+    case 0: return all([](Floats each) { return silu(each); });
+    case 1: return all([](Floats each) { return gelu_tanh(each); });
+    case 2: return all([](Floats each) { return gelu(each); });
+    case 3: return all(relu);
+    default: return all([&](Floats each) { return relu(each) * relu(each); });
+  }
 }
 
 // ---- the argmax of a row -----------------------------------------------------------------------------------------
@@ -185,7 +193,7 @@ void argmax(
         x, token_stride, head_stride, num_tokens, num_heads, size, weight, bias, epsilon, offset, is_centred != 0, to, \
         num_threads);                                                                                                  \
   }                                                                                                                    \
-  /* `kind` 0 is SiLU, 1 GELU by way of tanh. */                                                                       \
+  /* `kind` as above. */                                                                                               \
   extern "C" void spmd_activate_##name(                                                                                \
       const Element* x, int64_t stride, int64_t num_tokens, int64_t size, int64_t is_gate, int64_t kind, Element* to,  \
       int64_t num_threads) {                                                                                           \

@@ -142,6 +142,19 @@ SPMD_INLINE Floats gelu_tanh(Floats x) {
   return x / (broadcast(1.0f) + exp2(inner * broadcast(-2.0f * 0.7978845608028654f * 1.44269504088896340736f)));
 }
 
+// x times the normal distribution's mass below it: half of erfc(|x| / sqrt(2)) is what lies beyond |x| (Abramowitz and
+// Stegun, Handbook of Mathematical Functions, 7.1.26, to 1.5e-7).
+SPMD_INLINE Floats gelu(Floats x) {
+  const Floats one = broadcast(1.0f), far = larger(x, -x) * broadcast(0.70710678118654752f);
+  const Floats t = one / fused(far, broadcast(0.3275911f), one);
+  Floats sum = fused(t, broadcast(1.061405429f), broadcast(-1.453152027f));
+  sum = fused(sum, t, broadcast(1.421413741f));
+  sum = fused(sum, t, broadcast(-0.284496736f));
+  sum = fused(sum, t, broadcast(0.254829592f));
+  const Floats beyond = broadcast(0.5f) * sum * t * exp2(far * far * broadcast(-1.44269504088896340736f));
+  return x * (x > Floats{} ? one - beyond : beyond);
+}
+
 // To 3e-7 of it: near 0 its series, elsewhere by way of an exponential.
 SPMD_INLINE Floats tanh_of(Floats x) {
   const Floats square = x * x;

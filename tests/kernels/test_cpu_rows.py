@@ -91,7 +91,7 @@ def test_silu_and_mul_agrees_with_plain_torch(instruction_set, dtype, size):
 @each_library
 @each_dtype
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu2"])
 def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activation):
     kernels, gate_up = kernels_for(instruction_set), numbers(37, 2 * size, dtype=dtype)
     rounding = 2e-6 if dtype == torch.float32 else 2**-7
@@ -101,6 +101,15 @@ def test_activations_agree_with_plain_torch(instruction_set, dtype, size, activa
     for mine, expected in zip(*ways, strict=True):
         # Far below 0 the reference has lost what is left of it.
         torch.testing.assert_close(mine, expected, rtol=rounding, atol=2e-5)
+
+
+@each_library
+@each_dtype
+def test_activations_of_the_largest_and_smallest_numbers_and_of_no_number_are_torchs(instruction_set, dtype):
+    x = torch.tensor([[-3e38, -90.0, -1e-30, -0.0, 0.0, 1e-30, 6.0, 90.0, 1e19, math.nan]]).to(dtype)
+    for activation in ("gelu", "relu", "relu2"):
+        ways = [one.activate(x, activation) for one in (kernels_for(instruction_set), reference)]
+        torch.testing.assert_close(*ways, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
 @each_library
@@ -157,6 +166,7 @@ def _all_operations(kernels, x, residual, weight, angles):
         kernels.full_norm(heads, weight[:64], None, EPS, offset=1.0, is_centred=False),
         kernels.activate(x[:, :570], "gelu_tanh"),
         kernels.activate_and_mul(x, "gelu_tanh"),
+        *(kernels.activate(x[:, :570], each) for each in ("gelu", "relu", "relu2")),
         kernels.bound(x[:, :570], 3.0),
     )
 

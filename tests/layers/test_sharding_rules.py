@@ -3,6 +3,8 @@
 Pure arithmetic on the slices that the layers name; the parameters have no storage.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -59,19 +61,42 @@ def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are
     model_config = new_shape(architecture)
     num_holders = max(size // model_config.num_kv_heads, 1)
     for name, count in times_read(model_config, size).items():
-        if "qkv_proj" in name:
+        if any(word in name for word in ("qkv_proj", "query_key_value", "c_attn")):
             num_queries = model_config.num_heads * model_config.head_size
             assert (count[:num_queries] == 1).all(), name
             count, expected = count[num_queries:], num_holders
         elif ".k_proj." in name or ".v_proj." in name:
             expected = num_holders
-        elif any(word in name for word in ("norm", ".ln_", "wpe")) or name.endswith(
-            ("o_proj.bias", "down_proj.bias", "c_proj.bias")
+        elif any(word in name for word in ("norm", ".ln_", "wpe", "embed_positions")) or name.endswith(
+            ("o_proj.bias", "down_proj.bias", "c_proj.bias", "dense.bias", "_4h_to_h.bias", "out_proj.bias", "fc2.bias")
         ):
             expected = size
         else:
             expected = 1
         assert (count == expected).all(), (name, expected, np.unique(count))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_tensor_by_key_value_heads_has_the_queries_keys_and_values_of_each_head_together(
+    size: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Each row of the file goes where a reshape to [key-value heads, queries + key + value, size] has it."""
+    row = FAMILIES["GPTNeoXForCausalLM"]
+    monkeypatch.setitem(FAMILIES, "GPTNeoXForCausalLM", replace(row, spelled={}))
+    model_config = new_shape("GPTNeoXForCausalLM", rotary_pct=1.0)
+    num_heads, num_kv_heads, head_size = model_config.num_heads, model_config.num_kv_heads, model_config.head_size
+    per_head = num_heads // num_kv_heads
+    rows = np.arange((num_heads + 2 * num_kv_heads) * head_size).reshape(num_kv_heads, per_head + 2, head_size)
+    whole = [part.reshape(-1, head_size) for part in (rows[:, :per_head], rows[:, per_head], rows[:, per_head + 1])]
+    for rank in range(size):
+        first, end = kv_head_range(num_kv_heads, size, rank)
+        own = num_heads // size
+        expected = [whole[0][rank * own : (rank + 1) * own], *(part[first:end] for part in whole[1:])]
+        held = np.full(sum(part.size for part in expected), -1)
+        for piece in new_model(model_config, size, rank).weight_slices():
+            if piece.checkpoint_name == "gpt_neox.layers.1.attention.query_key_value.bias":
+                held[slice(*piece.destination[0])] = np.arange(*piece.source[0])
+        assert np.array_equal(held, np.concatenate([part.ravel() for part in expected])), rank
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -217,6 +217,33 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
             {"auto_map": {"AutoModel": "modeling.Evil"}, "architectures": ["EvilForCausalLM"]},
             ["EvilForCausalLM", "auto_map", "never run"],
         ),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "gemma3_text"}},
+            ["text_config.model_type='gemma3_text'", "mistral, ministral3"],
+        ),
+        ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "is not run", "alibi"]),
+        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, ["use_qk_norm=True", "only False"]),
+        ({"architectures": ["FalconForCausalLM"], "alibi": True}, ["alibi=True", "only False"]),
+        (
+            {"architectures": ["FalconForCausalLM"], "new_decoder_architecture": True},
+            ["new_decoder_architecture=True", "only False"],
+        ),
+        ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, ["qk_layernorm=True", "only False"]),
+        (
+            {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False},
+            ["do_layer_norm_before=False", "only True"],
+        ),
+        (
+            {"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 512},
+            ["word_embed_proj_dim=512", "which hidden_size has"],
+        ),
+        (
+            {
+                "architectures": ["HunYuanDenseV1ForCausalLM"],
+                "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": "x"},
+            },
+            ["dynamic alpha='x'"],
+        ),
         ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "is not run", "experts"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method='hqq'", "bfloat16"]),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope short_factor must list 1 numbers"]),
@@ -228,7 +255,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, ["rope_theta=1", "above 1", "yarn"]),
         ({"rope_parameters": {**YARN, "rope_theta": 0.5}}, ["rope_theta=0.5", "above 1", "yarn"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"hidden_act": "gelu"}, ["hidden_act=gelu", "silu"]),
+        ({"hidden_act": "quick_gelu"}, ["hidden_act=quick_gelu", "silu"]),
         ({"num_key_value_heads": 5}, ["32", "num_key_value_heads=5"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000"]),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense_checkpoints import DENSE_CASES, DENSE_MODEL_TYPES, SEEN_IN_LAYOUTS
 from family_checkpoints import ALL_CASES, OLDER_ROPES, WITH_IMAGES, family_folder, family_reference, thinned_folder
 from model_configs import spelled, windows_of
 from our_model import load_model, prompt_logits
@@ -41,10 +42,12 @@ TOLERANCE = 1e-4
 PROMPTS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 6, 17, 40)]
 
 
-def quick(*names: str) -> pytest.MarkDecorator:
-    """All cases, but for these in the tier of layouts."""
-    marks = [pytest.param(name, marks=[] if name in names else pytest.mark.matrix) for name in ALL_CASES]
-    return pytest.mark.parametrize("name", marks)
+def quick(*names: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """All cases, but for these in the tier of layouts, and the `slow` ones in that of stress."""
+    later = {name: pytest.mark.stress if name in slow else pytest.mark.matrix for name in ALL_CASES}
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in names else mark) for name, mark in later.items()]
+    )
 
 
 @torch.no_grad()
@@ -90,7 +93,8 @@ def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
 
 
 def test_some_thin_files_have_older_keys():
-    assert all('"rope_theta"' in (thinned_folder(name) / "config.json").read_text() for name in OLDER_ROPES)
+    texts = [(thinned_folder(name) / "config.json").read_text() for name in OLDER_ROPES]
+    assert all('"rope_theta"' in text or '"rotary_emb_base"' in text for text in texts)
     assert '"rope_parameters"' in (family_folder("gemma2") / "config.json").read_text()
 
 
@@ -194,6 +198,8 @@ def test_names_that_newer_transformers_gives_are_taken_in_files_and_in_memory(na
         found.load_weights([("model.language_model.layers.99.mlp.up_proj.weight", torch.zeros(1))])
 
 
+LIKE_OTHERS = tuple(name for name in DENSE_CASES if name not in SEEN_IN_LAYOUTS)
+"""Cases whose layers have nothing that no other's have."""
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 ROWS = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 16, 22, 40, 52)]
 ROWS += [ROWS[-1][:40] + ROWS[0]]
@@ -214,7 +220,8 @@ def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
 @quick("glm4")
 def test_greedy_ids_are_transformers(name: str):
     """LongRoPE: those rows that stay on one side of the original length."""
-    rows = [row for row in ROWS if name != "phi3_long" or not 32 - GREEDY.max_tokens < len(row) <= 32]
+    rows = ROWS[1::2] if name in DENSE_CASES else ROWS
+    rows = [row for row in rows if name != "phi3_long" or not 32 - GREEDY.max_tokens < len(row) <= 32]
     with LLM(family_folder(name), num_blocks=200, max_model_len=96) as llm:
         ours = [ids for ids, _ in outputs(llm, rows)]
     assert ours == [reference_greedy(_stateless(family_reference(name)), row, GREEDY.max_tokens) for row in rows]
@@ -240,8 +247,9 @@ IN_BFLOAT16 = ("gemma2", "gemma3_images", "glm4", "phi3_long", "olmo2", "gpt2")
 
 
 def each_type() -> list[Any]:
-    """GPT-2 quickly; in float32 all in the tier of layouts, in bfloat16 the others in the stress tier."""
+    """GPT-2 quickly; in float32 one of each kind of layer in the tier of layouts; the others in the stress tier."""
     marks = {(name, "float32"): [] if name == "gpt2" else pytest.mark.matrix for name in ALL_CASES}
+    marks |= {(name, "float32"): pytest.mark.stress for name in LIKE_OTHERS}
     marks |= {
         (name, "bfloat16"): pytest.mark.matrix if name in IN_BFLOAT16 else pytest.mark.stress for name in ALL_CASES
     }
@@ -283,6 +291,7 @@ MODEL_TYPES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Mistral3ForConditionalGeneration": "mistral3",
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
@@ -297,17 +306,38 @@ MODEL_TYPES = {
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "GPT2LMHeadModel": "gpt2",
+    **DENSE_MODEL_TYPES,
 }
-HAVE_SIZES = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GPT2LMHeadModel")
+HAVE_SIZES = (
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GPT2LMHeadModel"),
+    *("VaultGemmaForCausalLM", "FalconForCausalLM", "GPTBigCodeForCausalLM", "OPTForCausalLM"),
+)
+OWN_SIZES = {
+    "HeliumForCausalLM": {"hidden_size": 5120, "num_attention_heads": 40},
+    "HunYuanDenseV1ForCausalLM": {"head_dim": 8},
+    "NemotronForCausalLM": {"num_key_value_heads": 64},
+    "CohereForCausalLM": {"vocab_size": 256_000},
+    "Cohere2ForCausalLM": {"vocab_size": 256_000},
+    "StableLmForCausalLM": {"hidden_size": 512},
+    "GPTNeoXForCausalLM": {"hidden_size": 512},
+}
+"""What goes with the class's other defaults, and what it cannot do without."""
+HAS_OWN_HEAD = "Mistral3ForConditionalGeneration"
+WITHOUT_HEAD_SIZES = ("HeliumForCausalLM", "FalconForCausalLM")
+"""Classes that cannot be given another size of heads."""
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps")
 
 
 def minimal_files(architecture: str) -> list[dict[str, Any]]:
     """Configs that leave out nearly all, those of classes that have sizes these too; with keys that some classes know
     and others do not.
     """
-    sized = spelled(architecture, SIZES)
+    sized = spelled(architecture, {**SIZES, **OWN_SIZES.get(architecture, {})})
     foreign = [{}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 32}, {"sliding_window_pattern": 3}]
+    foreign = [each for each in foreign if architecture not in WITHOUT_HEAD_SIZES or "head_dim" not in each]
     foreign.append(spelled(architecture, {"max_position_embeddings": 8192}))
+    # A class whose epsilon is a constant, whatever a file has.
+    foreign += [] if FAMILIES[architecture].eps_key else [{"rms_norm_eps": 0.5}]
     bare = [{"architectures": [architecture]}] if architecture in HAVE_SIZES else []
     files = [*({**sized, **more} for more in foreign), *bare]
     model_type = MODEL_TYPES[architecture]
@@ -321,17 +351,14 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
     for config in minimal_files(architecture):
         whole = AutoConfig.for_model(**config)
         theirs = whole.get_text_config()
-        ours = model_config_of(config, tmp_path / "config.json")
+        ours, row = model_config_of(config, tmp_path / "config.json"), FAMILIES[architecture]
         heads = theirs.num_attention_heads
-        assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", heads)
+        assert ours.num_kv_heads == (row.num_kv_heads or getattr(theirs, "num_key_value_heads", heads))
         assert ours.max_position_embeddings == theirs.max_position_embeddings
-        assert ours.has_tied_embeddings == whole.tie_word_embeddings
-        eps = [
-            getattr(theirs, key)
-            for key in ("rms_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-            if hasattr(theirs, key)
-        ]
-        assert [ours.norm.eps] == eps
+        # Of Mistral 3 transformers ties the head unless the files have another; the hub's have one and do not say so.
+        assert ours.has_tied_embeddings == (whole.tie_word_embeddings and architecture != HAS_OWN_HEAD)
+        eps = [getattr(theirs, key) for key in EPSILONS if hasattr(theirs, key)]
+        assert [ours.norm.eps] == (eps if row.eps_key else [row.eps])
         eos = getattr(theirs, "eos_token_id", None)
         eos = eos if isinstance(eos, list) else [eos]
         assert ours.eos_token_ids == tuple(each for each in eos if each is not None and each < ours.vocab_size)
@@ -341,16 +368,21 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         ropes = getattr(theirs, "rope_parameters", None) or {}
         ropes = [ropes] if "rope_type" in ropes else [ropes[kind] for kind in sorted(ropes)]
         assert [rope.rope_theta for rope in ours.ropes] == [rope["rope_theta"] for rope in ropes]
+        growths = [rope.get("llama_4_scaling_beta", 0.0) for rope in ropes]
+        assert [rope.query_growth for rope in ours.ropes] == growths
         partial = [rope.get("partial_rotary_factor", 1.0) for rope in ropes]
         assert [rope.partial_factor for rope in ours.ropes] == partial
         flags = getattr(theirs, "no_rope_layers", None) or [int(bool(ropes))] * ours.num_layers
+        if row.rope_layers != "all":
+            flags = [int(kind == "sliding_attention") for kind in kinds]
         assert [layer.rope is not None for layer in ours.layers] == [flag == 1 for flag in flags]
         scale = getattr(theirs, "query_pre_attn_scalar", ours.head_size) ** -0.5
         assert ours.layers[0].scale == getattr(theirs, "attention_multiplier", scale)
         caps = (getattr(theirs, "attn_logit_softcapping", None), getattr(theirs, "final_logit_softcapping", None))
         assert (ours.layers[0].score_cap, ours.logit_cap) == (caps[0] or 0.0, caps[1] or 0.0)
         if theirs is whole:
-            assert tensors_of(ours) == their_tensors(theirs)
+            shapes = {ours.names.canonical(name): shape for name, shape in their_tensors(theirs).items()}
+            assert tensors_of(ours) == shapes
 
 
 def tensors_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -373,7 +405,7 @@ def _entries(kind: Any, row: Any, plain: Any) -> list[tuple[str, Any]]:
     ]
 
 
-_TABLES = ("models", "names", "defaults", "spelled", "required")
+_TABLES = ("models", "names", "defaults", "spelled", "required", "equal")
 
 
 def mutants(architecture: str) -> list[tuple[str, Family]]:
@@ -388,7 +420,7 @@ def mutants(architecture: str) -> list[tuple[str, Family]]:
     ]
     tables = [
         (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
-        for table in ("defaults", "spelled", "required")
+        for table in ("defaults", "spelled", "required", "equal")
         for given in [getattr(row, table)]
         for key in given
     ]
@@ -399,8 +431,9 @@ def readings(architecture: str) -> list[ModelConfig | str]:
     """What minimal files say, and files with another value of what must have one; the test above has compared those."""
     row = FAMILIES[architecture]
     minimal = minimal_files(architecture)
-    refused = [{**minimal[0], key: "other"} for key in row.required]
-    sized, named = spelled(architecture, SIZES), {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 7.0}
+    refused = [{**minimal[0], key: "other"} for key in (*row.required, *row.equal)]
+    sized = spelled(architecture, {**SIZES, **OWN_SIZES.get(architecture, {})})
+    named = {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 7.0}
     deep = {"num_hidden_layers": 90, "use_sliding_window": True, "sliding_window": 9}
     named = [{**sized, **named, "num_key_value_heads": 2, "head_dim": 48}, {**sized, **deep}]
     found: list[ModelConfig | str] = []
@@ -451,3 +484,11 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_llamas(architecture: str, mon
         if readings(architecture) == right and not any(is_noticed(name) for name in cases):
             silent.append(what)
     assert silent == []
+
+
+@pytest.mark.parametrize(("architecture", "name"), [("OlmoForCausalLM", "olmo"), ("OPTForCausalLM", "opt")])
+def test_an_epsilon_that_is_a_constant_of_the_class_is_seen_in_logits(
+    architecture: str, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(FAMILIES, architecture, replace(FAMILIES[architecture], eps=1e-6))
+    assert is_noticed(name)

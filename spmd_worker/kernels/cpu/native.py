@@ -20,7 +20,7 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # A weight in panels for the AMX unit is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32, 2, inputs / 2,
 # 16, 2]; it takes 32 inputs at a time.
 _PANEL, _STEP, _PANELS_NDIM, _GATED_NDIM = 16, 32, 4, 5
-_ACTIVATIONS = ("silu", "gelu_tanh")  # by the numbers that rows.cpp has for them
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # by the numbers that rows.cpp has for them
 
 
 def cpu_kernels(dtype: torch.dtype) -> tuple[Kernels, str | None]:

@@ -25,6 +25,7 @@ class Names:
     [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here,
     those that begin with one of `ignored_prefixes` are for other input than text. `aliases` are beginnings of names
     that newer releases of transformers give the same tensors, in memory and in files, by the beginning here.
+    Of `fused` tensors, those in `by_kv_head` hold one key-value head after the other, each with all of its parts.
     """
 
     embedding: str = "model.embed_tokens"
@@ -40,6 +41,7 @@ class Names:
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     ignored_prefixes: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    by_kv_head: tuple[str, ...] = ()
 
     def canonical(self, name: str) -> str:
         """`name`, or that of which it is an alias."""
@@ -70,7 +72,16 @@ class Family:
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
-    must have one value if they are there.
+    must have one value if they are there, `equal` those that must have another key's.
+
+    `eps` is that of norms where no key says. `is_parallel`, `qkv_clip_key` are as in `LayerConfig`, `norm_has_weight`
+    as in `NormConfig`; `has_one_norm_in_parallel`: the feed-forward has none of its own then. `rope_layers` says which
+    layers turn: "all", "sliding" ones or "sliding_or_all", all where the file has no window. `has_rope_alpha`: `alpha`
+    makes a dynamic rope one that is stretched once. `has_query_growth`: queries grow with their position. Of a table of
+    learned positions the first `position_offset` rows are nobody's. `num_kv_heads` above 0: always so many.
+    `full_attention_first`: of every `full_attention_every` layers the first is the full one, not the last.
+    `logit_multiplier_key` is the inverse of `logit_divisor_key`. `text_families`: the text part is one of several
+    families; by `model_type` of the text, the architecture whose row says all but names. The first where it says none.
     """
 
     models: str = "Llama 2, 3 and 3.x, and what is built like them"
@@ -110,3 +121,18 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
+    equal: Mapping[str, str] = field(default_factory=dict)
+    eps: float = 1e-6
+    is_parallel: bool | str = False
+    has_one_norm_in_parallel: bool = False
+    qkv_clip_key: str = ""
+    norm_has_weight: bool = True
+    rope_layers: str = "all"
+    has_rope_alpha: bool = False
+    has_query_growth: bool = False
+    position_offset: int = 0
+    num_kv_heads: int = 0
+    full_attention_first: bool = False
+    has_head_bias: bool = False
+    logit_multiplier_key: str = ""
+    text_families: Mapping[str, str] = field(default_factory=dict)

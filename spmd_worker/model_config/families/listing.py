@@ -31,6 +31,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
 
 def _refusals(family: Family) -> str:
     found = [f"{key} other than {str(value).lower()}" for key, value in family.required.items()]
+    found += [f"{key} other than {same}" for key, same in family.equal.items()]
     if family.has_rope and not family.may_have_partial_rope:
         found.append("partial_rotary_factor other than 1")
     return ", ".join(found) or "-"

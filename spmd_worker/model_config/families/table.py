@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
+from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 
 
 def _inside(names: Names, prefix: str) -> Names:
@@ -100,6 +102,12 @@ _GLM: Final[dict[str, Any]] = {
         "attention_bias": True,
         "eos_token_id": [151329, 151336, 151338],
     },
+}
+_LANGUAGE_MODEL: Final = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "lm_head.": "language_model.lm_head.",
 }
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -228,14 +236,19 @@ FAMILIES: Final[dict[str, Family]] = {
         names=replace(
             _inside(_GEMMA_NAMES, "language_model."),
             ignored_prefixes=("vision_tower.", "multi_modal_projector."),
-            aliases={
-                "model.language_model.": "language_model.model.",
-                "model.vision_tower.": "vision_tower.",
-                "model.multi_modal_projector.": "multi_modal_projector.",
-                "lm_head.": "language_model.lm_head.",
-            },
+            aliases=_LANGUAGE_MODEL,
         ),
         is_text_part=True,
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        models="Mistral Small 3.1 and 3.2, Ministral 3, the text",
+        names=replace(
+            _inside(Names(), "language_model."),
+            ignored_prefixes=("vision_tower.", "multi_modal_projector."),
+            aliases=_LANGUAGE_MODEL,
+        ),
+        is_text_part=True,
+        text_families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     ),
     "Qwen2VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2-VL, the text"),
     "Qwen2_5_VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2.5-VL, the text"),
@@ -345,11 +358,14 @@ FAMILIES: Final[dict[str, Family]] = {
             "eos_token_id": 50256,
         },
     ),
+    **RMS_ROWS,
+    **LAYER_NORM_ROWS,
 }
 
 _EXPERTS: Final = "its layers have experts"
 _LATENT: Final = "its layers have experts and attention over a latent cache"
 _RECURRENT: Final = "some of its layers have a recurrent state, which is no paged cache"
+_ALIBI: Final = "its attention knows positions by biases (alibi)"
 _IMAGES: Final = "it takes images; for text alone give the checkpoint of its language model"
 _ENCODER: Final = "it is an encoder, or has one"
 
@@ -360,8 +376,9 @@ REFUSED: Final[dict[str, tuple[str, ...]]] = {
     ),
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
+    _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
-        *("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+        *("LlavaForConditionalGeneration", "Gemma4ForConditionalGeneration"),
         *("Glm4vForConditionalGeneration", "MllamaForConditionalGeneration", "Llama4ForConditionalGeneration"),
     ),
     _ENCODER: (

@@ -1,0 +1,124 @@
+"""The cases of the rows in `rms_rows.py` and `layer_norm_rows.py`, as those in `family_checkpoints.py` are.
+
+Where a class has constants that are too small to be seen, tables are small too.
+"""
+
+from typing import Any, Final
+
+_ALTERNATE = ["sliding_attention", "full_attention"] * 2
+_STRETCHED = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+}
+_SHORT = {"num_hidden_layers": 2}
+MINISTRAL3: Final[dict[str, Any]] = {
+    "head_dim": 16,
+    "sliding_window": 7,
+    "rope_parameters": {**_STRETCHED, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
+DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "olmo3": ("Olmo3", {"sliding_window": 5}),
+    "olmo3_stretched": (
+        "Olmo3",
+        {
+            **_SHORT,
+            "sliding_window": 5,
+            "layer_types": _ALTERNATE[:2],
+            "rope_parameters": {
+                "full_attention": _STRETCHED,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 5}),
+    "exaone4_full": ("Exaone4", {**_SHORT, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "arcee": ("Arcee", {**_SHORT, "mlp_bias": True}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            **_SHORT,
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral3": ("Ministral3", {**_SHORT, **MINISTRAL3}),
+    "helium": ("Helium", {**_SHORT, "head_dim": 16, "mlp_bias": True}),
+    "cwm": ("Cwm", {"head_dim": 32, "sliding_window": 5, "num_hidden_layers": 5}),
+    "vault_gemma": (
+        "VaultGemma",
+        {
+            **_SHORT,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "olmo": ("Olmo", {**_SHORT, "clip_qkv": 0.8}),
+    "nemotron": ("Nemotron", {**_SHORT, "mlp_bias": True}),
+    "jais2": ("Jais2", {**_SHORT, "head_dim": 16}),
+    "cohere": ("Cohere", {**_SHORT, "logit_scale": 0.3}),
+    "cohere2": ("Cohere2", {"sliding_window": 5, "logit_scale": 0.3}),
+    "stablelm": ("StableLm", {**_SHORT}),
+    "stablelm_parallel": ("StableLm", {**_SHORT, "use_parallel_residual": True, "use_qkv_bias": True}),
+    "phi": ("Phi", {**_SHORT}),
+    "gpt_neox": ("GPTNeoX", {**_SHORT}),
+    "gpt_neox_serial": (
+        "GPTNeoX",
+        {
+            **_SHORT,
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_fast",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "falcon": ("Falcon", {**_SHORT, "ffn_hidden_size": 80, "bias": True}),
+    "gpt_bigcode": ("GPTBigCode", {"n_inner": 80}),
+    "opt": ("OPT", {**_SHORT, "ffn_dim": 80}),
+}
+"""Family of transformers, and what its configuration is made with besides the sizes that all have."""
+
+OLDER_DENSE_ROPES: Final = ("olmo3_stretched", "stablelm", "phi", "nemotron", "gpt_neox", "gpt_neox_serial", "hunyuan")
+SMALL_TABLES: Final = ("olmo", "opt")
+DROPPED_PREFIXES: Final = {"GPT2": "transformer.", "OPT": "model."}
+"""What names begin with, and do not in some files."""
+MASKS: Final = {
+    "GPT2": ("h.{}.attn.bias",),
+    "GPTBigCode": ("transformer.h.{}.attn.bias",),
+    "GPTNeoX": ("gpt_neox.layers.{}.attention.bias", "gpt_neox.layers.{}.attention.masked_bias"),
+}
+"""What older files have and no model reads."""
+WITHOUT_KV_HEADS: Final = ("GPTNeoX", "Falcon", "OPT", "GPTBigCode")
+
+DENSE_MODEL_TYPES: Final = {
+    "Olmo3ForCausalLM": "olmo3",
+    "Exaone4ForCausalLM": "exaone4",
+    "ArceeForCausalLM": "arcee",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "Ministral3ForCausalLM": "ministral3",
+    "HeliumForCausalLM": "helium",
+    "CwmForCausalLM": "cwm",
+    "VaultGemmaForCausalLM": "vaultgemma",
+    "OlmoForCausalLM": "olmo",
+    "NemotronForCausalLM": "nemotron",
+    "Jais2ForCausalLM": "jais2",
+    "CohereForCausalLM": "cohere",
+    "Cohere2ForCausalLM": "cohere2",
+    "StableLmForCausalLM": "stablelm",
+    "PhiForCausalLM": "phi",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "FalconForCausalLM": "falcon",
+    "GPTBigCodeForCausalLM": "gpt_bigcode",
+    "OPTForCausalLM": "opt",
+}
+
+SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "gpt_neox", "opt")
+"""One of each kind of layer that others do not have: norms after rotation, growing queries, bounds of projections,
+layers without rotation beside others, feed-forwards beside attention, tensors by head, positions from the third row on.
+"""
