@@ -102,6 +102,7 @@ class Worker(WorkerBase):
             attention=self._attention,
             dtype=getattr(torch, self.resolved.dtype),
             device=self.device,
+            expert_layout=self.layout.experts,
         )
         model = build_model(context, self.model_config, stage_of(self.layout, self.model_config, self.environment.rank))
         slices, paddings = model.weight_slices(), model.padding_slices()

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
+
 NORM_PLACES: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
 """Our names for the norms before attention, after it, before the feed-forward and after it."""
 
@@ -24,7 +26,12 @@ class Names:
     name. `fused` are tensors that hold several of ours, one below the other. `are_transposed`: matrices of a layer are
     [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here,
     those that begin with one of `ignored_prefixes` are for other input than text. `aliases` are beginnings of names
-    that newer releases of transformers give the same tensors, in memory and in files, by the beginning here.
+    that newer releases of transformers give the same tensors, in memory and in files, by the beginning here; those of
+    `layer_aliases` begin what follows the index.
+
+    Names of experts have {} for the number in `parts`, which may hold whole names too. `stacked` are the tensors of
+    experts that are not separate; of separate ones transformers has stacked tensors in memory, see `CheckpointNames`.
+    `ignores_later_layers`: files may have layers beyond the model's, which speculate.
     """
 
     embedding: str = "model.embed_tokens"
@@ -40,12 +47,21 @@ class Names:
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     ignored_prefixes: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    layer_aliases: Mapping[str, str] = field(default_factory=dict)
+    stacked: tuple[StackedTensor, ...] = ()
+    ignores_later_layers: bool = False
 
     def canonical(self, name: str) -> str:
         """`name`, or that of which it is an alias."""
         for beginning, ours in self.aliases.items():
             if name.startswith(beginning):
                 return ours + name.removeprefix(beginning)
+        if not self.layer_aliases or not name.startswith(f"{self.layers}."):
+            return name
+        index, _, rest = name.removeprefix(f"{self.layers}.").partition(".")
+        for beginning, ours in self.layer_aliases.items():
+            if rest.startswith(beginning):
+                return f"{self.layers}.{index}.{ours}{rest.removeprefix(beginning)}"
         return name
 
 
@@ -70,7 +86,8 @@ class Family:
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
-    must have one value if they are there.
+    must have one value if they are there. With `qk_norm_key`, false there is no norm of queries and keys. `experts`
+    None: every layer is dense.
     """
 
     models: str = "Llama 2, 3 and 3.x, and what is built like them"
@@ -110,3 +127,6 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
+    qk_norm_key: str = ""
+    has_sinks: bool = False
+    experts: ExpertsFamily | None = None
