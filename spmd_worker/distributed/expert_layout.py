@@ -3,6 +3,7 @@
 Pure arithmetic, and the one place where a placement is read and checked.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,8 @@ from spmd_worker import files
 from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 PLACEMENTS: Final = ("linear", "round_robin")
 
@@ -31,10 +34,15 @@ class ExpertLayout:
 
 def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> ExpertLayout | None:
     """The layout that a configuration asks for, None where ranks share the columns of each expert, or there are no
-    experts. Raises ConfigError.
+    experts, which is warned of. Raises ConfigError.
     """
     counts = {layer.experts.num_experts for layer in model_config.layers if layer.experts is not None}
-    if not parallel.enable_expert_parallel or not counts:
+    if not parallel.enable_expert_parallel:
+        return None
+    if not counts:
+        logger.warning(
+            "parallel.enable_expert_parallel=true has no effect: %s has no experts", model_config.architecture
+        )
         return None
     (count,) = counts
     size, placement = parallel.tensor_parallel_size, parallel.expert_placement

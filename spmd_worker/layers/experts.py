@@ -138,10 +138,11 @@ class _ClampedGates(ColumnParallelLinear):
 
 def clamped_gates(columns: Tensor, limit: float, kernels: Kernels) -> Tensor:
     """[T, 2 I] -> [T, I]: gate * sigmoid(1.702 * gate) * (up + 1), in float32, rounded once."""
-    gates, ups = columns.float().unflatten(-1, (-1, 2)).unbind(-1)
+    gates, ups = columns.float().view(len(columns), -1, 2).unbind(-1)
     # x * sigmoid(a * x) is silu(a * x) / a: silu is a row-wise kernel, as torch's sigmoid is not.
     opened = kernels.activate((gates.clamp(max=limit) * _GATE_SLOPE).contiguous(), "silu") / _GATE_SLOPE
-    return (opened * (ups.clamp(-limit, limit) + 1.0)).to(columns.dtype)
+    gated: Tensor = opened * (ups.clamp(-limit, limit) + 1.0)
+    return gated.to(columns.dtype)
 
 
 class _Down(RowParallelLinear):
@@ -178,7 +179,7 @@ class _ExpertsElsewhere(CheckpointLayer):
         super().__init__()
         size, self._numbers = experts.intermediate_size, numbers
         gates = [("gate_up_proj", 2 * size)] if experts.limit > 0 else [("gate_proj", size), ("up_proj", size)]
-        self._shapes = {f"{name}.weight": (rows, hidden_size) for name, rows in gates}
+        self._shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, hidden_size) for name, rows in gates}
         self._shapes["down_proj.weight"] = (hidden_size, size)
         if experts.has_bias:
             self._shapes |= {f"{name}.bias": (rows,) for name, rows in (*gates, ("down_proj", hidden_size))}
@@ -226,7 +227,7 @@ class SparseFeedForward(nn.Module):
         if self._is_exact:
             # Each result is one rank's and zero elsewhere, so the sum is the result.
             results = self._group.all_reduce(results)
-        output = _weighted_sum(results.unflatten(0, ids.shape), weights).to(x.dtype)
+        output = _weighted_sum(results.view(*ids.shape, -1), weights).to(x.dtype)
         output = output if shared is None else output + shared
         return self._once(output) if self._is_exact else output
 

@@ -91,13 +91,14 @@ class DecoderLayer(nn.Module):
 
     def sizes(self) -> LayerSizes:
         """As this rank has them."""
-        attention, norm = self.self_attn, self.input_layernorm
+        attention, norm, feed_forward = self.self_attn, self.input_layernorm, self.mlp
+        assert isinstance(feed_forward, FeedForward), "as of `weights`"
         return LayerSizes(
             hidden_size=norm.size,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_size=attention.head_size,
-            intermediate_size=self.mlp.intermediate_size,
+            intermediate_size=feed_forward.intermediate_size,
             eps=norm.eps,
             scale=attention.scale,
         )
