@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": (
         "Dots1",
         {**V3, "n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.0, "sliding_window": 5}
-        | {"max_window_layers": 2, "first_k_dense_replace": 0},
+        | {"max_window_layers": 2, "n_group": 2},
     ),
 }
 

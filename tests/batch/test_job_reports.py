@@ -82,6 +82,9 @@ def test_the_proof_names_the_output_and_all_that_it_depends_on(tmp_path: Path):
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
         "pipeline_layers": None,
+        "enable_expert_parallel": False,
+        "expert_placement": "linear",
+        "invariant_experts": False,
     }
     assert re.fullmatch("[0-9a-f]{16,}", provenance["replicas"][0]["digest_chain_head"])
     assert provenance["replicas"][0]["steps"] > 0

@@ -52,7 +52,6 @@ _GRANITE_NAMES: Final[dict[str, Any]] = {
     ),
 }
 _GRANITE_EXPERTS: Final[dict[str, Any]] = {
-    "count_keys": ("num_local_experts",),
     "default_count": 8,
     "size_key": "intermediate_size",
     "score": "softmax_chosen",
@@ -77,7 +76,6 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         },
         experts=ExpertsFamily(
             default_count=8,
-            count_keys=("num_local_experts", "num_experts"),
             size_key="intermediate_size",
             renormalises=True,
         ),
@@ -99,7 +97,6 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         experts=ExpertsFamily(
             default_count=60,
             **_QWEN,
-            count_keys=("num_experts",),
             shared_key="shared_expert_intermediate_size",
             has_shared_gate=True,
         ),
@@ -173,7 +170,6 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         has_sinks=True,
         experts=ExpertsFamily(
             default_count=128,
-            count_keys=("num_local_experts", "num_experts"),
             size_key="intermediate_size",
             score="softmax_chosen",
             renormalises=False,
@@ -232,10 +228,10 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         required={"topk_method": "noaux_tc"},
         defaults={
             "num_key_value_heads": 32,
-            "max_position_embeddings": 2048,
             "use_sliding_window": True,
             "sliding_window": 4096,
             "max_window_layers": 62,
+            "moe_intermediate_size": 1408,
         },
         experts=ExpertsFamily(**_DEEPSEEK_V3),
     ),
