@@ -126,6 +126,9 @@ def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     assert worst_error(name, whole) < TOLERANCE
     for chunk in (1, 7, 16):
         assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk), whole)), chunk
+    assert all(torch.equal(prompt_logits(model, [prompt])[0], logits) for prompt, logits in zip(PROMPTS, whole)), (
+        "alone"
+    )
     prompt = PROMPTS[-1]
     (thin,) = their_logits(expert_reference(name, is_thinned=True), [prompt])
     assert relative_error(thin, expected(name)[-1]) < 1e-6, "the oracle's own"
@@ -261,8 +264,8 @@ def test_experts_that_nobody_and_that_all_meet(tmp_path: Path):
 
 
 def test_a_planted_tie_goes_to_the_lower_number(tmp_path: Path):
-    """Two rows of a router are the same, so the experts' scores are, of which one a token is chosen. Either gives nothing
-    but NaN in turn: rows meet the first alone.
+    """Two rows of a router are the same, so the scores of their experts are; a token has one. Either gives NaN in turn:
+    rows meet the first alone.
     """
 
     def plant(tensors: dict[str, Tensor], broken: int) -> None:
@@ -297,13 +300,9 @@ def outputs_of(llm: LLM, rows: list[list[int]]) -> list[Any]:
 
 
 def each_type() -> list[Any]:
-    quickly, layouts = [("gpt_oss", "float32")], [("qwen3_moe", "bfloat16"), ("glm4_moe", "bfloat16")]
-    marks = {
-        (name, dtype): [] if (name, dtype) in quickly else pytest.mark.matrix if (name, dtype) in layouts else "stress"
-        for name in CASES
-        for dtype in ("float32", "bfloat16")
-    }
-    return [pytest.param(*each, marks=pytest.mark.stress if mark == "stress" else mark) for each, mark in marks.items()]
+    layouts = [("gpt_oss", "float32"), ("qwen3_moe", "bfloat16"), ("glm4_moe", "bfloat16")]
+    cases = [(name, dtype) for name in CASES for dtype in ("float32", "bfloat16")]
+    return [pytest.param(*each, marks=pytest.mark.matrix if each in layouts else pytest.mark.stress) for each in cases]
 
 
 @pytest.mark.parametrize(("name", "dtype"), each_type())
