@@ -214,6 +214,8 @@ class SparseFeedForward(nn.Module):
         self.experts_elsewhere = _ExpertsElsewhere(
             [number for number in numbers if str(number) not in self.experts], experts, hidden_size
         )
+        self.num_tokens = [0] * experts.num_experts
+        """How many tokens have met each expert so far, on any rank."""
         self.shared_expert: FeedForward | None = None
         if experts.shared_size:
             shared = replace(layer, intermediate_size=experts.shared_size, has_mlp_bias=False)
@@ -243,6 +245,7 @@ class SparseFeedForward(nn.Module):
         for number, count in enumerate(counts):
             slots = order[start : start + count]
             start += count
+            self.num_tokens[number] += count
             if count and str(number) in self.experts:
                 results[slots] = self.experts[str(number)](x[slots // num_chosen], is_fused=is_fused)
         return results

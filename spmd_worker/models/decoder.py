@@ -23,7 +23,7 @@ from spmd_worker.layers.attention import Attention
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import PositionEmbedding, VocabularyParallelEmbedding, VocabularyParallelHead
-from spmd_worker.layers.experts import new_feed_forward
+from spmd_worker.layers.experts import SparseFeedForward, new_feed_forward
 from spmd_worker.layers.feed_forward import FeedForward
 from spmd_worker.layers.norm import Norm, RMSNorm, add_whole, new_norm
 from spmd_worker.layers.rotary import Angles, RotaryEmbedding
@@ -387,6 +387,11 @@ class DecoderForCausalLM(nn.Module):
     def tied_tensors(self) -> dict[str, str]:
         """By the name of a tensor that of another which is the same here: the head, where it is the embedding."""
         return {self._names.embedding: self._names.head} if self.model_config.has_tied_embeddings else {}
+
+    def expert_loads(self) -> dict[int, list[int]]:
+        """By the number of each sparse layer of this stage, how many tokens have met each of its experts."""
+        layers = enumerate(self.model.layers, self.stage.start)
+        return {index: layer.mlp.num_tokens for index, layer in layers if isinstance(layer.mlp, SparseFeedForward)}
 
     def is_ignorable(self, checkpoint_name: str) -> bool:
         """See `CheckpointNames.is_ignorable`."""

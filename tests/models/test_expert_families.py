@@ -317,6 +317,25 @@ def test_a_row_is_the_same_bits_however_it_is_computed(name: str, dtype: str):
             assert (llm.llm_engine.counters.num_preemptions > 0) == (way != "chunks")
 
 
+def test_tokens_are_counted_by_layer_and_expert():
+    """Of transformers' routers the same, each prompt once: only the last answered token is not computed."""
+    chosen: dict[int, Tensor] = {}
+
+    def count(layer: int, given: tuple[Tensor, ...]) -> None:
+        chosen[layer] = chosen.get(layer, 0) + given[2].flatten().bincount(minlength=NUM_EXPERTS)
+
+    model = expert_reference("qwen2_moe")
+    routers = [(index, layer.mlp.gate) for index, layer in enumerate(model.model.layers) if index != 2]
+    hooks = [gate.register_forward_hook(lambda _, __, given, at=index: count(at, given)) for index, gate in routers]
+    their_logits(model, ROWS)
+    for hook in hooks:
+        hook.remove()
+    with LLM(expert_folder("qwen2_moe"), num_blocks=300, max_model_len=64, enable_prefix_caching=False) as llm:
+        llm.generate(ROWS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        (loads,) = llm.llm_engine.expert_loads()
+    assert loads == {layer: counts.tolist() for layer, counts in chosen.items()}
+
+
 def test_a_row_whose_scores_are_no_numbers_is_an_error_row_and_the_others_are_as_they_were(tmp_path: Path):
     given = {"num_blocks": 300, "max_model_len": 64}
     with LLM(expert_folder("qwen2_moe"), **given) as llm:
