@@ -415,6 +415,11 @@ def test_a_missing_expert_is_named_and_one_too_many_is_refused(tmp_path: Path):
     folder = changed("qwen3_moe", tmp_path / "found", lambda tensors: tensors.update({found: torch.zeros(32, 64)}))
     with pytest.raises(CheckpointError, match=rf"1 in the checkpoint but not in the model:\n  {found}"):
         load(folder)
+    # GLM's files have a layer beyond the last, which speculates.
+    beyond = {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}
+    load(changed("glm4_moe", tmp_path / "beyond", lambda tensors: tensors.update(beyond)))
+    with pytest.raises(CheckpointError, match=r"eh_proj"):
+        load(changed("qwen3_moe", tmp_path / "beyond_others", lambda tensors: tensors.update(beyond)))
     model = new_model(expert_folder("qwen3_moe"))
     with pytest.raises(ValueError, match=f"{found}: the model has no such weight"):
         model.load_weights([(found, torch.zeros(32, 64))])
