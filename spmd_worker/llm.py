@@ -7,6 +7,7 @@ rank gets every output.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,6 +58,9 @@ class LLM:
         pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
         pipeline_layers: list[int] | None = None,
+        enable_expert_parallel: bool = False,
+        expert_placement: str = "linear",
+        invariant_experts: bool = False,
         dtype: Any = "auto",
         seed: int | None = 0,
         max_model_len: int | None = None,
@@ -90,6 +94,9 @@ class LLM:
             "pipeline_parallel_size": pipeline_parallel_size,
             "data_parallel_size": data_parallel_size,
             "pipeline_layers": pipeline_layers,
+            "enable_expert_parallel": enable_expert_parallel,
+            "expert_placement": expert_placement,
+            "invariant_experts": invariant_experts,
             "dtype": dtype,
             "seed": seed,
             "max_model_len": max_model_len,
@@ -502,7 +509,13 @@ class LLM:
 
         def prepare() -> ParallelConfig:
             engine.check_idle()
-            return ParallelConfig(tensor_parallel_size, pipeline_parallel_size, data_parallel_size, pipeline_layers)
+            return replace(
+                engine.config.parallel,
+                tensor_parallel_size=tensor_parallel_size,
+                pipeline_parallel_size=pipeline_parallel_size,
+                data_parallel_size=data_parallel_size,
+                pipeline_layers=pipeline_layers,
+            )
 
         parallel = self._agree("reinitialize_distributed", prepare)
         try:

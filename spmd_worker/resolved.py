@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spmd_worker.config.schema import ParallelConfig, RunConfig
+from spmd_worker.distributed.expert_layout import expert_layout_of
 from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
 from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.hub import locate_model
@@ -75,8 +76,7 @@ def resolve(
     config: RunConfig, files: ModelFiles, device_type: str, location: ModelLocation | None = None
 ) -> ResolvedRun:
     """As `resolve_run`, of files that were read already. Raises ConfigError."""
-    layout = layout_of(config.parallel)
-    check_divides(layout, files.model_config)
+    layout = _layout(config.parallel, files.model_config)
     return ResolvedRun(
         config=config,
         model_config=files.model_config,
@@ -92,9 +92,15 @@ def resolve(
 
 def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRun:
     """The same run over ranks divided in another way; no file is read. Raises ConfigError."""
-    layout = layout_of(parallel)
-    check_divides(layout, resolved.model_config)
+    layout = _layout(parallel, resolved.model_config)
     return replace(resolved, config=replace(resolved.config, parallel=parallel), layout=layout)
+
+
+def _layout(parallel: ParallelConfig, model_config: ModelConfig) -> RankLayout:
+    """With whose experts are whose. Raises ConfigError."""
+    layout = replace(layout_of(parallel), experts=expert_layout_of(parallel, model_config))
+    check_divides(layout, model_config)
+    return layout
 
 
 def _dtype(config: RunConfig, model_config: ModelConfig, device_type: str) -> str:

@@ -13,7 +13,16 @@ def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     words, is_partial = FAMILIES[architecture].spelled, "partial_rotary_factor" in FAMILIES[architecture].defaults
     given = {**config, "head_dim": 8} if is_partial and config.get("head_dim") == 6 else config
     own = {words.get(key, key): value for key, value in given.items() if words.get(key) not in ("", *given)}
-    return {"architectures": [architecture], **own}
+    return {"architectures": [architecture], **_few_experts(architecture), **own}
+
+
+def _few_experts(architecture: str) -> dict[str, Any]:
+    """Of sizes that four ranks can share."""
+    experts = FAMILIES[architecture].experts
+    if experts is None:
+        return {}
+    shared = {experts.shared_key: 1 if experts.counts_shared else 40} if experts.shared_key else {}
+    return {experts.count_keys[0]: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **shared}
 
 
 def with_layers(model_config: ModelConfig, **changes: Any) -> ModelConfig:

@@ -44,11 +44,13 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int,
         score_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D].
 
         `window` 0 looks at everything before; otherwise at the last `window` keys, the query's own included. Where
-        `score_cap` is above 0, scores are cap * tanh(score * scale / cap).
+        `score_cap` is above 0, scores are cap * tanh(score * scale / cap). `sinks`, float32 [Hq], are one more score
+        a head, of a key without a value (https://arxiv.org/abs/2309.17453).
         """
 
     def attend_projected(

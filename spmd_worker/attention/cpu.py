@@ -101,12 +101,14 @@ class CpuBackend:
         scale: float,
         window: int,
         score_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.attend`. Tokens and heads of `query` may be strided."""
         cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
         num_heads, num_kv_heads = query.shape[1], self._num_kv_heads(layer_cache)
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
         assert window >= 0, window
+        sinks = None if sinks is None else _checked_sinks(sinks, num_heads)
         rows = self._row_arguments(query, (checked.num_tokens, num_heads, self._head_size))
         output = torch.empty(query.shape, dtype=self._dtype)
         self._attend(
@@ -115,7 +117,8 @@ class CpuBackend:
             *(*rows, num_heads),
             *_AS_THEY_ARE,
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
-            *(scale, score_cap, window, output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
+            *(scale, score_cap, window, None if sinks is None else sinks.data_ptr()),
+            *(output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
         )
         return output
 
@@ -213,6 +216,13 @@ class CpuLayers:
     ) -> Tensor:
         """See `attention.backend.JoinedLayers`."""
         return self._layers.run(residual, angles, cache, self._backend.addresses(metadata, cache[0]))
+
+
+def _checked_sinks(sinks: Tensor, num_heads: int) -> Tensor:
+    assert sinks.shape == (num_heads,), (sinks.shape, num_heads)
+    assert sinks.dtype == torch.float32, sinks.dtype
+    assert sinks.is_cpu, sinks.device
+    return sinks.contiguous()
 
 
 def _check_metadata(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> _CheckedMetadata:

@@ -37,6 +37,7 @@ class SdpaBackend:
         scale: float,
         window: int,
         score_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
         output = torch.empty_like(query)
@@ -45,7 +46,8 @@ class SdpaBackend:
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
             keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
             arguments = (query[rows], keys, values, first_key, num_keys, scale, window)
-            output[rows] = _attend_bounded(*arguments, score_cap) if score_cap else _attend_one(*arguments)
+            is_written_down = score_cap > 0 or sinks is not None
+            output[rows] = _attend_in_full(*arguments, score_cap, sinks) if is_written_down else _attend_one(*arguments)
         return output
 
     def attend_projected(
@@ -98,7 +100,7 @@ def _attend_one(
     return out.squeeze(0).transpose(0, 1)
 
 
-def _attend_bounded(
+def _attend_in_full(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -107,15 +109,22 @@ def _attend_bounded(
     scale: float,
     window: int,
     score_cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """As `_attend_one`, with bounded scores, which torch's fused attention does not have: in float32, written down."""
+    """As `_attend_one`, with bounded scores or sinks, which torch's fused attention does not have: in float32, written
+    down.
+    """
     num_queries, num_heads, _ = query.shape
     repeats = num_heads // keys.shape[1]
     k, v = (each.float().repeat_interleave(repeats, 1).transpose(0, 1) for each in (keys, values))
     scores = query.float().transpose(0, 1) @ k.transpose(1, 2) * scale
-    scores = (scores / score_cap).tanh() * score_cap
+    if score_cap > 0:
+        scores = (scores / score_cap).tanh() * score_cap
     mask = _causal_mask(num_queries, num_keys, first_key, window, query.device)
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, num_queries, 1)), -1)
+    weights = scores.softmax(-1)[..., : len(k[0])]
     return (weights @ v).transpose(0, 1).to(query.dtype)
 
 

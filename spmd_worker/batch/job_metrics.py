@@ -64,6 +64,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     }
     if len(leaders) > 1:
         metrics["replicas"] = [leader["replica"] for leader in leaders]
+    metrics |= _expert_metrics(values)
     shares = busy_shares(stages_of(reports))
     if shares:
         metrics["stages"] = [
@@ -95,4 +96,33 @@ def chain_heads(reports: list[bytes]) -> list[dict[str, Any]]:
 
 
 def _of_workers(engine: LLMEngine) -> dict[str, Any]:
-    return {"peak_memory_bytes": engine.executor.peak_memory_bytes(), "stages": engine.stage_times()}
+    return {
+        "peak_memory_bytes": engine.executor.peak_memory_bytes(),
+        "stages": engine.stage_times(),
+        "expert_loads": engine.expert_loads(),
+    }
+
+
+def _expert_metrics(values: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens that met each expert of each layer, of all replicas, and what stands out; empty without experts."""
+    loads: dict[int, list[int]] = {}
+    for value in values:
+        for of_rank in value["expert_loads"]:
+            for layer, counts in of_rank.items():
+                before = loads.get(int(layer), [0] * len(counts))
+                loads[int(layer)] = [count + more for count, more in zip(before, counts, strict=True)]
+    shares = {
+        (layer, expert): count * len(counts) / (sum(counts) or 1)
+        for layer, counts in sorted(loads.items())
+        for expert, count in enumerate(counts)
+    }
+    if not shares:
+        return {}
+    layer, expert = max(shares, key=lambda place: shares[place])
+    return {
+        "experts": {
+            "tokens": {str(layer): counts for layer, counts in sorted(loads.items())},
+            "busiest": {"layer": layer, "expert": expert, "over_mean": round(shares[layer, expert], 2)},
+            "never_used": sum(counts.count(0) for counts in loads.values()),
+        }
+    }

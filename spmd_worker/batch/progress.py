@@ -160,6 +160,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("steps", _count(metrics, "steps")),
         ("lockstep", _lockstep(metrics)),
         ("stages busy", _stages(metrics)),
+        ("experts", _experts(metrics)),
         ("preemptions", _preemptions(metrics)),
         ("host tier", _tier(metrics)),
     ]
@@ -181,6 +182,16 @@ def _stages(metrics: Mapping[str, Any]) -> str | None:
         return None
     shares = ", ".join(f"{stage['busy_share']:.0%}" for stage in stages)
     return f"{shares} (bubble {metrics['bubble_share']:.0%})"
+
+
+def _experts(metrics: Mapping[str, Any]) -> str | None:
+    """Which expert met most tokens, against the mean of its layer, and how many met none."""
+    experts = metrics.get("experts")
+    if not experts:
+        return None
+    busiest, never = experts["busiest"], experts["never_used"]
+    where = f"layer {busiest['layer']} expert {busiest['expert']}"
+    return f"busiest/mean {busiest['over_mean']:.1f} ({where}), never used {never:,}"
 
 
 def _lockstep(metrics: Mapping[str, Any]) -> str | None:

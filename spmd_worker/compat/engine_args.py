@@ -38,6 +38,9 @@ _GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
         "pipeline_parallel_size": "",
         "data_parallel_size": "",
         "pipeline_layers": "",
+        "enable_expert_parallel": "",
+        "expert_placement": "",
+        "invariant_experts": "",
     },
     ExecutorConfig: {
         "distributed_executor_backend": "backend",

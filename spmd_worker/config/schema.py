@@ -118,12 +118,20 @@ class ParallelConfig:
     """How ranks divide the work: world size = data x pipeline x tensor.
 
     `pipeline_layers` is the number of layers of each stage, such as [10,8]; null shares the weights out evenly.
+
+    With `enable_expert_parallel` each rank of a tensor-parallel group has some experts whole, else columns of all.
+    `expert_placement` says which: linear (the first ranks the first experts), round_robin, or a JSON file
+    {"owners": [...]} with the rank of each expert, or such a list for each layer. `invariant_experts`: what experts
+    give does not depend on the number of ranks, for more traffic.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     pipeline_layers: list[int] | None = None
+    enable_expert_parallel: bool = False
+    expert_placement: str = "linear"
+    invariant_experts: bool = False
 
     def __post_init__(self) -> None:
         """Check each key alone."""
@@ -131,6 +139,13 @@ class ParallelConfig:
         _check_at_least("parallel.tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_at_least("parallel.pipeline_parallel_size", self.pipeline_parallel_size, 1)
         _check_at_least("parallel.data_parallel_size", self.data_parallel_size, 1)
+        for key in ("expert_placement", "invariant_experts"):
+            value = getattr(self, key)
+            if value not in ("linear", False) and not self.enable_expert_parallel:
+                raise ConfigError(
+                    f"parallel.{key}={str(value).lower() if value is True else value} is about experts that ranks hold "
+                    f"whole: set parallel.enable_expert_parallel=true, or leave it out"
+                )
 
 
 @dataclass(frozen=True)

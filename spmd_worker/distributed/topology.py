@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from spmd_worker.config.schema import ParallelConfig
+from spmd_worker.distributed.expert_layout import ExpertLayout
 from spmd_worker.errors import ConfigError
+from spmd_worker.model_config.layer_config import ExpertShare, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 
 VOCABULARY_ALIGNMENT: Final = 64
@@ -18,13 +20,15 @@ VOCABULARY_ALIGNMENT: Final = 64
 class RankLayout:
     """Sizes of the three axes. Rank = (data * pipeline_size + pipeline) * tensor_size + tensor.
 
-    `pipeline_layers` are the layers of each stage; empty for stages of about equally many bytes of weights.
+    `pipeline_layers` are the layers of each stage; empty for stages of about equally many bytes of weights. `experts`
+    says which tensor rank has which experts; None: all share the columns of each.
     """
 
     tensor_parallel_size: int
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] = ()
+    experts: ExpertLayout | None = None
 
     @property
     def world_size(self) -> int:
@@ -105,12 +109,39 @@ def balanced_layers(model_config: ModelConfig, num_stages: int) -> tuple[int, ..
     extra = [0] * num_stages
     extra[0] += table
     extra[-1] += table
+    if len(set(model_config.layer_parameters)) > 1:
+        return _least_largest(model_config.layer_parameters, extra)
     for _ in range(model_config.num_layers - num_stages):
         least = min(
-            range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * model_config.num_layer_parameters
+            range(num_stages), key=lambda stage: extra[stage] + (counts[stage] + 1) * model_config.layer_parameters[0]
         )
         counts[least] += 1
     return tuple(counts)
+
+
+def _least_largest(layers: tuple[int, ...], extra: list[int]) -> tuple[int, ...]:
+    """Counts of consecutive layers, the earlier ones as large as can be, so that the largest sum is the smallest."""
+    low, high = 0, sum(layers) + sum(extra)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _filled(layers, extra, middle) else (middle + 1, high)
+    counts = _filled(layers, extra, low)
+    assert counts is not None, "one stage of everything fits"
+    return counts
+
+
+def _filled(layers: tuple[int, ...], extra: list[int], most: int) -> tuple[int, ...] | None:
+    """As many layers a stage as `most` has room for, one at least; None where that is not enough for all."""
+    counts, index = [], 0
+    for stage, room in enumerate(most - each for each in extra):
+        end, num_later = index, len(extra) - stage - 1
+        while end < len(layers) - num_later and sum(layers[index : end + 1]) <= room:
+            end += 1
+        if end == index:
+            return None
+        counts.append(end - index)
+        index = end
+    return tuple(counts) if index == len(layers) else None
 
 
 def check_world_size(layout: RankLayout, world_size: int) -> None:
@@ -155,9 +186,10 @@ def check_divides(layout: RankLayout, model_config: ModelConfig) -> None:
     """
     _check_stages(layout, model_config)
     size = layout.tensor_parallel_size
-    problem = _shard_problem(size, model_config)
+    problem = _shard_problem(size, model_config, layout.experts)
     if problem:
-        valid = [str(each) for each in range(1, model_config.num_heads + 1) if not _shard_problem(each, model_config)]
+        sizes = range(1, model_config.num_heads + 1)
+        valid = [str(each) for each in sizes if not _shard_problem(each, model_config, layout.experts)]
         raise ConfigError(
             f"parallel.tensor_parallel_size={size} does not divide this model: {problem}; "
             f"sizes that do are {_listed(valid)}"
@@ -187,14 +219,38 @@ def _check_stages(layout: RankLayout, model_config: ModelConfig) -> None:
         )
 
 
-def _shard_problem(size: int, model_config: ModelConfig) -> str:
+def _shard_problem(size: int, model_config: ModelConfig, experts: ExpertLayout | None) -> str:
     if model_config.num_heads % size:
         return f"it has {model_config.num_heads} attention heads"
     if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
         return f"it has {model_config.num_kv_heads} key-value heads"
-    if model_config.intermediate_size < size:
-        return f"its feed-forward has {model_config.intermediate_size} columns"
+    columns = min((each for layer in model_config.layers for each in _cut_columns(layer, experts)), default=size)
+    if columns < size:
+        return f"its feed-forward has {columns} columns"
     return ""
+
+
+def _cut_columns(layer: LayerConfig, placed: ExpertLayout | None) -> tuple[int, ...]:
+    """The columns of each feed-forward that the ranks of a group share out."""
+    if layer.experts is None:
+        return (layer.intermediate_size,)
+    of_each = () if placed is not None else (layer.experts.intermediate_size,)
+    is_shared_cut = layer.experts.shared_size > 0 and not (placed is not None and placed.is_exact)
+    return (*of_each, layer.experts.shared_size) if is_shared_cut else of_each
+
+
+def expert_share(layout: RankLayout, layer: LayerConfig, index: int, tensor_rank: int) -> ExpertShare | None:
+    """What a rank of the tensor-parallel group has of layer `index`; None of a dense one."""
+    if layer.experts is None:
+        return None
+    experts, size = layer.experts, layout.tensor_parallel_size
+    start, stop = shard_range(experts.shared_size, size, tensor_rank)
+    if layout.experts is None:
+        first, end = shard_range(experts.intermediate_size, size, tensor_rank)
+        return ExpertShare(experts.num_experts, end - first, stop - start)
+    num_own = layout.experts.owners_of(index).count(tensor_rank)
+    num_shared = experts.shared_size if layout.experts.is_exact else stop - start
+    return ExpertShare(num_own, experts.intermediate_size, num_shared)
 
 
 def _listed(words: list[str]) -> str:

@@ -288,6 +288,11 @@ class LLMEngine:
         has_pipeline = self.config.parallel.pipeline_parallel_size > 1
         return self.executor.collective_rpc("get_stage_times") if has_pipeline else []
 
+    def expert_loads(self) -> list[dict[int, list[int]]]:
+        """What the workers of this rank's executor counted (`WorkerBase.get_expert_loads`); empty without experts."""
+        has_experts = any(layer.experts is not None for layer in self.resolved.model_config.layers)
+        return self.executor.collective_rpc("get_expert_loads") if has_experts else []
+
     def reset_prefix_cache(self) -> None:
         """From the next step on no request finds what is in the cache now. Running requests go on. Weights that were
         loaded since the last commit are committed: see `commit_weights`, also for what it raises.

@@ -265,12 +265,14 @@ def _agree_on_start(
     del settings["job"], settings["serve"]
     # The memory budget may differ: the number of blocks is agreed on by its minimum.
     del settings["cache"]["gpu_memory_utilization"]
-    settings["model"]["path"] = None
+    # So may folders; what is in the files is compared.
+    settings["model"]["path"] = settings["parallel"]["expert_placement"] = None
     value = {
         "config": settings,
         "code": code_fingerprint(),
         "packages": package_versions(),
         "model": asdict(resolved.model_config),
+        "experts": None if resolved.layout.experts is None else asdict(resolved.layout.experts),
         "default sampling": asdict(resolved.default_sampling),
         "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
     }

@@ -3,16 +3,35 @@
 T: tokens of the step; Hq, Hkv: query and key-value heads of this rank; D: head size.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.distributed.topology import shard_range
+from spmd_worker.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.linear import RowParallelLinear, kv_head_range, qkv_linear
 from spmd_worker.layers.norm import Norm, new_norm
 from spmd_worker.layers.rotary import Angles
+from spmd_worker.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig
+
+
+class Sinks(CheckpointLayer):
+    """One score a query head, of a key without a value (https://arxiv.org/abs/2309.17453), float32 in every dtype."""
+
+    def __init__(self, context: LayerContext, num_heads: int, heads: tuple[int, int]) -> None:
+        super().__init__()
+        self._num_heads, self._heads = num_heads, heads
+        self.scores = replace(context, dtype=torch.float32).parameter(heads[1] - heads[0])
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """`prefix` is this layer's name, whose last word the checkpoint's takes the place of."""
+        name = f"{prefix.rpartition('.')[0]}.sinks"
+        yield shard(name, (self._num_heads,), f"{prefix}.scores", 0, *self._heads)
 
 
 class Attention(nn.Module):
@@ -46,13 +65,15 @@ class Attention(nn.Module):
         is_flat = layer.qk_norm == "flat"
         sizes = [head_size * (heads if is_flat else 1) for heads in (layer.num_heads, layer.num_kv_heads)]
         norms = [new_norm(context, size, layer.norm) if layer.qk_norm != "none" else None for size in sizes]
+        self.sinks = Sinks(context, layer.num_heads, (first_head, end_head)) if layer.has_sinks else None
         self.q_norm: Norm | None = norms[0]
         self.k_norm: Norm | None = norms[1]
 
     @property
     def is_plain(self) -> bool:
         """Whether rotary embedding, writing and attention can be one call, but for what angles say."""
-        return self.q_norm is None and self._rope is not None and not (self._score_cap or self._qkv_clip)
+        is_whole = self.q_norm is None and self._rope is not None and self.sinks is None
+        return is_whole and not (self._score_cap or self._qkv_clip)
 
     def forward(
         self,
@@ -94,9 +115,9 @@ class Attention(nn.Module):
         if self._qk_norm == "head_after_rope" and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         self._backend.write(key, value, layer_cache, metadata)
-        return self._backend.attend(query, layer_cache, metadata, self.scale, self.window, self._score_cap).view(
-            len(projected), -1
-        )
+        bounds = (self._score_cap, None if self.sinks is None else self.sinks.scores)
+        attended = self._backend.attend(query, layer_cache, metadata, self.scale, self.window, *bounds)
+        return attended.view(len(projected), -1)
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, Hq * D] and keys [T, Hkv * D], of which the heads of all ranks are one row of the norm: so that

@@ -40,9 +40,9 @@ class WeightSlice:
 
     `checkpoint_shape` is the full shape the checkpoint must have. `source` may be empty: this rank owns nothing of
     the tensor but knows that it belongs to the model (see `nothing_of`); the parameter need not exist then.
-    `destination` has the extents of `source`, and may have further leading dimensions of extent 1 (one expert's
-    matrix landing in a parameter that stacks the experts). `is_transposed`: the matrix is the other way round in the
-    checkpoint, so `destination` has the extents of `source` in reverse.
+    `destination` has the extents of `source`, but for leading dimensions of extent 1, which either may have more of
+    (one expert's matrix of a tensor that stacks the experts). `is_transposed`: the matrix is the other way round in the
+    checkpoint, so `destination` has the last two extents of `source` in reverse.
     """
 
     checkpoint_name: str
@@ -54,13 +54,14 @@ class WeightSlice:
 
     def __post_init__(self) -> None:
         assert is_inside(self.source, self.checkpoint_shape), self
-        num_leading = len(self.destination) - len(self.source)
-        assert num_leading >= 0, self
-        assert extents(self.destination) == (1,) * num_leading + extents(self.turned(self.source)), self
+        given, taken = extents(self.turned(self.source)), extents(self.destination)
+        num_leading = len(taken) - len(given)
+        given, taken = (1,) * num_leading + given, (1,) * -num_leading + taken
+        assert self.parameter_name == "" or given == taken, self
 
     def turned(self, rectangle: Rectangle) -> Rectangle:
         """A rectangle of the checkpoint tensor, as the parameter has its dimensions."""
-        return rectangle[::-1] if self.is_transposed else rectangle
+        return (*rectangle[:-2], *rectangle[:-3:-1]) if self.is_transposed else rectangle
 
     @property
     def is_empty(self) -> bool:

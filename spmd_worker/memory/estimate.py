@@ -4,11 +4,12 @@ The weights are exact: a test compares them with the parameters of real models. 
 forward pass holds at its fullest, rounded up. Knows sizes; needs no torch, so that a plan needs none.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.distributed.topology import RankLayout, shard_range, stage_of, vocabulary_rows
-from spmd_worker.model_config.layer_config import layer_elements
+from spmd_worker.distributed.topology import RankLayout, Stage, expert_share, shard_range, stage_of, vocabulary_rows
+from spmd_worker.model_config.layer_config import float32_elements, layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 
 
@@ -42,15 +43,50 @@ def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     """
     sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
     stage = stage_of(layout, model_config, rank)
-    share = (sizes.num_heads, sizes.num_kv_heads, sizes.num_columns)
-    layers = sum(layer_elements(layer, hidden, *share) for layer in model_config.layers[stage.start : stage.stop])
+    layers = _layers_elements(model_config, layout, rank, stage)
+    # Beyond what they would take in this dtype.
+    float32 = sum(
+        float32_elements(layer, hidden, sizes.num_heads) for layer in model_config.layers[stage.start : stage.stop]
+    )
+    float32_bytes = float32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
     # A tied head shares the embedding's rows only where one stage has both, and nothing packs.
     shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and device != "cpu"
     num_tables = stage.is_first + stage.is_last - shares_rows
     tables = (num_tables * sizes.num_vocabulary_rows + stage.is_first * model_config.num_positions) * hidden
     norm = model_config.num_norm_parameters * stage.is_last
     head_bias = sizes.num_vocabulary_rows * model_config.has_head_bias * stage.is_last
-    return (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype]
+    return (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes
+
+
+def _layers_elements(model_config: ModelConfig, layout: RankLayout, rank: int, stage: Stage) -> int:
+    """Of the layers of a stage, as the rank has them. Layers of one kind and share are counted once."""
+    sizes, tensor_rank = rank_sizes(model_config, layout, rank), layout.tensor_rank(rank)
+    indexed = [
+        (layer, expert_share(layout, layer, index, tensor_rank)) for index, layer in enumerate(model_config.layers)
+    ]
+    kinds = Counter(indexed[stage.start : stage.stop])
+    share = (sizes.num_heads, sizes.num_kv_heads, sizes.num_columns)
+    return sum(
+        count * layer_elements(layer, model_config.hidden_size, *share, experts)
+        for (layer, experts), count in kinds.items()
+    )
+
+
+def expert_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str) -> int:
+    """Of them what experts take among which a token chooses."""
+    stage, tensor_rank, hidden = (
+        stage_of(layout, model_config, rank),
+        layout.tensor_rank(rank),
+        model_config.hidden_size,
+    )
+    total = 0
+    for index in range(stage.start, stage.stop):
+        layer = model_config.layers[index]
+        share = expert_share(layout, layer, index, tensor_rank)
+        if layer.experts is not None and share is not None:
+            routed = replace(share, num_shared_columns=0)
+            total += layer.experts.elements(hidden, routed) - layer.experts.router_elements(hidden)
+    return total * DTYPE_BYTES[dtype]
 
 
 def activation_bytes(
@@ -61,8 +97,9 @@ def activation_bytes(
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gated columns and their product; layers that run as one hold all of these at once, each of them once. Heads that are
     turned in part or in pairs, clipped or grown are copied twice more, flat norms hold those of all ranks, and parallel
-    layers keep what the feed-forward is given. The sampler holds float32
-    logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
+    layers keep what the feed-forward is given. Sparse layers hold what each of a token's experts gives, and sums in
+    float32. The sampler holds float32 logits as shards, gathered and as log-probabilities, and the mass of a draw twice
+    in float64.
     """
     sizes = rank_sizes(model_config, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
@@ -72,9 +109,25 @@ def activation_bytes(
     if any(layer.qk_norm == "flat" for layer in model_config.layers):
         attention += 3 * (model_config.num_heads + model_config.num_kv_heads) * model_config.head_size
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
-    per_token = num_streams * model_config.hidden_size + max(attention, 4 * sizes.num_columns)
+    per_token = num_streams * model_config.hidden_size + max(
+        attention, 4 * sizes.num_columns, _sparse_elements(model_config, layout)
+    )
     logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     return num_tokens * per_token * DTYPE_BYTES[dtype] + logits
+
+
+def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
+    """Of one token in the largest sparse layer; at most all tokens are an expert's."""
+    size, hidden = layout.tensor_parallel_size, model_config.hidden_size
+    each = [layer.experts for layer in dict.fromkeys(model_config.layers) if layer.experts is not None]
+    columns = [experts.intermediate_size // (1 if layout.experts is not None else size) + 1 for experts in each]
+    return max(
+        (
+            (experts.num_chosen + 8) * hidden + 10 * width + 4 * experts.shared_size + 12 * experts.num_experts
+            for experts, width in zip(each, columns, strict=True)
+        ),
+        default=0,
+    )
 
 
 def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, block_size: int) -> CacheSpec:

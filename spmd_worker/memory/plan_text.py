@@ -19,7 +19,7 @@ from kv_cache.cache_sizing import (
 from spmd_worker.distributed.topology import stage_of
 from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
-from spmd_worker.memory.estimate import RankSizes, activation_bytes, rank_sizes, weights_bytes
+from spmd_worker.memory.estimate import RankSizes, activation_bytes, expert_bytes, rank_sizes, weights_bytes
 from spmd_worker.memory.plan import (
     cache_spec_of,
     check_weights_fit,
@@ -122,8 +122,14 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"{layout.world_size} = {layout.data_parallel_size} data x {layout.pipeline_parallel_size} pipeline x "
         f"{layout.tensor_parallel_size} tensor"
     )
-    lines = [f"model      {model}", *_quantised(plan), f"computes   {_where(plan)}", f"ranks      {ranks}"]
-    lines += _replicas(plan)
+    lines = [
+        f"model      {model}",
+        *_quantised(plan),
+        *_experts(plan),
+        f"computes   {_where(plan)}",
+        f"ranks      {ranks}",
+        *_replicas(plan),
+    ]
     lines += ["", *_table(plan), ""]
     lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
     error_result = plan.error_result
@@ -162,6 +168,25 @@ def _quantised(plan: MemoryPlan) -> list[str]:
     return [
         f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded, the "
         f"weights take {num_bytes}, as plain ones do"
+    ]
+
+
+def _experts(plan: MemoryPlan) -> list[str]:
+    """What they are of the weights, and of them the rank that has most."""
+    resolved = plan.resolved
+    model_config, layout = resolved.model_config, resolved.layout
+    sparse = [layer.experts for layer in model_config.layers if layer.experts is not None]
+    if not sparse:
+        return []
+    size = DTYPE_BYTES[resolved.dtype]
+    ranks = range(layout.tensor_parallel_size * layout.pipeline_parallel_size)
+    most = max(expert_bytes(model_config, layout, rank, resolved.dtype) for rank in ranks)
+    of_rank = "whole ones" if layout.experts is not None else "columns of each"
+    return [
+        f"experts    {format_bytes(model_config.num_expert_parameters * size)} of "
+        f"{format_bytes(model_config.num_parameters * size)} of weights: {sparse[0].num_experts} in each of "
+        f"{len(sparse)} layers, {sparse[0].num_chosen} of them a token; a rank has {of_rank}, {format_bytes(most)} at "
+        f"most"
     ]
 
 

@@ -32,6 +32,61 @@ class NormConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The experts of a sparse layer, which have `intermediate_size` columns each, and how a token's `num_chosen` are
+    found (https://arxiv.org/abs/2101.03961).
+
+    `score` is "softmax" over all experts, "softmax_chosen" over the chosen, or "sigmoid". Chosen are those of the
+    largest scores, after a bias where `has_choice_bias`, in the `num_chosen_groups` best groups of neighbours; equal
+    ones by number. Weights are the scores, divided by their sum where `renormalises`, times `scaling`.
+
+    `limit` above 0: gates take turns with what they open, and both are bounded by it: gate * sigmoid(1.702 * gate) *
+    (up + 1). `shared_size` columns are of the expert that every token visits, 0 for none.
+    """
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    score: str = "softmax"
+    renormalises: bool = True
+    scaling: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    has_choice_bias: bool = False
+    has_router_bias: bool = False
+    has_bias: bool = False
+    limit: float = 0.0
+    shared_size: int = 0
+    has_shared_gate: bool = False
+
+    def router_elements(self, hidden_size: int) -> int:
+        """Parameters that choose, and the gate of the shared expert. They are float32 in every dtype."""
+        biases = self.num_experts * (self.has_router_bias + self.has_choice_bias)
+        return (self.num_experts + self.has_shared_gate) * hidden_size + biases
+
+    def elements(self, hidden_size: int, share: "ExpertShare") -> int:
+        """Parameters of which a rank has this share, those that choose included."""
+        columns = share.num_columns
+        each = 3 * hidden_size * columns + (2 * columns + hidden_size) * self.has_bias
+        shared = 3 * hidden_size * share.num_shared_columns
+        return share.num_experts * each + shared + self.router_elements(hidden_size)
+
+    @property
+    def whole(self) -> "ExpertShare":
+        """What there is in all."""
+        return ExpertShare(self.num_experts, self.intermediate_size, self.shared_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """What a rank has of a sparse layer: so many experts of so many columns, and columns of the shared expert."""
+
+    num_experts: int
+    num_columns: int
+    num_shared_columns: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Sizes of the whole layer, not of a rank's share.
 
@@ -42,6 +97,7 @@ class LayerConfig:
     without `is_gated` it is between two products, not a gate beside the first. `residual_multiplier` is of what
     attention and feed-forward add. `is_parallel`: both look at what the layer was given, the feed-forward through the
     third norm or, without one, through the first. Queries, keys and values are bounded by `qkv_clip`, where above 0.
+    `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
     """
 
     num_heads: int
@@ -63,6 +119,8 @@ class LayerConfig:
     residual_multiplier: float = 1.0
     is_parallel: bool = False
     qkv_clip: float = 0.0
+    has_sinks: bool = False
+    experts: ExpertsConfig | None = None
 
     @property
     def is_plain_wiring(self) -> bool:
@@ -70,16 +128,35 @@ class LayerConfig:
         return self.norm.is_plain and self.norms == (True, False, True, False) and not self.is_parallel
 
 
-def layer_elements(layer: LayerConfig, hidden_size: int, num_heads: int, num_kv_heads: int, num_columns: int) -> int:
-    """Elements of the parameters of a layer of which a rank has so many heads and columns of the feed-forward."""
+def layer_elements(
+    layer: LayerConfig,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    num_columns: int,
+    share: ExpertShare | None = None,
+) -> int:
+    """Elements of the parameters of a layer of which a rank has so many heads and columns of the feed-forward, and
+    `share` of its experts, all where that is None.
+    """
     size, num_gates = layer.head_size, 1 + layer.is_gated
     query, key_value = num_heads * size, num_kv_heads * size
-    weights = hidden_size * (2 * query + 2 * key_value) + (num_gates + 1) * hidden_size * num_columns
+    weights = hidden_size * (2 * query + 2 * key_value) + num_heads * layer.has_sinks
     biases = (query + 2 * key_value) * layer.has_qkv_bias + hidden_size * layer.has_output_bias
-    biases += (num_gates * num_columns + hidden_size) * layer.has_mlp_bias
+    if layer.experts is not None:
+        weights += layer.experts.elements(hidden_size, share or layer.experts.whole)
+    else:
+        weights += (num_gates + 1) * hidden_size * num_columns
+        biases += (num_gates * num_columns + hidden_size) * layer.has_mlp_bias
     norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     if layer.qk_norm in ("head", "head_after_rope"):
         norms += 2 * size
     elif layer.qk_norm == "flat":
         norms += (layer.num_heads + layer.num_kv_heads) * size
     return weights + biases + norms
+
+
+def float32_elements(layer: LayerConfig, hidden_size: int, num_heads: int) -> int:
+    """How many of these are float32 in every dtype."""
+    router = 0 if layer.experts is None else layer.experts.router_elements(hidden_size)
+    return router + num_heads * layer.has_sinks

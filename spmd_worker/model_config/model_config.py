@@ -14,6 +14,7 @@ from typing import Any, Final
 from spmd_worker import files
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MOST, ConfigReader, whole_number
+from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
@@ -130,7 +131,7 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied embeddings counted once."""
-        return self.num_embedding_parameters + self.num_layers * self.num_layer_parameters + self.num_norm_parameters
+        return self.num_embedding_parameters + sum(self.layer_parameters) + self.num_norm_parameters
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -140,10 +141,21 @@ class ModelConfig:
         return tables + self.vocab_size * self.has_head_bias
 
     @property
-    def num_layer_parameters(self) -> int:
-        """One decoder layer."""
-        layer = self.layers[0]
-        return layer_elements(layer, self.hidden_size, layer.num_heads, layer.num_kv_heads, layer.intermediate_size)
+    def layer_parameters(self) -> tuple[int, ...]:
+        """Of each decoder layer, all experts counted."""
+        of_kind = {
+            layer: layer_elements(layer, self.hidden_size, layer.num_heads, layer.num_kv_heads, layer.intermediate_size)
+            for layer in dict.fromkeys(self.layers)
+        }
+        return tuple(of_kind[layer] for layer in self.layers)
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Of the experts of all layers, those among which a token chooses; 0 for a dense model."""
+        experts = [layer.experts for layer in self.layers if layer.experts is not None]
+        routed = (replace(each.whole, num_shared_columns=0) for each in experts)
+        sizes = [each.elements(self.hidden_size, share) for each, share in zip(experts, routed, strict=True)]
+        return sum(sizes) - sum(each.router_elements(self.hidden_size) for each in experts)
 
     @property
     def num_norm_parameters(self) -> int:
@@ -269,7 +281,7 @@ def _layers(
         has_qkv_bias=_bias(reader, family.qkv_bias),
         has_output_bias=_bias(reader, family.output_bias),
         has_mlp_bias=_bias(reader, family.mlp_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=_qk_norm(reader, family),
         score_cap=_number(reader, family.score_cap_key, 0.0),
         norms=_norms(family, is_parallel),
         activation=_activation(reader, family),
@@ -277,11 +289,13 @@ def _layers(
         residual_multiplier=_number(reader, family.residual_multiplier_key, 1.0),
         is_parallel=is_parallel,
         qkv_clip=_number(reader, family.qkv_clip_key, 0.0),
+        has_sinks=family.has_sinks,
     )
     ropes = _ropes(reader, family, max_positions, head_size)
     windows = _sliding_windows(reader, family, num_layers)
-    kinds = list(zip(windows, _ropes_of_layers(reader, family, windows), strict=True))
-    layers = {kind: replace(layer, window=kind[0], rope=kind[1]) for kind in dict.fromkeys(kinds)}
+    experts = read_experts(reader, family.experts, num_layers)
+    kinds = list(zip(windows, _ropes_of_layers(reader, family, windows), experts, strict=True))
+    layers = {kind: replace(layer, window=kind[0], rope=kind[1], experts=kind[2]) for kind in dict.fromkeys(kinds)}
     return tuple(layers[kind] for kind in kinds), ropes
 
 
@@ -376,6 +390,10 @@ def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads
     if head_size % 2:
         raise ModelConfigError(f"{reader.where('head_dim')}={head_size} must be even: rotary embedding turns pairs")
     return head_size
+
+
+def _qk_norm(reader: ConfigReader, family: Family) -> str:
+    return family.qk_norm if not family.qk_norm_key or reader.flag(family.qk_norm_key, False) else "none"
 
 
 def _scale(reader: ConfigReader, family: Family, head_size: int) -> float:

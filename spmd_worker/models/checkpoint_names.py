@@ -6,18 +6,21 @@ marked so. Names and shapes only: knows nothing of tensors, files or ranks.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
 from spmd_worker.distributed.topology import Stage
-from spmd_worker.layers.weight_slice import WeightSlice
+from spmd_worker.layers.weight_slice import WeightSlice, nothing_of
 from spmd_worker.model_config.families.family import NORM_PLACES
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+_IN_MEMORY: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What transformers stacks in memory of separate experts, as [experts, outputs, inputs] below `mlp.experts`."""
 
 
 class CheckpointNames:
@@ -37,6 +40,7 @@ class CheckpointNames:
         norms = {ours: theirs for ours, theirs in zip(NORM_PLACES, names.norms) if theirs}
         self._parts = {**norms, **names.parts}
         self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
+        self._stacked = {part: (each, each.parts.index(part)) for each in names.stacked for part in each.parts}
         self._layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
 
     def pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
@@ -50,6 +54,14 @@ class CheckpointNames:
             yield replace(piece, checkpoint_name=f"{top}.{leaf}")
             return
         index, part = int(found[1]) + self._stage.start, module[found.end() :]
+        expert = _EXPERT.fullmatch(part)
+        if expert is not None:
+            yield self._of_expert(piece, index, int(expert[1]), expert[2], leaf)
+            return
+        whole_name = self._parts.get(f"{part}.{leaf}")
+        if whole_name is not None:
+            yield replace(piece, checkpoint_name=f"{self._names.layers}.{index}.{whole_name}")
+            return
         fused = self._fused.get(part)
         inside = (piece,) if fused is None else self._inside(piece, part, fused, self._model_config.layers[index])
         name = f"{self._names.layers}.{index}.{fused or self._parts.get(part, part)}.{leaf}"
@@ -57,6 +69,49 @@ class CheckpointNames:
         for each in inside:
             named = replace(each, checkpoint_name=name)
             yield transposed(named) if is_turned else named
+
+    def _of_expert(self, piece: WeightSlice, index: int, number: int, matrix: str, leaf: str) -> WeightSlice:
+        """A separate tensor, or a slice of one that stacks those of all experts."""
+        prefix = f"{self._names.layers}.{index}."
+        if matrix not in self._stacked:
+            ours = f"mlp.experts.{{}}.{matrix}"
+            return replace(piece, checkpoint_name=f"{prefix}{self._parts.get(ours, ours).format(number)}.{leaf}")
+        (stacked, part), experts = self._stacked[matrix], self._model_config.layers[index].experts
+        assert experts is not None, piece
+        rows, *inputs = piece.checkpoint_shape
+        (start, stop), *columns = piece.source
+        first, name = part * rows, prefix + (stacked.name if leaf == "weight" else stacked.bias)
+        shape = (experts.num_experts, rows * len(stacked.parts), *inputs)
+        source = ((number, number + 1), (first + start, first + stop), *columns)
+        is_turned = stacked.is_transposed and leaf == "weight"
+        if is_turned:
+            shape, source = (shape[0], *shape[:0:-1]), (source[0], *source[:0:-1])
+        if piece.parameter_name == "":
+            return nothing_of(name, shape)
+        return replace(piece, checkpoint_name=name, checkpoint_shape=shape, source=source, is_transposed=is_turned)
+
+    def in_memory(self, name: str, shape: Sequence[int]) -> list[tuple[str, int, tuple[int, int]]]:
+        """Where `name` is what transformers has in memory of experts that files keep apart: the checkpoint's name of
+        each matrix, its expert, and its rows. Empty for other tensors. Raises ValueError for another number of experts.
+        """
+        found = self._layer.match(name)
+        if found is None or self._names.stacked or int(found[1]) >= self._model_config.num_layers:
+            return []
+        module, _, stack = name[found.end() :].rpartition(".")
+        experts, parts = self._model_config.layers[int(found[1])].experts, _IN_MEMORY.get(stack, ())
+        patterns = [self._parts.get(ours, ours) for ours in (f"mlp.experts.{{}}.{part}" for part in parts)]
+        if experts is None or not parts or module != patterns[0].partition(".{}")[0]:
+            return []
+        if len(shape) != 3 or shape[0] != experts.num_experts:
+            raise ValueError(
+                f"{name}: has the shape {list(shape)}, and this layer of the model has {experts.num_experts} experts"
+            )
+        rows = shape[1] // len(parts)
+        return [
+            (f"{found[0]}{pattern.format(number)}.weight", number, (index * rows, (index + 1) * rows))
+            for number in range(experts.num_experts)
+            for index, pattern in enumerate(patterns)
+        ]
 
     def _inside(self, piece: WeightSlice, part: str, fused: str, layer: LayerConfig) -> Iterator[WeightSlice]:
         """Rows of the tensor with the part: all of the part follow each other, or those of each key-value head."""
@@ -90,21 +145,21 @@ class CheckpointNames:
     def is_derived(self, name: str) -> bool:
         """Whether the tensor says nothing of the model that others of the checkpoint do not say."""
         is_ignored = name.endswith(self._names.ignored) or name.startswith(self._names.ignored_prefixes)
-        return is_ignored or (self._is_tied and name == self.head)
+        return is_ignored or (self._is_tied and name == self.head) or self._is_beyond(name)
 
-    def shapes_of_all_stages(self, own: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The checkpoint's tensors, those of other stages too, given those of this one, shapes by name. All layers of a
-        model have tensors of the same names and shapes.
+    def shapes_of_all_stages(
+        self, own: Mapping[str, tuple[int, ...]], like: Mapping[int, Mapping[str, tuple[int, ...]]]
+    ) -> dict[str, tuple[int, ...]]:
+        """The checkpoint's tensors, those of other stages too, shapes by name, given those of this one. `like` has for
+        each layer of the model tensors of a layer of its kind, by their names within the layer.
         """
         config, names = self._model_config, self._names
         hidden = config.hidden_size
         shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.vocab_size, hidden)}
         if config.num_positions:
             shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
-        first = f"{names.layers}.{self._stage.start}."
-        layer = {name.removeprefix(first): shape for name, shape in own.items() if name.startswith(first)}
         for index in range(config.num_layers):
-            shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in layer.items()}
+            shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in like[index].items()}
         leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
         shapes |= {f"{names.norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
         if config.has_head_bias:
@@ -113,6 +168,10 @@ class CheckpointNames:
             shapes[self.head] = (config.vocab_size, hidden)
         assert own.items() <= shapes.items(), own.items() - shapes.items()
         return shapes
+
+    def _is_beyond(self, name: str) -> bool:
+        layer = self._layer.match(name) if self._names.ignores_later_layers else None
+        return layer is not None and int(layer[1]) >= self._model_config.num_layers
 
     def _is_elsewhere(self, name: str) -> bool:
         stage, layer = self._stage, self._layer.match(name)
@@ -139,4 +198,8 @@ def _part_sizes(layer: LayerConfig) -> dict[str, int]:
         "self_attn.v_proj": key_value,
         "mlp.gate_proj": layer.intermediate_size,
         "mlp.up_proj": layer.intermediate_size,
+        **({} if layer.experts is None else dict.fromkeys(_SHARED_GATES, layer.experts.shared_size)),
     }
+
+
+_SHARED_GATES: Final = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")

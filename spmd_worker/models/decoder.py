@@ -9,6 +9,7 @@ T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabul
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -22,11 +23,12 @@ from spmd_worker.layers.attention import Attention
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import PositionEmbedding, VocabularyParallelEmbedding, VocabularyParallelHead
+from spmd_worker.layers.experts import SparseFeedForward, new_feed_forward
 from spmd_worker.layers.feed_forward import FeedForward
 from spmd_worker.layers.norm import Norm, RMSNorm, add_whole, new_norm
 from spmd_worker.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
-from spmd_worker.model_config.layer_config import LayerConfig
+from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_names import CheckpointNames
 from spmd_worker.models.checkpoint_view import CheckpointView
@@ -40,7 +42,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
         self.self_attn = Attention(context, layer, hidden_size)
-        self.mlp = FeedForward(context, layer, hidden_size)
+        self.mlp = new_feed_forward(context, layer, hidden_size)
         self.input_layernorm = RMSNorm(context, hidden_size, layer.norm.eps)
         self.post_attention_layernorm = RMSNorm(context, hidden_size, layer.norm.eps)
         self._multiplier = layer.residual_multiplier
@@ -69,8 +71,9 @@ class DecoderLayer(nn.Module):
     def weights(self) -> LayerWeights | None:
         """For `AttentionBackend.join_layers`; None where there is more to a layer than those."""
         attention, feed_forward = self.self_attn, self.mlp
-        is_plain = attention.is_plain and feed_forward.is_gated and feed_forward.activation == "silu"
-        if not is_plain or self._multiplier != 1.0:
+        if not isinstance(feed_forward, FeedForward) or not attention.is_plain or self._multiplier != 1.0:
+            return None
+        if not feed_forward.is_gated or feed_forward.activation != "silu":
             return None
         return LayerWeights(
             input_norm=self.input_layernorm.weight,
@@ -88,13 +91,14 @@ class DecoderLayer(nn.Module):
 
     def sizes(self) -> LayerSizes:
         """As this rank has them."""
-        attention, norm = self.self_attn, self.input_layernorm
+        attention, norm, feed_forward = self.self_attn, self.input_layernorm, self.mlp
+        assert isinstance(feed_forward, FeedForward), "as of `weights`"
         return LayerSizes(
             hidden_size=norm.size,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_size=attention.head_size,
-            intermediate_size=self.mlp.intermediate_size,
+            intermediate_size=feed_forward.intermediate_size,
             eps=norm.eps,
             scale=attention.scale,
         )
@@ -108,7 +112,7 @@ class SandwichLayer(nn.Module):
     def __init__(self, context: LayerContext, layer: LayerConfig, hidden_size: int) -> None:
         super().__init__()
         self.self_attn = Attention(context, layer, hidden_size)
-        self.mlp = FeedForward(context, layer, hidden_size)
+        self.mlp = new_feed_forward(context, layer, hidden_size)
         norms = [new_norm(context, hidden_size, layer.norm) if is_there else None for is_there in layer.norms]
         self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
         self._multiplier, self._group = layer.residual_multiplier, context.tensor_group
@@ -163,7 +167,8 @@ class DecoderStack(nn.Module):
         is_plain = all(layer.is_plain_wiring for layer in model_config.layers)
         new_layer = DecoderLayer if is_plain else SandwichLayer
         self.layers = nn.ModuleList(
-            new_layer(context, layer, hidden_size) for layer in model_config.layers[stage.start : stage.stop]
+            new_layer(replace(context, layer=index), model_config.layers[index], hidden_size)
+            for index in range(stage.start, stage.stop)
         )
         if stage.is_last:
             self.norm = new_norm(context, hidden_size, model_config.norm)
@@ -243,7 +248,7 @@ class DecoderForCausalLM(nn.Module):
 
     def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
         super().__init__()
-        self.model_config, self.stage = model_config, stage
+        self.model_config, self.stage, self._context = model_config, stage, context
         self._names = CheckpointNames(model_config, stage)
         self.weight_update = WeightUpdate()
         self.model = DecoderStack(context, model_config, stage)
@@ -318,15 +323,10 @@ class DecoderForCausalLM(nn.Module):
         written, and of a collection, such as a list, no tensor is when a name or a shape is wrong.
         """
         if isinstance(tensors, Collection):
-            for given_name, tensor in tensors:
-                name = self._names.canonical(given_name)
-                if not self._names.is_derived(name):
-                    check_form(name, tensor, self._shape_of(name))
+            for name, tensor in self._separate(tensors):
+                check_form(name, tensor, self._shape_of(name))
         loaded = set()
-        for given_name, tensor in tensors:
-            name = self._names.canonical(given_name)
-            if self._names.is_derived(name):
-                continue
+        for name, tensor in self._separate(tensors):
             check_tensor(name, tensor, self._shape_of(name), self.model.dtype)
             self.weight_update.begin()
             if name in self._held:
@@ -335,11 +335,47 @@ class DecoderForCausalLM(nn.Module):
             self.weight_update.add(name, tensor)
         return loaded
 
+    def _separate(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """With the checkpoint's names, without what is derived, and experts apart where the checkpoint has them so."""
+        for given_name, tensor in tensors:
+            name = self._names.canonical(given_name)
+            if self._names.is_derived(name):
+                continue
+            parts = self._names.in_memory(name, tensor.shape)
+            if not parts:
+                yield name, tensor
+                continue
+            for part, number, (start, stop) in parts:
+                yield part, tensor[number, start:stop]
+
     @cached_property
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every checkpoint tensor of the model, those of other stages too: shapes by name."""
         own = {piece.checkpoint_name: piece.checkpoint_shape for piece in self.weight_slices()}
-        return self._names.shapes_of_all_stages(own)
+        return self._names.shapes_of_all_stages(own, self._layer_shapes(own))
+
+    def _layer_shapes(self, own: dict[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Of each layer of the model, tensors of a layer of its kind. There are dense ones and sparse ones; of a kind
+        that this stage does not have, one is made without memory.
+        """
+        layers, names, stage = self.model_config.layers, self.model_config.names, self.stage
+        of_kind: dict[ExpertsConfig | None, dict[str, tuple[int, ...]]] = {}
+        for index in (*range(stage.start, stage.stop), *range(len(layers))):
+            if layers[index].experts in of_kind:
+                continue
+            is_own = stage.start <= index < stage.stop
+            shapes = own if is_own else self._shapes_without_memory(index)
+            prefix = f"{names.layers}.{index}."
+            of_kind[layers[index].experts] = {
+                name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)
+            }
+        return {index: of_kind[layer.experts] for index, layer in enumerate(layers)}
+
+    def _shapes_without_memory(self, index: int) -> dict[str, tuple[int, ...]]:
+        context = replace(self._context, device=torch.device("meta"))
+        stage = Stage(index, index + 1, is_first=False, is_last=False)
+        layer = DecoderForCausalLM(context, self.model_config, stage)
+        return {piece.checkpoint_name: piece.checkpoint_shape for piece in layer.weight_slices()}
 
     @contextmanager
     def as_checkpoint(self) -> Iterator[CheckpointView]:
@@ -362,6 +398,11 @@ class DecoderForCausalLM(nn.Module):
     def tied_tensors(self) -> dict[str, str]:
         """By the name of a tensor that of another which is the same here: the head, where it is the embedding."""
         return {self._names.embedding: self._names.head} if self.model_config.has_tied_embeddings else {}
+
+    def expert_loads(self) -> dict[int, list[int]]:
+        """By the number of each sparse layer of this stage, how many tokens have met each of its experts."""
+        layers = enumerate(self.model.layers, self.stage.start)
+        return {index: layer.mlp.num_tokens for index, layer in layers if isinstance(layer.mlp, SparseFeedForward)}
 
     def is_ignorable(self, checkpoint_name: str) -> bool:
         """See `CheckpointNames.is_ignorable`."""

@@ -1,7 +1,8 @@
 """The weights of this rank by checkpoint name: read them, and write new ones over them one at a time."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -14,62 +15,87 @@ _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
+class HeldPiece:
+    """One slice of a checkpoint tensor, and the layer that holds it."""
+
+    piece: WeightSlice
+    layer: CheckpointLayer
+
+    def read(self) -> Tensor:
+        """The slice, as the checkpoint has its dimensions."""
+        piece = self.piece
+        held = self.layer.read_region(self._parameter, piece.destination).view(extents(piece.turned(piece.source)))
+        return held.transpose(-1, -2) if piece.is_transposed else held
+
+    def write(self, values: Tensor) -> None:
+        """Make `values` the slice."""
+        values = values.transpose(-1, -2) if self.piece.is_transposed else values
+        destination = self.piece.destination
+        self.layer.write_region(self._parameter, destination, values.reshape(extents(destination)))
+
+    @property
+    def _parameter(self) -> str:
+        return self.piece.parameter_name.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """One checkpoint tensor, of which `layer` holds this rank's slices: several where the tensor has what are several
-    weights in other checkpoints.
+    """One checkpoint tensor, of which this rank holds slices: several where the tensor has what are several weights in
+    other checkpoints. They are the crossings of some ranges of each dimension, all of them.
     """
 
-    pieces: tuple[WeightSlice, ...]
-    layer: CheckpointLayer
+    pieces: tuple[HeldPiece, ...]
 
     @property
     def checkpoint_name(self) -> str:
         """Of the tensor."""
-        return self.pieces[0].checkpoint_name
+        return self.pieces[0].piece.checkpoint_name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this rank's slices, one after the other."""
-        shapes = [extents(piece.source) for piece in self.pieces]
-        total = list(shapes[0])
-        total[self._dimension] = sum(shape[self._dimension] for shape in shapes)
-        return tuple(total)
+        """Of this rank's slices, moved together."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self._ranges())
 
     def read(self) -> Tensor:
         """This rank's slices: a view of the parameter where it is held in the checkpoint's order, else a copy."""
-        parts = [self._read(piece) for piece in self.pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self._dimension)
+        if len(self.pieces) == 1:
+            return self.pieces[0].read()
+        whole: Tensor | None = None
+        for held, region in zip(self.pieces, self._regions(), strict=True):
+            part = held.read()
+            whole = part.new_empty(self.shape) if whole is None else whole
+            whole[region] = part
+        assert whole is not None, "a weight has pieces"
+        return whole
 
     def write(self, values: Tensor) -> None:
         """Make `values`, of any dtype and device, this rank's slices. The parameter's storage stays where it is."""
-        sizes = [extents(piece.source)[self._dimension] for piece in self.pieces]
-        parts = torch.split(values, sizes, self._dimension) if len(sizes) > 1 else (values,)
-        for piece, part in zip(self.pieces, parts, strict=True):
-            self._write(piece, part)
+        for held, region in zip(self.pieces, self._regions(), strict=True):
+            held.write(values[region])
 
     def load(self, tensor: Tensor) -> None:
         """Make this rank's slices of the whole checkpoint tensor, which `check_tensor` let pass, its weight; nothing
         but those is copied.
         """
-        for piece in self.pieces:
-            self._write(piece, tensor.detach()[tuple(slice(*bounds) for bounds in piece.source)])
+        for held in self.pieces:
+            held.write(tensor.detach()[tuple(slice(*bounds) for bounds in held.piece.source)])
 
-    @property
-    def _dimension(self) -> int:
-        """In which slices of one tensor follow each other: its outputs."""
-        return 1 if self.pieces[0].is_transposed else 0
+    def _ranges(self) -> list[list[tuple[int, int]]]:
+        """Of each dimension, ascending."""
+        return [sorted(set(bounds)) for bounds in zip(*(held.piece.source for held in self.pieces), strict=True)]
 
-    def _read(self, piece: WeightSlice) -> Tensor:
-        held = self.layer.read_region(self._parameter, piece.destination).view(extents(piece.turned(piece.source)))
-        return held.T if piece.is_transposed else held
+    def _regions(self) -> list[tuple[slice, ...]]:
+        """Where each piece is in what is shown."""
+        places = [_moved_together(ranges) for ranges in self._ranges()]
+        return [
+            tuple(place[bounds] for place, bounds in zip(places, held.piece.source, strict=True))
+            for held in self.pieces
+        ]
 
-    def _write(self, piece: WeightSlice, values: Tensor) -> None:
-        values = values.T if piece.is_transposed else values
-        self.layer.write_region(self._parameter, piece.destination, values)
 
-    @property
-    def _parameter(self) -> str:
-        return self.pieces[0].parameter_name.rpartition(".")[2]
+def _moved_together(ranges: list[tuple[int, int]]) -> dict[tuple[int, int], slice]:
+    stops = list(accumulate(stop - start for start, stop in ranges))
+    return {bounds: slice(end - bounds[1] + bounds[0], end) for bounds, end in zip(ranges, stops, strict=True)}
 
 
 def check_form(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -104,21 +130,18 @@ def _form_fault(tensor: Tensor, shape: tuple[int, ...]) -> str | None:
 
 def held_weights(slices: Iterable[WeightSlice], layers: Mapping[str, CheckpointLayer]) -> dict[str, HeldWeight]:
     """By checkpoint name, in the order of the slices; `layers` by name."""
-    held: dict[str, HeldWeight] = {}
+    held: dict[str, list[HeldPiece]] = {}
     for piece in slices:
-        layer = layers[piece.parameter_name.rpartition(".")[0]]
-        before = held.get(piece.checkpoint_name)
-        pieces = () if before is None else before.pieces
-        assert before is None or before.layer is layer, ("one layer holds all of a tensor", piece)
-        assert all(not _overlap(piece, other) for other in pieces), ("this rank holds a tensor twice", piece)
-        held[piece.checkpoint_name] = HeldWeight((*pieces, piece), layer)
-    return {name: replace(each, pieces=tuple(sorted(each.pieces, key=_place))) for name, each in held.items()}
+        # Of what other ranks hold there is a name and a shape alone.
+        if piece.parameter_name == "":
+            continue
+        pieces = held.setdefault(piece.checkpoint_name, [])
+        pieces.append(HeldPiece(piece, layers[piece.parameter_name.rpartition(".")[0]]))
+    for name, pieces in held.items():
+        sources = sorted(each.piece.source for each in pieces)
+        assert not any(map(_overlap, sources, sources[1:])), ("this rank holds a tensor twice", name)
+    return {name: HeldWeight(tuple(pieces)) for name, pieces in held.items()}
 
 
-def _place(piece: WeightSlice) -> Rectangle:
-    """Slices of one tensor are in its order, whatever that of its layer."""
-    return piece.source
-
-
-def _overlap(piece: WeightSlice, other: WeightSlice) -> bool:
-    return all(first < end and start < stop for (first, stop), (start, end) in zip(piece.source, other.source))
+def _overlap(source: Rectangle, other: Rectangle) -> bool:
+    return all(first < end and start < stop for (first, stop), (start, end) in zip(source, other, strict=True))

@@ -61,6 +61,7 @@ struct Attention {
   float cap;    // of scores, to base 2; 0: none
   int64_t window;
   bool has_unit;
+  const float* sinks = nullptr;  // one logit a query head, in no key's place; null: none
 
   int group_size() const { return num_heads / cache.num_kv_heads; }
   int64_t num_tokens(int sequence) const { return query_starts[sequence + 1] - query_starts[sequence]; }
@@ -126,8 +127,17 @@ struct Attention {
       query = turned(query, size, angles, query_starts[item.sequence] + row / group_size(), room);
       Type::stage(query, size, scratch.queries + place * size / Type::kPair);
       std::memset(scratch.outputs + place * size, 0, size * sizeof(float));
-      scratch.softmax[place] = {-kInfinity, Floats{}};
+      scratch.softmax[place] = start_of(item, row);
     }
+  }
+
+  // A sink counts in the sum, and has no value: the softmax begins with it instead of nothing.
+  Softmax start_of(const Item& item, int64_t row) const {
+    if (sinks == nullptr) return {-kInfinity, Floats{}};
+    constexpr float log2_of_e = 1.44269504088896340736f;
+    Floats sum = Floats{};
+    sum[0] = 1.0f;
+    return {sinks[int64_t(item.kv_head) * group_size() + row % group_size()] * log2_of_e, sum};
   }
 
   void run_tile(
@@ -328,12 +338,12 @@ struct Attention {
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,                                                                                 \
-      int64_t window, Type::Element* output, int64_t may_use_unit, int64_t num_threads) {                              \
+      int64_t window, const float* sinks, Type::Element* output, int64_t may_use_unit, int64_t num_threads) {          \
     const float log2_of_e = 1.44269504088896340736f;                                                                   \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size)},               \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
-        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, may_use_unit != 0 && amx::is_granted()};                      \
+        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, may_use_unit != 0 && amx::is_granted(), sinks};               \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 

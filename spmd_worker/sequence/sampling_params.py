@@ -71,7 +71,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "prompt_logprob_token_ids": "log-probabilities are those of the likeliest tokens: prompt_logprobs=-1 gives all",
     "prompt_logprob_start": "prompt_logprobs reports the whole prompt: take the end of what it returns",
     "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
-    "routed_experts_prompt_start": "no family with experts runs here: leave it out",
+    "routed_experts_prompt_start": "which experts a token met is not returned: leave it out",
 }
 """Fields that may not ask for anything, and the reason and the way out."""
 

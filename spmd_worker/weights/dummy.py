@@ -45,8 +45,9 @@ def fill_dummy(
         if piece.is_empty:
             continue
         stream = NormalStream(piece.checkpoint_name, seed, piece.checkpoint_shape)
-        shape = piece.checkpoint_shape[::-1] if piece.is_transposed else piece.checkpoint_shape
-        mean, std = mean_and_std(piece.checkpoint_name, shape)
+        *leading, num_outputs, num_inputs = (1, *piece.checkpoint_shape)
+        turned = (*leading, num_inputs, num_outputs)[1:]
+        mean, std = mean_and_std(piece.checkpoint_name, turned if piece.is_transposed else piece.checkpoint_shape)
         for block in split_region(piece.checkpoint_shape, piece.source, _MAX_BUFFER_ELEMENTS):
             values = torch.from_numpy(stream.region(block)).mul(std).add(mean)
             copy_block(parameters[piece.parameter_name], piece, block, values)
@@ -57,7 +58,8 @@ def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a dummy weight, from its checkpoint name and full shape, inputs last."""
     if name.endswith(_NORMS):
         return 1.0, 0.1
-    if len(shape) < 2:
+    # Biases of stacked experts are as many rows.
+    if len(shape) < 2 or name.endswith("_bias"):
         return 0.0, 0.1
     if "embed" in name or name.endswith(("lm_head.weight", "wte.weight", "wpe.weight")):
         return 0.0, _EMBEDDING_STD

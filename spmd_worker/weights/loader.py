@@ -141,7 +141,7 @@ def copy_block(parameter: nn.Parameter, piece: WeightSlice, block: Rectangle, va
     """Copy `values`, a block of a slice's source, to where it belongs, converting dtype and device."""
     destination = move_block(piece.turned(block), piece.turned(piece.source), piece.destination)
     target = parameter.data[tuple(slice(*bounds) for bounds in destination)]
-    target.copy_((values.T if piece.is_transposed else values).reshape(target.shape))
+    target.copy_((values.transpose(-1, -2) if piece.is_transposed else values).reshape(target.shape))
 
 
 def fill_paddings(parameters: Mapping[str, nn.Parameter], paddings: Sequence[PaddingSlice]) -> None:

@@ -84,12 +84,13 @@ def split_region(shape: tuple[int, ...], region: Rectangle, max_elements: int, d
 
 
 def move_block(block: Rectangle, source: Rectangle, destination: Rectangle) -> Rectangle:
-    """Where a block of `source` lies in `destination`, which may have further leading dimensions of extent 1."""
-    num_leading = len(destination) - len(source)
+    """Where a block of `source` lies in `destination`; either may have further leading dimensions of extent 1."""
+    num_leading = max(len(destination) - len(source), 0)
+    num_dropped = max(len(source) - len(destination), 0)
     moved = (
         (start - source_start + target_start, stop - source_start + target_start)
         for (start, stop), (source_start, _), (target_start, _) in zip(
-            block, source, destination[num_leading:], strict=True
+            block[num_dropped:], source[num_dropped:], destination[num_leading:], strict=True
         )
     )
     return (*destination[:num_leading], *moved)

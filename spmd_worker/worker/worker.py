@@ -103,6 +103,7 @@ class Worker(WorkerBase):
             attention=self._attention,
             dtype=getattr(torch, self.resolved.dtype),
             device=self.device,
+            expert_layout=self.layout.experts,
         )
         model = build_model(context, self.model_config, stage_of(self.layout, self.model_config, self.environment.rank))
         slices, paddings = model.weight_slices(), model.padding_slices()
@@ -156,6 +157,9 @@ class Worker(WorkerBase):
         host_reserve.offer(None)
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
         self.model_runner = self._new_runner(self._cache_engine, self._clock)
+        # What was measured met experts too.
+        for counts in self.get_expert_loads().values():
+            counts[:] = [0] * len(counts)
 
     def initialize_host_tier(self, num_slots: int) -> None:
         """See `WorkerBase.initialize_host_tier`."""
@@ -195,6 +199,11 @@ class Worker(WorkerBase):
     def get_stage_times(self) -> dict[str, Any]:
         """See `WorkerBase.get_stage_times`."""
         return self._clock.report()
+
+    def get_expert_loads(self) -> dict[int, list[int]]:
+        """See `WorkerBase.get_expert_loads`."""
+        is_first = self.layout.tensor_rank(self.environment.rank) == 0
+        return self._model.expert_loads() if self._model is not None and is_first else {}
 
     def get_device_type(self) -> str:
         """See `WorkerBase.get_device_type`."""

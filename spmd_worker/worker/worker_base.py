@@ -144,6 +144,12 @@ class WorkerBase(ABC):
         """
         return StageClock(0).report()
 
+    def get_expert_loads(self) -> dict[int, list[int]]:
+        """By the number of each sparse layer, how many tokens have met each of its experts since the cache was made; of
+        the ranks that share layers the first tells, of all.
+        """
+        return {}
+
     @abstractmethod
     def get_device_type(self) -> str:
         """`cpu` or `cuda`."""

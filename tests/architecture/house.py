@@ -102,6 +102,7 @@ TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
 )
 TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.native.build",
+    "spmd_worker.distributed.expert_layout",
     "spmd_worker.distributed.topology",
     "spmd_worker.distributed.environment",
     "spmd_worker.distributed.cores",

@@ -26,10 +26,16 @@ class Sizes:
     block_size: int = 16
     window: int = 0
     score_cap: float = 0.0
+    has_sinks: bool = False
 
     @property
     def num_heads(self) -> int:
         return self.num_kv_heads * self.group_size
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """One score a head, from far below all others to above most."""
+        return torch.linspace(-9.0, 3.0, self.num_heads) if self.has_sinks else None
 
     @property
     def scale(self) -> float:
@@ -73,7 +79,12 @@ def formula(one: Sequence) -> Tensor:
     is_visible = positions <= positions.unsqueeze(1)
     if one.sizes.window:
         is_visible &= positions > positions.unsqueeze(1) - one.sizes.window
-    weights = scores.masked_fill(~is_visible, -math.inf).softmax(-1)
+    scores = scores.masked_fill(~is_visible, -math.inf)
+    if one.sizes.sinks is not None:
+        sinks = one.sizes.sinks.double().view(-1, 1, 1).expand(-1, one.length, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -136,4 +147,4 @@ def _step(
     query, key, value = Sequence(merged, sequences[0].sizes).parts
     backend.write(key, value, cache, metadata)
     sizes = sequences[0].sizes
-    return backend.attend(query, cache, metadata, sizes.scale, sizes.window, sizes.score_cap)
+    return backend.attend(query, cache, metadata, sizes.scale, sizes.window, sizes.score_cap, sizes.sinks)

@@ -87,6 +87,27 @@ def test_bounded_scores_agree_with_the_formula_and_chunks_change_no_bit(instruct
         assert torch.equal(result, run(backend, other, WHOLE)[-len(result) :])
 
 
+@each_library
+@each_dtype
+def test_sinks_agree_with_the_formula_and_chunks_change_no_bit(instruction_set, dtype):
+    sizes = Sizes(dtype=dtype, group_size=3, window=50, has_sinks=True)
+    one, backend = sequence(203, sizes), backend_for(instruction_set, sizes)
+    whole = run(backend, one, WHOLE)
+    assert is_close(whole, formula(one), dtype)
+    assert not is_close(whole, formula(replace(one, sizes=replace(sizes, has_sinks=False))), dtype)
+    for chunk in (1, 7, 64):
+        assert torch.equal(run(backend, one, chunk), whole), chunk
+    for result in together(backend, [one, one], [1, 66]):
+        assert torch.equal(result, whole[-len(result) :])
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_plain_torch_takes_sinks_too(window):
+    one = sequence(90, Sizes(group_size=3, window=window, has_sinks=True))
+    for chunk in (WHOLE, 7):
+        assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
+
+
 @pytest.mark.parametrize("window", [0, 50])
 def test_plain_torch_bounds_scores_too(window):
     one = sequence(90, Sizes(group_size=3, window=window, score_cap=3.0))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ranks
+from expert_checkpoints import expert_folder
 
 from spmd_worker.batch.job import run_job
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RowLimits, RunConfig, SamplingConfig
@@ -82,6 +83,9 @@ def test_the_proof_names_the_output_and_all_that_it_depends_on(tmp_path: Path):
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
         "pipeline_layers": None,
+        "enable_expert_parallel": False,
+        "expert_placement": "linear",
+        "invariant_experts": False,
     }
     assert re.fullmatch("[0-9a-f]{16,}", provenance["replicas"][0]["digest_chain_head"])
     assert provenance["replicas"][0]["steps"] > 0
@@ -89,6 +93,26 @@ def test_the_proof_names_the_output_and_all_that_it_depends_on(tmp_path: Path):
         provenance["answers"]
     )
     assert len(provenance["starts"]) == 1
+
+
+def test_metrics_and_summary_of_a_model_with_experts_say_how_they_were_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_rows(tmp_path, [{"prompt_token_ids": [3 + row, 40, 9]} for row in range(5)])
+    config = config_of(tmp_path)
+    run(replace(config, model=replace(config.model, path=str(expert_folder("qwen2_moe")), max_model_len=64)))
+    metrics = json.loads(Path(f"{config.job.output}.run", "metrics.json").read_text())
+    experts = metrics["experts"]
+    assert list(experts["tokens"]) == ["0", "1", "3"], "the dense layer has none"
+    for counts in experts["tokens"].values():
+        # Three experts a token; nobody is measured, and each row's last token is not computed.
+        assert sum(counts) == 3 * metrics["computed_tokens"]
+    busiest = experts["busiest"]
+    counts = experts["tokens"][str(busiest["layer"])]
+    assert counts[busiest["expert"]] == max(counts)
+    assert busiest["over_mean"] == round(8 * max(counts) / sum(counts), 2)
+    assert experts["never_used"] == sum(counts.count(0) for counts in experts["tokens"].values())
+    assert f"(layer {busiest['layer']} expert {busiest['expert']}), never used" in capsys.readouterr().err
 
 
 def test_the_chain_head_is_the_same_for_the_same_job_and_another_for_another(tmp_path: Path):

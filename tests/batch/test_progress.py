@@ -82,6 +82,7 @@ def test_the_summary_is_aligned_and_complete():
         "output_tokens": 16000,
         "preemptions": 2,
         "steps": 500,
+        "experts": {"busiest": {"layer": 17, "expert": 42, "over_mean": 3.14}, "never_used": 3},
         "peak_memory_bytes": 3 * 2**30 // 2,
     }
     assert format_summary(metrics).splitlines() == [
@@ -95,6 +96,7 @@ def test_the_summary_is_aligned_and_complete():
         "time in all               22.2 s",
         "peak memory               1.50 GiB",
         "steps                     500",
+        "experts                   busiest/mean 3.1 (layer 17 expert 42), never used 3",
         "preemptions               2",
     ]
 

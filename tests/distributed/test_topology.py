@@ -144,7 +144,7 @@ SHAPE = model_config_of(
 
 
 def test_stages_share_the_weights_with_embedding_and_head_counted():
-    table, layer = SHAPE.vocab_size * SHAPE.hidden_size, SHAPE.num_layer_parameters
+    table, layer = SHAPE.vocab_size * SHAPE.hidden_size, SHAPE.layer_parameters[0]
     assert 1 < table / layer < 2
     assert balanced_layers(SHAPE, 1) == (10,)
     assert balanced_layers(SHAPE, 2) == (5, 5)

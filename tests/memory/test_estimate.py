@@ -7,6 +7,7 @@ from native_libraries import WITH_AMX, library_for
 
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.distributed.expert_layout import ExpertLayout
 from spmd_worker.distributed.topology import RankLayout, Stage, stage_of
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.cpu.linear import PackedKernels
@@ -31,11 +32,30 @@ def new_shape(architecture: str = "LlamaForCausalLM", **keys: object) -> ModelCo
     return model_config_of(spelled(architecture, {**sizes, **keys}), "config.json")
 
 
-def parameter_bytes(model_config: ModelConfig, size: int, rank: int, dtype: str, stage: Stage | None = None) -> int:
+def parameter_bytes(
+    model_config: ModelConfig,
+    size: int,
+    rank: int,
+    dtype: str,
+    stage: Stage | None = None,
+    layout: ExpertLayout | None = None,
+) -> int:
     group = GroupHandle(ranks=tuple(range(size)), rank=rank, group=None)
     backends = ReferenceKernels(), SdpaBackend()
-    context = LayerContext(group, *backends, getattr(torch, dtype), torch.device("meta"))
+    context = LayerContext(group, *backends, getattr(torch, dtype), torch.device("meta"), layout)
     return sum(parameter.nbytes for parameter in build_model(context, model_config, stage).parameters())
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM"])
+def test_weights_of_ranks_with_whole_experts_are_the_bytes_of_their_parameters(architecture: str, is_exact: bool):
+    model_config = new_shape(architecture)
+    for owners in (((0, 0, 1, 1),), ((0, 1, 1, 1), (0, 0, 0, 0), (1, 0, 1, 0))):
+        layout = RankLayout(2, experts=ExpertLayout(owners, is_exact))
+        for rank in range(2):
+            for dtype in ("float32", "bfloat16"):
+                expected = parameter_bytes(model_config, 2, rank, dtype, layout=layout.experts)
+                assert weights_bytes(model_config, layout, rank, dtype, "cuda") == expected, (owners, rank, dtype)
 
 
 VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]

@@ -244,7 +244,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
             },
             ["dynamic alpha='x'"],
         ),
-        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "is not run", "experts"]),
+        ({"architectures": ["PhimoeForCausalLM"]}, ["PhimoeForCausalLM", "is not run", "experts"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method='hqq'", "bfloat16"]),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, ["longrope short_factor must list 1 numbers"]),
         ({"rope_scaling": {"type": "ntk", "factor": 2}}, ["ntk", "llama3, yarn"]),

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
+
 NORM_PLACES: Final = ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
 """Our names for the norms before attention, after it, before the feed-forward and after it."""
 
@@ -24,8 +26,13 @@ class Names:
     name. `fused` are tensors that hold several of ours, one below the other. `are_transposed`: matrices of a layer are
     [inputs, outputs]. Some files leave out `optional_prefix`. Tensors that end in one of `ignored` are derived here,
     those that begin with one of `ignored_prefixes` are for other input than text. `aliases` are beginnings of names
-    that newer releases of transformers give the same tensors, in memory and in files, by the beginning here.
-    Of `fused` tensors, those in `by_kv_head` hold one key-value head after the other, each with all of its parts.
+    that newer releases of transformers give the same tensors, in memory and in files, by the beginning here; those of
+    `layer_aliases` begin what follows the index. Of `fused` tensors, those in `by_kv_head` hold one key-value head
+    after the other, each with all of its parts.
+
+    Names of experts have {} for the number in `parts`, which may hold whole names too. `stacked` are the tensors of
+    experts that are not separate; of separate ones transformers has stacked tensors in memory, see `CheckpointNames`.
+    `ignores_later_layers`: files may have layers beyond the model's, which speculate.
     """
 
     embedding: str = "model.embed_tokens"
@@ -42,12 +49,21 @@ class Names:
     ignored_prefixes: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     by_kv_head: tuple[str, ...] = ()
+    layer_aliases: Mapping[str, str] = field(default_factory=dict)
+    stacked: tuple[StackedTensor, ...] = ()
+    ignores_later_layers: bool = False
 
     def canonical(self, name: str) -> str:
         """`name`, or that of which it is an alias."""
         for beginning, ours in self.aliases.items():
             if name.startswith(beginning):
                 return ours + name.removeprefix(beginning)
+        if not self.layer_aliases or not name.startswith(f"{self.layers}."):
+            return name
+        index, _, rest = name.removeprefix(f"{self.layers}.").partition(".")
+        for beginning, ours in self.layer_aliases.items():
+            if rest.startswith(beginning):
+                return f"{self.layers}.{index}.{ours}{rest.removeprefix(beginning)}"
         return name
 
 
@@ -72,7 +88,8 @@ class Family:
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
-    must have one value if they are there, `equal` those that must have another key's.
+    must have one value if they are there, `equal` those that must have another key's. With `qk_norm_key`, false there
+    is no norm of queries and keys. `experts` None: every layer is dense.
 
     `eps` is that of norms where no key says. `is_parallel`, `qkv_clip_key` are as in `LayerConfig`, `norm_has_weight`
     as in `NormConfig`; `has_one_norm_in_parallel`: the feed-forward has none of its own then. `rope_layers` says which
@@ -136,3 +153,6 @@ class Family:
     has_head_bias: bool = False
     logit_multiplier_key: str = ""
     text_families: Mapping[str, str] = field(default_factory=dict)
+    qk_norm_key: str = ""
+    has_sinks: bool = False
+    experts: ExpertsFamily | None = None

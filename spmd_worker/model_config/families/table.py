@@ -7,6 +7,7 @@ there (tests/models/test_families.py).
 from dataclasses import replace
 from typing import Any, Final
 
+from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
@@ -360,9 +361,10 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     **RMS_ROWS,
     **LAYER_NORM_ROWS,
+    **EXPERT_FAMILIES,
 }
 
-_EXPERTS: Final = "its layers have experts"
+_EXPERTS: Final = "its layers have experts of a form that does not run"
 _LATENT: Final = "its layers have experts and attention over a latent cache"
 _RECURRENT: Final = "some of its layers have a recurrent state, which is no paged cache"
 _ALIBI: Final = "its attention knows positions by biases (alibi)"
@@ -370,10 +372,7 @@ _IMAGES: Final = "it takes images; for text alone give the checkpoint of its lan
 _ENCODER: Final = "it is an encoder, or has one"
 
 REFUSED: Final[dict[str, tuple[str, ...]]] = {
-    _EXPERTS: (
-        *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "GptOssForCausalLM"),
-        *("GraniteMoeForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Llama4ForCausalLM"),
-    ),
+    _EXPERTS: (*("MiniMaxM2ForCausalLM", "Llama4ForCausalLM", "PhimoeForCausalLM", "BailingMoeForCausalLM"),),
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),

@@ -1,0 +1,134 @@
+"""Small random checkpoints of the families with experts, written by transformers, and thinned as files of the hub are.
+
+As `family_checkpoints`: no weight is what a mistake would leave it at. Knows nothing of the runtime under test.
+"""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from family_checkpoints import BASE
+from run_folder import made_once
+from transformers import PreTrainedModel
+
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+V3 = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_YARN |= {"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+_SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "logits_scaling": 2.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**EXPERTS, "intermediate_size": 32, "sliding_window": 5}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**EXPERTS, "num_key_value_heads": 4, "shared_expert_intermediate_size": 48, "mlp_only_layers": [2]},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe_sparse_step": (
+        "Qwen3Moe",
+        {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 32}),
+    "gpt_oss": (
+        "GptOss",
+        {**EXPERTS, "intermediate_size": 32, "head_dim": 16, "sliding_window": 5, "rope_parameters": _YARN},
+    ),
+    "gpt_oss_limit": ("GptOss", {**EXPERTS, "intermediate_size": 32, "head_dim": 32, "swiglu_limit": 0.5}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **V3,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "glm4_moe_plain": ("Glm4Moe", {**V3, "attention_bias": True, "norm_topk_prob": False}),
+    "granite_moe": ("GraniteMoe", {**EXPERTS, **_SCALES, "intermediate_size": 32}),
+    "granite_moe_shared": (
+        "GraniteMoeShared",
+        {**EXPERTS, **_SCALES, "intermediate_size": 32, "shared_intermediate_size": 48, "attention_bias": True},
+    ),
+    "dots1": (
+        "Dots1",
+        {**V3, "n_shared_experts": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.0, "sliding_window": 5}
+        | {"max_window_layers": 2, "n_group": 2},
+    ),
+}
+
+
+@cache
+def expert_folder(name: str) -> Path:
+    """The checkpoint of a case, with every key in its config.json; written once a run."""
+    return made_once(f"experts {name}", lambda folder: _write(folder, *CASES[name]))
+
+
+@cache
+def thinned_expert_folder(name: str) -> Path:
+    """The same without the keys that have the class's default, and with the hub's word for the number of experts."""
+    return made_once(f"thinned experts {name}", lambda folder: _thin(expert_folder(name), folder, name))
+
+
+@cache
+def expert_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
+    """transformers' model of the folder, expert by expert."""
+    return open_experts(thinned_expert_folder(name) if is_thinned else expert_folder(name))
+
+
+def open_experts(folder: Path) -> PreTrainedModel:
+    """transformers' model of a folder, expert by expert."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config._experts_implementation = "eager"
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **overrides})
+    # The usual 1e-6 is too small for a wrong one to be seen.
+    config.rms_norm_eps = 0.03
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    stir(model)
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def stir(model: PreTrainedModel) -> None:
+    """As `family_checkpoints.stir`; experts are stacked here, and routers far from undecided."""
+    generator = torch.Generator().manual_seed(7)
+    buffers = [(name, value) for name, value in model.named_buffers() if "correction_bias" in name]
+    for name, value in sorted([*model.named_parameters(), *buffers]):
+        noise = torch.randn(value.shape, generator=generator)
+        if value.ndim < 2 or name.endswith("_bias"):
+            value.add_(0.3 * noise)
+            continue
+        is_table = any(word in name for word in ("embed", "lm_head"))
+        fan_in = value.shape[-2 if model.config.model_type == "gpt_oss" and "experts" in name else -1]
+        is_score = any(word in name for word in ("q_proj", "k_proj", "gate.weight", "router"))
+        value.copy_(noise * (0.5 if is_table else (2.0 if is_score else 1.4) * fan_in**-0.5))
+
+
+def _thin(full: Path, folder: Path, name: str) -> None:
+    shutil.copytree(full, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    defaults = getattr(transformers, f"{CASES[name][0]}Config")().to_dict()
+    kept = {"architectures", "model_type"}
+    thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    if name == "qwen3_moe":
+        thin["num_experts"] = thin.pop("num_local_experts", thin.get("num_experts"))
+    if name in ("mixtral", "gpt_oss"):
+        rope = thin.pop("rope_parameters", None) or {"rope_theta": config["rope_parameters"]["rope_theta"]}
+        thin["rope_theta"] = rope.pop("rope_theta")
+        thin["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    if CASES[name][1].get("layer_types") is None:
+        thin.pop("layer_types", None)
+    path.write_text(json.dumps(thin))
