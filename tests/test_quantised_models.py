@@ -26,8 +26,9 @@ OTHERS = [
     *("w4a16_order", "w8a16_rows"),
 ]
 SETS = [
-    pytest.param(["fp8_block"], id="one"),
-    pytest.param(OTHERS, id="others", marks=pytest.mark.matrix),
+    pytest.param("tensor_parallel_size", ["fp8_block"], id="one"),
+    pytest.param("tensor_parallel_size", OTHERS, id="others", marks=pytest.mark.matrix),
+    pytest.param("pipeline_parallel_size", ["gptq_order", "w4a16_zeros"], id="stages", marks=pytest.mark.matrix),
 ]
 
 ON_EACH_RANK = """
@@ -35,11 +36,11 @@ ON_EACH_RANK = """
     from pathlib import Path
     from spmd_worker import LLM, SamplingParams
 
-    folder, prompts, *models = sys.argv[1:]
+    folder, prompts, way, *models = sys.argv[1:]
     prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
     greedy, answers = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), []
     for model in models:
-        with LLM(model, tensor_parallel_size=2, dtype="float32", device="cpu", num_blocks=64, max_num_seqs=4) as llm:
+        with LLM(model, **{way: 2}, dtype="float32", device="cpu", num_blocks=64, max_num_seqs=4) as llm:
             answers.append([list(output.outputs[0].token_ids) for output in llm.generate(prompts, greedy)])
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(answers))
 """
@@ -67,10 +68,10 @@ def transformers_ids(folder: Path) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("names", SETS)
-def test_two_ranks_give_the_ids_of_transformers_on_the_dequantised_weights(tmp_path: Path, names: list[str]):
+@pytest.mark.parametrize(("way", "names"), SETS)
+def test_two_ranks_give_the_ids_of_transformers_on_the_dequantised_weights(tmp_path: Path, way: str, names: list[str]):
     folders = {name: quantise(source_of(tmp_path, name), tmp_path, name) for name in names}
-    arguments = [tmp_path, json.dumps(PROMPTS), *(folders[name][0] for name in names)]
+    arguments = [tmp_path, json.dumps(PROMPTS), way, *(folders[name][0] for name in names)]
     done = ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, arguments)
     assert done.returncode == 0, done.output
     by_rank = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
