@@ -83,9 +83,10 @@ def load_weights(
     """Fill every parameter of `model` from the checkpoint, converting to the parameters' dtypes.
 
     `tied`: by the name of a tensor that of another which the model takes to be the same. Holds at most 16 MB of file
-    data at a time, of tied tensors twice that. Raises CheckpointError before anything is touched when names, shapes,
-    dtypes or coverage are wrong; and, halfway, when a file cannot be read, where the files have a tied tensor as well
-    and it differs, or, unless `allows_nonfinite`, for an element that is NaN or infinite in the parameter's dtype.
+    data at a time, of tied tensors twice that, and about 20 MB more while a quantised weight is dequantised. Raises
+    CheckpointError before anything is touched when names, shapes, dtypes or coverage are wrong; and, halfway, when a
+    file cannot be read, where the files have a tied tensor as well and it differs, or, unless `allows_nonfinite`, for
+    an element that is NaN or infinite in the parameter's dtype.
     """
     start_s, num_bytes_before = time.perf_counter(), checkpoint.num_bytes_read
     parameters = parameters_by_name(model)
