@@ -41,6 +41,7 @@ LONGEST_FILES = (
     "distributed/test_pipeline.py",
     "test_determinism.py",
     "integrations/test_lm_eval.py",
+    "serve/test_server_on_ranks.py",
     "distributed/test_rank_watchdog.py",
     "executor/test_multiproc_failures.py",
     "test_hang_guard.py",

@@ -179,7 +179,8 @@ class ServedRanks:
         self.folder, self._token = folder, secrets.token_hex(16)
         words = [
             *("-m", "spmd_worker.serve", f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
-            *("cache.num_blocks=512", "serve.port=0", *overrides),
+            # The machine may be so busy that a request takes longer than the default.
+            *("cache.num_blocks=512", "serve.port=0", "serve.drain_s=100", *overrides),
         ]
         environment = ranks.environment(self._token, {"SPMD_WORKER_API_KEY": KEY})
         self._log = open(folder / "log", "ab")  # noqa: SIM115  # closed with the server

@@ -118,7 +118,7 @@ class ServerApp:
             places.take(served.row.sampling.num_sequences - 1)
         except (_RefusedError, NoPlaceError, EndingError) as error:
             places.free()
-            return self._refusal(error)
+            return self.refusal(error)
         except BaseException:
             places.free()
             raise
@@ -133,7 +133,7 @@ class ServerApp:
         if name is None:
             return JsonResponse({"object": "list", "data": [model]})
         if name != self.model_name:
-            return self._refusal(_RefusedError("not_found", f"there is no model {name[:100]!r}: {self.model_name} is"))
+            return self.refusal(_RefusedError("not_found", f"there is no model {name[:100]!r}: {self.model_name} is"))
         return JsonResponse(model)
 
     async def health(self, request: "Request") -> AsgiApp:
@@ -164,11 +164,11 @@ class ServerApp:
         """A path or a method that is not here."""
         is_path = getattr(error, "status_code", 404) == 404
         code, what = ("not_found", "path") if is_path else ("method_not_allowed", "method")
-        return self._refusal(_RefusedError(code, f"{request.method} {request.url.path[:100]}: no such {what}"))
+        return self.refusal(_RefusedError(code, f"{request.method} {request.url.path[:100]}: no such {what}"))
 
     async def broken(self, request: "Request", error: Exception) -> AsgiApp:
         """A fault of ours; the server logs it."""
-        return self._refusal(_RefusedError("server_error", "the server made a mistake, which is in its log"))
+        return self.refusal(_RefusedError("server_error", "the server made a mistake, which is in its log"))
 
     def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -203,7 +203,8 @@ class ServerApp:
         except TimeoutError:
             raise _RefusedError("body_too_slow", f"the body did not arrive in {BODY_S:g} s") from None
 
-    def _refusal(self, error: Exception) -> AsgiApp:
+    def refusal(self, error: Exception) -> AsgiApp:
+        """The response to a request that is refused: by its own fault, for want of places, or at the end."""
         headers: tuple[tuple[str, str], ...] = ()
         if isinstance(error, NoPlaceError):
             message = (
@@ -241,7 +242,6 @@ class Answer:
     def __init__(self, app: ServerApp, served: ServedRow, places: Places) -> None:
         self._app, self._served, self._places = app, served, places
         self._name = AnswerName(secrets.token_hex(12), int(time.time()), app.model_name)
-        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
@@ -251,7 +251,7 @@ class Answer:
             app.exchange.submit(request)
         except EndingError as error:
             self._places.free()
-            await app._refusal(error)(scope, receive, send)
+            await app.refusal(error)(scope, receive, send)
             return
         work = loop.create_task(self._respond(request, send))
         gone = loop.create_task(_until_gone(receive))
@@ -268,41 +268,44 @@ class Answer:
                 await work
 
     async def _respond(self, request: OpenRequest, send: Send) -> None:
-        if not self._served.is_streamed:
-            output = await self._app.exchange.newest(request)
-            if output.error is not None:
-                code = error_code_of(output)
-                self._app.count_refused(status_of(code))
-                await self._send_all(send, JsonResponse(error_body(code, output.error), status_of(code)))
-                return
-            body = answer_body(self._served.row, output, self._name)
-            await self._send_all(send, JsonResponse(body, 200, self._headers()))
-            self._app.counts.answered += 1
-            return
+        if self._served.is_streamed:
+            is_answered = await self._stream(request, send)
+        else:
+            is_answered = await self._answer_whole(request, send)
+        self._app.counts.answered += is_answered
+
+    async def _answer_whole(self, request: OpenRequest, send: Send) -> bool:
+        output = await self._app.exchange.newest(request)
+        if output.error is None:
+            response = JsonResponse(answer_body(self._served.row, output, self._name), 200, self._headers())
+        else:
+            code = error_code_of(output)
+            self._app.count_refused(status_of(code))
+            response = JsonResponse(error_body(code, output.error), status_of(code), self._headers())
+        for message in response.messages():
+            await self._send(send, message)
+        return output.error is None
+
+    async def _stream(self, request: OpenRequest, send: Send) -> bool:
         headers = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
         await self._send(send, response_start(200, (*headers, *self._headers())))
         writer = ChunkWriter(self._served.row, self._name, self._served.includes_usage)
-        is_finished = False
-        while not is_finished:
+        while True:
             output = await self._app.exchange.newest(request)
-            is_finished = output.finished
             if output.error is not None:
                 code = error_code_of(output)
                 self._app.count_refused(status_of(code))
                 await self._send(send, response_part(event(error_body(code, output.error)), more_body=False))
-                return
+                return False
             data = b"".join(map(event, writer.chunks(output)))
-            if data and not is_finished:
+            if output.finished:
+                await self._send(send, response_part(data + DONE, more_body=False))
+                return True
+            if data:
                 await self._send(send, response_part(data))
-        await self._send(send, response_part(data + DONE, more_body=False))
-        self._app.counts.answered += 1
 
     def _headers(self) -> tuple[tuple[str, str], ...]:
         return (("x-request-id", self._name.request),)
-
-    async def _send_all(self, send: Send, response: "PlainResponse") -> None:
-        for message in response.messages():
-            await self._send(send, message)
 
     async def _send(self, send: Send, message: Message) -> None:
         """Waits while the client does not read. Raises _GoneError when that takes too long."""

@@ -338,7 +338,7 @@ def is_of_a_server(thread: threading.Thread) -> bool:
 
 def test_a_server_that_ends_answers_what_it_has_and_takes_no_more():
     threads = threading.enumerate()
-    with ServedHere(max_queued=4) as server:
+    with ServedHere(max_queued=4, drain_s=100) as server:
         server.allow(1)
         connection = server.client.send(TEXT, {**LONG, "max_tokens": 20})
         server.wait_for_steps()

@@ -93,19 +93,23 @@ def test_64_streams_at_once_are_what_a_job_writes_and_one_that_is_cut_off_frees_
 def end_well(server: ServedRanks, number: int) -> None:
     """All ranks are asked, as torchrun asks them: what is there is answered, and all ranks end with 0."""
     body = {"prompt": "copy a b c =", "max_tokens": 200, "ignore_eos": True}
-    num_answered = server.client.metric("spmd_worker_serve_answered_total")
+    num_tokens = server.client.metric("vllm:generation_tokens_total")
     connection = server.client.send("/v1/completions", body)
-    # It has come, or is answered already.
-    wait_until(
-        lambda: (
-            server.client.metric("spmd_worker_serve_sequences") == 1
-            or server.client.metric("spmd_worker_serve_answered_total") > num_answered
-        )
-    )
+    # A request that the engine has not got yet may be refused.
+    wait_until(lambda: server.client.metric("vllm:generation_tokens_total") > num_tokens)
     server.send(number, 0, 1)
     assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 200
     connection.close()
     assert server.wait() == (0, 0), server.log
+
+
+@pytest.mark.stress
+def test_an_idle_server_outlives_the_patience_of_its_ranks(tmp_path: Path):
+    with served_ranks(tmp_path, 2, LAYOUTS["two shards"], "executor.timeout_s=3") as server:
+        time.sleep(12)
+        assert server.client.ask("/v1/completions", {"prompt": "add 1 2 =", "max_tokens": 2})[0] == 200
+        assert "WARNING" not in server.log
+        end_well(server, signal.SIGTERM)
 
 
 @pytest.mark.stress
