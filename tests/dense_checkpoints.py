@@ -118,7 +118,9 @@ DENSE_MODEL_TYPES: Final = {
     "OPTForCausalLM": "opt",
 }
 
-SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "gpt_neox", "opt")
+_SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "gpt_neox", "opt")
 """One of each kind of layer that others do not have: norms after rotation, growing queries, bounds of projections,
 layers without rotation beside others, feed-forwards beside attention, tensors by head, positions from the third row on.
 """
+LIKE_OTHERS: Final = ("mistral3", "mistral3_ministral", *(name for name in DENSE_CASES if name not in _SEEN_IN_LAYOUTS))
+"""Cases whose layers have nothing that no other's have: their layouts are in the stress tier."""

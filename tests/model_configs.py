@@ -3,7 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
+from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
+
+
+def families(*quick: str) -> list[Any]:
+    """All architectures as parameters of a test: those that came last, but for `quick` ones, in the tier of layouts."""
+    later = {*RMS_ROWS, *LAYER_NORM_ROWS, "Mistral3ForConditionalGeneration"} - set(quick)
+    return [pytest.param(each, marks=pytest.mark.matrix if each in later else ()) for each in FAMILIES]
 
 
 def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:

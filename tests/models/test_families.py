@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_checkpoints import DENSE_CASES, DENSE_MODEL_TYPES, SEEN_IN_LAYOUTS
+from dense_checkpoints import DENSE_CASES, DENSE_MODEL_TYPES, LIKE_OTHERS
 from family_checkpoints import ALL_CASES, OLDER_ROPES, WITH_IMAGES, family_folder, family_reference, thinned_folder
 from model_configs import spelled, windows_of
 from our_model import load_model, prompt_logits
@@ -198,8 +198,6 @@ def test_names_that_newer_transformers_gives_are_taken_in_files_and_in_memory(na
         found.load_weights([("model.language_model.layers.99.mlp.up_proj.weight", torch.zeros(1))])
 
 
-LIKE_OTHERS = tuple(name for name in DENSE_CASES if name not in SEEN_IN_LAYOUTS)
-"""Cases whose layers have nothing that no other's have."""
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 ROWS = [random_prompt(length, seed=3, vocab_size=96) for length in (3, 16, 22, 40, 52)]
 ROWS += [ROWS[-1][:40] + ROWS[0]]
