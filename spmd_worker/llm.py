@@ -396,7 +396,7 @@ class LLM:
         one tensor after the other is broadcast, through host memory.
 
         Raises RuntimeError while requests are being answered, and ValueError for an unknown name and a tensor that is
-        misshapen, sharded or not finite, which is not written.
+        misshapen, sharded or not finite, which is not written; TypeError for what is not a name and a tensor.
         """
         self.llm_engine.check_open()
         if source is not None:

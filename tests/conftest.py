@@ -36,6 +36,7 @@ LONGEST_FILES = (
     "models/test_families.py",
     "test_two_nodes.py",
     "test_faults_below.py",
+    "test_power_loss.py",
     "kernels/test_cpu_linear.py",
     "test_cache_pressure.py",
     "distributed/test_pipeline.py",

@@ -108,14 +108,15 @@ class Attempt:
         self.send(signal.SIGKILL, victim)
         self.close()
 
-    def send(self, number: int, victim: int | None) -> None:
-        """To one rank, or to all processes."""
+    def send(self, number: int, victim: int | None) -> int:
+        """To one rank, or to all processes. Returns how many there were."""
         pids = ranks.processes_of(self._token)
         if victim is not None:
             wanted = f"RANK={victim}".encode()
             pids = [pid for pid in pids if wanted in ranks.proc_bytes(Path(f"/proc/{pid}/environ")).split(b"\0")]
         for pid in pids:
             ranks.send(pid, number)
+        return len(pids)
 
     def close(self) -> int:
         try:

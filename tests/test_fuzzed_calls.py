@@ -82,6 +82,22 @@ def test_completions_that_are_no_list_are_named(llm: LLM):
         llm.score_tokens(["add"], SamplingParams())
 
 
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        ((torch.zeros(1), torch.zeros(1)), "the name of a weight is a Tensor: give pairs of a name, as text, and"),
+        ((7, torch.zeros(1)), "the name of a weight is a int: give pairs of a name, as text, and a tensor"),
+        ((fuzzed_calls.WEIGHTS[0][0], None), ".*: is a NoneType: give pairs of a name and a tensor"),
+    ],
+)
+@pytest.mark.parametrize("source", [None, 0])
+def test_new_weights_are_pairs_of_a_name_and_a_tensor(llm: LLM, pair: tuple[Any, Any], words: str, source: int | None):
+    """They were asked for what texts and tensors have."""
+    with pytest.raises(TypeError, match=words):
+        llm.update_weights([pair], source=source)
+    assert llm.generate([[3, 4]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
+
+
 def test_an_error_in_one_ranks_block_of_new_weights_reaches_the_others():
     """They waited for its next call, and every call after was one too late."""
     source = f"""

@@ -101,12 +101,15 @@ class Kill:
         return Attempt(folder, self.layout, script=script, torchrun=(), is_fresh=self.is_fresh)
 
     def strike(self, attempt: Attempt) -> None:
-        if self.victim == "launcher":
+        is_struck = False
+        if self.victim == "all":
+            is_struck = attempt.send(signal.SIGKILL, None) > 0
+        elif self.victim != "launcher":
+            # It may not be there yet, or not any more: the others do not wait for the merge.
+            victims = (int(self.victim.removeprefix("rank ")), self.held)
+            is_struck = any(attempt.send(signal.SIGKILL, rank) for rank in victims)
+        if not is_struck:
             ranks.send(attempt.launcher, signal.SIGKILL)
-        elif self.victim == "all":
-            attempt.send(signal.SIGKILL, None)
-        else:
-            attempt.send(signal.SIGKILL, int(self.victim.removeprefix("rank ")))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from spmd_worker.data_parallel.own_prompts import Turns
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import RankFailedError
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
+from spmd_worker.models.held_weights import check_pair
 from spmd_worker.sequence.request import whole_number
 
 _MAX_ERROR_CHARACTERS = 2000
@@ -89,6 +90,7 @@ def _next_of(own: Iterator[Pair]) -> tuple[Pair | None, dict[str, Any], Exceptio
         if found is None:
             return None, {}, None
         name, tensor = found
+        check_pair(name, tensor)
         if hasattr(tensor, "full_tensor") or tensor.is_meta:
             raise ValueError(f"{name}: is sharded or has no data: pass its full_tensor()")
         plain = tensor.detach().cpu().contiguous()

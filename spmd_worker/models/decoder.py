@@ -32,7 +32,7 @@ from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_names import CheckpointNames
 from spmd_worker.models.checkpoint_view import CheckpointView
-from spmd_worker.models.held_weights import HeldWeight, check_form, check_tensor, held_weights
+from spmd_worker.models.held_weights import HeldWeight, check_form, check_pair, check_tensor, held_weights
 from spmd_worker.models.weight_update import WeightUpdate
 
 
@@ -320,7 +320,8 @@ class DecoderForCausalLM(nn.Module):
 
         Raises RuntimeError while requests are being answered, and ValueError, the same on every rank, for a name that
         the model does not have and a tensor that is misshapen, sharded, without data or not finite: that tensor is not
-        written, and of a collection, such as a list, no tensor is when a name or a shape is wrong.
+        written, and of a collection, such as a list, no tensor is when a name or a shape is wrong. Raises TypeError for
+        what is not a name and a tensor.
         """
         if isinstance(tensors, Collection):
             for name, tensor in self._separate(tensors):
@@ -338,6 +339,7 @@ class DecoderForCausalLM(nn.Module):
     def _separate(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """With the checkpoint's names, without what is derived, and experts apart where the checkpoint has them so."""
         for given_name, tensor in tensors:
+            check_pair(given_name, tensor)
             name = self._names.canonical(given_name)
             if self._names.is_derived(name):
                 continue

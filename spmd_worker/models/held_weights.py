@@ -98,6 +98,14 @@ def _moved_together(ranges: list[tuple[int, int]]) -> dict[tuple[int, int], slic
     return {bounds: slice(end - bounds[1] + bounds[0], end) for bounds, end in zip(ranges, stops, strict=True)}
 
 
+def check_pair(name: object, tensor: object) -> None:
+    """Raise TypeError for what is not a name and a tensor."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a weight is a {type(name).__name__}: give pairs of a name, as text, and a tensor")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: is a {type(tensor).__name__}: give pairs of a name and a tensor")
+
+
 def check_form(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError for a tensor that could not be the weight `name` of `shape`, whatever its elements."""
     fault = _form_fault(tensor, shape)
