@@ -24,7 +24,7 @@ from spmd_worker import LLM, SamplingParams
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.expert_layout import ExpertLayout
-from spmd_worker.distributed.topology import Stage, whole_model
+from spmd_worker.distributed.topology import Stage
 from spmd_worker.errors import CheckpointError, SpmdError
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.cpu.native import cpu_kernels
@@ -423,8 +423,15 @@ def test_a_missing_expert_is_named_and_one_too_many_is_refused(tmp_path: Path):
     model = new_model(expert_folder("qwen3_moe"))
     with pytest.raises(ValueError, match=f"{found}: the model has no such weight"):
         model.load_weights([(found, torch.zeros(32, 64))])
-    with pytest.raises(ValueError, match=r"shape \[7, 64, 64\], and this layer of the model has 8 experts"):
-        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(7, 64, 64))])
+    for shape in ((7, 64, 64), (8, 65, 64), (8, 64)):
+        with pytest.raises(
+            ValueError, match=rf"shape \[{', '.join(map(str, shape))}\], and this layer .* has 8 experts"
+        ):
+            model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(shape))])
+    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj\.weight: has the shape \[33, 64\], the model's has"):
+        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(8, 66, 64))])
+    with pytest.raises(ValueError, match="is on the meta device and has no data"):
+        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros((8, 64, 64), device="meta"))])
     assert not model.weight_update.is_open
 
 
@@ -600,8 +607,3 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: s
         if readings(architecture, required) == right and not any(is_noticed(name) for name in cases):
             silent.append(what)
     assert [what for what in silent if (architecture, what) not in SAME_FUNCTION] == []
-
-
-def test_the_stage_of_everything_is_the_model():
-    config = read_model_files(expert_folder("qwen3_moe")).model_config
-    assert whole_model(config).num_layers == len(config.layers) == 4
