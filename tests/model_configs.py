@@ -3,7 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
+
+each_family = pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=pytest.mark.matrix if family.experts and name != "Qwen2MoeForCausalLM" else [])
+        for name, family in FAMILIES.items()
+    ],
+)
+"""Of those with experts one, the others in the tier of layouts."""
 
 
 def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import spelled, windows_of
+from model_configs import each_family, spelled, windows_of
 from transformers import AutoConfig
 
 from spmd_worker.errors import ModelConfigError
@@ -281,7 +281,7 @@ ROPES = [
 ]
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@each_family
 def test_no_value_of_any_key_is_more_than_a_config_error(architecture: str):
     """max_window_layers null, original_max_position_embeddings "abc" and others once ended in a traceback."""
     for rope in ROPES:

@@ -51,10 +51,16 @@ LINEAR, ROUND_ROBIN = ((0, 0, 0, 0, 1, 1, 1, 1),), ((0, 1) * 4,)
 PLACED = ((0, 0, 0, 0, 1, 1, 1, 1), (1, 0, 0, 0, 0, 0, 0, 0), (0,) * 8, (1, 1, 0, 0, 1, 0, 1, 0))
 
 
-def quick(*names: str) -> pytest.MarkDecorator:
-    """All cases, but for these in the tier of layouts."""
-    marks = [pytest.param(name, marks=[] if name in names else pytest.mark.matrix) for name in CASES]
-    return pytest.mark.parametrize("name", marks)
+SECOND = ("qwen3_moe_sparse_step", "gpt_oss_limit", "glm4_moe_plain", "granite_moe")
+"""Cases of families of which there is another."""
+
+
+def quick(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """All cases, but for these in the tier of layouts, and those of `later` in the stress tier."""
+    marks = {name: pytest.mark.stress if name in later else pytest.mark.matrix for name in CASES}
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in names else mark) for name, mark in marks.items()]
+    )
 
 
 @torch.no_grad()
@@ -119,7 +125,7 @@ class Pipeline:
         return self._stages[1](*tokens, cache[1:], metadata, incoming)
 
 
-@quick("qwen3_moe", "gpt_oss")
+@quick("qwen3_moe")
 def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     model = load_model(expert_folder(name))
     whole = prompt_logits(model, PROMPTS)
@@ -140,7 +146,7 @@ def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     )
 
 
-@quick()
+@quick(later=SECOND)
 def test_shards_and_placements_are_transformers_and_stages_bit_for_bit_one_rank(name: str):
     folder = expert_folder(name)
     layouts = {
@@ -354,7 +360,7 @@ def test_a_row_whose_scores_are_no_numbers_is_an_error_row_and_the_others_are_as
         assert outputs_of(llm, ROWS) == clean
 
 
-@quick("gpt_oss")
+@quick("gpt_oss", later=SECOND)
 def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
     """Separate and stacked tensors as they are in the file; on two ranks together all of each."""
     folder = expert_folder(name)
