@@ -92,7 +92,8 @@ class CheckpointNames:
 
     def in_memory(self, name: str, shape: Sequence[int]) -> list[tuple[str, int, tuple[int, int]]]:
         """Where `name` is what transformers has in memory of experts that files keep apart: the checkpoint's name of
-        each matrix, its expert, and its rows. Empty for other tensors. Raises ValueError for another number of experts.
+        each matrix, its expert, and its rows. Empty for other tensors. Raises ValueError for a shape that is cut into
+        no such matrices.
         """
         found = self._layer.match(name)
         if found is None or self._names.stacked or int(found[1]) >= self._model_config.num_layers:
@@ -102,7 +103,7 @@ class CheckpointNames:
         patterns = [self._parts.get(ours, ours) for ours in (f"mlp.experts.{{}}.{part}" for part in parts)]
         if experts is None or not parts or module != patterns[0].partition(".{}")[0]:
             return []
-        if len(shape) != 3 or shape[0] != experts.num_experts:
+        if len(shape) != 3 or shape[0] != experts.num_experts or shape[1] % len(parts):
             raise ValueError(
                 f"{name}: has the shape {list(shape)}, and this layer of the model has {experts.num_experts} experts"
             )

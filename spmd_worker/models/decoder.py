@@ -347,6 +347,7 @@ class DecoderForCausalLM(nn.Module):
             if not parts:
                 yield name, tensor
                 continue
+            check_form(name, tensor, tuple(tensor.shape))
             for part, number, (start, stop) in parts:
                 yield part, tensor[number, start:stop]
 

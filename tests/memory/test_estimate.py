@@ -15,7 +15,7 @@ from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory.estimate import activation_bytes, cache_spec, rank_sizes, weights_bytes
-from spmd_worker.model_config.model_config import DTYPE_BYTES, FAMILIES, ModelConfig, model_config_of
+from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig, model_config_of
 from spmd_worker.models.registry import build_model
 
 
@@ -132,7 +132,7 @@ def test_the_comparison_sees_a_part_that_is_not_counted(change: dict[str, int]):
 
 
 @pytest.mark.parametrize("keys", VARIANTS)
-@pytest.mark.parametrize("architecture", FAMILIES)
+@each_family
 def test_parameters_are_counted_without_the_padding_of_the_vocabulary(architecture: str, keys: dict[str, bool]):
     model_config = new_shape(architecture, vocab_size=192, **keys)
     assert model_config.num_parameters * 4 == parameter_bytes(model_config, 1, 0, "float32")

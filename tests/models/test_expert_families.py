@@ -24,7 +24,7 @@ from spmd_worker import LLM, SamplingParams
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.expert_layout import ExpertLayout
-from spmd_worker.distributed.topology import Stage, whole_model
+from spmd_worker.distributed.topology import Stage
 from spmd_worker.errors import CheckpointError, SpmdError
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.cpu.native import cpu_kernels
@@ -51,10 +51,16 @@ LINEAR, ROUND_ROBIN = ((0, 0, 0, 0, 1, 1, 1, 1),), ((0, 1) * 4,)
 PLACED = ((0, 0, 0, 0, 1, 1, 1, 1), (1, 0, 0, 0, 0, 0, 0, 0), (0,) * 8, (1, 1, 0, 0, 1, 0, 1, 0))
 
 
-def quick(*names: str) -> pytest.MarkDecorator:
-    """All cases, but for these in the tier of layouts."""
-    marks = [pytest.param(name, marks=[] if name in names else pytest.mark.matrix) for name in CASES]
-    return pytest.mark.parametrize("name", marks)
+SECOND = ("qwen3_moe_sparse_step", "gpt_oss_limit", "glm4_moe_plain", "granite_moe")
+"""Cases of families of which there is another."""
+
+
+def quick(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """All cases, but for these in the tier of layouts, and those of `later` in the stress tier."""
+    marks = {name: pytest.mark.stress if name in later else pytest.mark.matrix for name in CASES}
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in names else mark) for name, mark in marks.items()]
+    )
 
 
 @torch.no_grad()
@@ -119,7 +125,7 @@ class Pipeline:
         return self._stages[1](*tokens, cache[1:], metadata, incoming)
 
 
-@quick("qwen3_moe", "gpt_oss")
+@quick("qwen3_moe")
 def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     model = load_model(expert_folder(name))
     whole = prompt_logits(model, PROMPTS)
@@ -140,7 +146,7 @@ def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     )
 
 
-@quick()
+@quick(later=SECOND)
 def test_shards_and_placements_are_transformers_and_stages_bit_for_bit_one_rank(name: str):
     folder = expert_folder(name)
     layouts = {
@@ -354,7 +360,7 @@ def test_a_row_whose_scores_are_no_numbers_is_an_error_row_and_the_others_are_as
         assert outputs_of(llm, ROWS) == clean
 
 
-@quick("gpt_oss")
+@quick("gpt_oss", later=SECOND)
 def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
     """Separate and stacked tensors as they are in the file; on two ranks together all of each."""
     folder = expert_folder(name)
@@ -423,8 +429,15 @@ def test_a_missing_expert_is_named_and_one_too_many_is_refused(tmp_path: Path):
     model = new_model(expert_folder("qwen3_moe"))
     with pytest.raises(ValueError, match=f"{found}: the model has no such weight"):
         model.load_weights([(found, torch.zeros(32, 64))])
-    with pytest.raises(ValueError, match=r"shape \[7, 64, 64\], and this layer of the model has 8 experts"):
-        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(7, 64, 64))])
+    for shape in ((7, 64, 64), (8, 65, 64), (8, 64)):
+        with pytest.raises(
+            ValueError, match=rf"shape \[{', '.join(map(str, shape))}\], and this layer .* has 8 experts"
+        ):
+            model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(shape))])
+    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj\.weight: has the shape \[33, 64\], the model's has"):
+        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(8, 66, 64))])
+    with pytest.raises(ValueError, match="is on the meta device and has no data"):
+        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros((8, 64, 64), device="meta"))])
     assert not model.weight_update.is_open
 
 
@@ -600,8 +613,3 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: s
         if readings(architecture, required) == right and not any(is_noticed(name) for name in cases):
             silent.append(what)
     assert [what for what in silent if (architecture, what) not in SAME_FUNCTION] == []
-
-
-def test_the_stage_of_everything_is_the_model():
-    config = read_model_files(expert_folder("qwen3_moe")).model_config
-    assert whole_model(config).num_layers == len(config.layers) == 4
