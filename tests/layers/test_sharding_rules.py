@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from model_configs import each_family, spelled, with_layers
+from model_configs import families, spelled, with_layers
 
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle
@@ -18,7 +18,7 @@ from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.layers.linear import kv_head_range
-from spmd_worker.model_config.model_config import ModelConfig, model_config_of
+from spmd_worker.model_config.model_config import FAMILIES, ModelConfig, model_config_of
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 from spmd_worker.weights.coverage import check_coverage
@@ -65,7 +65,7 @@ HELD_BY_ALL += (
 )
 
 
-@each_family
+@pytest.mark.parametrize("architecture", families())
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are_held(architecture: str, size: int):
     model_config = new_shape(architecture)

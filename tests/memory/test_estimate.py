@@ -132,7 +132,7 @@ def test_the_comparison_sees_a_part_that_is_not_counted(change: dict[str, int]):
 
 
 @pytest.mark.parametrize("keys", VARIANTS)
-@each_family
+@pytest.mark.parametrize("architecture", families())
 def test_parameters_are_counted_without_the_padding_of_the_vocabulary(architecture: str, keys: dict[str, bool]):
     model_config = new_shape(architecture, vocab_size=192, **keys)
     assert model_config.num_parameters * 4 == parameter_bytes(model_config, 1, 0, "float32")
