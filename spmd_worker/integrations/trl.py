@@ -18,7 +18,6 @@ importance ratio compares two of a kind (https://github.com/huggingface/trl/issu
 import inspect
 import logging
 import os
-import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from spmd_worker.errors import ConfigError
 from spmd_worker.llm import LLM
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.sampling_params import REFUSED, SamplingParams
@@ -37,12 +35,10 @@ logger = logging.getLogger(__name__)
 
 RELEASE: Final = "1.16"
 """Of TRL."""
-_HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class TrainerLLM(LLM):
-    """`LLM` for a model that the trainer has loaded by its folder, or by its name on the hub: the folder that
-    huggingface_hub keeps of it is read, and nothing is downloaded. Raises ConfigError where there is none.
+    """`LLM` with what a trainer computes in its log-probabilities.
 
     `logprobs_mode="processed_logprobs"`, which TRL asks for, becomes `tempered_logprobs`: they differ where tokens were
     cut or penalised before one was drawn, and the trainer's own know nothing of that.
@@ -51,7 +47,7 @@ class TrainerLLM(LLM):
     def __init__(self, model: str | Path, **arguments: Any) -> None:
         if arguments.get("logprobs_mode") == "processed_logprobs":
             arguments["logprobs_mode"] = "tempered_logprobs"
-        super().__init__(local_folder(model), **arguments)
+        super().__init__(model, **arguments)
 
 
 class StructuredOutputsParams:
@@ -74,30 +70,6 @@ REPLACEMENTS: Final[dict[str, Any]] = {
     "StructuredOutputsParams": StructuredOutputsParams,
     "RequestOutput": RequestOutput,
 }
-
-
-def local_folder(model: str | Path) -> str:
-    """The folder of a model that is a folder already, or that huggingface_hub's cache has under this name.
-
-    Raises ConfigError for a name of which there is no whole copy on this machine.
-    """
-    name = os.fspath(model)
-    if os.path.isdir(os.path.expanduser(name)) or _HUB_ID.fullmatch(name) is None:
-        return name
-    try:
-        hub: Any = import_module("huggingface_hub")
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"model={name} is no folder, and huggingface_hub, which knows where models from the hub are, is not "
-            f"installed: give the folder"
-        ) from None
-    try:
-        return str(hub.snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError) as error:  # of which the hub's own errors are kinds
-        raise ConfigError(
-            f"model={name} is neither a folder nor in huggingface_hub's cache on this machine: give a folder, or "
-            f"download it first (hf download {name})"
-        ) from error
 
 
 def in_turns(tool_loop: Callable[..., Any]) -> Callable[..., Any]:

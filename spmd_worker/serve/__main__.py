@@ -23,6 +23,7 @@ from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
 from spmd_worker.errors import ConfigError, SpmdError
 from spmd_worker.rank_program import CONF, CommandParser, Drain, describe_keys, fail, run_rank, write_report
+from spmd_worker.resolved import find_model
 from spmd_worker.serve.exchange import RequestExchange
 from spmd_worker.serve.http_server import bind, is_loopback, require_server
 from spmd_worker.version import version
@@ -103,6 +104,8 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
             f"serve.host={host} can be reached from other machines, which needs a key of your own: set {KEY_VARIABLE}, "
             f"or give serve.host=127.0.0.1"
         )
+    # A download may take hours: before anything watches the ranks.
+    find_model(config)
     # Imported here because it brings torch, which help does without.
     from spmd_worker.serve.server import Listener, serve
 

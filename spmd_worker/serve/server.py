@@ -77,7 +77,7 @@ def answer_clients(engine: LLMEngine, watchdog: Watchdog, exchange: RequestExcha
     """Rank 0's part, with an engine that the other ranks follow."""
     config = engine.config
     reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer)
-    model_name = engine.resolved.model_folder.name
+    model_name = engine.resolved.location.name
     app = ServerApp(exchange, reader, model_name, listener.api_key, config.serve.reader_timeout_s)
     loop = EngineLoop(engine, exchange, config.serve.drain_s)
     # Without its server the engine would wait for ever.

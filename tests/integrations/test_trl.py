@@ -15,7 +15,6 @@ import pytest
 import ranks
 
 import spmd_worker.llm  # noqa: F401  # with all it imports, before the path is another
-from spmd_worker.errors import ConfigError, ModelConfigError
 
 MODULE = "spmd_worker.integrations.trl"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -176,19 +175,6 @@ SCRIPT = """
     generation.llm.close()
     """
 
-HUB = """
-    from pathlib import Path
-
-    class LocalEntryNotFoundError(FileNotFoundError, ValueError):
-        pass
-
-    def snapshot_download(name, *, local_files_only):
-        assert local_files_only
-        if name != "somebody/tiny":
-            raise LocalEntryNotFoundError(name)
-        return "FOLDER"
-    """
-
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,8 +213,7 @@ class Ours:
 
 
 def concerned() -> dict[str, Any]:
-    tops = ("trl", "huggingface_hub")
-    return {name: each for name, each in sys.modules.items() if name.partition(".")[0] in tops or name == MODULE}
+    return {name: each for name, each in sys.modules.items() if name.partition(".")[0] == "trl" or name == MODULE}
 
 
 @pytest.fixture
@@ -274,19 +259,6 @@ def test_another_release_of_trl_is_refused_and_nothing_is_replaced(ours: Ours):
     with pytest.raises(ImportError, match="has no is_vllm_available or VLLMGeneration: nothing is replaced"):
         ours.imported()
     assert sys.modules["trl.generation.vllm_generation"].LLM is None
-
-
-def test_a_name_of_the_hub_is_the_folder_of_its_local_copy(ours: Ours, monkeypatch: pytest.MonkeyPatch):
-    write(ours.packages / "huggingface_hub" / "__init__.py", HUB)
-    module = ours.imported()
-    assert [module.local_folder(each) for each in ("somebody/tiny", ".", "/no/such")] == ["FOLDER", ".", "/no/such"]
-    with pytest.raises(ConfigError, match=r"^model=somebody/else is neither a folder nor in huggingface_hub's cache"):
-        module.TrainerLLM(model="somebody/else")
-    with pytest.raises(ModelConfigError, match=r"^model\.path=FOLDER is not a folder"):
-        module.TrainerLLM(model="somebody/tiny")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"^model=somebody/tiny is no folder, and huggingface_hub, which knows where"):
-        module.local_folder("somebody/tiny")
 
 
 def with_tools(packages: Path, rounds: list[list[int]], *how: str) -> ranks.CompletedRanks:
