@@ -229,11 +229,48 @@ def quantise(source: Path, folder: Path, name: str) -> tuple[Path, Path]:
             plain[key] = values
         else:
             stored[key] = plain[key] = tensor
+    return _write_both(source, folder, name, stored, plain, format_.config)
+
+
+def quantise_experts(source: Path, folder: Path) -> tuple[Path, Path]:
+    """As `quantise`, of a gpt-oss checkpoint: the experts' matrices in MXFP4, which are drawn anew, the rest as it is.
+    What they mean is by transformers' own function.
+    """
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(11)
+    stored: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(source / "model.safetensors").items():
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[key] = plain[key] = tensor
+            continue
+        num_experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(0, 256, (num_experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+        # Exponents have a bias of 127: about the size of the weights that are replaced.
+        scales = torch.randint(122, 126, blocks.shape[:3], dtype=torch.uint8, generator=generator)
+        stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        plain[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }
+    return _write_both(source, folder, "mxfp4", stored, plain, config)
+
+
+def _write_both(
+    source: Path,
+    folder: Path,
+    name: str,
+    stored: dict[str, torch.Tensor],
+    plain: dict[str, torch.Tensor],
+    config: Mapping[str, Any],
+) -> tuple[Path, Path]:
     folders = []
     for kind, tensors in ((name, stored), (f"{name}_plain", plain)):
         shutil.copytree(source, folder / kind)
         save_file(tensors, folder / kind / "model.safetensors", metadata={"format": "pt"})
         folders.append(folder / kind)
     path = folders[0] / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(format_.config)}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(config)}))
     return folders[0], folders[1]

@@ -4,20 +4,24 @@ The ranks read the quantised files, each its share; transformers reads float32 f
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
 import torch
+from expert_checkpoints import expert_folder, open_experts
 from our_model import load_model, prompt_logits
-from quantised_files import FORMATS, quantise
+from quantised_files import FORMATS, quantise, quantise_experts
 from reference_models import CheckpointSpec, LlamaConfig, Qwen2Config, open_reference, random_prompt, write_checkpoint
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.errors import CheckpointError
 
 LIMIT_S = 200.0
-PROMPTS = [random_prompt(length, seed=5) for length in (3, 21, 40)]
+# Ids below the 96 that models with experts have here.
+PROMPTS = [[token % 96 for token in random_prompt(length, seed=5)] for length in (3, 21, 40)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"intermediate_size": 96, "num_hidden_layers": 2}
 """Halves of 48 rows, which are no whole number of FP8 blocks: both ranks read the block between them."""
@@ -57,8 +61,8 @@ def source_of(folder: Path, name: str) -> Path:
 
 
 @torch.no_grad()
-def transformers_ids(folder: Path) -> list[list[int]]:
-    model = open_reference(folder)
+def transformers_ids(folder: Path, opened: Callable[[Path], Any] = open_reference) -> list[list[int]]:
+    model = opened(folder)
     answers = []
     for prompt in PROMPTS:
         ids = list(prompt)
@@ -87,6 +91,36 @@ def test_logits_are_those_of_the_plain_files_to_the_last_bit(tmp_path: Path, nam
     quantised, plain = quantise(source_of(tmp_path, name), tmp_path, name)
     ours, theirs = (prompt_logits(load_model(folder), PROMPTS) for folder in (quantised, plain))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+EXPERTS = {"mxfp4": "gpt_oss", "fp8_block": "qwen3_moe", "gptq_order": "mixtral"}
+
+
+def quantised_experts(folder: Path, name: str) -> tuple[Path, Path]:
+    source = expert_folder(EXPERTS[name])
+    return quantise_experts(source, folder) if name == "mxfp4" else quantise(source, folder, name)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", pytest.param("fp8_block", marks=pytest.mark.matrix)])
+def test_experts_are_those_of_the_plain_files_to_the_last_bit(tmp_path: Path, name: str):
+    quantised, plain = quantised_experts(tmp_path, name)
+    before, ours, theirs = (
+        prompt_logits(load_model(folder), PROMPTS) for folder in (expert_folder(EXPERTS[name]), quantised, plain)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    # Negative control: they are others than those that were quantised.
+    assert not any(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
+
+
+@pytest.mark.matrix
+def test_two_ranks_give_the_ids_of_transformers_on_the_dequantised_experts(tmp_path: Path):
+    folders = [quantised_experts(tmp_path, name) for name in EXPERTS]
+    arguments = [tmp_path, json.dumps(PROMPTS), "tensor_parallel_size", *(quantised for quantised, _ in folders)]
+    done = ranks.run_ranks(ON_EACH_RANK, 2, LIMIT_S, arguments)
+    assert done.returncode == 0, done.output
+    by_rank = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert by_rank[0] == by_rank[1]
+    assert by_rank[0] == [transformers_ids(plain, open_experts) for _, plain in folders]
 
 
 @pytest.mark.matrix

@@ -128,7 +128,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         experts=ExpertsFamily(default_count=64, size_key="intermediate_size"),
     ),
     "GptOssForCausalLM": Family(
-        models="gpt-oss in bfloat16, float16 or float32",
+        models="gpt-oss",
         names=Names(
             parts={"mlp.gate": "mlp.router"},
             stacked=(
