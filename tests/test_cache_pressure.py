@@ -210,7 +210,7 @@ def test_a_second_round_finds_what_the_first_computed_until_the_cache_is_reset()
     assert cold.outputs[0].token_ids == warm.outputs[0].token_ids == other_weights.outputs[0].token_ids
 
 
-def test_weights_changed_in_place_answer_for_themselves_once_their_version_is_told(tmp_path: Path):
+def test_weights_changed_in_place_answer_for_themselves(tmp_path: Path):
     """Hazard: a cache served from weights that were updated since (NeMo-RL 4018)."""
     prompts = [{"prompt_token_ids": list(range(10, 90))}]
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -240,8 +240,13 @@ def test_weights_changed_in_place_answer_for_themselves_once_their_version_is_to
     with LLM(checkpoint_folder(NAME), num_blocks=100, dtype="float32", max_model_len=256) as llm:
         before = run_with(llm)
         llm.apply_model(change_in_place)
+        applied = run_with(llm)
+    with LLM(checkpoint_folder(NAME), num_blocks=100, dtype="float32", max_model_len=256) as llm:
+        run_with(llm)
+        # Past the engine.
+        llm.collective_rpc(lambda worker: worker.apply_model(change_in_place))
         stale = run_with(llm)
         llm.set_weight_version(1)
         told = run_with(llm)
-    assert told == expected != before
+    assert applied == told == expected != before
     assert stale != expected, "negative control: without the version the old cache answers"
