@@ -56,7 +56,15 @@ KEYS = (
         "ignore_eos",
         "logprobs",
     ),
-    *("prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "detokenize"),
+    *(
+        "prompt_logprobs",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "detokenize",
+        "bad_words",
+    ),
     *("skip_special_tokens", "chat_template_kwargs", "echo", "stream", "tools", "model", "user", "top_logprobs", "zzz"),
 )
 

@@ -370,6 +370,8 @@ def test_a_prompt_may_leave_room_for_one_token_and_not_for_none():
         ({"prompt_token_ids": [1], "max_tokens": None, "min_tokens": 100}, "invalid_value"),
         ({"prompt": "a\ud800"}, "invalid_unicode"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, "invalid_unicode"),
+        # Such a row once ended the job.
+        ({"prompt": "a", "bad_words": ["b", "a\ud800"]}, "invalid_value"),
     ],
 )
 def test_what_only_the_model_can_tell_is_an_error_row(tokenizer, fields, code):

@@ -33,6 +33,7 @@ from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.errors import ChatTemplateError
 from spmd_worker.files import JsonError, parse_json_object
 from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
+from spmd_worker.sequence.taken_params import taken_params
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
@@ -143,6 +144,7 @@ def resolve(
         if limits.max_tokens is not None:
             num_left = min(num_left, limits.max_tokens)
         sampling = _concrete_sampling(row.sampling, tokenizer is not None, num_left)
+        _check_words(sampling, tokenizer, engine.vocab_size)
     except (RowProblem, RequestError) as problem:
         return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, str(problem))
     return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model)
@@ -178,6 +180,14 @@ def _concrete_sampling(sampling: SamplingParams, has_tokenizer: bool, num_left: 
         raise RowProblem("invalid_value", message)
     limit = num_left if sampling.max_tokens is None else min(sampling.max_tokens, num_left)
     return replace(sampling, max_tokens=limit, detokenize=sampling.detokenize and has_tokenizer).frozen()
+
+
+def _check_words(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """What the engine makes of words, tried before it has the row."""
+    try:
+        taken_params(sampling, tokenizer, vocab_size)
+    except ValueError as error:
+        raise RowProblem("invalid_value", f"bad_words: {error}") from None
 
 
 class CustomIds:
