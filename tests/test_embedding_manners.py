@@ -19,7 +19,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -77,9 +76,10 @@ def test_manners_in_the_callers_world(failures: dict[str, list[str]], name: str)
     assert not failures[name], "\n".join(failures[name])
 
 
+SEEN = threading.Event()
 LEAKS: dict[str, Callable[[], object]] = {
     "a socket": socket.socket,
-    "a thread": lambda: threading.Thread(target=time.sleep, args=(2,), daemon=True).start(),
+    "a thread": lambda: threading.Thread(target=SEEN.wait, daemon=True).start(),
 }
 
 
@@ -88,8 +88,12 @@ def test_what_is_left_behind_is_noticed(monkeypatch: pytest.MonkeyPatch, leak: C
     """Negative control."""
     monkeypatch.setattr(sys.modules[__name__], "SETTLE_S", 0.1)
     kept: list[object] = []
-    with pytest.raises(AssertionError), nothing_is_left():
-        kept.append(leak())
+    SEEN.clear()
+    try:
+        with pytest.raises(AssertionError), nothing_is_left():
+            kept.append(leak())
+    finally:
+        SEEN.set()
 
 
 CHANGES: dict[str, Callable[[], object]] = {

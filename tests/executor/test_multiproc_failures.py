@@ -310,7 +310,7 @@ def test_a_worker_without_a_driver_ends_by_itself():
             with pytest.raises(subprocess.TimeoutExpired):
                 worker.wait(1)
             ours.close()
-            assert worker.wait(5) == 1
+            assert worker.wait(120) == 1
         finally:
             worker.kill()
 
