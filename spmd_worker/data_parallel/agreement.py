@@ -18,6 +18,8 @@ from spmd_worker.lockstep.agreement import canonical, check_equal
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _MAX_ERROR_CHARACTERS: Final = 2000
+_CALLS: Final = "_spmd_worker_calls"
+"""Of an error that an exchange has raised: the calls that the ranks were in."""
 
 
 class EncodedPrompt(Protocol):
@@ -84,9 +86,10 @@ def agree_on_call(engine: LLMEngine, call: str, prepare: Callable[[], _Prepared]
 
 def fail_call(engine: LLMEngine, call: str, error: Exception) -> None:
     """This rank will not make `call`, because of `error`: the others, which wait for it there, get RankFailedError with
-    its words. Returns once they are there; does nothing in an engine that has ended.
+    its words. Returns once they are there; does nothing in an engine that has ended, and where `error` came to the
+    others when one was in `call` already: none is left that waits there.
     """
-    if engine.is_closed or engine.engine_channel.size == 1:
+    if engine.is_closed or engine.engine_channel.size == 1 or call in getattr(error, _CALLS, ()):
         return
 
     def prepare() -> None:
@@ -117,7 +120,7 @@ def exchange(
         ready = {"call": call, "answer": answer_of(prepared)}
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         own_error = error
-        ready = {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}
+        ready = {"call": call, "error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}
     heartbeat = engine.times.heartbeat
     heartbeat.enter(f"waiting for the other ranks' {call}")
     try:
@@ -129,14 +132,19 @@ def exchange(
         engine.leave_halfway()
         raise
     heartbeat.enter(BETWEEN_STEPS)
-    if own_error is not None:
-        raise own_error
-    for rank, answer in enumerate(answers):
-        if "error" in answer:
-            failed = RankFailedError(f"rank {rank} failed before {call}: {answer['error']}")
-            failed.names_cause = True
-            raise failed
-    check_equal("calls", [canonical({"call": answer["call"]}) for answer in answers])
+    try:
+        if own_error is not None:
+            raise own_error
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                failed = RankFailedError(f"rank {rank} failed before {call}: {answer['error']}")
+                failed.names_cause = True
+                raise failed
+        check_equal("calls", [canonical({"call": answer["call"]}) for answer in answers])
+    except Exception as error:
+        with suppress(AttributeError):  # of errors that take none
+            setattr(error, _CALLS, tuple(answer["call"] for answer in answers))
+        raise
     return prepared, [answer["answer"] for answer in answers]
 
 
