@@ -105,9 +105,9 @@ def is_exiting(pid: int) -> bool:
     return fields is None or fields[0] in ("Z", "X") or bool(int(fields[6]) & _PF_EXITING)
 
 
-def check_limits() -> None:
+def check_limits(more_files: int = 0) -> None:
     """Raise ConfigError for limits under which a rank would end without a word: too small a stack, which threads take
-    theirs from, and too few open files, of which as many are asked for as the hard limit allows.
+    theirs from, and too few open files, `more_files` beside those of every rank: a soft limit is raised to them.
     """
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     if stack != resource.RLIM_INFINITY and stack < _STACK_BYTES:
@@ -116,14 +116,15 @@ def check_limits() -> None:
             f"{_STACK_BYTES // 1024}) in the shell that starts the ranks"
         )
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY in (files, most) or files >= _OPEN_FILES:
+    needed = _OPEN_FILES + more_files
+    if files == resource.RLIM_INFINITY or files >= needed:
         return
-    if most < _OPEN_FILES:
+    if most != resource.RLIM_INFINITY and most < needed:
         raise ConfigError(
-            f"RLIMIT_NOFILE is {most} open files, and a rank needs {_OPEN_FILES}: raise it (ulimit -n {_OPEN_FILES}) "
-            f"in the shell that starts the ranks"
+            f"RLIMIT_NOFILE is {most} open files, and a rank needs {needed}: raise it (ulimit -n {needed}) in the "
+            f"shell that starts the ranks"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def age_s(start_time: int) -> float:

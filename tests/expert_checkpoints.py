@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2, "attention_bias": True},
     ),
-    "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 32}),
+    "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 32, "clip_qkv": 0.8}),
     "gpt_oss": (
         "GptOss",
         {**EXPERTS, "intermediate_size": 32, "head_dim": 16, "sliding_window": 5, "rope_parameters": _YARN},

@@ -66,7 +66,7 @@ def groups(weight: torch.Tensor, bits: int, size: int, is_symmetric: bool) -> tu
     else:
         low, high = grouped.amin(dim=2).clamp(max=0), grouped.amax(dim=2).clamp(min=0)
         scales = (high - low) / most
-        zeros = torch.round(-low / scales).clamp(1, most)
+        zeros = torch.round(-low / scales).clamp(0, most)
     scales = scales.half()
     numbers = torch.round(grouped / scales.float()[..., None] + zeros[..., None]).clamp(0, most)
     return numbers.reshape(weight.shape).to(torch.int64), scales, zeros.to(torch.int64)
@@ -100,7 +100,8 @@ def gptq(
     numbers = numbers[:, back]
     parts = {
         ".qweight": pack(numbers, bits).T.contiguous(),
-        ".qzeros": pack((zeros if is_second else zeros - 1).T, bits),
+        # The first version is one less, of whole words: zero points of 0 borrow from the next.
+        ".qzeros": pack(zeros.T, bits) - (0 if is_second else 0x11111111 if bits == 4 else 0x01010101),
         ".scales": scales.T.contiguous(),
         ".g_idx": group_of.to(torch.int32),
     }

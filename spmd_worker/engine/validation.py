@@ -61,21 +61,23 @@ class RequestLimits:
         if sampling.truncate_prompt_tokens is None:
             return prompt_token_ids
         sampling.check()
-        return truncated_prompt(as_token_ids(prompt_token_ids), sampling, self.max_model_len)
+        return truncated_prompt(self._token_ids(prompt_token_ids), sampling, self.max_model_len)
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise RequestError for what is wrong first, TypeError for what is no request."""
         check_sampling(sampling)
+        self._check_prompt(self._token_ids(prompt_token_ids), sampling)
+        sampling.check()
+        self._check_sampling(sampling)
+
+    def _token_ids(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
         try:
-            token_ids = as_token_ids(prompt_token_ids)
+            return as_token_ids(prompt_token_ids)
         except ValueError:
             raise RequestError(
                 "token_out_of_vocabulary",
                 f"token id of more than 64 bits is outside the vocabulary of {self.vocab_size} tokens",
             ) from None
-        self._check_prompt(token_ids, sampling)
-        sampling.check()
-        self._check_sampling(sampling)
 
     def _check_prompt(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
         if not prompt_token_ids:

@@ -14,9 +14,10 @@ from typing import Any, Final
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config import schema as config
 from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.expert_layout import ExpertLayout
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.model_config.hub_cache import ModelLocation
-from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
+from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import ModelConfig, RopeParameters
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
 from spmd_worker.resolved import ResolvedRun
@@ -44,6 +45,8 @@ _RECORDS: Final[dict[str, type]] = {
     for record in (
         *_CONFIG_RECORDS,
         CacheSpec,
+        ExpertLayout,
+        ExpertsConfig,
         FormatGroup,
         Logprob,
         ModelConfig,

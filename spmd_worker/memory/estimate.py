@@ -123,7 +123,10 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
     columns = [experts.intermediate_size // (1 if layout.experts is not None else size) + 1 for experts in each]
     return max(
         (
-            (experts.num_chosen + 8) * hidden + 10 * width + 4 * experts.shared_size + 12 * experts.num_experts
+            (experts.num_chosen + 8) * hidden
+            + (12 if experts.limit > 0 else 10) * width
+            + 4 * experts.shared_size
+            + 12 * experts.num_experts
             for experts, width in zip(each, columns, strict=True)
         ),
         default=0,

@@ -118,7 +118,7 @@ def _download_once(wanted: _Wanted, hub: Any) -> ModelLocation:
         if found is not None:
             return found
         note = place / "spmd-worker.failed.json"
-        earlier = _read_failure(note)
+        earlier = _read_failure(note, wanted)
         if earlier is not None:
             raise ModelConfigError(earlier)
         try:
@@ -126,7 +126,7 @@ def _download_once(wanted: _Wanted, hub: Any) -> ModelLocation:
         except Exception as error:  # whatever the hub, its transfers and the disk raise is every rank's error
             message = _not_found(wanted, f"the download failed: {type(error).__name__}: {error}")
             with contextlib.suppress(OSError):
-                write_json(note, {"launch": _launch(), "message": message})
+                write_json(note, {"launch": _launch(), "wanted": repr(wanted), "message": message})
             raise ModelConfigError(message) from error
         note.unlink(missing_ok=True)
         found = wanted.find()
@@ -149,7 +149,11 @@ def _download(wanted: _Wanted, hub: Any) -> None:
 @contextlib.contextmanager
 def _locked(path: Path, wanted: _Wanted) -> Iterator[None]:
     """One process of this machine at a time. Raises ModelConfigError where another has it and fetches nothing."""
-    with path.open("a") as file:
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise ModelConfigError(_not_found(wanted, f"the cache cannot be locked: {error}")) from None
+    with file:
         before, since = -1, time.monotonic()
         while True:
             try:
@@ -163,6 +167,8 @@ def _locked(path: Path, wanted: _Wanted) -> Iterator[None]:
                     why = f"another process holds {path} and has fetched nothing for {_PATIENCE_S:g} s"
                     raise ModelConfigError(_not_found(wanted, why)) from None
                 time.sleep(_POLL_S)
+            except OSError as error:  # of file systems without locks
+                raise ModelConfigError(_not_found(wanted, f"the cache cannot be locked: {error}")) from None
         yield
 
 
@@ -181,11 +187,12 @@ def _launch() -> list[str]:
     return [] if is_alone else [str(os.getppid()), *(os.environ.get(name, "") for name in variables)]
 
 
-def _read_failure(note: Path) -> str | None:
-    """What another rank of this launch failed with."""
+def _read_failure(note: Path, wanted: _Wanted) -> str | None:
+    """What another rank of this launch failed with, that wanted the same."""
     try:
         value = parse_json_object(read_regular_file(note, 1 << 20))
     except (JsonError, OSError):
         return None
     message, launch = value.get("message"), _launch()
-    return message if launch and value.get("launch") == launch and isinstance(message, str) else None
+    is_same = value.get("launch") == launch and value.get("wanted") == repr(wanted)
+    return message if launch and is_same and isinstance(message, str) else None

@@ -182,13 +182,18 @@ def _read_gptq(section: _Section) -> Quantization:
 def _skipped(section: _Section) -> tuple[str, ...]:
     """Modules that gptqmodel's `dynamic` leaves plain; what it stores otherwise is refused."""
     rules = section.section("dynamic").values
-    others = [rule for rule in rules if not rule.startswith("-:")]
+    others = [
+        rule
+        for rule, changes in rules.items()
+        if not rule.startswith("-:")
+        and not (isinstance(changes, Mapping) and all(section.get(key) == changes[key] for key in changes))
+    ]
     if others:
         raise ModelConfigError(
             f"{section.path}.dynamic has {others[0]!r}, a format of its own for some modules, which is not read, only "
             f"rules that begin with -: are: {_WAY_OUT}"
         )
-    patterns = tuple(rule.removeprefix("-:") for rule in rules)
+    patterns = tuple(rule.removeprefix("-:") for rule in rules if rule.startswith("-:"))
     for pattern in patterns:
         _check_pattern(pattern, f"{section.path}.dynamic")
     return tuple(REGEX + pattern for pattern in patterns)

@@ -17,6 +17,8 @@ from spmd_worker.process import check_limits, end_with_launcher
 if __name__ == "__main__":
     # Before anything that takes its time: a rank must not outlive its launcher.
     end_with_launcher()
+    # A long prompt is encoded beside the steps (`Tokenizer.encode`).
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from spmd_worker.config.compose import as_yaml, compose_run
 from spmd_worker.config.schema import RunConfig
@@ -25,14 +27,14 @@ from spmd_worker.errors import ConfigError, SpmdError
 from spmd_worker.rank_program import CONF, CommandParser, Drain, describe_keys, fail, run_rank, write_report
 from spmd_worker.resolved import find_model
 from spmd_worker.serve.exchange import RequestExchange
-from spmd_worker.serve.http_server import bind, is_loopback, require_server
+from spmd_worker.serve.http_server import MORE_CONNECTIONS, bind, is_loopback, require_server
 from spmd_worker.version import version
 
 KEY_VARIABLE: Final = "SPMD_WORKER_API_KEY"
 
 _OPTIONS: Final = "--host HOST, --port PORT, --api-key KEY, --help, --cfg job, --config-dir DIR or --version"
 
-_MORE_S: Final = 5.0
+_MORE_S: Final = 10.0
 """A rank that drains is ended so long after the requests' time is up."""
 
 _USAGE: Final = """\
@@ -112,6 +114,8 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
     exchange = RequestExchange(config.scheduler.max_num_seqs + config.serve.max_queued)
     listener = None
     if environment.is_leader:
+        # A connection for each request that may wait.
+        check_limits(exchange.most_sequences + MORE_CONNECTIONS)
         # Before anything is loaded, which takes its time: the port may be taken.
         listener = Listener(bind(host, port), api_key or secrets.token_urlsafe(24), api_key is None)
     drain = Drain(lambda: exchange.end("the server is ending"), config.serve.drain_s + _MORE_S)

@@ -16,9 +16,11 @@ HEADER_BYTES: Final = 32 * 1024
 """Of a request's line and headers."""
 _IDLE_S: Final = 5
 """A connection that was used and is idle is closed."""
-_MORE_CONNECTIONS: Final = 64
+MORE_CONNECTIONS: Final = 64
 """Beside one for each request that may be open: idle ones, health checks."""
 _FLUSH_S: Final = 2
+_HEADER_S = 30.0
+"""For a request's complete header, from the connection or the last response on."""
 
 
 def require_server() -> None:
@@ -37,13 +39,18 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         bound.close()
-        raise ConfigError(
-            f"serve.host={host} with serve.port={port} cannot be listened on ({error.strerror or error}): give another "
-            f"port, or 0 for any that is free"
-        ) from None
+        raise _not_listened_on(host, port, error) from None
     return bound
+
+
+def _not_listened_on(host: str, port: int, error: Exception) -> ConfigError:
+    why = error.strerror if isinstance(error, OSError) else None
+    return ConfigError(
+        f"serve.host={host} with serve.port={port} cannot be listened on ({why or error}): give another port, or 0 for "
+        f"any that is free"
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -77,7 +84,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=_protocol(),
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -86,7 +93,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=most_requests + _MORE_CONNECTIONS,
+            limit_concurrency=most_requests + MORE_CONNECTIONS,
             timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_FLUSH_S,
             h11_max_incomplete_event_size=HEADER_BYTES,
@@ -98,7 +105,12 @@ class HttpServer:
 
     def start(self) -> None:
         """From now on whoever connects is answered, or waits until the thread runs."""
-        self._socket.listen()
+        try:
+            self._socket.listen()
+        except OSError as error:
+            # Another one that was bound while neither listened was first.
+            host, port = self._socket.getsockname()[:2]
+            raise _not_listened_on(host, port, error) from None
         self._thread.start()
 
     def check(self) -> None:
@@ -119,3 +131,38 @@ class HttpServer:
             self._error = error
         finally:
             self._has_ended()
+
+
+def _protocol() -> Any:
+    """uvicorn's, which alone would keep a connection for ever that brings no request, or one byte of it at a time."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._arm()
+
+        def on_response_complete(self) -> None:
+            # Before the next request, which may have come already, begins.
+            self._arm()
+            super().on_response_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def _arm(self) -> None:
+            self._disarm()
+            self._deadline = self.loop.call_later(_HEADER_S, self._end)
+
+        def _disarm(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+
+        def _end(self) -> None:
+            if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+                self.transport.close()
+
+    return Protocol

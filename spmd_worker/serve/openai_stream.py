@@ -101,13 +101,15 @@ class ChunkWriter:
     def _choice(self, completion: CompletionOutput) -> JsonObject | None:
         """None where nothing is new."""
         is_first = completion.index not in self._sent
-        sent = self._sent.setdefault(completion.index, _Sent())
+        sent = self._sent.get(completion.index) or _Sent()
         part = replace(completion, text=completion.text[sent.num_characters :])
         if completion.logprobs is not None:
             part = replace(part, logprobs=completion.logprobs[sent.num_tokens :] or None)
         is_end = completion.finish_reason is not None and not sent.has_ended
         if not (part.text or part.logprobs or is_end):
             return None
+        # Not before: the first chunk of a choice says whose words they are.
+        self._sent[completion.index] = sent
         sent.num_characters, sent.num_tokens = len(completion.text), len(completion.token_ids)
         sent.has_ended = sent.has_ended or is_end
         if self.row.kind == "chat":

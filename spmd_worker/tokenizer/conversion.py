@@ -32,7 +32,7 @@ def converted(folder: Path) -> bytes | None:
     except ModuleNotFoundError as error:
         why = f"{error.name}, which converts it, is not installed"
     except Exception as error:  # a converter for every kind of file raises whatever its libraries do
-        why = f"transformers cannot convert it here ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+        why = f"transformers cannot convert it here ({type(error).__name__}: {str(error)[:200].partition(chr(10))[0]})"
     raise TokenizerError(
         f"{folder} has {' and '.join(names)} and no tokenizer.json, and {why}: text prompts need one, made with python "
         f"-c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\""

@@ -6,6 +6,7 @@ files of older tokenizers, and nothing in the folder is executed but the chat te
 
 import io
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +28,10 @@ _TEMPLATE_FILE: Final = "chat_template.jinja"
 _OLD_TEMPLATE_FILE: Final = "chat_template.json"
 _FILES: Final = (_TOKENIZER_FILE, _CONFIG_FILE, _SPECIAL_TOKENS_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
 
+_PARALLELISM: Final = "TOKENIZERS_PARALLELISM"
+"""The library's variable: `false` and it starts no threads."""
+_LONG_TEXT: Final = 10_000
+"""Characters: shorter ones take less than what another thread would notice."""
 _MOST_BYTES: Final = 256 * 1024 * 1024
 """Of each: vocabularies of a million tokens take 64 MiB."""
 
@@ -136,10 +141,13 @@ class Tokenizer:
         """Token ids of a text. Raises ValueError for text that is not Unicode (half a surrogate pair).
 
         There is no call for many: the library's own starts a thread per core, which takes the cores from the ranks and
-        makes it print a warning after every later fork.
+        makes it print a warning after every later fork. Told not to (TOKENIZERS_PARALLELISM), that call is made for
+        long texts, because it alone lets other threads of the interpreter go on.
         """
         if not _is_unicode(text):
             raise ValueError("the text holds half of a surrogate pair, which is no character")
+        if len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false":
+            return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -59,6 +59,7 @@ _ENDINGS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 _UNUSED: Final = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale"),
     *(".q_scale", ".k_scale", ".v_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
+    *(".kv_scale", ".q_zero_point", ".output_zero_point"),
 )
 """Ends of names of what is known about activations and the key-value cache."""
 

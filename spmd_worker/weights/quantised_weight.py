@@ -278,8 +278,13 @@ class GptqWeight(LinearWeight):
 
     def _zeros(self, rows: Range, columns: Range) -> Tensor:
         wide, inner = _whole(rows, 32 // self.format.bits)
-        stored = unpack(self._read_part("zeros", columns, wide), self.format.bits, 1)[:, inner].T
-        zeros = stored + self.format.zero_offset
+        packed, bits = self._read_part("zeros", columns, wide), self.format.bits
+        stored = unpack(packed, bits, 1)[:, inner].T
+        if not self.format.zero_offset:
+            return stored
+        # Writers subtract from whole words: a zero point of 0 borrows from the next one.
+        one_each = sum(1 << shift for shift in range(0, 32, bits))
+        zeros = unpack(packed + one_each, bits, 1)[:, inner].T
         if not self.format.is_symmetric:
             return zeros
         # Some writers store the middle itself under the name of the first version.

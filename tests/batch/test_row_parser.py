@@ -370,7 +370,8 @@ def test_a_prompt_may_leave_room_for_one_token_and_not_for_none():
         ({"prompt_token_ids": [1], "max_tokens": None, "min_tokens": 100}, "invalid_value"),
         ({"prompt": "a\ud800"}, "invalid_unicode"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, "invalid_unicode"),
-        # Such a row once ended the job.
+        # Such rows once ended the job.
+        ({"prompt_token_ids": [2**70], "truncate_prompt_tokens": 5}, "token_out_of_vocabulary"),
         ({"prompt": "a", "bad_words": ["b", "a\ud800"]}, "invalid_value"),
     ],
 )

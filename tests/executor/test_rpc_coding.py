@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -11,11 +12,15 @@ from ranks import REPOSITORY
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config import schema as config
 from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.expert_layout import ExpertLayout
 from spmd_worker.distributed.topology import RankLayout
+from spmd_worker.executor import rpc_coding
 from spmd_worker.executor.rpc_coding import decode_call, decode_value, encode_call, encode_value
 from spmd_worker.model_config.hub_cache import ModelLocation
+from spmd_worker.model_config.layer_config import ExpertsConfig
+from spmd_worker.model_config.rope import RopeParameters
 from spmd_worker.model_config.weight_format import FormatGroup, Quantization, WeightFormat
-from spmd_worker.resolved import resolve_run
+from spmd_worker.resolved import ResolvedRun, resolve_run
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -136,3 +141,22 @@ def test_a_run_of_quantised_files_from_the_hub_crosses_whole():
     location = ModelLocation("/cache/snapshots/0", "org/tiny", "0" * 40)
     for value in (Quantization("compressed-tensors", groups, ("lm_head",)), location):
         assert decode_value(encode_value(value)) == value
+
+
+def records_of(hint: object, found: dict[type, None]) -> None:
+    """Every record that a value of this type may hold."""
+    for each in (hint, *get_args(hint)):
+        if each is not hint:
+            records_of(each, found)
+        elif isinstance(each, type) and dataclasses.is_dataclass(each) and each not in found:
+            found[each] = None
+            for inner in get_type_hints(each).values():
+                records_of(inner, found)
+
+
+def test_a_workers_run_crosses_whatever_its_model_has():
+    """A model with experts once could not be started by `executor.backend=multiproc`."""
+    found: dict[type, None] = {}
+    records_of(ResolvedRun, found)
+    assert {ExpertsConfig, ExpertLayout, Quantization, RopeParameters} <= set(found)
+    assert set(found) <= set(rpc_coding._RECORDS.values())

@@ -464,7 +464,6 @@ BAD = [
     ("Dots1", {}, "n_routed_experts=None must be a whole number"),
     ("Qwen2Moe", {"mlp_only_layers": 3}, "mlp_only_layers=3 must be a list of layers, from 0 on"),
     ("Qwen2Moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported; only False is"),
-    ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; only None is"),
     ("Phimoe", {}, "its layers have experts of a form that does not run"),
 ]
 

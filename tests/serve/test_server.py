@@ -20,7 +20,7 @@ from spmd_worker.batch.job import run_job
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.serve import __main__ as command
-from spmd_worker.serve import app, request_reader
+from spmd_worker.serve import app, http_server, request_reader
 from spmd_worker.serve.http_server import HttpServer, bind
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -291,6 +291,23 @@ def test_a_reader_that_does_not_read_is_cut_off_and_holds_nobody_up():
         # Its places are free, though it is still there.
         wait_until(lambda: server.exchange.num_sequences == 0 and server.num_used_blocks == 0)
         assert server.client.metric("spmd_worker_serve_aborted_total") == 1
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: a\r\n"], ids=["nothing", "half a header"])
+def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes):
+    monkeypatch.setattr(http_server, "_HEADER_S", 0.2)
+    with ServedHere(max_queued=4) as server, socket.create_connection(("127.0.0.1", server.client.port), 60) as silent:
+        silent.sendall(sent)
+        assert silent.recv(1) == b""
+        # One that has had its answer may ask again.
+        assert server.client.ask(TEXT, {**LONG, "max_tokens": 2})[0] == 200
+
+
+def test_the_first_chunk_of_a_choice_says_whose_it_is_though_its_first_token_has_no_text(client: Client):
+    body = {"messages": USER, "max_tokens": 8, "temperature": 0, "stop": ["no such text"]}
+    chunks = client.stream(CHAT, body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
 
 
 def test_an_idle_engine_takes_a_step_when_a_worker_has_ended(server: ServedHere):

@@ -118,7 +118,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         models="OLMoE",
         mlp_bias=False,
         qk_norm="flat",
-        required={"clip_qkv": None},
+        qkv_clip_key="clip_qkv",
         defaults={
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,

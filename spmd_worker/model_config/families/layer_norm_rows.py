@@ -217,7 +217,7 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
             norms=("ln_1", "", "ln_2", ""),
             parts={"self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
             fused={"attn.c_attn": _QKV},
-            ignored=(".attn.bias",),
+            ignored=(".attn.bias", ".attn.masked_bias"),
         ),
         qkv_bias=True,
         output_bias=True,
