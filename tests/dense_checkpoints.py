@@ -122,5 +122,9 @@ _SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "gpt_neox
 """One of each kind of layer that others do not have: norms after rotation, growing queries, bounds of projections,
 layers without rotation beside others, feed-forwards beside attention, tensors by head, positions from the third row on.
 """
-LIKE_OTHERS: Final = ("mistral3", "mistral3_ministral", *(name for name in DENSE_CASES if name not in _SEEN_IN_LAYOUTS))
+LIKE_OTHERS: Final = (
+    *("mistral3", "mistral3_ministral", "gemma2_head_size", "gemma3_kinds", "gemma_older_word", "smollm3_layers"),
+    *("gpt2_inner", "qwen2_vl", "qwen3_vl", "gemma3_images", "seed_oss"),
+    *(name for name in DENSE_CASES if name not in _SEEN_IN_LAYOUTS),
+)
 """Cases whose layers have nothing that no other's have: their layouts are in the stress tier."""

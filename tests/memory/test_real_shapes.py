@@ -153,7 +153,8 @@ def test_a_plan_has_the_bytes_of_every_ranks_tensors_and_they_are_the_models(
     config, layout = resolved.model_config, resolved.layout
     assert config.num_parameters == number_of_parameters(path, name)
     assert round(config.num_parameters / 1e9, 1) == BILLIONS[name]
-    for rank in range(layout.world_size):
+    # Ranks of one stage differ in nothing but whose rows and experts they have.
+    for rank in {0: None, layout.tensor_parallel_size - 1: None, layout.world_size - 1: None}:
         group = GroupHandle(
             ranks=tuple(range(parallel.tensor_parallel_size)), rank=layout.tensor_rank(rank), group=None
         )

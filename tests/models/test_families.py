@@ -215,7 +215,7 @@ def outputs(llm: LLM, rows: list[list[int]]) -> list[Any]:
     ]
 
 
-@quick("glm4")
+@quick("glm4", slow=LIKE_OTHERS)
 def test_greedy_ids_are_transformers(name: str):
     """LongRoPE: those rows that stay on one side of the original length."""
     rows = ROWS[1::2] if name in DENSE_CASES else ROWS
