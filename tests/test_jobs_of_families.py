@@ -1,0 +1,99 @@
+"""Jobs on two ranks, of each kind of model and of files that people have: greedy ids are transformers'."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from expert_checkpoints import expert_folder, open_experts
+from family_checkpoints import family_folder, family_reference
+from quantised_files import quantise, quantise_experts
+from reference_models import CheckpointSpec, LlamaConfig, open_reference, random_prompt, write_checkpoint
+from transformers import PreTrainedModel
+
+PROMPTS = [[token % 96 for token in random_prompt(length, seed=11)] for length in (2, 19, 40)]
+NUM_TOKENS = 8
+Made = tuple[Path, Callable[[], PreTrainedModel]]
+"""A folder, and transformers' model of what its weights mean."""
+
+
+def family(name: str) -> Callable[[Path], Made]:
+    return lambda _: (family_folder(name), lambda: family_reference(name))
+
+
+def experts(name: str) -> Callable[[Path], Made]:
+    return lambda _: (expert_folder(name), lambda: open_experts(expert_folder(name)))
+
+
+def quantised(name: str) -> Callable[[Path], Made]:
+    def make(folder: Path) -> Made:
+        sizes = {"intermediate_size": 96, "num_hidden_layers": 2}
+        files, plain = quantise(write_checkpoint(folder / "llama", CheckpointSpec(LlamaConfig, sizes)), folder, name)
+        return files, lambda: open_reference(plain)
+
+    return make
+
+
+def mxfp4(folder: Path) -> Made:
+    files, plain = quantise_experts(expert_folder("gpt_oss"), folder)
+    return files, lambda: open_experts(plain)
+
+
+MODELS: dict[str, Callable[[Path], Made]] = {
+    "Gemma 3": family("gemma3"),
+    "Phi-3": family("phi3"),
+    "OLMo 2": family("olmo2"),
+    "GPT-2": family("gpt2"),
+    "Qwen2.5-VL's text": family("qwen2_5_vl"),
+    "Qwen3-MoE": experts("qwen3_moe"),
+    "Mixtral": experts("mixtral"),
+    "GLM-4.5": experts("glm4_moe"),
+    "gpt-oss, MXFP4": mxfp4,
+    "FP8 block": quantised("fp8_block"),
+    "AWQ": quantised("awq"),
+    "GPTQ": quantised("gptq_order"),
+}
+IN_LAYOUTS = ("Qwen2.5-VL's text", "gpt-oss, MXFP4")
+"""The others run in the stress tier: their parts are tested one by one."""
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    for _ in range(NUM_TOKENS):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.matrix if name in IN_LAYOUTS else pytest.mark.stress) for name in MODELS],
+)
+def test_a_job_on_two_ranks_has_the_ids_of_transformers(name: str, tmp_path: Path):
+    folder, reference = MODELS[name](tmp_path)
+    row = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    lines = [json.dumps({"prompt_token_ids": prompt, **row}) for prompt in PROMPTS]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    keys = {
+        "model.path": folder,
+        "model.dtype": "float32",
+        "device": "cpu",
+        "parallel.tensor_parallel_size": 2,
+        "cache.num_blocks": 64,
+        "scheduler.max_num_seqs": 4,
+        "job.input": tmp_path / "rows.jsonl",
+        "job.output": tmp_path / "out.jsonl",
+        "job.run_dir": tmp_path / "run",
+    }
+    words = [f"{key}={value}" for key, value in keys.items()]
+    done = ranks.run_forked([ranks.REPOSITORY / "launch.py", *words], 2, timeout_s=240)
+    assert done.returncode == 0, done.output
+    answers = [
+        json.loads(line)["outputs"][0]["token_ids"] for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ]
+    model = reference()
+    assert answers == [greedy(model, prompt) for prompt in PROMPTS]
+    # Negative control: rows differ, so an answer of another row would be seen.
+    assert len({str(answer) for answer in answers}) > 1
