@@ -282,8 +282,8 @@ def test_the_memory_of_cache_and_weights_is_given_back_each_time(caplog: pytest.
                 load(llm)
                 answers(llm)
             sizes.append(host.resident_bytes())
-        # What was not given back would be missing every time; something else of this process may grow once.
-        assert min(after - before for before, after in pairwise(sizes)) < 5e6
+        # Weights alone would be 13 MB in each part; something else of this process may grow, by less or once.
+        assert min(after - before for before, after in pairwise(sizes)) < 10e6
         assert given_back(llm)[1] > 0.9 * num_bytes
 
 
