@@ -1,20 +1,12 @@
 // A library to preload: the n-th call of one kind on a file whose path holds a word fails, or does half of its work.
 //
-//   gcc -shared -fPIC -O1 -o faulty_io.so faulty_io.c -ldl
+//   gcc -shared -fPIC -O1 -o faulty_io.so faulty_io.c -ldl    (tests/preloaded.py)
 //   LD_PRELOAD=./faulty_io.so python ...
 //
 // faulty_io_set(word, call, number, error) arms it (error 0: a write of half the bytes) and zeroes the count of matching
 // calls; faulty_io_count() gives how many there have been since. Nothing is armed at the start. One thread at a time
 // decides; other calls pass untouched.
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <string.h>
-#include <sys/types.h>
-#include <unistd.h>
+#include "preloaded_io.h"
 
 static char armed_word[256], armed_call[32];
 static long armed_number, num_seen;
@@ -35,25 +27,11 @@ static int strikes(const char *call, const char *path) {
   return __atomic_add_fetch(&num_seen, 1, __ATOMIC_SEQ_CST) == armed_number;
 }
 
-static const char *path_of(int descriptor, char *buffer, size_t size) {
-  char link[64];
-  snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
-  ssize_t length = readlink(link, buffer, size - 1);
-  if (length < 0) return NULL;
-  buffer[length] = 0;
-  return buffer;
-}
-
 static int strikes_descriptor(const char *call, int descriptor) {
   char path[4096];
   if (!armed_word[0] || strcmp(call, armed_call) != 0) return 0;
-  int before = errno;
-  int result = strikes(call, path_of(descriptor, path, sizeof path));
-  errno = before;
-  return result;
+  return strikes(call, path_of(descriptor, path, sizeof path));
 }
-
-#define REAL(type, name, ...) static type (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, #name)
 
 ssize_t write(int descriptor, const void *data, size_t size) {
   REAL(ssize_t, write, int, const void *, size_t);
@@ -96,13 +74,7 @@ int unlink(const char *path) {
 #define OPENING(name)                                            \
   int name(const char *path, int flags, ...) {                   \
     REAL(int, name, const char *, int, ...);                     \
-    mode_t mode = 0;                                             \
-    if (flags & (O_CREAT | O_TMPFILE)) {                         \
-      va_list rest;                                              \
-      va_start(rest, flags);                                     \
-      mode = va_arg(rest, mode_t);                               \
-      va_end(rest);                                              \
-    }                                                            \
+    MODE_AFTER(flags)                                            \
     if (!strikes("open", path)) return real(path, flags, mode);  \
     errno = armed_error;                                         \
     return -1;                                                   \

@@ -1,24 +1,16 @@
 // A library to preload: writes down, in order, everything that changes files below a folder, and every fsync.
 //
-//   gcc -shared -fPIC -O1 -o recorded_io.so recorded_io.c -ldl -lpthread
+//   gcc -shared -fPIC -O1 -o recorded_io.so recorded_io.c -ldl -lpthread    (tests/preloaded.py)
 //   LD_PRELOAD=./recorded_io.so python ...
 //
 // recorded_io_start(folder, log) begins, recorded_io_stop() ends. A record is a line of ASCII, "KIND INODE OFFSET N M S",
 // then N bytes of a path, M of another and S of data. One call is made and written down at a time, so the order of the
 // log is the order in which things happened; calls that fail are left out. What else could change a file (mmap, writev,
 // sendfile) is not seen: tests/power_loss_job.py compares what the log comes to with the files.
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <fcntl.h>
+#include "preloaded_io.h"
 #include <pthread.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/types.h>
-#include <unistd.h>
 
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 static char folder[4096];
@@ -67,14 +59,8 @@ static int is_ours(const char *path) {
 
 static int is_our_descriptor(int descriptor) {
   if (__atomic_load_n(&log_descriptor, __ATOMIC_SEQ_CST) < 0) return 0;
-  char link[64], path[4097];
-  int before = errno;
-  snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
-  ssize_t length = readlink(link, path, sizeof path - 1);
-  errno = before;
-  if (length < 0) return 0;
-  path[length] = 0;
-  return is_ours(path);
+  char path[4097];
+  return is_ours(path_of(descriptor, path, sizeof path));
 }
 
 static ino_t inode_at(const char *path) {
@@ -87,9 +73,6 @@ static ino_t inode_of(int descriptor) {
   return fstat(descriptor, &status) == 0 ? status.st_ino : 0;
 }
 
-#define REAL(type, name, ...) \
-  static type (*real)(__VA_ARGS__); \
-  if (!real) real = dlsym(RTLD_NEXT, #name)
 #define BEGIN pthread_mutex_lock(&turn)
 #define END                      \
   do {                           \
@@ -102,13 +85,7 @@ static ino_t inode_of(int descriptor) {
 #define OPENING(name)                                                                \
   int name(const char *path, int flags, ...) {                                       \
     REAL(int, name, const char *, int, ...);                                         \
-    mode_t mode = 0;                                                                 \
-    if (flags & (O_CREAT | O_TMPFILE)) {                                             \
-      va_list rest;                                                                  \
-      va_start(rest, flags);                                                         \
-      mode = va_arg(rest, mode_t);                                                   \
-      va_end(rest);                                                                  \
-    }                                                                                \
+    MODE_AFTER(flags)                                                                \
     if (!(flags & (O_CREAT | O_TRUNC)) || !is_ours(path)) return real(path, flags, mode); \
     BEGIN;                                                                           \
     ino_t before = inode_at(path);                                                   \

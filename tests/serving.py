@@ -139,6 +139,10 @@ class ServedHere:
         """Until those that are allowed have been taken."""
         wait_until(lambda: self._num_allowed == 0)
 
+    def wait_for_steps_or_rest(self) -> None:
+        """The same, or until the engine has nothing to do: then it steps once in a long while."""
+        wait_until(lambda: self._num_allowed == 0 or not self.engine.has_unfinished_requests())
+
     @property
     def num_used_blocks(self) -> int:
         return self.engine.scheduler.cache.num_used_blocks

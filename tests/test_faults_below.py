@@ -6,12 +6,11 @@ stress tier takes every n and prints the figures, the gate every ninth.
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import preloaded
 import pytest
 import ranks
 
@@ -37,13 +36,7 @@ PLANTED = f"""
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the library of faults with")
-    path = tmp_path_factory.mktemp("faults") / "faulty_io.so"
-    source = SCRIPT.with_name("faulty_io.c")
-    subprocess.run([compiler, "-Wall", "-shared", "-fPIC", "-O1", "-o", path, source, "-ldl"], check=True, timeout=240)
-    return path
+    return preloaded.build("faulty_io", tmp_path_factory.mktemp("faults"))
 
 
 def run(library: Path, script: Path, folder: Path, every: int) -> tuple[int, dict[str, object], str]:

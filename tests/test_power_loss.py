@@ -8,13 +8,12 @@ order`). The stress tier goes on from each of them and prints the figures, the g
 import json
 import os
 import random
-import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import ranks
 from power_loss import Disk, Operation, Tree, crashes, parts_of, snapshot
@@ -54,13 +53,7 @@ PLANTED = f"""
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the library that records with")
-    path = tmp_path_factory.mktemp("recorder") / "recorded_io.so"
-    command = [compiler, "-Wall", "-shared", "-fPIC", "-O1", "-o", path, SCRIPT.with_name("recorded_io.c"), "-ldl"]
-    subprocess.run([*command, "-lpthread"], check=True, timeout=240)
-    return path
+    return preloaded.build("recorded_io", tmp_path_factory.mktemp("recorder"))
 
 
 def run(library: Path, script: Path, folder: Path, count: int, *cases: str) -> tuple[list[dict[str, Any]], str]:
