@@ -22,6 +22,9 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGUSR1)
 _INTERRUPTED_S: Final = 5.0
 """How long the main thread may take to end after Ctrl-C."""
 
+_LEAVE_S: Final = 5.0
+"""How long `uninstall` waits for a thread that still writes down what is finished."""
+
 
 class EndingSignals:
     """`keep` is called, in a thread, for each signal; `signalled` for the first that is no Ctrl-C, with its number.
@@ -51,10 +54,13 @@ class EndingSignals:
         self._former_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         handlers = {**dict.fromkeys(_ENDING, lambda *_: None), signal.SIGINT: self._interrupt}
         self._former_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        threading.Thread(target=self._run, args=(reader,), name="spmd-end", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(reader,), name="spmd-end", daemon=True)
+        self._thread.start()
 
     def uninstall(self) -> None:
-        """As it was before `install`, for a process that goes on: the thread ends. In the main thread. Idempotent."""
+        """As it was before `install`, for a process that goes on: the thread has ended, unless it is the one that ends
+        the process. In the main thread. Idempotent.
+        """
         if self._writer < 0:
             return
         signal.set_wakeup_fd(self._former_descriptor)
@@ -63,6 +69,8 @@ class EndingSignals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         os.close(self._writer)
         self._writer = -1
+        if not self.is_ending.is_set():
+            self._thread.join(_LEAVE_S)
 
     def _interrupt(self, *_: Any) -> None:
         """KeyboardInterrupt once: a second one must not interrupt what the main thread does because of the first."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,15 @@ def after_rows(monkeypatch: pytest.MonkeyPatch, num_rows: int, action: Callable[
             action()
 
     monkeypatch.setattr(JobOutput, "take", counted)
+
+
+def test_a_job_that_has_ended_has_left_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The scan's takes its time to leave."""
+    scan = InputScan._run
+    monkeypatch.setattr(InputScan, "_run", lambda self: (scan(self), time.sleep(0.3)))
+    (tmp_path / "rows.jsonl").write_text(content())
+    run(config_of(tmp_path))
+    assert "spmd-scan" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_rows_are_answered_before_they_are_counted(

@@ -6,6 +6,7 @@ Commits by count and by time are switched off here, so that what is kept is kept
 import json
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from job_attempts import LAUNCH, MODEL, Attempt, write_rows
 from waiting import wait_until
 
 from spmd_worker.batch.run_dir.journal import read_journal
+from spmd_worker.liveness.signals import EndingSignals
 
 NO_COMMITS = ("job.commit_rows=100000", "job.commit_s=3600")
 LIMIT_S = 240.0
@@ -52,6 +54,18 @@ def wait_for_rows(folder: Path, process: ForkedProcess | None = None) -> None:
 
 def num_kept(folder: Path) -> int:
     return len(list(read_journal(folder / "out.jsonl.run")))
+
+
+def test_uninstalled_signals_have_left_no_thread(monkeypatch: pytest.MonkeyPatch):
+    """One that takes its time to leave."""
+    run = EndingSignals._run
+    monkeypatch.setattr(EndingSignals, "_run", lambda self, reader: (run(self, reader), time.sleep(0.3)))
+    before, signals = signal.getsignal(signal.SIGTERM), EndingSignals(lambda: None, lambda number: None, 0.0)
+    signals.install()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    signals.uninstall()
+    assert not signals._thread.is_alive()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.matrix

@@ -14,6 +14,7 @@ from spmd_worker.batch.input.row_reader import RowReader
 
 _HASH_BYTES: Final = 16
 _PIECE_BYTES: Final = 1 << 20
+_LEAVE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class InputScan:
         self._error: Exception | None = None
         self._stop = threading.Event()
         self._done = threading.Event()
-        threading.Thread(target=self._run, name="spmd-scan", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="spmd-scan", daemon=True)
+        self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> ScannedInput | None:
         """What was found; None when that takes longer. Raises what reading raised: OSError, ConfigError."""
@@ -43,8 +45,9 @@ class InputScan:
         return self._result
 
     def close(self) -> None:
-        """Read no more."""
+        """Read no more. A file system that does not answer is not waited for."""
         self._stop.set()
+        self._thread.join(_LEAVE_S)
 
     def _run(self) -> None:
         try:
