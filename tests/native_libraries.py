@@ -16,7 +16,8 @@ from spmd_worker.native.library import NativeLibrary, load, native_library
 NATIVE = "native"
 WITHOUT_AMX = "native without AMX"
 EMULATED = "native with emulated AMX"
-EMULATE = "-DSPMD_EMULATED_AMX"
+ONEDNN = "native with oneDNN's products"
+EMULATE, LEAVE_OUT = "-DSPMD_EMULATED_AMX", "-DSPMD_WITHOUT_AMX"
 
 
 @functools.cache
@@ -27,11 +28,16 @@ def native() -> NativeLibrary:
     return library
 
 
-@functools.cache
 def emulated(architecture: str = NATIVE) -> NativeLibrary:
     """The same sources with the unit's instructions written out in C++. Kept on disk as the others are."""
+    return compiled_with(EMULATE, architecture)
+
+
+@functools.cache
+def compiled_with(flag: str, architecture: str = NATIVE) -> NativeLibrary:
+    """The same sources with a flag more."""
     flags = build._FLAGS
-    build._FLAGS = (*flags, EMULATE)
+    build._FLAGS = (*flags, flag)
     try:
         built = build.build(architecture)
     finally:
@@ -69,7 +75,9 @@ def library_for(instruction_set: str) -> NativeLibrary:
     if instruction_set == EMULATED:
         return emulated()
     if instruction_set == WITHOUT_AMX:
-        return dataclasses.replace(native(), has_amx=False)
+        return compiled_with(LEAVE_OUT) if HAS_AMX else native()
+    if instruction_set == ONEDNN:
+        return dataclasses.replace(library_for(WITHOUT_AMX), gemm_dtypes=())
     library = native_library(instruction_set)
     assert isinstance(library, NativeLibrary), library
     return library

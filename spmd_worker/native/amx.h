@@ -4,12 +4,13 @@
 // the kernels' contract as long as the same steps are taken for every row.
 //
 // With SPMD_EMULATED_AMX defined the unit's instructions are written out in plain C++, with the arithmetic that Intel's
-// manual gives for them, so that what is made of them is tested on processors that have none.
+// manual gives for them, so that what is made of them is tested on processors that have none; with SPMD_WITHOUT_AMX the
+// unit is not used where it is there.
 #pragma once
 
 #include "vector.h"
 
-#if defined(__AVX512BF16__) && defined(SPMD_AVX512) && defined(__linux__) && \
+#if defined(__AVX512BF16__) && defined(SPMD_AVX512) && defined(__linux__) && !defined(SPMD_WITHOUT_AMX) && \
     ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || defined(SPMD_EMULATED_AMX))
 #define SPMD_HAS_AMX 1
 #include <sys/syscall.h>

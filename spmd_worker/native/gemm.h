@@ -1,4 +1,4 @@
-// A gemm with a packed weight, as both of the AMX unit's kinds of gemms have it.
+// A gemm with a packed weight, as the AMX unit's kinds of gemms and those by vectors have it.
 #pragma once
 
 #include <cstdint>
@@ -21,3 +21,14 @@ struct ProductOf {
   int64_t num_pairs() const { return (num_panels() + 1) / 2; }
   const Element* panel(int64_t which) const { return packed + which * num_inputs * kPanel; }
 };
+
+// Where the argmax of each row goes; only the first `count` outputs are there.
+struct RowArgmax {
+  int64_t count;
+  float* values;
+  int64_t* places;
+};
+
+// gemms_vector.cpp, for processors without the unit. `argmax` is null where the gemm is wanted itself.
+void multiply_by_vectors(const ProductOf<float>& gemm, const RowArgmax* argmax, int num_threads);
+void multiply_by_vectors(const ProductOf<uint16_t>& gemm, const RowArgmax* argmax, int num_threads);

@@ -43,13 +43,6 @@ SPMD_INLINE Floats rounded_by_amx(Floats floats) {
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrowed(floats)), 16);
 }
 
-// Where the argmax of each row goes; only the first `count` outputs are there.
-struct RowArgmax {
-  int64_t count;
-  float* values;
-  int64_t* places;
-};
-
 // The sums [rows][32] of a block, which become results row by row while the next block is multiplied: the unit and the
 // vector instructions work side by side.
 struct Finished {
@@ -303,18 +296,16 @@ void multiply_all(const Product& gemm, const RowArgmax* argmax, int num_threads)
 
 #endif
 
-// To be called only where there is a AMX unit. `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32 where the
-// gemm `is_gated`: then `num_outputs` counts gates and what they open, and `to` has half as many columns.
+// To be called only where `spmd_packs_bfloat16` says so. `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32
+// where the gemm `is_gated`: then `num_outputs` counts gates and what they open, and `to` has half as many columns.
 extern "C" void spmd_gemm_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, const uint16_t* bias, uint16_t* to, int64_t is_gated, int64_t num_threads) {
+  const ProductOf<uint16_t> gemm = {x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, is_gated != 0};
 #if defined(SPMD_HAS_AMX)
-  multiply_all(
-      {x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, is_gated != 0}, nullptr, int(num_threads));
-#else
-  (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)bias, (void)to;
-  (void)is_gated, (void)num_threads;
+  if (amx::is_granted()) return multiply_all(gemm, nullptr, int(num_threads));
 #endif
+  multiply_by_vectors(gemm, nullptr, int(num_threads));
 }
 
 // The argmax of each row of a gemm and its first place, among the first `count` outputs, without writing the gemm
@@ -322,13 +313,20 @@ extern "C" void spmd_gemm_bfloat16(
 extern "C" void spmd_gemm_argmax_bfloat16(
     const uint16_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const uint16_t* packed,
     int64_t num_outputs, int64_t count, float* values, int64_t* places, int64_t num_threads) {
-#if defined(SPMD_HAS_AMX)
   std::fill_n(values, num_rows, -kInfinity), std::fill_n(places, num_rows, 0);
   const RowArgmax argmax = {count, values, places};
-  multiply_all(
-      {x, x_stride, num_rows, num_inputs, packed, num_outputs, nullptr, nullptr, false}, &argmax, int(num_threads));
+  const ProductOf<uint16_t> gemm = {x, x_stride, num_rows, num_inputs, packed, num_outputs, nullptr, nullptr, false};
+#if defined(SPMD_HAS_AMX)
+  if (amx::is_granted()) return multiply_all(gemm, &argmax, int(num_threads));
+#endif
+  multiply_by_vectors(gemm, &argmax, int(num_threads));
+}
+
+// Whether weights of this dtype are packed for the gemms of this library.
+extern "C" int64_t spmd_packs_bfloat16() {
+#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+  return 1;
 #else
-  (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)count;
-  (void)values, (void)places, (void)num_threads;
+  return amx::is_granted();
 #endif
 }

@@ -235,16 +235,23 @@ void multiply_all(const Product& gemm, int num_threads) {
 
 #endif
 
-// To be called only where there is a AMX unit. `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32 where the
-// gemm `is_gated`: then `num_outputs` counts gates and what they open, and `to` has half as many columns.
+// To be called only where `spmd_packs_float32` says so. `num_inputs` is a multiple of 32, `num_outputs` of 16, or of 32
+// where the gemm `is_gated`: then `num_outputs` counts gates and what they open, and `to` has half as many columns.
 extern "C" void spmd_gemm_float32(
     const float* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const float* packed, int64_t num_outputs,
     const float* bias, float* to, int64_t is_gated, int64_t num_threads) {
+  const ProductOf<float> gemm = {x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, is_gated != 0};
 #if defined(SPMD_HAS_AMX)
-  multiply_all(
-      {x, x_stride, num_rows, num_inputs, packed, num_outputs, bias, to, is_gated != 0}, int(num_threads));
+  if (amx::is_granted()) return multiply_all(gemm, int(num_threads));
+#endif
+  multiply_by_vectors(gemm, nullptr, int(num_threads));
+}
+
+// Whether weights of this dtype are packed for the gemms of this library.
+extern "C" int64_t spmd_packs_float32() {
+#if defined(SPMD_AVX512)
+  return 1;
 #else
-  (void)x, (void)x_stride, (void)num_rows, (void)num_inputs, (void)packed, (void)num_outputs, (void)bias, (void)to;
-  (void)is_gated, (void)num_threads;
+  return amx::is_granted();
 #endif
 }

@@ -100,11 +100,12 @@ Function = Callable[..., Any]
 class NativeLibrary:
     """What one loaded library offers, each function by name and dtype: `attend_float32`.
 
-    `has_amx`: products may go through the processor's AMX unit.
+    `has_amx`: it uses the processor's AMX unit. `gemm_dtypes`: of these, weights are packed for its own products.
     """
 
     instruction_set: str
     has_amx: bool
+    gemm_dtypes: tuple[str, ...]
     functions: Mapping[str, Function]
 
 
@@ -126,9 +127,13 @@ def load(built: Built) -> NativeLibrary | str:
             shutil.rmtree(built.path.parent, ignore_errors=True)
     library.spmd_instruction_set.restype = ctypes.c_char_p
     library.spmd_has_amx.restype = _INTEGER
+    packs = [getattr(library, f"spmd_packs_{dtype}") for dtype in _DTYPES]
+    for each in packs:
+        each.restype = _INTEGER
     return NativeLibrary(
         instruction_set=library.spmd_instruction_set().decode(),
         has_amx=bool(library.spmd_has_amx()),
+        gemm_dtypes=tuple(dtype for dtype, each in zip(_DTYPES, packs, strict=True) if each()),
         functions=_functions(library),
     )
 

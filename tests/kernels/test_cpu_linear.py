@@ -1,6 +1,5 @@
 """Packed products: close to plain ones, and the same bits for a row whatever the batch and the number of threads."""
 
-import dataclasses
 import logging
 import shutil
 from contextlib import contextmanager
@@ -10,7 +9,18 @@ import pytest
 import ranks
 import torch
 import torch.nn.functional as F
-from native_libraries import EMULATED, HAS_AMX, NATIVE, emulated, library_for, needs_avx512
+from native_libraries import (
+    EMULATED,
+    HAS_AMX,
+    LEAVE_OUT,
+    NATIVE,
+    ONEDNN,
+    WITHOUT_AMX,
+    compiled_with,
+    emulated,
+    library_for,
+    needs_avx512,
+)
 
 from spmd_worker.kernels.cpu import linear
 from spmd_worker.kernels.cpu.linear import PackedKernels
@@ -32,9 +42,12 @@ def numbers(*shape, dtype):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.fixture(params=[NATIVE, pytest.param(EMULATED, marks=pytest.mark.matrix)])
+OTHERS = (EMULATED, ONEDNN, *((WITHOUT_AMX,) if HAS_AMX else ()))
+
+
+@pytest.fixture(params=[NATIVE, *(pytest.param(each, marks=pytest.mark.matrix) for each in OTHERS)])
 def kernels(request):
-    """Built before oneDNN's first use, as a worker does. Emulated: the products for a AMX unit, on any machine."""
+    """Built before oneDNN's first use, as a worker does. Emulated: the products for an AMX unit, on any machine."""
     made = CpuKernels(library_for(request.param))
     made.is_emulated = request.param == EMULATED
     return made
@@ -69,9 +82,9 @@ def test_the_emulated_unit_is_used_and_a_mistake_in_it_is_seen(num_rows, tmp_pat
     assert text.count(right) == 1
     (sources / "amx.h").write_text(text.replace(right, "_mm512_and_si512(lefts, high)"))
     monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
-    emulated.cache_clear()
+    compiled_with.cache_clear()
     planted = emulated()
-    emulated.cache_clear()
+    compiled_with.cache_clear()
     assert error_of(CpuKernels(planted), x, weight, expected) > 0.1
 
 
@@ -190,6 +203,34 @@ def test_the_batch_test_can_fail():
     assert num_different > 0
 
 
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        pytest.param("input < end;", "input < end - (kRows == 1 ? 2 : 0);", id="a row alone"),
+        pytest.param("input < end;", "input < end - 2;", id="any row"),
+    ],
+)
+def test_a_step_that_is_left_out_is_seen(right, wrong, tmp_path, monkeypatch):
+    """Negative control for the products by vectors: one row alone has other bits, or all are too far away."""
+    sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
+    text = (sources / "gemms_vector.cpp").read_text()
+    assert text.count(right) == 1
+    (sources / "gemms_vector.cpp").write_text(text.replace(right, wrong))
+    monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
+    compiled_with.cache_clear()
+    planted = CpuKernels(compiled_with(LEAVE_OUT))
+    compiled_with.cache_clear()
+    is_of_one_row = "kRows" in wrong
+    check = (
+        test_a_row_has_the_same_bits_whatever_the_batch
+        if is_of_one_row
+        else test_products_are_close_to_double_precision
+    )
+    with pytest.raises(AssertionError):
+        check(planted, torch.bfloat16, 576, 960)
+
+
 @each_dtype
 @each_shape
 def test_threads_change_no_bit(kernels, dtype, num_inputs, num_outputs):
@@ -244,9 +285,9 @@ def test_the_comparison_sees_a_piece_that_is_left_out(tmp_path, monkeypatch):
     assert text.count(piece) == 1
     (sources / "gemms_float32.cpp").write_text(text.replace(piece, ""))
     monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
-    emulated.cache_clear()
+    compiled_with.cache_clear()
     planted = emulated()
-    emulated.cache_clear()
+    compiled_with.cache_clear()
     assert float32_error(CpuKernels(planted), 576, 960) > 1e-7
 
 
@@ -267,9 +308,8 @@ def test_rows_may_be_a_view_and_may_be_none(kernels, dtype):
     assert kernels.linear(x[:0], packed, None).shape == (0, 64)
 
 
-def test_without_amx_products_are_onednns(kernels):
-    library = dataclasses.replace(library_for(NATIVE), has_amx=False)
-    assert CpuKernels(library).pack(numbers(64, 64, dtype=torch.bfloat16)).is_mkldnn
+def test_without_products_of_its_own_the_librarys_are_onednns(kernels):
+    assert CpuKernels(library_for(ONEDNN)).pack(numbers(64, 64, dtype=torch.bfloat16)).is_mkldnn
     assert PackedKernels().pack(numbers(64, 64, dtype=torch.float32)).is_mkldnn
 
 

@@ -1,12 +1,10 @@
 """Weights in the order of the kernels: unpacked they are what was packed, repacked they are what packing anew gives."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native_libraries import NATIVE, WITH_AMX, library_for, needs_avx512
+from native_libraries import ONEDNN, WITH_AMX, library_for, needs_avx512
 from torch import Tensor
 
 from spmd_worker.kernels.api import Kernels
@@ -18,7 +16,7 @@ from spmd_worker.kernels.reference import ReferenceKernels
 KERNELS: dict[str, Kernels] = {
     "reference": ReferenceKernels(),
     "onednn": PackedKernels(),
-    "native": CpuKernels(dataclasses.replace(library_for(NATIVE), has_amx=False)),
+    "native": CpuKernels(library_for(ONEDNN)),
     "panels": CpuKernels(library_for(WITH_AMX)),
 }
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}

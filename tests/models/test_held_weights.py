@@ -11,7 +11,7 @@ import pytest
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one
 from model_configs import with_layers
-from native_libraries import NATIVE, WITH_AMX, library_for, needs_avx512
+from native_libraries import ONEDNN, WITH_AMX, library_for, needs_avx512
 from our_model import BLOCK_SIZE, prompt_logits
 from reference_models import random_prompt
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ LIBRARY = library_for(WITH_AMX)
 KERNELS: dict[str, Kernels] = {
     "reference": ReferenceKernels(),
     "onednn": PackedKernels(),
-    "native": CpuKernels(dataclasses.replace(library_for(NATIVE), has_amx=False)),
+    "native": CpuKernels(library_for(ONEDNN)),
     "panels": CpuKernels(LIBRARY),
 }
 # 4 query heads over 2 key-value heads; on 4 ranks each of these is held twice. 96 token ids are padded to 128.

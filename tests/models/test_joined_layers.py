@@ -11,7 +11,7 @@ import ranks
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
 from model_configs import with_layers
-from native_libraries import WITH_AMX, WITHOUT_AMX, needs_avx512
+from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, needs_avx512
 from our_model import prompt_logits
 from reference_models import random_prompt
 
@@ -36,9 +36,13 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @needs_avx512
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("instruction_set", [WITH_AMX, WITHOUT_AMX])
 @each_dtype
-def test_joined_layers_give_the_same_bits(dtype: torch.dtype, model_config: ModelConfig, chunk: int | None):
-    assert are_equal(*joined_and_one_by_one(new_model(model_config, dtype), PROMPTS, chunk))
+def test_joined_layers_give_the_same_bits(
+    dtype: torch.dtype, instruction_set: str, model_config: ModelConfig, chunk: int | None
+):
+    model = new_model(model_config, dtype, instruction_set=instruction_set)
+    assert are_equal(*joined_and_one_by_one(model, PROMPTS, chunk))
 
 
 @pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_avx512), WITHOUT_AMX])
@@ -132,8 +136,8 @@ def test_the_comparison_sees_layers_that_were_joined_otherwise(change: Any):
     ("why", "model_config", "arguments"),
     [
         ("a norm of queries and keys", with_layers(PLAIN, qk_norm="head"), {}),
-        ("no AMX", PLAIN, {"instruction_set": WITHOUT_AMX}),
-        ("a product that does not fit the unit", with_layers(PLAIN, intermediate_size=104), {}),
+        ("products of oneDNN", PLAIN, {"instruction_set": ONEDNN}),
+        ("a product that does not fit the panels", with_layers(PLAIN, intermediate_size=104), {}),
         ("another attention", PLAIN, {"backend": SdpaBackend()}),
         ("a group without shared memory", PLAIN, {"group": GroupHandle((0, 1), 0, None)}),
     ],

@@ -140,7 +140,7 @@ class NativeLayers:
 def join_layers(
     library: NativeLibrary, layers: Sequence[LayerWeights], sizes: LayerSizes, block_size: int, group: GroupHandle
 ) -> NativeLayers | None:
-    """None where a product is not for the AMX unit, or the group exchanges tensors another way than in memory."""
+    """None where a product is not of the library's own, or the group exchanges tensors another way than in memory."""
     fast = group.fast
     if not (fast is None and group.size == 1) and not isinstance(fast, SharedMemoryGroup):
         return None

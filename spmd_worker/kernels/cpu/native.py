@@ -17,8 +17,8 @@ from spmd_worker.native.library import NativeLibrary, native_library
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
-# A weight in panels for the AMX unit is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32, 2, inputs / 2,
-# 16, 2]; it takes 32 inputs at a time.
+# A weight in panels for the library's products is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32, 2,
+# inputs / 2, 16, 2]; the AMX unit takes 32 inputs at a time.
 _PANEL, _STEP, _PANELS_NDIM, _GATED_NDIM = 16, 32, 4, 5
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # by the numbers that rows.cpp has for them
 
@@ -40,7 +40,7 @@ class CpuKernels(PackedKernels):
     """Implements `kernels.api.Kernels` for tensors of float32 and bfloat16 in host memory."""
 
     def __init__(self, library: NativeLibrary) -> None:
-        self._has_amx = library.has_amx
+        self._gemm_dtypes = library.gemm_dtypes
         names = (
             "rms_norm",
             "add_rms_norm",
@@ -59,7 +59,7 @@ class CpuKernels(PackedKernels):
         self._functions["gemm_argmax", torch.bfloat16] = of_gemm
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack`. In panels for the AMX unit where it takes them, else as `PackedKernels` does."""
+        """See `Kernels.pack`. In panels where the library's products take them, else as `PackedKernels` does."""
         return _panels(weight).contiguous() if self._takes_panels(weight, _PANEL) else super().pack(weight)
 
     def pack_gated(self, weight: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ class CpuKernels(PackedKernels):
             super().repack_(packed, start, rows)
 
     def _takes_panels(self, weight: Tensor, outputs_step: int) -> bool:
-        is_of_unit = self._has_amx and weight.dtype in NATIVE_DTYPES and weight.device.type == "cpu"
-        return is_of_unit and weight.shape[1] % _STEP == 0 and weight.shape[0] % outputs_step == 0
+        is_known = weight.device.type == "cpu" and dtype_name(weight.dtype) in self._gemm_dtypes
+        return is_known and weight.shape[1] % _STEP == 0 and weight.shape[0] % outputs_step == 0
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`."""
@@ -106,7 +106,7 @@ class CpuKernels(PackedKernels):
         return columns.transpose(1, 2).flatten(1)
 
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `Kernels.linear_argmax`. By the AMX unit, in bfloat16, the product is never written down."""
+        """See `Kernels.linear_argmax`. In panels of bfloat16 the product is never written down."""
         if not are_panels(weight) or x.dtype != torch.bfloat16:
             return super().linear_argmax(x, weight, count)
         num_outputs = weight.shape[0] * _PANEL
@@ -258,7 +258,7 @@ class CpuKernels(PackedKernels):
 
 
 def are_panels(weight: Tensor) -> bool:
-    """Whether `pack` has put a weight into the order of the AMX unit."""
+    """Whether `pack` has put a weight into panels."""
     return weight.ndim == _PANELS_NDIM
 
 

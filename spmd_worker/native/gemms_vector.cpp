@@ -1,0 +1,234 @@
+// Products of rows with a packed weight by vector instructions, where there is no AMX unit: float32 with AVX-512,
+// bfloat16 where AVX-512 multiplies pairs of them.
+//
+// Every element of the result is a chain of steps over the inputs, a pair at a time in ascending order, summed in float
+// (of float32 one chain for the even inputs and one for the odd, which are added), then the bias, then one rounding. The
+// chain is the same however many rows there are and whoever computes them.
+//
+// Weights are packed as gemms.cpp and gemms_float32.cpp have them, and gated gemms and those of which only the argmax is
+// wanted end as theirs do.
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
+
+#include "argmax.h"
+#include "exports.h"
+#include "gemm.h"
+
+#if defined(SPMD_AVX512)
+
+namespace {
+
+constexpr int64_t kRowsBytes = 512 << 10;  // of rows that stay in the second-level cache while panels pass
+constexpr int64_t kFewProducts = 1 << 18;  // below this a second thread costs more than it brings
+
+// How one step is taken: a pair of inputs of a row by those of a panel's 16 outputs. kRows rows with the panels of a
+// pair have as many sums as there are registers for.
+template <class Element>
+struct Steps;
+
+template <>
+struct Steps<float> {
+  static constexpr int kRows = 6, kVectors = 2;  // of a panel, one input's and the other's side by side
+  SPMD_INLINE Floats left(const float* pair) {
+    double bits;
+    std::memcpy(&bits, pair, sizeof bits);
+    return (Floats)_mm512_set1_pd(bits);
+  }
+  SPMD_INLINE Floats step(Floats sum, Floats left, Floats right) { return fused(left, right, sum); }
+  SPMD_INLINE Floats joined(const Floats* sums) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    const __m512 first = (__m512)sums[0], second = (__m512)sums[1];
+    return (Floats)_mm512_permutex2var_ps(first, even, second) + (Floats)_mm512_permutex2var_ps(first, odd, second);
+  }
+  SPMD_INLINE Floats rounded_sum(Floats sum) { return sum; }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Steps<uint16_t> {
+  static constexpr int kRows = 14, kVectors = 1;
+  SPMD_INLINE Floats left(const uint16_t* pair) {
+    int32_t bits;
+    std::memcpy(&bits, pair, sizeof bits);
+    return (Floats)_mm512_set1_epi32(bits);
+  }
+  SPMD_INLINE Floats step(Floats sum, Floats left, Floats right) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)right, (__m512bh)left);
+  }
+  SPMD_INLINE Floats joined(const Floats* sums) { return sums[0]; }
+  SPMD_INLINE Floats rounded_sum(Floats sum) { return rounded(sum); }
+};
+#endif
+
+// The rows that one block of sums is of, the panels, and those to fetch meanwhile.
+template <class Element>
+struct Operands {
+  const Element* x;
+  int64_t x_stride, num_inputs;
+  const Element *panels, *ahead;
+
+  int64_t panel_size() const { return num_inputs * kPanel; }
+};
+
+// kRows rows by kPanels panels, one after the other in memory; sums go to [kRows][32].
+template <class Element, int kRows, int kPanels>
+void multiply_block(const Operands<Element>& operands, float* sums) {
+  using Step = Steps<Element>;
+  constexpr int kVectors = Step::kVectors, kElements = 64 / sizeof(Element);
+  Floats totals[kRows][kPanels][kVectors] = {};
+  const Element *x = operands.x, *panels = operands.panels, *ahead = operands.ahead;
+  const int64_t x_stride = operands.x_stride, panel_size = operands.panel_size(), end = operands.num_inputs;
+  for (int64_t input = 0; input < end; input += 2) {
+    Floats right[kPanels][kVectors];
+#pragma GCC unroll 2
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t at = panel * panel_size + input * kPanel + v * kElements;
+        right[panel][v] = load<Floats>(panels + at);
+        __builtin_prefetch(ahead + at, 0, 2);
+      }
+#pragma GCC unroll 14
+    for (int row = 0; row < kRows; ++row) {
+      const Floats left = Step::left(x + row * x_stride + input);
+#pragma GCC unroll 2
+      for (int panel = 0; panel < kPanels; ++panel)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v)
+          totals[row][panel][v] = Step::step(totals[row][panel][v], left, right[panel][v]);
+    }
+  }
+#pragma GCC unroll 14
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 2
+    for (int panel = 0; panel < kPanels; ++panel) store(sums + row * 32 + panel * kPanel, Step::joined(totals[row][panel]));
+}
+
+template <class Element>
+using Block = void (*)(const Operands<Element>&, float*);
+
+// By the number of rows.
+template <class Element, int kPanels, int... kRows>
+constexpr std::array<Block<Element>, sizeof...(kRows)> blocks_of(std::integer_sequence<int, kRows...>) {
+  return {multiply_block<Element, kRows + 1, kPanels>...};
+}
+
+template <class Element, int kPanels>
+constexpr auto kBlocks = blocks_of<Element, kPanels>(std::make_integer_sequence<int, Steps<Element>::kRows>());
+
+// What one thread computes.
+template <class Element>
+struct Worker {
+  using Step = Steps<Element>;
+  const ProductOf<Element>& gemm;
+  const RowArgmax* argmax;  // or null
+  LaneArgmax by_lane;       // of as many rows as are looked through
+
+  Worker(const ProductOf<Element>& product, const RowArgmax* wanted)
+      : gemm(product), argmax(wanted), by_lane(wanted == nullptr ? 0 : product.num_rows) {}
+
+  // Rows from `row` up to `end` by one pair of panels; `next` is the pair whose panels are wanted after it.
+  void run_pair(int64_t row, int64_t end, int64_t pair, int64_t next) {
+    const bool has_two = pair * 2 + 1 < gemm.num_panels();
+    const auto& blocks = has_two ? kBlocks<Element, 2> : kBlocks<Element, 1>;
+    const int64_t num_blocks = (end - row + Step::kRows - 1) / Step::kRows, num_rows = end - row;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const int64_t first = row + num_rows * block / num_blocks, last = row + num_rows * (block + 1) / num_blocks;
+      // The first block fetches for the next pair; after it what is fetched is there.
+      const int64_t ahead = block == 0 && next * 2 + has_two < gemm.num_panels() ? next : pair;
+      alignas(64) float sums[Step::kRows * 32];
+      blocks[last - first - 1](
+          {gemm.x + first * gemm.x_stride, gemm.x_stride, gemm.num_inputs, gemm.panel(pair * 2), gemm.panel(ahead * 2)},
+          sums);
+      argmax == nullptr ? write(first, last, pair, has_two, sums) : look_through(first, last, pair, has_two, sums);
+    }
+  }
+
+  void write(int64_t row, int64_t end, int64_t pair, bool has_two, const float* sums) const {
+    const int64_t half = gemm.num_outputs / 2, column = gemm.is_gated ? pair * kPanel : pair * 2 * kPanel;
+    const int64_t stride = gemm.is_gated ? half : gemm.num_outputs;
+    Floats first_bias{}, second_bias{};
+    if (gemm.bias != nullptr) {
+      first_bias = load_floats(gemm.bias + column);
+      if (has_two) second_bias = load_floats(gemm.bias + (gemm.is_gated ? half + column : column + kPanel));
+    }
+    for (; row < end; ++row, sums += 32) {
+      Element* to = gemm.to + row * stride + column;
+      const Floats first = load<Floats>(sums) + first_bias;
+      if (!gemm.is_gated) store_floats(to, first);
+      if (!has_two) continue;
+      const Floats second = load<Floats>(sums + kPanel) + second_bias;
+      if (!gemm.is_gated)
+        store_floats(to + kPanel, second);
+      else
+        store_floats(to, Step::rounded_sum(silu(Step::rounded_sum(first))) * Step::rounded_sum(second));
+    }
+  }
+
+  void look_through(int64_t row, int64_t end, int64_t pair, bool has_two, const float* sums) {
+    for (; row < end; ++row, sums += 32)
+      for (int64_t panel = pair * 2; panel <= pair * 2 + has_two; ++panel) {
+        Floats values = Step::rounded_sum(load<Floats>(sums + panel % 2 * kPanel));
+        if ((panel + 1) * kPanel > argmax->count)
+          values = lane_numbers() + int(panel * kPanel) < int(argmax->count) ? values : broadcast(-kInfinity);
+        by_lane.take(row, int(panel), values);
+      }
+  }
+
+  void merge_argmax() const {
+    for (int64_t row = 0; row < gemm.num_rows; ++row) by_lane.merge(row, argmax->values[row], argmax->places[row]);
+  }
+};
+
+// Items of work: some rows by some pairs of panels, a few for each thread to be done when the others are.
+template <class Element>
+void multiply_all(const ProductOf<Element>& gemm, const RowArgmax* argmax, int num_threads) {
+  constexpr int64_t kRows = Steps<Element>::kRows;
+  const int64_t num_pairs = gemm.num_pairs(), share = (num_pairs + num_threads - 1) / num_threads;
+  const int64_t pairs_each = std::clamp<int64_t>(share / 4, 1, 8), items_a_group = (num_pairs + pairs_each - 1) / pairs_each;
+  const int64_t row_bytes = gemm.num_inputs * int64_t(sizeof(Element)) * kRows;
+  const int64_t rows_each = std::max<int64_t>(kRowsBytes / row_bytes, 1) * kRows;
+  const int64_t num_row_groups = (gemm.num_rows + rows_each - 1) / rows_each;
+  const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_small)
+  {
+    Worker<Element> worker(gemm, argmax);
+    // Each thread's in ascending order, which `LaneArgmax` relies on.
+#pragma omp for schedule(monotonic : dynamic, 1)
+    for (int64_t item = 0; item < num_row_groups * items_a_group; ++item) {
+      const int64_t row = item / items_a_group * rows_each, end = std::min(gemm.num_rows, row + rows_each);
+      const int64_t pair = item % items_a_group * pairs_each, end_pair = std::min(num_pairs, pair + pairs_each);
+      for (int64_t each = pair; each < end_pair; ++each) worker.run_pair(row, end, each, each + 1);
+    }
+    if (argmax != nullptr) {
+#pragma omp critical(spmd_merge_argmax)
+      worker.merge_argmax();
+    }
+  }
+}
+
+}  // namespace
+
+#endif
+
+// To be called only where `spmd_packs_float32` says so.
+void multiply_by_vectors(const ProductOf<float>& gemm, const RowArgmax* argmax, int num_threads) {
+#if defined(SPMD_AVX512)
+  multiply_all(gemm, argmax, num_threads);
+#else
+  (void)gemm, (void)argmax, (void)num_threads;
+#endif
+}
+
+// To be called only where `spmd_packs_bfloat16` says so.
+void multiply_by_vectors(const ProductOf<uint16_t>& gemm, const RowArgmax* argmax, int num_threads) {
+#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+  multiply_all(gemm, argmax, num_threads);
+#else
+  (void)gemm, (void)argmax, (void)num_threads;
+#endif
+}
