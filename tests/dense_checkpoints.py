@@ -96,28 +96,6 @@ MASKS: Final = {
 """What older files have and no model reads."""
 WITHOUT_KV_HEADS: Final = ("GPTNeoX", "Falcon", "OPT", "GPTBigCode")
 
-DENSE_MODEL_TYPES: Final = {
-    "Olmo3ForCausalLM": "olmo3",
-    "Exaone4ForCausalLM": "exaone4",
-    "ArceeForCausalLM": "arcee",
-    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
-    "Ministral3ForCausalLM": "ministral3",
-    "HeliumForCausalLM": "helium",
-    "CwmForCausalLM": "cwm",
-    "VaultGemmaForCausalLM": "vaultgemma",
-    "OlmoForCausalLM": "olmo",
-    "NemotronForCausalLM": "nemotron",
-    "Jais2ForCausalLM": "jais2",
-    "CohereForCausalLM": "cohere",
-    "Cohere2ForCausalLM": "cohere2",
-    "StableLmForCausalLM": "stablelm",
-    "PhiForCausalLM": "phi",
-    "GPTNeoXForCausalLM": "gpt_neox",
-    "FalconForCausalLM": "falcon",
-    "GPTBigCodeForCausalLM": "gpt_bigcode",
-    "OPTForCausalLM": "opt",
-}
-
 _SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "gpt_neox", "opt")
 """One of each kind of layer that others do not have: norms after rotation, growing queries, bounds of projections,
 layers without rotation beside others, feed-forwards beside attention, tensors by head, positions from the third row on.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from spmd_worker import files
 from spmd_worker.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MOST, ConfigReader, whole_number
+from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
 from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+_MOST_HEAD_SIZE: Final = 65_536
+"""Frequencies are computed for each pair of numbers: a size that no model has must not become a table."""
 _ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
@@ -347,7 +349,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         why = f"is not run: {reasons[0]}" if reasons else "is not known"
         if config.get("auto_map"):
             why += ", and code from the model folder (auto_map) is never run"
-        raise ModelConfigError(f"{path}: architectures={names!r} {why}; known are {', '.join(FAMILIES)}")
+        raise ModelConfigError(f"{path}: architectures={shown(names)} {why}; known are {', '.join(FAMILIES)}")
     return known[0]
 
 
@@ -369,26 +371,30 @@ def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Fa
     kinds, text = family.text_families, config.get("text_config")
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if not isinstance(kind, str | None) or kind not in (*kinds, None):
-        raise ModelConfigError(f"{path}: text_config.model_type={kind!r} is not run; only {', '.join(kinds)} are")
+        raise ModelConfigError(f"{path}: text_config.model_type={shown(kind)} is not run; only {', '.join(kinds)} are")
     return FAMILIES[next(iter(kinds.values())) if kind is None else kinds[kind]]
 
 
 def _check_required(reader: ConfigReader, family: Family) -> None:
     for key, value in family.required.items():
         if reader.get(key, value) != value:
-            raise ModelConfigError(f"{reader.where(key)}={reader.get(key)!r} is not supported; only {value!r} is")
+            raise ModelConfigError(f"{reader.where(key)}={shown(reader.get(key))} is not supported; only {value!r} is")
     for key, same in family.equal.items():
         value = reader.get(same)
         if reader.get(key, value) != value:
             raise ModelConfigError(
-                f"{reader.where(key)}={reader.get(key)!r} is not supported; only {value!r}, which {same} has, is"
+                f"{reader.where(key)}={shown(reader.get(key))} is not supported; only {shown(value)}, which {same} "
+                f"has, is"
             )
 
 
 def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
     head_size = reader.count("head_dim", family.default_head_size or max(hidden_size // num_heads, 1))
-    if head_size % 2:
-        raise ModelConfigError(f"{reader.where('head_dim')}={head_size} must be even: rotary embedding turns pairs")
+    if head_size % 2 or head_size > _MOST_HEAD_SIZE:
+        raise ModelConfigError(
+            f"{reader.where('head_dim')}={head_size}, with {reader.key('hidden_size')}={hidden_size}, must be even, "
+            f"because rotary embedding turns pairs, and up to {_MOST_HEAD_SIZE}"
+        )
     return head_size
 
 
@@ -408,7 +414,7 @@ def _activation(reader: ConfigReader, family: Family) -> str:
     name = family.activation_words.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelConfigError(
-            f"{reader.where(family.activation_key)}={name} is not supported; only {', '.join(_ACTIVATIONS)} are"
+            f"{reader.where(family.activation_key)}={shown(name)} is not supported; only {', '.join(_ACTIVATIONS)} are"
         )
     return _ACTIVATIONS[name]
 
@@ -466,6 +472,6 @@ def _eos_token_ids(reader: ConfigReader, vocab_size: int) -> tuple[int, ...]:
     value = reader.get("eos_token_id", [])
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelConfigError(f"{reader.path}: eos_token_id={value!r} must be a token id or a list of them")
+        raise ModelConfigError(f"{reader.path}: eos_token_id={shown(value)} must be a token id or a list of them")
     # Some models name an id that their vocabulary does not have. It can never be sampled, so nothing is lost.
     return tuple(token for token in ids if 0 <= token < vocab_size)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from expert_checkpoints import CASES, expert_folder, expert_reference, open_experts, thinned_expert_folder
+from model_types import MODEL_TYPES
 from our_model import load_model, prompt_logits
 from reference_models import random_prompt, relative_error
 from safetensors.torch import load_file, save_file
@@ -475,19 +476,6 @@ def test_what_is_wrong_with_experts_is_one_sentence(family: str, keys: dict[str,
         read_model_files(tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-MODEL_TYPES = {
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "OlmoeForCausalLM": "olmoe",
-    "GptOssForCausalLM": "gpt_oss",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "GraniteMoeForCausalLM": "granitemoe",
-    "GraniteMoeSharedForCausalLM": "granitemoeshared",
-    "Dots1ForCausalLM": "dots1",
-}
 
 
 def minimal_file(architecture: str) -> dict[str, Any]:

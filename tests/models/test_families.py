@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from dense_checkpoints import DENSE_CASES, DENSE_MODEL_TYPES, LIKE_OTHERS
+from dense_checkpoints import DENSE_CASES, LIKE_OTHERS
 from family_checkpoints import ALL_CASES, OLDER_ROPES, WITH_IMAGES, family_folder, family_reference, thinned_folder
 from model_configs import spelled, windows_of
+from model_types import MODEL_TYPES
 from our_model import load_model, prompt_logits
 from reference_models import random_prompt, reference_greedy, relative_error
 from safetensors.torch import load_file, save_file
@@ -282,31 +283,6 @@ SIZES = {
     "intermediate_size": 96,
     "num_hidden_layers": 8,
     "num_attention_heads": 64,
-}
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "Gemma3ForConditionalGeneration": "gemma3",
-    "Mistral3ForConditionalGeneration": "mistral3",
-    "Qwen2VLForConditionalGeneration": "qwen2_vl",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl",
-    "Phi3ForCausalLM": "phi3",
-    "SmolLM3ForCausalLM": "smollm3",
-    "SeedOssForCausalLM": "seed_oss",
-    "Ernie4_5ForCausalLM": "ernie4_5",
-    "Starcoder2ForCausalLM": "starcoder2",
-    "GemmaForCausalLM": "gemma",
-    "Olmo2ForCausalLM": "olmo2",
-    "GraniteForCausalLM": "granite",
-    "GlmForCausalLM": "glm",
-    "Glm4ForCausalLM": "glm4",
-    "GPT2LMHeadModel": "gpt2",
-    **DENSE_MODEL_TYPES,
 }
 HAVE_SIZES = (
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GPT2LMHeadModel"),
