@@ -46,6 +46,7 @@ _ACTIVATIONS: Final = {
     "gelu": "gelu",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 """By config.json's words: those on the right are what kernels know."""
 
@@ -58,7 +59,8 @@ class ModelConfig:
     positions, 0 for none, of which the first `position_offset` are nobody's. Embeddings are multiplied by
     `embedding_multiplier`, rounded to the dtype first where `rounds_multiplier`; logits are divided by
     `logit_divisor` and, where `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` says how
-    the files have the weights where they are not plain; the model computes with them dequantised.
+    the files have the weights where they are not plain; the model computes with them dequantised. `form` counts the
+    forms of the architecture's row from 1, 0 is the row itself.
     """
 
     architecture: str
@@ -79,11 +81,13 @@ class ModelConfig:
     quantization: Quantization | None = None
     position_offset: int = 0
     has_head_bias: bool = False
+    form: int = 0
 
     @property
     def names(self) -> Names:
         """What the checkpoint calls its tensors."""
-        return FAMILIES[self.architecture].names
+        family = FAMILIES[self.architecture]
+        return family.forms[self.form - 1].family.names if self.form else family.names
 
     @property
     def num_layers(self) -> int:
@@ -220,6 +224,8 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     family = FAMILIES[architecture]
     family = _family_of_text(family, config, path) if family.text_families else family
     config = _text_part(config, path) if FAMILIES[architecture].is_text_part else config
+    form = _form(family, config)
+    family = family.forms[form - 1].family if form else family
     reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
     _check_required(reader, family)
     max_positions = reader.count("max_position_embeddings", 2048)
@@ -249,6 +255,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         quantization=quantization,
         position_offset=family.position_offset,
         has_head_bias=family.has_head_bias,
+        form=form,
     )
 
 
@@ -333,7 +340,9 @@ def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: 
         return ()
     if family.has_local_rope:
         return read_local_rope(reader, max_positions, head_size)
-    rope = read_rope(reader, max_positions, head_size, may_be_partial=family.may_have_partial_rope)
+    rope = read_rope(
+        reader, max_positions, head_size, family.turned_size_key, may_be_partial=family.may_have_partial_rope
+    )
     rope = with_alpha(rope, reader, head_size) if family.has_rope_alpha else rope
     rope = with_query_growth(rope, reader) if family.has_query_growth else rope
     return (replace(rope, is_interleaved=family.has_interleaved_rope),)
@@ -375,6 +384,14 @@ def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Fa
     return FAMILIES[next(iter(kinds.values())) if kind is None else kinds[kind]]
 
 
+def _form(family: Family, config: Mapping[str, Any]) -> int:
+    """See `ModelConfig.form`."""
+    for number, form in enumerate(family.forms, start=1):
+        if all(config.get(key) == value for key, value in form.where.items()):
+            return number
+    return 0
+
+
 def _check_required(reader: ConfigReader, family: Family) -> None:
     for key, value in family.required.items():
         if reader.get(key, value) != value:
@@ -412,9 +429,11 @@ def _scale(reader: ConfigReader, family: Family, head_size: int) -> float:
 def _activation(reader: ConfigReader, family: Family) -> str:
     name = reader.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
     name = family.activation_words.get(name, name) if isinstance(name, str) else name
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
+    # It is a layer with weights, which no family has as a gate.
+    known = [each for each in _ACTIVATIONS if each != "xielu" or not family.is_gated]
+    if not isinstance(name, str) or name not in known:
         raise ModelConfigError(
-            f"{reader.where(family.activation_key)}={shown(name)} is not supported; only {', '.join(_ACTIVATIONS)} are"
+            f"{reader.where(family.activation_key)}={shown(name)} is not supported; only {', '.join(known)} are"
         )
     return _ACTIVATIONS[name]
 

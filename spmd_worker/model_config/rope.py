@@ -59,9 +59,13 @@ class RopeParameters:
         return 0
 
 
-def read_rope(reader: ConfigReader, max_positions: int, head_size: int, *, may_be_partial: bool) -> RopeParameters:
+def read_rope(
+    reader: ConfigReader, max_positions: int, head_size: int, turned_size_key: str = "", *, may_be_partial: bool
+) -> RopeParameters:
     """The one rope of a model. Raises ModelConfigError."""
-    given = _given(reader)
+    given, key = _given(reader), "partial_rotary_factor"
+    if turned_size_key and reader.get(turned_size_key) is not None and given.get(key) is None:
+        given = {**given, key: reader.get(key, reader.count(turned_size_key) / head_size)}
     return rope_of(given, reader, max_positions, head_size, may_be_partial=may_be_partial)
 
 

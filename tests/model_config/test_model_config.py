@@ -222,11 +222,12 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
             ["text_config.model_type='gemma3_text'", "mistral, ministral3"],
         ),
         ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "is not run", "alibi"]),
-        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, ["use_qk_norm=True", "only False"]),
+        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": 1}, ["use_qk_norm=1", "true or false"]),
+        ({"hidden_act": "xielu"}, ["hidden_act='xielu' is not supported; only silu"]),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, ["alibi=True", "only False"]),
         (
-            {"architectures": ["FalconForCausalLM"], "new_decoder_architecture": True},
-            ["new_decoder_architecture=True", "only False"],
+            {"architectures": ["FalconForCausalLM"], "new_decoder_architecture": True, "num_ln_in_parallel_attn": 3},
+            ["num_ln_in_parallel_attn=3", "only 2"],
         ),
         ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, ["qk_layernorm=True", "only False"]),
         (

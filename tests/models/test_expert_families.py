@@ -99,6 +99,7 @@ def load(
     model = build_model(context, config, stage)
     with Checkpoint.open(folder) as checkpoint:
         checkpoint.rename(config.names.canonical)
+        checkpoint.look_inside(model.places)
         report = load_weights(
             model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable
         )
@@ -365,13 +366,14 @@ def test_a_row_whose_scores_are_no_numbers_is_an_error_row_and_the_others_are_as
 def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
     """Separate and stacked tensors as they are in the file; on two ranks together all of each."""
     folder = expert_folder(name)
-    tensors = load_file(folder / "model.safetensors")
     model = new_model(folder)
+    files = load_file(folder / "model.safetensors")
+    tensors = {each: tensor for each, tensor in files.items() if not model.is_ignorable(each)}
     with model.as_checkpoint() as view:
         shown = dict(view.named_parameters())
         assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
     assert set(shown) == set(tensors)
-    loaded_from = {"files": tensors, "memory": expert_reference(name).state_dict()}
+    loaded_from = {"files": files, "memory": expert_reference(name).state_dict()}
     for what, given in loaded_from.items():
         other = new_model(folder)
         for parameter in other.parameters():
@@ -395,6 +397,51 @@ def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
             is_of_expert = ".experts." in each or ("_linear" in each and "shared" not in each)
             if layout is not None and is_of_expert:
                 assert sum(held) == tensor.numel(), each
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.matrix) for each in ("qwen3_moe", "mixtral", "glm4_moe", "granite_moe")],
+)
+def test_a_folder_with_experts_as_transformers_has_them_in_memory_is_read(name: str, tmp_path: Path):
+    """`save_pretrained` with `save_original_format=False`; on two ranks too, each its own experts."""
+    expert_reference(name).save_pretrained(tmp_path, save_original_format=False)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(each.endswith("experts.gate_up_proj") for each in stored)
+    model = new_model(expert_folder(name))
+    assert all(map(torch.equal, new_model(tmp_path).parameters(), model.parameters()))
+
+    def run(group: GroupHandle) -> list[list[Tensor]]:
+        folders = (tmp_path, expert_folder(name))
+        return [[*new_model(folder, group, layout=ExpertLayout(PLACED)).parameters()] for folder in folders]
+
+    assert all(all(map(torch.equal, *both)) for both in on_ranks(2, run))
+    broken = next(each for each in stored if each.endswith("experts.gate_up_proj"))
+    stored[broken] = stored[broken][:7].contiguous()
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"(has 8 experts|checkpoint \[7, )"):
+        new_model(tmp_path)
+
+
+def test_stacks_that_are_turned_in_files_and_in_memory_are_known_by_their_shape(tmp_path: Path):
+    """As the hub has Qwen3-VL's with experts; transformers writes them as it has them in memory, and reads both."""
+    folder = expert_folder("qwen3_vl_moe")
+
+    def turn(tensors: dict[str, Tensor]) -> None:
+        for each in [each for each in tensors if ".experts." in each]:
+            tensors[each] = tensors[each].transpose(1, 2).contiguous()
+
+    turned, model = changed("qwen3_vl_moe", tmp_path / "turned", turn), new_model(folder)
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    assert load_file(turned / "model.safetensors")[name].shape == (8, 64, 80)
+    found = new_model(turned)
+    assert all(map(torch.equal, found.parameters(), model.parameters()))
+    (theirs,) = their_logits(open_experts(turned), PROMPTS[1:2])
+    assert torch.equal(theirs, expected("qwen3_vl_moe")[1]), "the oracle's own"
+    for parameter in found.parameters():
+        parameter.data.zero_()
+    found.load_weights(load_file(turned / "model.safetensors").items())
+    assert all(map(torch.equal, found.parameters(), model.parameters()))
 
 
 def test_a_stage_knows_the_tensors_of_layers_of_a_kind_that_it_has_not():
@@ -480,17 +527,19 @@ def test_what_is_wrong_with_experts_is_one_sentence(family: str, keys: dict[str,
 
 def minimal_file(architecture: str) -> dict[str, Any]:
     counts = {"n_routed_experts": 16, "num_experts_per_tok": 2} if architecture == "Dots1ForCausalLM" else {}
-    return {**SIZES, **counts, "architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+    sizes, names = {**SIZES, **counts}, {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
+    return {"text_config": sizes, **names} if FAMILIES[architecture].is_text_part else {**sizes, **names}
 
 
 @pytest.mark.parametrize("architecture", EXPERT_FAMILIES)
 def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: str):
     config = minimal_file(architecture)
-    theirs, ours = AutoConfig.for_model(**config), model_config_of(config, Path("config.json"))
+    whole, ours = AutoConfig.for_model(**config), model_config_of(config, Path("config.json"))
+    theirs = whole.get_text_config()
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_size == (getattr(theirs, "head_dim", None) or 4)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.has_tied_embeddings == theirs.tie_word_embeddings
+    assert ours.has_tied_embeddings == whole.tie_word_embeddings
     assert ours.norm.eps == theirs.rms_norm_eps
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     (rope,) = ours.ropes
@@ -550,8 +599,13 @@ def mutants(architecture: str) -> list[tuple[str, Family]]:
 
 def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
     """What a minimal file says, files with another value of what must have one, and one with every key of experts."""
-    minimal = minimal_file(architecture)
-    files = [minimal, *({**minimal, key: 16} for key in ("num_local_experts", "n_routed_experts", "num_experts"))]
+    whole = minimal_file(architecture)
+    minimal = {"architectures": whole["architectures"], **whole.get("text_config", whole)}
+    files = [
+        whole,
+        minimal,
+        *({**minimal, key: 16} for key in ("num_local_experts", "n_routed_experts", "num_experts")),
+    ]
     files += [{**minimal, "attention_bias": True, "mlp_bias": True}, {**minimal, "decoder_sparse_step": 2}]
     files += [{**minimal, "num_hidden_layers": 70}]
     files += [{**minimal, "mlp_only_layers": [1]}, *({**minimal, key: "other"} for key in required)]
