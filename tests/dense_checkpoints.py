@@ -80,7 +80,10 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "cohere_plus": ("Cohere", {**_SHORT, "use_qk_norm": True, "attention_bias": True}),
     "apertus": ("Apertus", {**_SHORT, "attention_bias": True}),
-    "falcon_newer": ("Falcon", {**_SHORT, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80}),
+    "falcon_newer": (
+        "Falcon",
+        {**_SHORT, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80, "bias": True},
+    ),
     "falcon_newer_one_norm": (
         "Falcon",
         {

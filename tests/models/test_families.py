@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.attention.sdpa import SdpaBackend
@@ -111,7 +112,7 @@ def test_logits_of_shards_are_transformers_and_of_stages_bit_for_bit_one_ranks(n
         whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(size, run), strict=True)]
         assert worst_error(name, whole) < TOLERANCE, size
     whole = prompt_logits(new_model(folder), PROMPTS, 7)
-    staged = prompt_logits(Pipeline(folder), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used
+    staged = prompt_logits(TwoStages(folder, new_model), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used
     assert all(map(torch.equal, staged, whole))
 
 
@@ -126,23 +127,6 @@ def test_the_comparison_sees_a_flat_norm_over_one_ranks_heads_alone(monkeypatch:
 
     whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
     assert worst_error("olmo2", whole) > 10 * TOLERANCE
-
-
-class Pipeline:
-    """Two stages as one model."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model_config = read_model_files(folder).model_config
-        end = self.model_config.num_layers
-        stages = (Stage(0, 1, is_first=True, is_last=False), Stage(1, end, is_first=False, is_last=True))
-        self._stages = [new_model(folder, stage=stage) for stage in stages]
-        self.model, self.lm_head = self._stages[0].model, self._stages[1].lm_head
-        self.compute_logits = self._stages[1].compute_logits
-
-    def __call__(self, *arguments: Any, is_fused: bool) -> Tensor:
-        *tokens, cache, metadata = arguments
-        incoming = self._stages[0](*tokens, cache[:1], metadata)
-        return self._stages[1](*tokens, cache[1:], metadata, incoming)
 
 
 @quick("gemma3_images", "gpt2", "phi3")
@@ -273,7 +257,7 @@ def test_a_row_is_the_same_bits_however_it_is_computed(name: str, dtype: str):
 
 
 DENSE_FAMILIES = [name for name, family in FAMILIES.items() if family.experts is None]
-"""Those with experts are in test_expert_families.py."""
+"""Those with experts are in test_expert_rows.py."""
 FIRST_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Their entries are broken one by one in test_against_transformers.py."""
 
@@ -442,6 +426,7 @@ def readings(architecture: str) -> list[ModelConfig | str]:
     named = {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 7.0}
     deep = {"num_hidden_layers": 90, "use_sliding_window": True, "sliding_window": 9}
     named = [{**sized, **named, "num_key_value_heads": 2, "head_dim": 48}, {**sized, **deep}]
+    named += [{**named[0], **form.where} for form in row.forms]
     found: list[ModelConfig | str] = []
     try:
         config = model_config_of(minimal[0], Path("config.json"))
