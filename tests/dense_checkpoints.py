@@ -78,6 +78,23 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "cohere_plus": ("Cohere", {**_SHORT, "use_qk_norm": True, "attention_bias": True}),
+    "apertus": ("Apertus", {**_SHORT, "attention_bias": True}),
+    "falcon_newer": (
+        "Falcon",
+        {**_SHORT, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 80, "bias": True},
+    ),
+    "falcon_newer_one_norm": (
+        "Falcon",
+        {
+            **_SHORT,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "falcon": ("Falcon", {**_SHORT, "ffn_hidden_size": 80, "bias": True}),
     "gpt_bigcode": ("GPTBigCode", {"n_inner": 80}),
     "opt": ("OPT", {**_SHORT, "ffn_dim": 80}),
@@ -96,32 +113,13 @@ MASKS: Final = {
 """What older files have and no model reads."""
 WITHOUT_KV_HEADS: Final = ("GPTNeoX", "Falcon", "OPT", "GPTBigCode")
 
-DENSE_MODEL_TYPES: Final = {
-    "Olmo3ForCausalLM": "olmo3",
-    "Exaone4ForCausalLM": "exaone4",
-    "ArceeForCausalLM": "arcee",
-    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
-    "Ministral3ForCausalLM": "ministral3",
-    "HeliumForCausalLM": "helium",
-    "CwmForCausalLM": "cwm",
-    "VaultGemmaForCausalLM": "vaultgemma",
-    "OlmoForCausalLM": "olmo",
-    "NemotronForCausalLM": "nemotron",
-    "Jais2ForCausalLM": "jais2",
-    "CohereForCausalLM": "cohere",
-    "Cohere2ForCausalLM": "cohere2",
-    "StableLmForCausalLM": "stablelm",
-    "PhiForCausalLM": "phi",
-    "GPTNeoXForCausalLM": "gpt_neox",
-    "FalconForCausalLM": "falcon",
-    "GPTBigCodeForCausalLM": "gpt_bigcode",
-    "OPTForCausalLM": "opt",
-}
-
-_SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "gpt_neox", "opt")
+_SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "cohere_plus", "apertus", "gpt_neox", "opt")
 """One of each kind of layer that others do not have: norms after rotation, growing queries, bounds of projections,
-layers without rotation beside others, feed-forwards beside attention, tensors by head, positions from the third row on.
+layers without rotation beside others, feed-forwards beside attention, norms with weights of each head, activations that
+are learned, tensors by head, positions from the third row on.
 """
+CAME_LAST: Final = ("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm")
+"""Cases that are compared in the tier of layouts and not before."""
 LIKE_OTHERS: Final = (
     *("mistral3", "mistral3_ministral", "gemma2_head_size", "gemma3_kinds", "gemma_older_word", "smollm3_layers"),
     *("gpt2_inner", "qwen2_vl", "qwen3_vl", "gemma3_images", "seed_oss"),

@@ -32,6 +32,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2, "attention_bias": True},
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 40,
+            "head_dim": 32,
+            "mlp_only_layers": [1],
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 500.0},
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            **EXPERTS,
+            "intermediate_size": 32,
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 32, "clip_qkv": 0.8}),
     "gpt_oss": (
         "GptOss",
@@ -63,6 +82,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+WITH_IMAGES = {"Qwen3VLMoe": {"vision_config": {**_VISION, "deepstack_visual_indexes": [0]}}}
+"""Beside `text_config`, by family."""
+
 
 @cache
 def expert_folder(name: str) -> Path:
@@ -85,17 +108,21 @@ def expert_reference(name: str, *, is_thinned: bool = False) -> PreTrainedModel:
 def open_experts(folder: Path) -> PreTrainedModel:
     """transformers' model of a folder, expert by expert."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    config._experts_implementation = "eager"
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    config.get_text_config()._experts_implementation = config._experts_implementation = "eager"
+    return (
+        getattr(transformers, config.architectures[0])
+        .from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
 
 
 def _write(folder: Path, family: str, overrides: dict[str, Any]) -> None:
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **overrides})
     # The usual 1e-6 is too small for a wrong one to be seen.
-    config.rms_norm_eps = 0.03
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    text, kind = {**BASE, **overrides, "rms_norm_eps": 0.03}, "ForCausalLM"
+    if family in WITH_IMAGES:
+        text, kind = {"text_config": text, **WITH_IMAGES[family]}, "ForConditionalGeneration"
+    config = getattr(transformers, f"{family}Config")(**text)
+    model = getattr(transformers, f"{family}{kind}")(config).float().eval()
     stir(model)
     model.save_pretrained(folder)
 
@@ -119,10 +146,13 @@ def stir(model: PreTrainedModel) -> None:
 def _thin(full: Path, folder: Path, name: str) -> None:
     shutil.copytree(full, folder)
     path = folder / "config.json"
-    config = json.loads(path.read_text())
-    defaults = getattr(transformers, f"{CASES[name][0]}Config")().to_dict()
+    whole = json.loads(path.read_text())
+    config = whole.get("text_config", whole)
+    defaults = getattr(transformers, f"{CASES[name][0]}Config")().get_text_config().to_dict()
     kept = {"architectures", "model_type"}
     thin = {key: value for key, value in config.items() if key in kept or value != defaults.get(key)}
+    if name == "minimax_m2":
+        thin |= {"rope_theta": thin.pop("rope_parameters")["rope_theta"], "rotary_dim": 16}
     if name == "qwen3_moe":
         thin["num_experts"] = thin.pop("num_local_experts", thin.get("num_experts"))
     if name in ("mixtral", "gpt_oss"):
@@ -131,4 +161,4 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         thin["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     if CASES[name][1].get("layer_types") is None:
         thin.pop("layer_types", None)
-    path.write_text(json.dumps(thin))
+    path.write_text(json.dumps({**whole, "text_config": thin} if "text_config" in whole else thin))

@@ -234,7 +234,9 @@ def _thin_with_images(full: Path, folder: Path, name: str) -> None:
 def stir(model: PreTrainedModel) -> None:
     """Matrices large enough that softmax and caps are bent, everything else moved from 0 and 1."""
     generator = torch.Generator().manual_seed(7)
-    for name, value in sorted(model.named_parameters()):
+    # Apertus has numbers of its activation that are not learned.
+    learned_not = [(name, value) for name, value in model.named_buffers() if name.endswith("act_fn.beta")]
+    for name, value in sorted([*model.named_parameters(), *learned_not]):
         noise = torch.randn(value.shape, generator=generator)
         if value.ndim < 2:
             value.add_(0.3 * noise)
@@ -256,6 +258,8 @@ def _thin(full: Path, folder: Path, name: str) -> None:
         _older_ropes(thin, config)
     if "layer_types" in thin and CASES[name][1].get("layer_types") is None:
         del thin["layer_types"]
+    if name == "falcon_newer":
+        del thin["num_ln_in_parallel_attn"]
     if name == "gemma_older_word":
         thin["hidden_act"] = "gelu"
     path.write_text(json.dumps(thin))

@@ -1,4 +1,6 @@
-"""Jobs on two ranks, of each kind of model and of files that people have: greedy ids are transformers'."""
+"""Jobs on two ranks, of each kind of model and of files that people have: greedy ids are transformers', two replicas
+write the bytes of one, and a job that ended goes on to the bytes of one that did not.
+"""
 
 import json
 from collections.abc import Callable
@@ -7,11 +9,17 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from expert_checkpoints import CASES as EXPERT_CASES
 from expert_checkpoints import expert_folder, open_experts
-from family_checkpoints import family_folder, family_reference
+from family_checkpoints import ALL_CASES, family_folder, family_reference
 from quantised_files import quantise, quantise_experts
 from reference_models import CheckpointSpec, LlamaConfig, open_reference, random_prompt, write_checkpoint
 from transformers import PreTrainedModel
+
+from spmd_worker.batch.job import run_job
+from spmd_worker.batch.run_dir.journal import RowJournal
+from spmd_worker.config.compose import compose_run
+from spmd_worker.distributed.environment import RankEnvironment
 
 PROMPTS = [[token % 96 for token in random_prompt(length, seed=11)] for length in (2, 19, 40)]
 NUM_TOKENS = 8
@@ -97,3 +105,82 @@ def test_a_job_on_two_ranks_has_the_ids_of_transformers(name: str, tmp_path: Pat
     assert answers == [greedy(model, prompt) for prompt in PROMPTS]
     # Negative control: rows differ, so an answer of another row would be seen.
     assert len({str(answer) for answer in answers}) > 1
+
+
+NUM_ROWS, NUM_DONE = 12, 5
+IN_MATRIX = "glm4_moe"
+"""Experts, partial ropes, norms of heads. The others run in the stress tier."""
+
+
+class Ended(BaseException):
+    """As a process is that is killed: nothing of ours catches it."""
+
+
+def job(folder: Path, name: str, output: str) -> list[str]:
+    """Drawn rows of several lengths, with the log-probabilities of what was drawn."""
+    rows = [
+        {"prompt_token_ids": [token % 96 for token in random_prompt(3 + 4 * index, seed=index)], "logprobs": 2}
+        for index in range(NUM_ROWS)
+    ]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    keys = {
+        "model.path": expert_folder(name) if name in EXPERT_CASES else family_folder(name),
+        "model.dtype": "float32",
+        "device": "cpu",
+        "cache.num_blocks": 64,
+        "job.commit_rows": 1,
+        "scheduler.max_num_seqs": 3,
+        "scheduler.max_num_batched_tokens": 24,
+        "sampling.max_tokens": 6,
+        "sampling.temperature": 0.9,
+        "sampling.ignore_eos": "true",
+        "job.input": folder / "rows.jsonl",
+        "job.output": folder / output,
+    }
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def run_here(words: list[str]) -> None:
+    run_job(compose_run(ranks.REPOSITORY / "conf", words), RankEnvironment())
+
+
+def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """The job ends when so many rows are in the journal."""
+    append = RowJournal.append
+
+    def counted(journal: RowJournal, key: int, answer: object) -> None:
+        append(journal, key, answer)
+        if journal.num_rows >= num_rows:
+            raise Ended
+
+    monkeypatch.setattr(RowJournal, "append", counted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.matrix if name == IN_MATRIX else pytest.mark.stress)
+        for name in (*ALL_CASES, *EXPERT_CASES)
+    ],
+)
+def test_two_replicas_and_a_job_that_goes_on_write_the_bytes_of_one_unbroken(name: str, tmp_path: Path):
+    run_here(job(tmp_path, name, "whole.jsonl"))
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    assert whole.count(b"\n") == NUM_ROWS
+    assert b"error" not in whole.replace(b'"error": null', b"")
+    words = [*job(tmp_path, name, "replicas.jsonl"), "parallel.data_parallel_size=2"]
+    done = ranks.run_forked([ranks.REPOSITORY / "launch.py", *words], 2, timeout_s=240)
+    assert done.returncode == 0, done.output
+    assert (tmp_path / "replicas.jsonl").read_bytes() == whole
+    words = job(tmp_path, name, "resumed.jsonl")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        end_after(monkeypatch, NUM_DONE)
+        with pytest.raises(Ended):
+            run_here(words)
+    run_here(words)
+    assert (tmp_path / "resumed.jsonl").read_bytes() == whole
+    metrics = json.loads((tmp_path / "resumed.jsonl.run" / "metrics.json").read_text())
+    assert NUM_DONE <= metrics["resumed_rows"] < NUM_ROWS
+    # Negative control: another seed draws another job.
+    run_here([*job(tmp_path, name, "other.jsonl"), "seed=1"])
+    assert (tmp_path / "other.jsonl").read_bytes() != whole

@@ -14,7 +14,7 @@ from spmd_worker.distributed.topology import shard_range
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.linear import RowParallelLinear, kv_head_range, qkv_linear
-from spmd_worker.layers.norm import Norm, new_norm
+from spmd_worker.layers.norm import HeadNorms, Norm, new_norm
 from spmd_worker.layers.rotary import Angles
 from spmd_worker.layers.weight_slice import WeightSlice, shard
 from spmd_worker.model_config.layer_config import LayerConfig
@@ -64,10 +64,15 @@ class Attention(nn.Module):
         )
         is_flat = layer.qk_norm == "flat"
         sizes = [head_size * (heads if is_flat else 1) for heads in (layer.num_heads, layer.num_kv_heads)]
-        norms = [new_norm(context, size, layer.norm) if layer.qk_norm != "none" else None for size in sizes]
+        norms = [
+            None if layer.qk_norm in ("none", "each_head") else new_norm(context, size, layer.norm) for size in sizes
+        ]
         self.sinks = Sinks(context, layer.num_heads, (first_head, end_head)) if layer.has_sinks else None
-        self.q_norm: Norm | None = norms[0]
-        self.k_norm: Norm | None = norms[1]
+        self.q_norm: Norm | HeadNorms | None = norms[0]
+        self.k_norm: Norm | HeadNorms | None = norms[1]
+        if layer.qk_norm == "each_head":
+            self.q_norm = HeadNorms(context, layer.num_heads, (first_head, end_head), head_size, layer.norm)
+            self.k_norm = HeadNorms(context, layer.num_kv_heads, (first_kv_head, end_kv_head), head_size, layer.norm)
 
     @property
     def is_plain(self) -> bool:
@@ -107,7 +112,7 @@ class Attention(nn.Module):
         if self._qkv_clip:
             parts = tuple(part.clamp(-self._qkv_clip, self._qkv_clip) for part in parts)
         query, key, value = (part.view(len(projected), -1, self.head_size) for part in parts)
-        if self._qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
+        if self._qk_norm in ("head", "each_head") and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
             query, key = (angles.turn(self._kernels, each) for each in (query, key))

@@ -96,7 +96,7 @@ class GatedLinear(ColumnParallelLinear):
 
 
 class ActivatedLinear(ColumnParallelLinear):
-    """[T, input_size] -> act of the outputs of this rank."""
+    """[T, input_size] -> act of the outputs of this rank; no `activation`: the outputs as they are."""
 
     def __init__(
         self, context: LayerContext, input_size: int, parts: tuple[OutputPart, ...], has_bias: bool, activation: str
@@ -106,7 +106,8 @@ class ActivatedLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, input_size] -> [T, outputs of this rank]."""
-        return self._kernels.activate(super().forward(x), self._activation)
+        outputs: Tensor = super().forward(x)
+        return self._kernels.activate(outputs, self._activation) if self._activation else outputs
 
 
 class RowParallelLinear(PackedLayer):

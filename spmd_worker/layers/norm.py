@@ -12,7 +12,7 @@ from torch import Tensor
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.layers.weight_slice import WeightSlice, whole
+from spmd_worker.layers.weight_slice import WeightSlice, shard, whole
 from spmd_worker.model_config.layer_config import NormConfig
 
 
@@ -70,6 +70,32 @@ class FullNorm(CheckpointLayer):
             yield whole(f"{prefix}.weight", (self.size,), f"{prefix}.weight")
         if self.bias is not None:
             yield whole(f"{prefix}.bias", (self.size,), f"{prefix}.bias")
+
+
+class HeadNorms(CheckpointLayer):
+    """A norm of each head by itself, with weights of its own: [T, heads of this rank, size] -> the same. Of `num_heads`
+    this rank has those of `heads`.
+    """
+
+    def __init__(
+        self, context: LayerContext, num_heads: int, heads: tuple[int, int], size: int, norm: NormConfig
+    ) -> None:
+        super().__init__()
+        assert (norm.has_weight, norm.has_bias, norm.offset) == (True, False, 0.0), norm
+        self._num_heads, self._heads, self._size, self._norm = num_heads, heads, size, norm
+        self._kernels = context.kernels
+        self.weight = context.parameter(heads[1] - heads[0], size)
+        self._ones = torch.ones(size, dtype=torch.float32, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In float32, rounded once."""
+        is_centred = self._norm.kind == "layer"
+        rows = self._kernels.full_norm(x.float(), self._ones, None, self._norm.eps, offset=0.0, is_centred=is_centred)
+        return (rows * self.weight.float()).to(x.dtype)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """`prefix` is this layer's name."""
+        yield shard(f"{prefix}.weight", (self._num_heads, self._size), f"{prefix}.weight", 0, *self._heads)
 
 
 Norm = RMSNorm | FullNorm

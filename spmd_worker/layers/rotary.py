@@ -84,7 +84,8 @@ class RotaryEmbedding:
         """[R / 2], or [T, R / 2] where tokens differ."""
         if self._rope.rope_type == "longrope":
             return self._frequencies[regimes]
-        if self._rope.rope_type != "dynamic":
+        # A pair alone has the same frequency under every base.
+        if self._rope.rope_type != "dynamic" or self._head_size == 2:
             return self._frequencies
         lengths = torch.maximum(positions + 1, regimes).clamp(min=self._max_positions).double()
         growth = self._rope.factor * lengths / self._max_positions - (self._rope.factor - 1)

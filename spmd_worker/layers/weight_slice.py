@@ -70,6 +70,30 @@ class WeightSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is in another, `stored`: rows of its slice `number`, or, without a number, all of it with the last
+    two dimensions exchanged.
+    """
+
+    stored: str
+    number: int | None = None
+    rows: tuple[int, int] = (0, 0)
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the tensor."""
+        if self.number is None:
+            return (*stored[:-2], stored[-1], stored[-2])
+        return (self.rows[1] - self.rows[0], *stored[2:])
+
+    def outer(self, region: Rectangle) -> Rectangle:
+        """The region of `stored` in which that of the tensor is."""
+        if self.number is None:
+            return (*region[:-2], region[-1], region[-2])
+        (start, stop), *others = region
+        return ((self.number, self.number + 1), (self.rows[0] + start, self.rows[0] + stop), *others)
+
+
+@dataclass(frozen=True, slots=True)
 class PaddingSlice:
     """A rectangle of a parameter that no checkpoint tensor fills: the loader sets it to zero."""
 

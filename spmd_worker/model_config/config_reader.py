@@ -12,7 +12,9 @@ from spmd_worker.errors import ModelConfigError
 
 MOST: Final = 2**31 - 1
 _MOST_LAYERS: Final = 1_024
+_LEAST_AMOUNT: Final = 1e-12
 _MOST_AMOUNT: Final = 1e12
+_MOST_SHOWN: Final = 80
 """A config.json is data from anywhere: a count that no model has must not become a list of that length."""
 
 
@@ -37,30 +39,40 @@ class ConfigReader:
         return whole_number(self.get(key, default), self.where(key), 1, most)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """A number above 0, neither too small nor too large to be computed with in float32."""
         return positive_number(self.get(key, default), self.where(key))
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ModelConfigError(f"{self.where(key)}={value!r} must be true or false")
+            raise ModelConfigError(f"{self.where(key)}={shown(value)} must be true or false")
         return value
 
     def where(self, key: str) -> str:
         """File and key, for an error."""
-        return f"{self.path}: {self.spelled.get(key, key)}"
+        return f"{self.path}: {self.key(key)}"
+
+    def key(self, key: str) -> str:
+        """The file's word for a key of ours."""
+        return self.spelled.get(key) or key
+
+
+def shown(value: Any) -> str:
+    """A value of somebody else's file for an error, on one line: the beginning of one that is long."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def whole_number(value: Any, where: str, least: int, most: int) -> int:
     """`value`. Raises ModelConfigError."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ModelConfigError(f"{where}={value!r} must be a whole number from {least} to {most}")
+        raise ModelConfigError(f"{where}={shown(value)} must be a whole number from {least} to {most}")
     return value
 
 
 def positive_number(value: Any, where: str) -> float:
     """`value` as a float. Raises ModelConfigError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_AMOUNT:
-        raise ModelConfigError(f"{where}={value!r} must be a number above 0 and up to {_MOST_AMOUNT:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST_AMOUNT <= value <= _MOST_AMOUNT:
+        raise ModelConfigError(f"{where}={shown(value)} must be a number from {_LEAST_AMOUNT:g} to {_MOST_AMOUNT:g}")
     return float(value)

@@ -1,7 +1,7 @@
 """The experts of each layer, as config.json and the family's row describe them. Knows nothing of tensors or ranks."""
 
 from spmd_worker.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MOST, ConfigReader, whole_number
+from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
 from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.layer_config import ExpertsConfig
 
@@ -18,7 +18,9 @@ def read_experts(reader: ConfigReader, family: ExpertsFamily | None, num_layers:
     every = reader.count(family.every_key, 1)
     dense = reader.get(family.dense_layers_key, [])
     if not isinstance(dense, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in dense):
-        raise ModelConfigError(f"{reader.where(family.dense_layers_key)}={dense!r} must be a list of layers, from 0 on")
+        raise ModelConfigError(
+            f"{reader.where(family.dense_layers_key)}={shown(dense)} must be a list of layers, from 0 on"
+        )
     sparse = [layer for layer in range(first, num_layers) if (layer + 1) % every == 0 and layer not in dense]
     return [experts if layer in sparse else None for layer in range(num_layers)]
 

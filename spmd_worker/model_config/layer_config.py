@@ -92,8 +92,9 @@ class LayerConfig:
 
     `window` is what attention looks back at, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None where
     positions are not turned. `scale` multiplies attention scores, which `score_cap`, where above 0, then bounds:
-    cap * tanh(score / cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope" or "flat" (all heads
-    as one row). `norms` says which of the four places have one. `activation` is one of `kernels.api.Kernels.activate`;
+    cap * tanh(score / cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "each_head" (each by
+    itself, with weights of its own) or "flat" (all heads as one row). `norms` says which of the four places have one.
+    `activation` is one of `kernels.api.Kernels.activate`, or "xielu", which has four numbers of its own;
     without `is_gated` it is between two products, not a gate beside the first. `residual_multiplier` is of what
     attention and feed-forward add. `is_parallel`: both look at what the layer was given, the feed-forward through the
     third norm or, without one, through the first. Queries, keys and values are bounded by `qkv_clip`, where above 0.
@@ -151,9 +152,11 @@ def layer_elements(
     norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     if layer.qk_norm in ("head", "head_after_rope"):
         norms += 2 * size
+    elif layer.qk_norm == "each_head":
+        norms += (num_heads + num_kv_heads) * size
     elif layer.qk_norm == "flat":
         norms += (layer.num_heads + layer.num_kv_heads) * size
-    return weights + biases + norms
+    return weights + biases + norms + 4 * (layer.activation == "xielu")
 
 
 def float32_elements(layer: LayerConfig, hidden_size: int, num_heads: int) -> int:

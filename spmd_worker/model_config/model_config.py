@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from spmd_worker import files
 from spmd_worker.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MOST, ConfigReader, whole_number
+from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
 from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+_MOST_HEAD_SIZE: Final = 65_536
+"""Frequencies are computed for each pair of numbers: a size that no model has must not become a table."""
 _ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
@@ -44,6 +46,7 @@ _ACTIVATIONS: Final = {
     "gelu": "gelu",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 """By config.json's words: those on the right are what kernels know."""
 
@@ -56,7 +59,8 @@ class ModelConfig:
     positions, 0 for none, of which the first `position_offset` are nobody's. Embeddings are multiplied by
     `embedding_multiplier`, rounded to the dtype first where `rounds_multiplier`; logits are divided by
     `logit_divisor` and, where `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` says how
-    the files have the weights where they are not plain; the model computes with them dequantised.
+    the files have the weights where they are not plain; the model computes with them dequantised. `form` counts the
+    forms of the architecture's row from 1, 0 is the row itself.
     """
 
     architecture: str
@@ -77,11 +81,13 @@ class ModelConfig:
     quantization: Quantization | None = None
     position_offset: int = 0
     has_head_bias: bool = False
+    form: int = 0
 
     @property
     def names(self) -> Names:
         """What the checkpoint calls its tensors."""
-        return FAMILIES[self.architecture].names
+        family = FAMILIES[self.architecture]
+        return family.forms[self.form - 1].family.names if self.form else family.names
 
     @property
     def num_layers(self) -> int:
@@ -218,6 +224,8 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     family = FAMILIES[architecture]
     family = _family_of_text(family, config, path) if family.text_families else family
     config = _text_part(config, path) if FAMILIES[architecture].is_text_part else config
+    form = _form(family, config)
+    family = family.forms[form - 1].family if form else family
     reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
     _check_required(reader, family)
     max_positions = reader.count("max_position_embeddings", 2048)
@@ -247,6 +255,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         quantization=quantization,
         position_offset=family.position_offset,
         has_head_bias=family.has_head_bias,
+        form=form,
     )
 
 
@@ -331,7 +340,9 @@ def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: 
         return ()
     if family.has_local_rope:
         return read_local_rope(reader, max_positions, head_size)
-    rope = read_rope(reader, max_positions, head_size, may_be_partial=family.may_have_partial_rope)
+    rope = read_rope(
+        reader, max_positions, head_size, family.turned_size_key, may_be_partial=family.may_have_partial_rope
+    )
     rope = with_alpha(rope, reader, head_size) if family.has_rope_alpha else rope
     rope = with_query_growth(rope, reader) if family.has_query_growth else rope
     return (replace(rope, is_interleaved=family.has_interleaved_rope),)
@@ -347,7 +358,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         why = f"is not run: {reasons[0]}" if reasons else "is not known"
         if config.get("auto_map"):
             why += ", and code from the model folder (auto_map) is never run"
-        raise ModelConfigError(f"{path}: architectures={names!r} {why}; known are {', '.join(FAMILIES)}")
+        raise ModelConfigError(f"{path}: architectures={shown(names)} {why}; known are {', '.join(FAMILIES)}")
     return known[0]
 
 
@@ -369,26 +380,38 @@ def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Fa
     kinds, text = family.text_families, config.get("text_config")
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if not isinstance(kind, str | None) or kind not in (*kinds, None):
-        raise ModelConfigError(f"{path}: text_config.model_type={kind!r} is not run; only {', '.join(kinds)} are")
+        raise ModelConfigError(f"{path}: text_config.model_type={shown(kind)} is not run; only {', '.join(kinds)} are")
     return FAMILIES[next(iter(kinds.values())) if kind is None else kinds[kind]]
+
+
+def _form(family: Family, config: Mapping[str, Any]) -> int:
+    """See `ModelConfig.form`."""
+    for number, form in enumerate(family.forms, start=1):
+        if all(config.get(key) == value for key, value in form.where.items()):
+            return number
+    return 0
 
 
 def _check_required(reader: ConfigReader, family: Family) -> None:
     for key, value in family.required.items():
         if reader.get(key, value) != value:
-            raise ModelConfigError(f"{reader.where(key)}={reader.get(key)!r} is not supported; only {value!r} is")
+            raise ModelConfigError(f"{reader.where(key)}={shown(reader.get(key))} is not supported; only {value!r} is")
     for key, same in family.equal.items():
         value = reader.get(same)
         if reader.get(key, value) != value:
             raise ModelConfigError(
-                f"{reader.where(key)}={reader.get(key)!r} is not supported; only {value!r}, which {same} has, is"
+                f"{reader.where(key)}={shown(reader.get(key))} is not supported; only {shown(value)}, which {same} "
+                f"has, is"
             )
 
 
 def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
     head_size = reader.count("head_dim", family.default_head_size or max(hidden_size // num_heads, 1))
-    if head_size % 2:
-        raise ModelConfigError(f"{reader.where('head_dim')}={head_size} must be even: rotary embedding turns pairs")
+    if head_size % 2 or head_size > _MOST_HEAD_SIZE:
+        raise ModelConfigError(
+            f"{reader.where('head_dim')}={head_size}, with {reader.key('hidden_size')}={hidden_size}, must be even, "
+            f"because rotary embedding turns pairs, and up to {_MOST_HEAD_SIZE}"
+        )
     return head_size
 
 
@@ -406,9 +429,11 @@ def _scale(reader: ConfigReader, family: Family, head_size: int) -> float:
 def _activation(reader: ConfigReader, family: Family) -> str:
     name = reader.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
     name = family.activation_words.get(name, name) if isinstance(name, str) else name
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
+    # It is a layer with weights, which no family has as a gate.
+    known = [each for each in _ACTIVATIONS if each != "xielu" or not family.is_gated]
+    if not isinstance(name, str) or name not in known:
         raise ModelConfigError(
-            f"{reader.where(family.activation_key)}={name} is not supported; only {', '.join(_ACTIVATIONS)} are"
+            f"{reader.where(family.activation_key)}={shown(name)} is not supported; only {', '.join(known)} are"
         )
     return _ACTIVATIONS[name]
 
@@ -466,6 +491,6 @@ def _eos_token_ids(reader: ConfigReader, vocab_size: int) -> tuple[int, ...]:
     value = reader.get("eos_token_id", [])
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelConfigError(f"{reader.path}: eos_token_id={value!r} must be a token id or a list of them")
+        raise ModelConfigError(f"{reader.path}: eos_token_id={shown(value)} must be a token id or a list of them")
     # Some models name an id that their vocabulary does not have. It can never be sampled, so nothing is lost.
     return tuple(token for token in ids if 0 <= token < vocab_size)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.errors import ModelConfigError
+from spmd_worker.model_config.config_reader import shown
 from spmd_worker.model_config.weight_format import CLASS_OF_ALL, REGEX, FormatGroup, Quantization, WeightFormat
 
 _KEYS: Final = ("quantization_config", "compression_config")
@@ -46,6 +47,7 @@ _REFUSED: Final = {
 """Methods that are known and not read, with the way out."""
 _MOST_GROUP: Final = 1 << 20
 _MOST_NAMES: Final = 100_000
+_MOST_NAME: Final = 80
 _MOST_PATTERN: Final = 500
 _MOST_REPEATS: Final = 4
 
@@ -64,7 +66,7 @@ class _Section:
 
     def error(self, key: str, rule: str) -> ModelConfigError:
         """An error about a key, with its value."""
-        return ModelConfigError(f"{self.path}.{key}={self.values.get(key)!r} {rule}")
+        return ModelConfigError(f"{self.path}.{key}={shown(self.values.get(key))} {rule}")
 
     def choice(self, key: str, known: tuple[Any, ...], default: Any = None) -> Any:
         """One of `known`."""
@@ -80,7 +82,8 @@ class _Section:
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, "must be an object")
-        return _Section(value, f"{self.path}.{key}")
+        is_name = key.isprintable() and len(key) < _MOST_NAME
+        return _Section(value, f"{self.path}.{key if is_name else shown(key)}")
 
     def group_size(self, key: str, default: Any = None) -> int:
         """Inputs that share a scale, 0 for all (-1 in the file)."""
@@ -190,8 +193,8 @@ def _skipped(section: _Section) -> tuple[str, ...]:
     ]
     if others:
         raise ModelConfigError(
-            f"{section.path}.dynamic has {others[0]!r}, a format of its own for some modules, which is not read, only "
-            f"rules that begin with -: are: {_WAY_OUT}"
+            f"{section.path}.dynamic has {shown(others[0])}, a format of its own for some modules, which is not read, "
+            f"only rules that begin with -: are: {_WAY_OUT}"
         )
     patterns = tuple(rule.removeprefix("-:") for rule in rules if rule.startswith("-:"))
     for pattern in patterns:
@@ -296,6 +299,6 @@ def _check_pattern(pattern: str, where: str) -> None:
         is_pattern = True
     if not is_pattern or has_repeated_group or num_repeats > _MOST_REPEATS or len(pattern) > _MOST_PATTERN:
         raise ModelConfigError(
-            f"{where} has the pattern {pattern[:80]!r}: a pattern must be a regular expression of {_MOST_PATTERN} "
+            f"{where} has the pattern {shown(pattern)}: a pattern must be a regular expression of {_MOST_PATTERN} "
             f"characters and {_MOST_REPEATS} repeats at most, none of a group"
         )

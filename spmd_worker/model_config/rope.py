@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from spmd_worker.errors import ModelConfigError
-from spmd_worker.model_config.config_reader import MOST, ConfigReader, positive_number, whole_number
+from spmd_worker.model_config.config_reader import MOST, ConfigReader, positive_number, shown, whole_number
 
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -59,15 +59,28 @@ class RopeParameters:
         return 0
 
 
-def read_rope(reader: ConfigReader, max_positions: int, head_size: int, *, may_be_partial: bool) -> RopeParameters:
+def read_rope(
+    reader: ConfigReader, max_positions: int, head_size: int, turned_size_key: str = "", *, may_be_partial: bool
+) -> RopeParameters:
     """The one rope of a model. Raises ModelConfigError."""
-    given = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
+    given, key = _given(reader), "partial_rotary_factor"
+    if turned_size_key and reader.get(turned_size_key) is not None and given.get(key) is None:
+        given = {**given, key: reader.get(key, reader.count(turned_size_key) / head_size)}
     return rope_of(given, reader, max_positions, head_size, may_be_partial=may_be_partial)
+
+
+def _given(reader: ConfigReader) -> Mapping[str, Any]:
+    """What the file says of its one rope. Raises ModelConfigError."""
+    key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
+    given = reader.get(key) or {}
+    if not isinstance(given, Mapping):
+        raise ModelConfigError(f"{reader.where(key)}={shown(given)} must be an object")
+    return given
 
 
 def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> RopeParameters:
     """Of a `dynamic` rope with `alpha`, which is stretched once and for all, by its base. Raises ModelConfigError."""
-    given = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
+    given = _given(reader)
     if rope.rope_type != "dynamic" or not given.get("alpha"):
         return rope
     alpha = positive_number(given["alpha"], f"{reader.path}: rope dynamic alpha")
@@ -80,7 +93,7 @@ def with_alpha(rope: RopeParameters, reader: ConfigReader, head_size: int) -> Ro
 
 def with_query_growth(rope: RopeParameters, reader: ConfigReader) -> RopeParameters:
     """With `llama_4_scaling_beta`, where the file has it. Raises ModelConfigError."""
-    given = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
+    given = _given(reader)
     beta, key = given.get("llama_4_scaling_beta"), f"{reader.path}: rope llama_4_scaling_beta"
     return replace(rope, query_growth=positive_number(beta, key)) if beta else rope
 
@@ -104,11 +117,14 @@ def read_local_rope(reader: ConfigReader, max_positions: int, head_size: int) ->
 
 
 def rope_of(
-    given: Any, reader: ConfigReader, max_positions: int, head_size: int, *, may_be_partial: bool = False
+    given: Mapping[str, Any],
+    reader: ConfigReader,
+    max_positions: int,
+    head_size: int,
+    *,
+    may_be_partial: bool = False,
 ) -> RopeParameters:
     """Of one object of config.json. Raises ModelConfigError."""
-    if not isinstance(given, Mapping):
-        raise ModelConfigError(f"{reader.path}: rope_parameters must be an object")
     rope_type = given.get("rope_type", given.get("type", "default"))
     # What LongRoPE was called when Phi-3 came.
     is_longrope = rope_type == "su" or (rope_type == "yarn" and "long_factor" in given)
@@ -117,11 +133,11 @@ def rope_of(
     rope_type = "default" if rope_type == "mrope" and "mrope_section" in given else rope_type
     if rope_type not in ROPE_TYPES:
         raise ModelConfigError(
-            f"{reader.path}: rope_type={rope_type!r} is not known; known are {', '.join(ROPE_TYPES)}"
+            f"{reader.path}: rope_type={shown(rope_type)} is not known; known are {', '.join(ROPE_TYPES)}"
         )
     truncate = given.get("truncate", True)
     if not isinstance(truncate, bool):
-        raise ModelConfigError(f"{reader.path}: rope truncate={truncate!r} must be true or false")
+        raise ModelConfigError(f"{reader.path}: rope truncate={shown(truncate)} must be true or false")
     theta = given.get("rope_theta") or reader.get("rope_theta", 10000.0)
     theta = positive_number(theta, f"{reader.path}: rope_theta")
     partial = _partial_factor(given, reader, head_size, may_be_partial)
@@ -130,9 +146,22 @@ def rope_of(
         raise ModelConfigError(
             f"{reader.path}: rope_theta={theta:g} must be above 1 with rope_type yarn: its logarithm divides"
         )
+    _check_numbers(numbers, rope_type, reader)
     if rope_type == "longrope":
         numbers |= _longrope_factors(given, reader, int(head_size * partial) // 2)
     return RopeParameters(rope_type=rope_type, rope_theta=theta, truncate=truncate, partial_factor=partial, **numbers)
+
+
+def _check_numbers(numbers: Mapping[str, Any], rope_type: str, reader: ConfigReader) -> None:
+    """Those that go together, so that nothing is divided by zero."""
+    key = "original_max_position_embeddings"
+    if rope_type == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+        raise ModelConfigError(
+            f"{reader.path}: rope llama3 high_freq_factor={numbers['high_freq_factor']:g} must be above "
+            f"low_freq_factor={numbers['low_freq_factor']:g}"
+        )
+    if rope_type == "longrope" and numbers[key] < 2:
+        raise ModelConfigError(f"{reader.path}: {key}={numbers[key]} must be 2 or more with rope_type longrope")
 
 
 def _partial_factor(given: Mapping[str, Any], reader: ConfigReader, head_size: int, may_be_partial: bool) -> float:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Final
 
 from spmd_worker.distributed.topology import Stage
-from spmd_worker.layers.weight_slice import WeightSlice, nothing_of
+from spmd_worker.layers.weight_slice import Place, WeightSlice, nothing_of
 from spmd_worker.model_config.families.family import NORM_PLACES
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
@@ -113,6 +113,28 @@ class CheckpointNames:
             for number in range(experts.num_experts)
             for index, pattern in enumerate(patterns)
         ]
+
+    def places(self, name: str, shape: Sequence[int]) -> dict[str, Place]:
+        """The model's tensors that are inside `name` where files have what transformers has in memory, or a stack that
+        is turned. Raises ValueError as `in_memory` does.
+        """
+        if self.is_turned(name, shape):
+            return {name: Place(name)}
+        return {part: Place(name, number, rows) for part, number, rows in self.in_memory(name, shape)}
+
+    def is_turned(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether `name` is a stack of experts that is the other way round than the table's; see `StackedTensor`."""
+        layer = self._layer.match(name)
+        if layer is None or int(layer[1]) >= self._model_config.num_layers:
+            return False
+        stack = next((each for each in self._names.stacked if each.name == name[layer.end() :]), None)
+        experts, hidden_size = self._model_config.layers[int(layer[1])].experts, self._model_config.hidden_size
+        if stack is None or not stack.may_be_turned or experts is None:
+            return False
+        rows, inputs = len(stack.parts) * experts.intermediate_size, hidden_size
+        if stack.parts == ("down_proj",):
+            rows, inputs = inputs, rows
+        return rows != inputs and tuple(shape) == (experts.num_experts, inputs, rows)
 
     def _inside(self, piece: WeightSlice, part: str, fused: str, layer: LayerConfig) -> Iterator[WeightSlice]:
         """Rows of the tensor with the part: all of the part follow each other, or those of each key-value head."""

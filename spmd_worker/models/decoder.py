@@ -27,7 +27,7 @@ from spmd_worker.layers.experts import SparseFeedForward, new_feed_forward
 from spmd_worker.layers.feed_forward import FeedForward
 from spmd_worker.layers.norm import Norm, RMSNorm, add_whole, new_norm
 from spmd_worker.layers.rotary import Angles, RotaryEmbedding
-from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice
+from spmd_worker.layers.weight_slice import PaddingSlice, Place, WeightSlice
 from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_names import CheckpointNames
@@ -345,7 +345,7 @@ class DecoderForCausalLM(nn.Module):
                 continue
             parts = self._names.in_memory(name, tensor.shape)
             if not parts:
-                yield name, tensor
+                yield name, tensor.transpose(1, 2) if self._names.is_turned(name, tensor.shape) else tensor
                 continue
             check_form(name, tensor, tuple(tensor.shape))
             for part, number, (start, stop) in parts:
@@ -406,6 +406,10 @@ class DecoderForCausalLM(nn.Module):
         """By the number of each sparse layer of this stage, how many tokens have met each of its experts."""
         layers = enumerate(self.model.layers, self.stage.start)
         return {index: layer.mlp.num_tokens for index, layer in layers if isinstance(layer.mlp, SparseFeedForward)}
+
+    def places(self, checkpoint_name: str, shape: tuple[int, ...]) -> dict[str, Place]:
+        """See `CheckpointNames.places`."""
+        return self._names.places(checkpoint_name, shape)
 
     def is_ignorable(self, checkpoint_name: str) -> bool:
         """See `CheckpointNames.is_ignorable`."""

@@ -18,7 +18,7 @@ import torch
 
 from spmd_worker.errors import CheckpointError
 from spmd_worker.files import JsonError, parse_json_object, read_regular_file
-from spmd_worker.layers.weight_slice import Rectangle, is_inside
+from spmd_worker.layers.weight_slice import Place, Rectangle, is_inside
 from spmd_worker.weights.region import plan_read, split_region
 from spmd_worker.weights.safetensors_header import (
     MAX_HEADER_BYTES,
@@ -62,6 +62,7 @@ class Checkpoint:
     _file_of: dict[str, str] = field(default_factory=dict)
     _stored_names: dict[str, str] = field(default_factory=dict)
     _descriptors: dict[str, int] = field(default_factory=dict)
+    _places: dict[str, Place] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -104,6 +105,22 @@ class Checkpoint:
         self._stored_names = {new_name(name): stored[name] for name in self._file_of}
         self._file_of = {new_name(name): file for name, file in self._file_of.items()}
 
+    def look_inside(self, places: Callable[[str, tuple[int, ...]], Mapping[str, Place]]) -> None:
+        """Of a tensor, by name and shape, for which there are `places`, the checkpoint has from now on the tensors
+        inside. Raises CheckpointError where `places` raises ValueError.
+        """
+        for name in self.names():
+            try:
+                inside = places(name, self.shape(name))
+            except ValueError as error:
+                raise CheckpointError(f"{self.folder}: {error}") from None
+            if not inside:
+                continue
+            stored, file = self.stored_name(name), self._file_of.pop(name)
+            self._file_of |= dict.fromkeys(inside, file)
+            self._stored_names |= dict.fromkeys(inside, stored)
+            self._places |= inside
+
     def names(self) -> list[str]:
         """All tensor names, sorted."""
         return sorted(self._file_of)
@@ -114,7 +131,8 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Full shape of a tensor. Raises CheckpointError for a name the checkpoint does not have."""
-        return self._entry(name).shape
+        shape, place = self._entry(name).shape, self._places.get(name)
+        return shape if place is None else place.shape(shape)
 
     def kind(self, name: str) -> str:
         """Dtype of a tensor as the file writes it, such as BF16."""
@@ -159,7 +177,8 @@ class Checkpoint:
 
     def read_stored(self, name: str, region: Rectangle) -> torch.Tensor:
         """As `read`, also for what is no weight by itself."""
-        entry, dtype = self._entry(name), self.stored_dtype(name)
+        entry, dtype, place = self._entry(name), self.stored_dtype(name), self._places.get(name)
+        region = region if place is None else place.outer(region)
         assert is_inside(region, entry.shape), (name, entry.shape, region)
         plan = plan_read(entry.shape, region, _MAX_GAP_BYTES // dtype.itemsize)
         buffer = torch.empty(plan.buffer_shape, dtype=dtype)
@@ -170,7 +189,10 @@ class Checkpoint:
             num_bytes = (run_end - run_begin) * dtype.itemsize
             self._fill(name, target[filled : filled + num_bytes], start + run_begin * dtype.itemsize)
             filled += num_bytes
-        return buffer[plan.wanted]
+        read = buffer[plan.wanted]
+        if place is None:
+            return read
+        return read.transpose(-1, -2) if place.number is None else read[0]
 
     def stored_name(self, name: str) -> str:
         """What the file calls a tensor."""

@@ -110,7 +110,7 @@ class Worker(WorkerBase):
         if self.config.model.load_format == "dummy":
             fill_dummy(model, slices, paddings)
         else:
-            with self._open_checkpoint(self.resolved.model_folder) as checkpoint:
+            with self._open_checkpoint(self.resolved.model_folder, model) as checkpoint:
                 report = load_weights(
                     model,
                     slices,
@@ -291,8 +291,8 @@ class Worker(WorkerBase):
         with the weights as they were, for a folder whose names or shapes are not the model's.
         """
         assert self._model is not None, "load_model comes first"
-        with self._open_checkpoint(Path(folder) if folder is not None else self.resolved.model_folder) as checkpoint:
-            model = self._model
+        model, own = self._model, self.resolved.model_folder
+        with self._open_checkpoint(own if folder is None else Path(folder), model) as checkpoint:
             load_whole(
                 model.load_weights,
                 model.checkpoint_shapes,
@@ -301,13 +301,14 @@ class Worker(WorkerBase):
                 tied=model.tied_tensors(),
             )
 
-    def _open_checkpoint(self, folder: Path) -> Checkpoint | DequantisedCheckpoint:
-        """With the names that the model's table has, also where the files leave a prefix out. Quantised weights are
-        looked at as plain ones.
+    def _open_checkpoint(self, folder: Path, model: DecoderForCausalLM) -> Checkpoint | DequantisedCheckpoint:
+        """With the names that the model's table has, also where the files leave a prefix out or stack what the model
+        has apart. Quantised weights are looked at as plain ones.
         """
         checkpoint, names = Checkpoint.open(folder), self.model_config.names
         checkpoint.rename(names.canonical)
         checkpoint.add_prefix(names.optional_prefix, besides=f"{names.head}.weight")
+        checkpoint.look_inside(model.places)
         quantization = self.model_config.quantization
         return checkpoint if quantization is None else DequantisedCheckpoint.open(checkpoint, quantization)
 

@@ -77,7 +77,9 @@ def test_ranks_together_read_every_tensor_once_and_replicas_as_often_as_they_are
             count, expected = count[num_queries:], num_holders
         elif ".k_proj." in name or ".v_proj." in name:
             expected = num_holders
-        elif any(word in name for word in ("norm", ".ln_", "wpe", "embed_positions")) or name.endswith(HELD_BY_ALL):
+        elif any(word in name for word in ("norm", ".ln_", "wpe", "embed_positions", "act_fn")) or name.endswith(
+            HELD_BY_ALL
+        ):
             expected = size
         else:
             expected = 1

@@ -1,128 +1,44 @@
-"""Every family with experts against transformers: logits, placements, stages, chunks, names, and each entry of its row.
+"""Every family with experts against transformers: logits, placements, stages, chunks, and how experts are chosen.
 
 Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
 """
 
-import json
-import shutil
-from dataclasses import fields, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expert_checkpoints import CASES, expert_folder, expert_reference, open_experts, thinned_expert_folder
+from expert_models import (
+    LINEAR,
+    NUM_EXPERTS,
+    PLACED,
+    PROMPTS,
+    ROUND_ROBIN,
+    SECOND,
+    TOLERANCE,
+    changed,
+    expected,
+    new_model,
+    quick,
+    their_logits,
+    worst_error,
+)
 from our_model import load_model, prompt_logits
 from reference_models import random_prompt, relative_error
-from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
-from transformers import AutoConfig
+from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
-from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.expert_layout import ExpertLayout
-from spmd_worker.distributed.topology import Stage
-from spmd_worker.errors import CheckpointError, SpmdError
-from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.cpu.native import cpu_kernels
-from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.experts import SparseFeedForward, choose
-from spmd_worker.model_config.families.experts import ExpertsFamily
-from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
-from spmd_worker.model_config.families.family import Family, Names
-from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.layer_config import ExpertsConfig
-from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
-from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.models.registry import build_model
-from spmd_worker.weights.checkpoint import Checkpoint
-from spmd_worker.weights.loader import LoadReport, load_weights
-
-TOLERANCE = 1e-4
-# Beyond every window, around a block of 16.
-PROMPTS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 6, 17, 40)]
-NUM_EXPERTS = 8
-LINEAR, ROUND_ROBIN = ((0, 0, 0, 0, 1, 1, 1, 1),), ((0, 1) * 4,)
-# One list a layer; in the second a rank has nearly all, in the third all.
-PLACED = ((0, 0, 0, 0, 1, 1, 1, 1), (1, 0, 0, 0, 0, 0, 0, 0), (0,) * 8, (1, 1, 0, 0, 1, 0, 1, 0))
-
-
-SECOND = ("qwen3_moe_sparse_step", "gpt_oss_limit", "glm4_moe_plain", "granite_moe")
-"""Cases of families of which there is another."""
-
-
-def quick(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """All cases, but for these in the tier of layouts, and those of `later` in the stress tier."""
-    marks = {name: pytest.mark.stress if name in later else pytest.mark.matrix for name in CASES}
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[] if name in names else mark) for name, mark in marks.items()]
-    )
-
-
-@torch.no_grad()
-def their_logits(model: Any, prompts: list[list[int]]) -> list[Tensor]:
-    return [model(torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts]
-
-
-@cache
-def expected(name: str) -> list[Tensor]:
-    return their_logits(expert_reference(name), PROMPTS)
-
-
-def worst_error(name: str, logits: list[Tensor]) -> float:
-    return max(map(relative_error, logits, expected(name)))
-
-
-def load(
-    folder: Path,
-    group: GroupHandle | None = None,
-    stage: Stage | None = None,
-    config: ModelConfig | None = None,
-    layout: ExpertLayout | None = None,
-    kernels: Kernels | None = None,
-) -> tuple[DecoderForCausalLM, LoadReport]:
-    """Packed by nobody."""
-    config = config or read_model_files(folder).model_config
-    context = LayerContext(
-        group or single_group(),
-        kernels or ReferenceKernels(),
-        SdpaBackend(),
-        torch.float32,
-        torch.device("cpu"),
-        layout,
-    )
-    model = build_model(context, config, stage)
-    with Checkpoint.open(folder) as checkpoint:
-        checkpoint.rename(config.names.canonical)
-        report = load_weights(
-            model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable
-        )
-    return model, report
-
-
-def new_model(*arguments: Any, **named: Any) -> DecoderForCausalLM:
-    return load(*arguments, **named)[0]
-
-
-class Pipeline:
-    """Two stages as one model."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model_config = read_model_files(folder).model_config
-        end = self.model_config.num_layers
-        stages = (Stage(0, 1, is_first=True, is_last=False), Stage(1, end, is_first=False, is_last=True))
-        self._stages = [new_model(folder, stage=stage) for stage in stages]
-        self.model, self.lm_head = self._stages[0].model, self._stages[1].lm_head
-        self.compute_logits = self._stages[1].compute_logits
-
-    def __call__(self, *arguments: Any, is_fused: bool) -> Tensor:
-        *tokens, cache, metadata = arguments
-        incoming = self._stages[0](*tokens, cache[:1], metadata)
-        return self._stages[1](*tokens, cache[1:], metadata, incoming)
+from spmd_worker.model_config.model_config import read_model_files
 
 
 @quick("qwen3_moe")
@@ -165,7 +81,7 @@ def test_shards_and_placements_are_transformers_and_stages_bit_for_bit_one_rank(
         whole = [torch.cat(shards, dim=1) for shards in zip(*on_ranks(2, run), strict=True)]
         assert worst_error(name, whole) < TOLERANCE, what
     one = prompt_logits(new_model(folder), PROMPTS, 7)
-    staged = prompt_logits(Pipeline(folder), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used
+    staged = prompt_logits(TwoStages(folder, new_model), PROMPTS, 7)  # type: ignore[arg-type]  # as much of a model as is used
     assert all(map(torch.equal, staged, one))
 
 
@@ -247,15 +163,6 @@ def test_what_is_chosen_for_a_row_does_not_depend_on_the_rows_beside_it():
                     some = choose(logits[rows].clone(), bias, experts)
                     assert torch.equal(some[0], ids[rows])
                     assert torch.equal(some[1], weights[rows]), (score, num_experts, size, start)
-
-
-def changed(name: str, folder: Path, change: Any) -> Path:
-    """A copy of a checkpoint with other tensors."""
-    shutil.copytree(expert_folder(name), folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def test_experts_that_nobody_and_that_all_meet(tmp_path: Path):
@@ -358,256 +265,3 @@ def test_a_row_whose_scores_are_no_numbers_is_an_error_row_and_the_others_are_as
         outputs = llm.generate(rows, GREEDY, use_tqdm=False)
         assert [output.error_code for output in outputs] == [None, None, "non_finite_logits", None, None, None, None]
         assert outputs_of(llm, ROWS) == clean
-
-
-@quick("gpt_oss", later=SECOND)
-def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
-    """Separate and stacked tensors as they are in the file; on two ranks together all of each."""
-    folder = expert_folder(name)
-    tensors = load_file(folder / "model.safetensors")
-    model = new_model(folder)
-    with model.as_checkpoint() as view:
-        shown = dict(view.named_parameters())
-        assert all(torch.equal(shown[each].float(), tensors[each].float()) for each in tensors)
-    assert set(shown) == set(tensors)
-    loaded_from = {"files": tensors, "memory": expert_reference(name).state_dict()}
-    for what, given in loaded_from.items():
-        other = new_model(folder)
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        assert other.load_weights(list(given.items())) == set(tensors), what
-        assert all(map(torch.equal, other.parameters(), model.parameters())), what
-
-    for layout in (None, ExpertLayout(PLACED)):
-
-        def run(group: GroupHandle, layout: ExpertLayout | None = layout) -> dict[str, Tensor]:
-            shard = new_model(folder, group, layout=layout)
-            assert set(shard.checkpoint_shapes) == set(tensors)
-            with shard.as_checkpoint() as view:
-                return {each: parameter.detach().clone() for each, parameter in view.named_parameters()}
-
-        first, second = on_ranks(2, run)
-        assert set(first) | set(second) == set(tensors)
-        for each, tensor in tensors.items():
-            held = [rank[each].numel() for rank in (first, second) if each in rank]
-            assert sum(held) >= tensor.numel(), each
-            is_of_expert = ".experts." in each or ("_linear" in each and "shared" not in each)
-            if layout is not None and is_of_expert:
-                assert sum(held) == tensor.numel(), each
-
-
-def test_a_stage_knows_the_tensors_of_layers_of_a_kind_that_it_has_not():
-    folder = expert_folder("glm4_moe")
-    whole = new_model(folder).checkpoint_shapes
-    for stage in (Stage(0, 1, is_first=True, is_last=False), Stage(1, 4, is_first=False, is_last=True)):
-        assert new_model(folder, stage=stage).checkpoint_shapes == whole
-
-
-def test_a_rank_reads_its_own_experts_alone():
-    folder = expert_folder("qwen3_moe")
-    _, whole = load(folder)
-    reports = on_ranks(2, lambda group: load(folder, group, layout=ExpertLayout(LINEAR))[1])
-    tensors = load_file(folder / "model.safetensors")
-    experts = sum(tensor.nbytes for each, tensor in tensors.items() if ".experts." in each)
-    for report in reports:
-        assert report.num_bytes_read <= whole.num_bytes_read - experts // 2
-
-
-def test_a_missing_expert_is_named_and_one_too_many_is_refused(tmp_path: Path):
-    lost, found = "model.layers.2.mlp.experts.5.up_proj.weight", "model.layers.2.mlp.experts.8.up_proj.weight"
-    folder = changed("qwen3_moe", tmp_path / "lost", lambda tensors: tensors.pop(lost))
-    with pytest.raises(CheckpointError, match=rf"1 missing from the checkpoint:\n  {lost}"):
-        load(folder)
-    folder = changed("qwen3_moe", tmp_path / "found", lambda tensors: tensors.update({found: torch.zeros(32, 64)}))
-    with pytest.raises(CheckpointError, match=rf"1 in the checkpoint but not in the model:\n  {found}"):
-        load(folder)
-    # GLM's files have a layer beyond the last, which speculates.
-    beyond = {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}
-    load(changed("glm4_moe", tmp_path / "beyond", lambda tensors: tensors.update(beyond)))
-    with pytest.raises(CheckpointError, match=r"eh_proj"):
-        load(changed("qwen3_moe", tmp_path / "beyond_others", lambda tensors: tensors.update(beyond)))
-    model = new_model(expert_folder("qwen3_moe"))
-    with pytest.raises(ValueError, match=f"{found}: the model has no such weight"):
-        model.load_weights([(found, torch.zeros(32, 64))])
-    for shape in ((7, 64, 64), (8, 65, 64), (8, 64)):
-        with pytest.raises(
-            ValueError, match=rf"shape \[{', '.join(map(str, shape))}\], and this layer .* has 8 experts"
-        ):
-            model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(shape))])
-    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj\.weight: has the shape \[33, 64\], the model's has"):
-        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(8, 66, 64))])
-    with pytest.raises(ValueError, match="is on the meta device and has no data"):
-        model.load_weights([("model.layers.1.mlp.experts.gate_up_proj", torch.zeros((8, 64, 64), device="meta"))])
-    assert not model.weight_update.is_open
-
-
-SIZES = {
-    "vocab_size": 300_000,
-    "hidden_size": 256,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 64,
-}
-BAD = [
-    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than the 4 experts that"),
-    ("Glm4Moe", {"n_routed_experts": 9, "n_group": 2}, "n_routed_experts=9 cannot be cut into n_group=2 equal groups"),
-    ("Glm4Moe", {"n_routed_experts": 8, "n_group": 8}, "cannot be cut into n_group=8 equal groups of two or more"),
-    ("Glm4Moe", {"n_group": 2, "topk_group": 3}, "topk_group=3 is more than n_group=2"),
-    (
-        "Glm4Moe",
-        {"n_routed_experts": 8, "n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
-        "num_experts_per_tok=3 is more than the 2 experts of topk_group=1 groups that a token can choose from",
-    ),
-    ("Glm4Moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported; only 'noaux_tc' is"),
-    ("Qwen3Moe", {"num_experts": 0}, "num_experts=0 must be a whole number from 1 to 4096"),
-    ("Qwen3Moe", {"num_local_experts": 10**9}, "num_local_experts=1000000000 must be a whole number from 1 to 4096"),
-    ("Dots1", {}, "n_routed_experts=None must be a whole number"),
-    ("Qwen2Moe", {"mlp_only_layers": 3}, "mlp_only_layers=3 must be a list of layers, from 0 on"),
-    ("Qwen2Moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported; only False is"),
-    ("Phimoe", {}, "its layers have experts of a form that does not run"),
-]
-
-
-@pytest.mark.parametrize(("family", "keys", "message"), BAD, ids=[f"{each[0]} {list(each[1])}" for each in BAD])
-def test_what_is_wrong_with_experts_is_one_sentence(family: str, keys: dict[str, Any], message: str, tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "architectures": [f"{family}ForCausalLM"], **keys}))
-    with pytest.raises(SpmdError, match=r"config\.json") as caught:
-        read_model_files(tmp_path)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-MODEL_TYPES = {
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "OlmoeForCausalLM": "olmoe",
-    "GptOssForCausalLM": "gpt_oss",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "GraniteMoeForCausalLM": "granitemoe",
-    "GraniteMoeSharedForCausalLM": "granitemoeshared",
-    "Dots1ForCausalLM": "dots1",
-}
-
-
-def minimal_file(architecture: str) -> dict[str, Any]:
-    counts = {"n_routed_experts": 16, "num_experts_per_tok": 2} if architecture == "Dots1ForCausalLM" else {}
-    return {**SIZES, **counts, "architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
-
-
-@pytest.mark.parametrize("architecture", EXPERT_FAMILIES)
-def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: str):
-    config = minimal_file(architecture)
-    theirs, ours = AutoConfig.for_model(**config), model_config_of(config, Path("config.json"))
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_size == (getattr(theirs, "head_dim", None) or 4)
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.has_tied_embeddings == theirs.tie_word_embeddings
-    assert ours.norm.eps == theirs.rms_norm_eps
-    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
-    (rope,) = ours.ropes
-    for key in ("rope_type", "rope_theta", "factor", "truncate", "beta_fast", "original_max_position_embeddings"):
-        if key in theirs.rope_parameters:
-            assert getattr(rope, key) == theirs.rope_parameters[key], key
-    assert rope.partial_factor == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
-    kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * 4
-    window = getattr(theirs, "sliding_window", None) or 0
-    if architecture != "MixtralForCausalLM":
-        assert [layer.window for layer in ours.layers] == [
-            window if kind == "sliding_attention" else 0 for kind in kinds
-        ]
-    experts = next(layer.experts for layer in ours.layers if layer.experts is not None)
-    counts = [
-        getattr(theirs, key) for key in ("n_routed_experts", "num_experts", "num_local_experts") if hasattr(theirs, key)
-    ]
-    assert [experts.num_experts] * len(counts) == counts
-    assert experts.num_chosen == theirs.num_experts_per_tok
-    assert experts.intermediate_size == getattr(theirs, "moe_intermediate_size", 96)
-    assert experts.renormalises == getattr(theirs, "norm_topk_prob", experts.renormalises)
-    assert experts.scaling == getattr(theirs, "routed_scaling_factor", 1.0)
-    assert experts.limit == getattr(theirs, "swiglu_limit", 0.0)
-    assert sum(layer.experts is None for layer in ours.layers) == getattr(theirs, "first_k_dense_replace", 0)
-
-
-def entries(kind: Any, row: Any, plain: Any, *skipped: str) -> list[tuple[str, Any]]:
-    return [
-        (spec.name, replace(row, **{spec.name: getattr(plain, spec.name)}))
-        for spec in fields(kind)
-        if getattr(row, spec.name) != getattr(plain, spec.name) and spec.name not in skipped
-    ]
-
-
-def mutants(architecture: str) -> list[tuple[str, Family]]:
-    """The row with one entry as Llama has it, or one entry of its experts as Qwen3-MoE's plain ones."""
-    row = FAMILIES[architecture]
-    assert row.experts is not None
-    # What transformers has in memory, and layers that speculate, are compared by tests of their own.
-    names = entries(Names, row.names, Names(), "layer_aliases", "ignores_later_layers")
-    plain = ExpertsFamily()
-    routing = entries(ExpertsFamily, row.experts, plain)
-    tables = [
-        (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
-        for table in ("defaults", "required")
-        for given in [getattr(row, table)]
-        for key in given
-    ]
-    return [
-        *entries(Family, row, Family(), "models", "names", "defaults", "required", "experts"),
-        ("experts", replace(row, experts=None)),
-        *((f"names.{what}", replace(row, names=each)) for what, each in names),
-        *((f"experts.{what}", replace(row, experts=each)) for what, each in routing),
-        *tables,
-    ]
-
-
-def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
-    """What a minimal file says, files with another value of what must have one, and one with every key of experts."""
-    minimal = minimal_file(architecture)
-    files = [minimal, *({**minimal, key: 16} for key in ("num_local_experts", "n_routed_experts", "num_experts"))]
-    files += [{**minimal, "attention_bias": True, "mlp_bias": True}, {**minimal, "decoder_sparse_step": 2}]
-    files += [{**minimal, "num_hidden_layers": 70}]
-    files += [{**minimal, "mlp_only_layers": [1]}, *({**minimal, key: "other"} for key in required)]
-    files += [{**minimal, "use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 70}]
-    found: list[Any] = []
-    for config in files:
-        try:
-            found.append(model_config_of(config, Path("config.json")))
-        except SpmdError as error:
-            found.append(str(error))
-    return found
-
-
-def is_noticed(name: str) -> bool:
-    for folder in (expert_folder(name), thinned_expert_folder(name)):
-        try:
-            config = read_model_files(folder).model_config
-            logits = prompt_logits(new_model(folder, config=config), PROMPTS[2:3])
-        except (SpmdError, AssertionError, KeyError, RuntimeError, IndexError):
-            return True
-        if not relative_error(logits[0], expected(name)[2]) < TOLERANCE:
-            return True
-    return False
-
-
-SAME_FUNCTION = {
-    # Weights that have the sum 1 divided by it: other bits, not another number.
-    ("GraniteMoeForCausalLM", "experts.renormalises"),
-    ("GraniteMoeSharedForCausalLM", "experts.renormalises"),
-    ("GptOssForCausalLM", "experts.renormalises"),
-}
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(each, marks=[] if each == "OlmoeForCausalLM" else pytest.mark.matrix) for each in EXPERT_FAMILIES],
-)
-def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: str, monkeypatch: pytest.MonkeyPatch):
-    cases = [name for name in CASES if read_model_files(expert_folder(name)).model_config.architecture == architecture]
-    assert cases
-    required = tuple(FAMILIES[architecture].required)
-    right, silent = readings(architecture, required), []
-    for what, mutant in mutants(architecture):
-        monkeypatch.setitem(FAMILIES, architecture, mutant)
-        if readings(architecture, required) == right and not any(is_noticed(name) for name in cases):
-            silent.append(what)
-    assert [what for what in silent if (architecture, what) not in SAME_FUNCTION] == []

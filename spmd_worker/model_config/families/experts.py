@@ -12,12 +12,14 @@ class StackedTensor:
     """Matrices of all experts as slices of one checkpoint tensor. `name` and `bias`, that of their biases, are whole
     names within a layer; `parts` are the matrices of a slice, one below the other, in our words. A tensor is [experts,
     outputs, inputs], or [experts, inputs, outputs] where `is_transposed`, and one of biases [experts, outputs].
+    `may_be_turned`: some files have it the other way round, which its shape says; one that is square is as here.
     """
 
     name: str
     parts: tuple[str, ...]
     bias: str = ""
     is_transposed: bool = False
+    may_be_turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The families with experts that run, by architecture name; as in `table.py`, which joins them with the others.
 
-Each row is compared with transformers, and each entry broken, in tests/models/test_expert_families.py.
+Each row is compared with transformers, and each entry broken, in tests/models/test_expert_rows.py.
 """
 
 from typing import Any, Final
@@ -58,6 +58,11 @@ _GRANITE_EXPERTS: Final[dict[str, Any]] = {
     "renormalises": False,
 }
 
+_TURNED_STACKS: Final = (
+    StackedTensor("mlp.experts.gate_up_proj", ("gate_proj", "up_proj"), may_be_turned=True),
+    StackedTensor("mlp.experts.down_proj", ("down_proj",), may_be_turned=True),
+)
+
 EXPERT_FAMILIES: Final[dict[str, Family]] = {
     "MixtralForCausalLM": Family(
         models="Mixtral 8x7B, 8x22B",
@@ -113,6 +118,59 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
             "moe_intermediate_size": 768,
         },
         experts=ExpertsFamily(default_count=128, **_QWEN),
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        models="Qwen3-VL with experts, the text: 30B-A3B, 235B-A22B",
+        names=Names(
+            embedding="model.language_model.embed_tokens",
+            layers="model.language_model.layers",
+            norm="model.language_model.norm",
+            ignored_prefixes=("model.visual.",),
+            stacked=_TURNED_STACKS,
+        ),
+        mlp_bias=False,
+        qk_norm="head",
+        is_text_part=True,
+        defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 128000,
+            "rope_theta": 500000.0,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+        },
+        experts=ExpertsFamily(default_count=60, **_QWEN, renormalises=True),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        models="MiniMax-M2",
+        names=Names(
+            parts={
+                **_MIXTRAL_PARTS,
+                "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+            },
+            layer_aliases={"mlp.": "block_sparse_moe."},
+        ),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm="flat",
+        default_head_size=128,
+        may_have_partial_rope=True,
+        turned_size_key="rotary_dim",
+        required={"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"},
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 196608,
+            "rope_theta": 5000000.0,
+            "eos_token_id": 200020,
+            "num_experts_per_tok": 8,
+        },
+        experts=ExpertsFamily(
+            default_count=256,
+            size_key="intermediate_size",
+            score="sigmoid",
+            renormalises=True,
+            has_choice_bias=True,
+        ),
     ),
     "OlmoeForCausalLM": Family(
         models="OLMoE",

@@ -99,6 +99,8 @@ class Family:
     `full_attention_first`: of every `full_attention_every` layers the first is the full one, not the last.
     `logit_multiplier_key` is the inverse of `logit_divisor_key`. `text_families`: the text part is one of several
     families; by `model_type` of the text, the architecture whose row says all but names. The first where it says none.
+    `turned_size_key`: how many numbers of a head are turned, in older files. `forms` are other rows of the
+    architecture, of which a file takes the first that is for it.
     """
 
     models: str = "Llama 2, 3 and 3.x, and what is built like them"
@@ -156,3 +158,13 @@ class Family:
     qk_norm_key: str = ""
     has_sinks: bool = False
     experts: ExpertsFamily | None = None
+    turned_size_key: str = ""
+    forms: "tuple[Form, ...]" = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The row of files in which each key of `where` has its value."""
+
+    where: Mapping[str, Any]
+    family: Family

@@ -1,8 +1,9 @@
 """Rows of the table: families with layer norms, some with the feed-forward beside attention. See `table.py`."""
 
+from dataclasses import replace
 from typing import Any, Final
 
-from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.family import Family, Form, Names
 
 _ONE_NORM: Final = ("input_layernorm", "", "", "")
 _QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -21,6 +22,47 @@ _COHERE_DEFAULTS: Final = {
     "tie_word_embeddings": True,
     "eos_token_id": 255001,
 }
+
+_FALCON_NAMES: Final = Names(
+    embedding="transformer.word_embeddings",
+    layers="transformer.h",
+    norm="transformer.ln_f",
+    norms=_ONE_NORM,
+    parts={
+        "self_attn.o_proj": "self_attention.dense",
+        "mlp.up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    },
+    fused={"self_attention.query_key_value": _QKV},
+    ignored=("rotary_emb.inv_freq",),
+)
+_FALCON: Final[dict[str, Any]] = {
+    "norm_kind": "layer",
+    "norm_has_bias": True,
+    "eps_key": "layer_norm_epsilon",
+    "qkv_bias": "bias",
+    "output_bias": "bias",
+    "mlp_bias": "bias",
+    "is_parallel": True,
+    "activation_key": "activation",
+    "is_gated": False,
+    "intermediate_factor": 4,
+    "defaults": {
+        "vocab_size": 65024,
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "layer_norm_epsilon": 1e-5,
+        "activation": "gelu",
+        "tie_word_embeddings": True,
+        "eos_token_id": 11,
+    },
+}
+_NEWER_FALCON: Final[dict[str, Any]] = {
+    **_FALCON,
+    "spelled": {"head_dim": "", "intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
+}
+_NEWER_FALCON_NAMES: Final = replace(_FALCON_NAMES, by_kv_head=("self_attention.query_key_value",))
 
 LAYER_NORM_ROWS: Final[dict[str, Family]] = {
     "OlmoForCausalLM": Family(
@@ -65,9 +107,10 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
     ),
     "CohereForCausalLM": Family(
         **_COHERE,
-        models="Command R, Aya",
+        models="Command R, Command R+, Aya",
         names=Names(norms=_ONE_NORM),
-        required={"use_qk_norm": False},
+        qk_norm="each_head",
+        qk_norm_key="use_qk_norm",
         defaults={**_COHERE_DEFAULTS, "rope_theta": 500000.0},
     ),
     "Cohere2ForCausalLM": Family(
@@ -163,49 +206,26 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         },
     ),
     "FalconForCausalLM": Family(
-        models="Falcon 7B",
-        names=Names(
-            embedding="transformer.word_embeddings",
-            layers="transformer.h",
-            norm="transformer.ln_f",
-            norms=_ONE_NORM,
-            parts={
-                "self_attn.o_proj": "self_attention.dense",
-                "mlp.up_proj": "mlp.dense_h_to_4h",
-                "mlp.down_proj": "mlp.dense_4h_to_h",
-            },
-            fused={"self_attention.query_key_value": _QKV},
-            ignored=("rotary_emb.inv_freq",),
-        ),
-        norm_kind="layer",
-        norm_has_bias=True,
-        eps_key="layer_norm_epsilon",
-        qkv_bias="bias",
-        output_bias="bias",
-        mlp_bias="bias",
+        **_FALCON,
+        models="Falcon 7B, 40B, 180B, Falcon 2 11B",
+        names=_FALCON_NAMES,
         num_kv_heads=1,
-        is_parallel=True,
-        activation_key="activation",
-        is_gated=False,
-        intermediate_factor=4,
         spelled={"head_dim": "", "intermediate_size": "ffn_hidden_size"},
-        required={
-            "alibi": False,
-            "multi_query": True,
-            "new_decoder_architecture": False,
-            "parallel_attn": True,
-            "num_ln_in_parallel_attn": 1,
-        },
-        defaults={
-            "vocab_size": 65024,
-            "hidden_size": 4544,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 71,
-            "layer_norm_epsilon": 1e-5,
-            "activation": "gelu",
-            "tie_word_embeddings": True,
-            "eos_token_id": 11,
-        },
+        required={"alibi": False, "multi_query": True, "parallel_attn": True, "num_ln_in_parallel_attn": 1},
+        forms=(
+            Form(
+                {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+                Family(**_NEWER_FALCON, names=_NEWER_FALCON_NAMES, required={"alibi": False, "parallel_attn": True}),
+            ),
+            Form(
+                {"new_decoder_architecture": True},
+                Family(
+                    **_NEWER_FALCON,
+                    names=replace(_NEWER_FALCON_NAMES, norms=("ln_attn", "", "ln_mlp", "")),
+                    required={"alibi": False, "parallel_attn": True, "num_ln_in_parallel_attn": 2},
+                ),
+            ),
+        ),
     ),
     "GPTBigCodeForCausalLM": Family(
         models="StarCoder",

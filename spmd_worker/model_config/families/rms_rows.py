@@ -59,6 +59,21 @@ RMS_ROWS: Final[dict[str, Family]] = {
             "eos_token_id": 128001,
         },
     ),
+    "ApertusForCausalLM": Family(
+        models="Apertus",
+        names=Names(norms=("attention_layernorm", "", "feedforward_layernorm", "")),
+        mlp_bias=False,
+        qk_norm="head",
+        is_gated=False,
+        defaults={
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "xielu",
+            "rope_theta": 12000000.0,
+            "rope_parameters": {**_LLAMA3_STRETCH, "factor": 8.0},
+            "eos_token_id": 2,
+        },
+    ),
     "HunYuanDenseV1ForCausalLM": Family(
         models="Hunyuan, dense: 0.5B to 7B",
         names=Names(

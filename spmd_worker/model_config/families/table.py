@@ -372,10 +372,7 @@ _IMAGES: Final = "it takes images; for text alone give the checkpoint of its lan
 _ENCODER: Final = "it is an encoder, or has one"
 
 REFUSED: Final[dict[str, tuple[str, ...]]] = {
-    _EXPERTS: (
-        *("MiniMaxM2ForCausalLM", "Llama4ForCausalLM", "PhimoeForCausalLM", "BailingMoeForCausalLM"),
-        "Qwen3VLMoeForConditionalGeneration",
-    ),
+    _EXPERTS: (*("Llama4ForCausalLM", "PhimoeForCausalLM", "BailingMoeForCausalLM"),),
     _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),

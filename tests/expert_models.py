@@ -1,0 +1,101 @@
+"""Models of the families with experts, ours and transformers', and their logits."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_checkpoints import CASES, expert_folder, expert_reference
+from reference_models import random_prompt, relative_error
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.distributed.communicator import GroupHandle, single_group
+from spmd_worker.distributed.expert_layout import ExpertLayout
+from spmd_worker.distributed.topology import Stage
+from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.model_config.model_config import ModelConfig, read_model_files
+from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.models.registry import build_model
+from spmd_worker.weights.checkpoint import Checkpoint
+from spmd_worker.weights.loader import LoadReport, load_weights
+
+TOLERANCE = 1e-4
+# Beyond every window, around a block of 16.
+PROMPTS = [random_prompt(length, seed=7, vocab_size=96) for length in (1, 6, 17, 40)]
+NUM_EXPERTS = 8
+LINEAR, ROUND_ROBIN = ((0, 0, 0, 0, 1, 1, 1, 1),), ((0, 1) * 4,)
+# One list a layer; in the second a rank has nearly all, in the third all.
+PLACED = ((0, 0, 0, 0, 1, 1, 1, 1), (1, 0, 0, 0, 0, 0, 0, 0), (0,) * 8, (1, 1, 0, 0, 1, 0, 1, 0))
+
+
+SECOND = ("qwen3_moe_sparse_step", "gpt_oss_limit", "glm4_moe_plain", "granite_moe")
+"""Cases of families of which there is another."""
+
+
+def quick(*names: str, later: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """All cases, but for these in the tier of layouts, and those of `later` in the stress tier."""
+    marks = {name: pytest.mark.stress if name in later else pytest.mark.matrix for name in CASES}
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in names else mark) for name, mark in marks.items()]
+    )
+
+
+@torch.no_grad()
+def their_logits(model: Any, prompts: list[list[int]]) -> list[Tensor]:
+    return [model(torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts]
+
+
+@cache
+def expected(name: str) -> list[Tensor]:
+    return their_logits(expert_reference(name), PROMPTS)
+
+
+def worst_error(name: str, logits: list[Tensor]) -> float:
+    return max(map(relative_error, logits, expected(name)))
+
+
+def load(
+    folder: Path,
+    group: GroupHandle | None = None,
+    stage: Stage | None = None,
+    config: ModelConfig | None = None,
+    layout: ExpertLayout | None = None,
+    kernels: Kernels | None = None,
+) -> tuple[DecoderForCausalLM, LoadReport]:
+    """Packed by nobody."""
+    config = config or read_model_files(folder).model_config
+    context = LayerContext(
+        group or single_group(),
+        kernels or ReferenceKernels(),
+        SdpaBackend(),
+        torch.float32,
+        torch.device("cpu"),
+        layout,
+    )
+    model = build_model(context, config, stage)
+    with Checkpoint.open(folder) as checkpoint:
+        checkpoint.rename(config.names.canonical)
+        checkpoint.look_inside(model.places)
+        report = load_weights(
+            model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable
+        )
+    return model, report
+
+
+def new_model(*arguments: Any, **named: Any) -> DecoderForCausalLM:
+    return load(*arguments, **named)[0]
+
+
+def changed(name: str, folder: Path, change: Any) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    shutil.copytree(expert_folder(name), folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

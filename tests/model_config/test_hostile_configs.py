@@ -1,0 +1,173 @@
+"""Broken config.json files of every family: read, or refused in one sentence with a key, in bounded work and memory.
+
+What is read is used as a plan and a rank would use it before there are weights: sizes, memory, rotary frequencies.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hostile_configs import Broken, broken, real
+from model_types import MODEL_TYPES
+from stress_seed import SEED
+
+from spmd_worker.config.schema import ModelOptions, RunConfig
+from spmd_worker.errors import SpmdError
+from spmd_worker.layers.rotary import RotaryEmbedding
+from spmd_worker.memory.plan_text import describe_plan, make_plan
+from spmd_worker.model_config import config_reader
+from spmd_worker.model_config.model_config import FAMILIES, model_config_of
+from spmd_worker.resolved import resolve_run
+
+MOST_BYTES = 2**30
+MOST_CALLS = 1_000_000
+"""Python's, of which a plan of the largest model makes some ten thousands."""
+MOST_CHARACTERS = 600
+"""Of an error, without the names of the known architectures."""
+NUM_STRESS = 1_000
+
+
+def use(folder: Path) -> str | None:
+    """What a plan and a rank do before there are weights. The refusal, or None."""
+    run = RunConfig(model=ModelOptions(path=str(folder)), plan=True, device="cpu")
+    try:
+        resolved = resolve_run(run, "cpu")
+        describe_plan(make_plan(resolved))
+    except SpmdError as error:
+        return str(error)
+    config = resolved.model_config
+    for rope in config.ropes:
+        rotary = RotaryEmbedding(rope, config.head_size, config.max_position_embeddings, torch.device("cpu"))
+        regime = config.rope_regime(config.max_position_embeddings + 1, config.max_position_embeddings + 2)
+        angles = rotary.angles(torch.arange(2), torch.tensor([0, regime]), torch.float32)
+        assert angles.cos.isfinite().all(), rope
+    return None
+
+
+@contextmanager
+def bounded(most_calls: int = MOST_CALLS) -> Iterator[None]:
+    """No more address space than there is and MOST_BYTES, no more calls. Raises MemoryError or AssertionError."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    num_calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        del frame, argument
+        num_calls += event.endswith("call")
+        if num_calls > most_calls:
+            sys.setprofile(None)
+            raise AssertionError(f"more than {most_calls:,} calls")
+
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_BYTES, hard))
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def check(case: Broken, folder: Path) -> str | None:
+    """The refusal, or None where it is read."""
+    (folder / "config.json").write_text(case.text)
+    message = use(folder)
+    if message is None:
+        return None
+    words = message.partition("; known are ")[0]
+    assert message.isprintable(), words[:2000]
+    assert len(words) < MOST_CHARACTERS, words[:2000]
+    assert any(key in words for key in keys_of(case)), words
+    return message
+
+
+def keys_of(case: Broken) -> set[str]:
+    """Keys of the file that an error may be about: any, since what was changed may contradict what was not."""
+
+    def keys(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield key
+                yield from keys(inner)
+
+    changed = {str(key) for path in case.changed for key in path if isinstance(key, str)}
+    config = json.loads(case.text)
+    left_out = FAMILIES[config["architectures"][0]].defaults
+    return {key for key in {*changed, *left_out, *keys(config)} if len(key) > 1}
+
+
+def drawn(seed: int, number: int) -> Broken:
+    return broken(list(MODEL_TYPES), Random(f"{seed} {number}"))
+
+
+def test_every_family_is_among_the_real_ones():
+    assert set(MODEL_TYPES) == set(FAMILIES)
+
+
+@pytest.mark.stress
+def test_the_real_ones_are_read(tmp_path: Path):
+    for architecture in FAMILIES:
+        config = real(architecture, Random(0))
+        config.pop("quantization_config", None)
+        assert model_config_of(config, tmp_path / "config.json").num_parameters > 10_000_000, architecture
+
+
+def test_a_broken_config_is_read_or_refused_in_one_sentence_in_bounded_work(tmp_path: Path):
+    use_once(tmp_path)
+    refusals = check_all(36, tmp_path)
+    # Negative control: what is drawn is broken.
+    assert sum(each is not None for each in refusals) > 12
+
+
+def test_a_dynamic_rope_of_one_pair_divides_by_nothing(tmp_path: Path):
+    sizes = {"num_attention_heads": 2048, "num_key_value_heads": 2048, "rope_scaling": {"type": "dynamic", "factor": 2}}
+    (tmp_path / "config.json").write_text(json.dumps({**real("LlamaForCausalLM", Random(2)), **sizes}))
+    assert use(tmp_path) is None
+
+
+def check_all(num_cases: int, folder: Path) -> list[str | None]:
+    refusals = []
+    for number in range(num_cases):
+        case = drawn(1, number)
+        with bounded():
+            refusals.append(check(case, folder))
+    return refusals
+
+
+@pytest.mark.stress
+def test_a_thousand_broken_configs_are_read_or_refused_in_two_seconds_each(tmp_path: Path):
+    """Seconds of the processor, which other processes do not lengthen."""
+    use_once(tmp_path)
+    num_refused = 0
+    for number in range(NUM_STRESS):
+        case, start = drawn(SEED, number), time.process_time()
+        with bounded(sys.maxsize):
+            num_refused += check(case, tmp_path) is not None
+        assert time.process_time() - start < 2, case
+    assert num_refused > NUM_STRESS // 3
+
+
+def use_once(folder: Path) -> None:
+    """What is imported and allocated once is no broken file's doing."""
+    (folder / "config.json").write_text(json.dumps(real("LlamaForCausalLM", Random(1))))
+    use(folder)
+
+
+def as_it_is(value: Any, *_: Any) -> Any:
+    return value
+
+
+def test_the_check_sees_numbers_that_nobody_looks_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: without the rule for whole numbers some file ends in a traceback, or takes too much."""
+    use_once(tmp_path)
+    monkeypatch.setattr(config_reader, "whole_number", as_it_is)
+    with pytest.raises((TypeError, MemoryError, OverflowError)):
+        check_all(200, tmp_path)
