@@ -309,6 +309,7 @@ class LLM:
         rank order. Under torchrun each rank has one worker; with the multiproc backend, which takes names only, this
         process has them all. Raises what the executor raises: an error that says which rank and what.
         """
+        self.llm_engine.check_not_closed()
         return self.llm_engine.executor.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:

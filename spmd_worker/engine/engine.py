@@ -239,6 +239,7 @@ class LLMEngine:
         """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index` in call number
         `call`, else the order of requests that have neither names its randomness. `rope_regime` None is its own.
         """
+        self.check_not_closed()
         self.check_awake()
         request_id = RequestId(self.num_requests)
         if custom_id is None and index is None:
@@ -297,6 +298,7 @@ class LLMEngine:
         """From the next step on no request finds what is in the cache now. Running requests go on. Weights that were
         loaded since the last commit are committed: see `commit_weights`, also for what it raises.
         """
+        self.check_not_closed()
         if not self.weight_updates.is_held:
             self.commit_weights()
         self._events.append(ResetPrefixCache())
@@ -305,6 +307,7 @@ class LLMEngine:
         """What `function` returns for the model of each worker of this executor: see `LLM.apply_model`. It may have
         changed weights, also where it raises: from the next step on no request finds what is in the cache now.
         """
+        self.check_not_closed()
         try:
             return self.executor.collective_rpc("apply_model", args=(function,))
         finally:
@@ -336,6 +339,7 @@ class LLMEngine:
 
         Raises TypeError for what is no whole number, ValueError for one that does not fit 64 bits.
         """
+        self.check_not_closed()
         self._events.append(SetWeightVersion(version))
 
     def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
@@ -393,9 +397,13 @@ class LLMEngine:
 
     def check_open(self) -> None:
         """Raise RuntimeError for an engine that was closed, or failed in a step or between two."""
+        self.check_not_closed()
+        self._check_whole()
+
+    def check_not_closed(self) -> None:
+        """Raise RuntimeError for an engine that was closed."""
         if self.is_closed:
             raise RuntimeError("this LLM was closed: make a new one")
-        self._check_whole()
 
     def check_awake(self) -> None:
         """Raise RuntimeError for an engine of which something sleeps."""
@@ -421,6 +429,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step. Returns the requests that ended in it, in plan order. Raises RuntimeError while anything sleeps."""
+        self.check_not_closed()
         self.check_awake()
         self._commit_before_step()
         ended, self._ended = [*self._ended, *self._step()], []
