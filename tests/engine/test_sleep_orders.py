@@ -284,7 +284,7 @@ class SleepMachine(RuleBasedStateMachine):
 
 SHORT = settings(max_examples=4, stateful_step_count=40)
 LONG = settings(
-    max_examples=200, stateful_step_count=80, derandomize=False, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=1000, stateful_step_count=80, derandomize=False, database=None, suppress_health_check=list(HealthCheck)
 )
 
 
