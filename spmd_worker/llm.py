@@ -8,9 +8,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -35,11 +36,33 @@ from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sleep_tags import checked_level, checked_tags
 
 _Prepared = TypeVar("_Prepared")
+_Arguments = ParamSpec("_Arguments")
+
+
+def _in_one_thread(
+    *, is_alone: bool = False
+) -> Callable[
+    [Callable[Concatenate["LLM", _Arguments], _Prepared]], Callable[Concatenate["LLM", _Arguments], _Prepared]
+]:
+    """For methods that no two threads are in at a time (`OneCaller.inside`)."""
+
+    def guarded(
+        method: Callable[Concatenate["LLM", _Arguments], _Prepared],
+    ) -> Callable[Concatenate["LLM", _Arguments], _Prepared]:
+        @wraps(method)
+        def called(llm: "LLM", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Prepared:
+            with llm.llm_engine.calls.inside(method.__name__, is_alone=is_alone):
+                return method(llm, *args, **kwargs)
+
+        return called
+
+    return guarded
 
 
 class LLM:
     """An engine in this process, or this rank's replica of one. Close it, or use it as a context manager; what is
-    forgotten, or open when the interpreter ends, is closed then.
+    forgotten, or open when the interpreter ends, is closed then. One thread at a time calls it: while one is in a call,
+    those of others raise RuntimeError that says who is in which.
 
     `model` is a folder, or a name on the hub, `revision` of it; see `model.path` in the README. Arguments are named and
     mean what they mean in vLLM; `num_blocks` makes a cache of a fixed size, `swap_space` and
@@ -256,9 +279,10 @@ class LLM:
         RankFailedError with its words from the call they make or from the end of their block. The engine can be used
         again.
         """
-        self.llm_engine.check_open()
-        with self._turns.block():
-            yield
+        with self.llm_engine.calls.inside("turns", is_alone=True):
+            self.llm_engine.check_open()
+            with self._turns.block():
+                yield
 
     def beam_search(
         self,
@@ -298,6 +322,7 @@ class LLM:
         """
         return self.llm_engine.default_sampling.clone()
 
+    @_in_one_thread()
     def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -309,6 +334,7 @@ class LLM:
         rank order. Under torchrun each rank has one worker; with the multiproc backend, which takes names only, this
         process has them all. Raises what the executor raises: an error that says which rank and what.
         """
+        self.llm_engine.check_not_closed()
         return self.llm_engine.executor.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
@@ -324,6 +350,7 @@ class LLM:
         """
         return self.llm_engine.apply_model(function)
 
+    @_in_one_thread()
     def worker_event(self, name: str, payload: Any = None, *, reset_prefix_cache: bool = False) -> list[Any]:
         """Change the state of all workers, between the same two steps on every rank, or of none.
 
@@ -378,6 +405,7 @@ class LLM:
         """
         self.llm_engine.set_weight_version(version)
 
+    @_in_one_thread()
     def start_weight_update(self, *, partial: bool = False) -> None:
         """New weights come, by `update_weights` or the model's own `load_weights`, and nothing is computed before
         `finish_weight_update`. `partial`: those that do not come stay as they are, which is an error otherwise.
@@ -388,6 +416,7 @@ class LLM:
         self.llm_engine.check_open()
         self.llm_engine.weight_updates.hold(is_partial=partial)
 
+    @_in_one_thread()
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]] | None, *, source: int | None = None) -> None:
         """Load whole tensors by their checkpoint names: any of them, in any order, of any floating-point dtype, from
         any device. Every rank gives the same; nothing is exchanged. Each rank takes its slices, in place.
@@ -406,6 +435,7 @@ class LLM:
         executor: Any = self.llm_engine.model_executor  # with a worker in this process, unless it says why not
         executor.driver_worker.model_runner.model.load_weights(tensors)
 
+    @_in_one_thread()
     def finish_weight_update(self) -> None:
         """Commit what was loaded: nothing that was cached before is found. Every rank calls this.
 
@@ -437,6 +467,7 @@ class LLM:
             raise
         self.finish_weight_update()
 
+    @_in_one_thread(is_alone=True)
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`, on every rank or on none; every rank calls this, with no request
         unanswered. `level` 1 keeps the weights, in host memory, and drops the cache; 2 drops both. The CPU's weights
@@ -459,6 +490,7 @@ class LLM:
 
         self.llm_engine.sleep(self._agree("sleep", prepare))
 
+    @_in_one_thread(is_alone=True)
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again for what sleeps: all of it, or `tags`, "weights" and "kv_cache", in any order and in one
         call or two; what is awake is passed over. Sizes are those from before. Every rank calls this.
@@ -489,6 +521,7 @@ class LLM:
         """What sleeps: "weights", "kv_cache", both or nothing."""
         return self.llm_engine.executor.sleeping_tags
 
+    @_in_one_thread(is_alone=True)
     def reinitialize_distributed(
         self,
         *,

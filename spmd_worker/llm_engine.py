@@ -1,5 +1,6 @@
 """An engine as scripts for vLLM drive it by hand: requests with names, prompts in any form, outputs as they come."""
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +20,8 @@ class LLMEngine:
     """vLLM's names over an engine (`engine`, whose other methods are here too), as `from_engine_args` starts it, or as
     an `LLM` has it: `LLMEngine(llm.llm_engine)`.
 
-    Under torchrun every rank of a replica makes the same calls, in the same order.
+    Under torchrun every rank of a replica makes the same calls, in the same order; or one rank alone makes them, while
+    the others are in `follow`. `add_request` and `abort_request` may come from any thread while another steps.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -27,6 +29,8 @@ class LLMEngine:
         self._numbers: dict[str, RequestId] = {}
         self._names: dict[RequestId, str] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
+        # A request may end before the thread that added it has noted its name.
+        self._lock = threading.Lock()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> "LLMEngine":
@@ -63,8 +67,6 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={request_id!r} is a {type(request_id).__name__}: give text")
-        if request_id in self._numbers:
-            raise ValueError(f"request_id={request_id!r} is the name of a request that has not ended: give another")
         asked = [name for name, value in others.items() if value]
         if asked:
             raise ValueError(f"{asked[0]}={others[asked[0]]!r} is refused: a request is a prompt and its parameters")
@@ -73,10 +75,13 @@ class LLMEngine:
         encoded = encode_prompt(prompt, self.engine.need_tokenizer)
         if encoded.error is not None:
             raise ValueError(encoded.error)
-        number = self.engine.add_request(encoded.token_ids, params, prompt=encoded.text)
-        self._numbers[request_id], self._names[number] = number, request_id
-        if params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            self._partials[number] = PartialOutputs(params.output_kind, encoded.text, self.engine.tokenizer)
+        with self._lock:
+            if request_id in self._numbers:
+                raise ValueError(f"request_id={request_id!r} is the name of a request that has not ended: give another")
+            number = self.engine.add_request(encoded.token_ids, params, prompt=encoded.text)
+            self._numbers[request_id], self._names[number] = number, request_id
+            if params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                self._partials[number] = PartialOutputs(params.output_kind, encoded.text, self.engine.tokenizer)
         return request_id
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -84,17 +89,21 @@ class LLMEngine:
         request has, or has no more, is not an error.
         """
         names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self.engine.abort_request([self._numbers[name] for name in names if name in self._numbers])
+        with self._lock:
+            numbers = [self._numbers[name] for name in names if name in self._numbers]
+        self.engine.abort_request(numbers)
 
     def step(self) -> list[RequestOutput]:
         """One step: the requests that ended in it, and those with new tokens that want outputs before."""
-        outputs = [self._ended(output) for output in self.engine.step()]
-        for number, partial in self._partials.items():
-            group = self.engine.scheduler.queues.groups.get(number)
-            output = partial.partial(group, self.engine.request_metrics(group)) if group is not None else None
-            if output is not None:
-                output.request_id = self._names[number]
-                outputs.append(output)
+        ended = self.engine.step()
+        with self._lock:
+            outputs = [self._ended(output) for output in ended]
+            for number, partial in self._partials.items():
+                group = self.engine.scheduler.queues.groups.get(number)
+                output = partial.partial(group, self.engine.request_metrics(group)) if group is not None else None
+                if output is not None:
+                    output.request_id = self._names[number]
+                    outputs.append(output)
         return outputs
 
     def get_num_unfinished_requests(self) -> int:

@@ -65,6 +65,18 @@ class PromptCalls:
         use_tqdm: UseTqdm = False,
     ) -> list[RequestOutput]:
         """`call` is what the user called. What `encode` raises is this rank's error, and the others hear of it."""
+        with self._engine.calls.inside(call, is_alone=True):
+            return self._run(call, encode, sampling_params, on_error, gather, use_tqdm)
+
+    def _run(
+        self,
+        call: str,
+        encode: Callable[[], list[Encoded]],
+        sampling_params: Params,
+        on_error: OnError,
+        gather: bool,
+        use_tqdm: UseTqdm,
+    ) -> list[RequestOutput]:
         engine, replicas = self._engine, self._replicas
         # Without asking the others: a rank that cannot go on has no channel, or was the cause of their errors already.
         engine.check_open()
@@ -133,6 +145,12 @@ class PromptCalls:
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: Any, use_tqdm: UseTqdm
     ) -> list[BeamSearchOutput]:
         """As `LLM.beam_search`."""
+        with self._engine.calls.inside("beam_search", is_alone=True):
+            return self._search(prompts, params, lora_request, use_tqdm)
+
+    def _search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: Any, use_tqdm: UseTqdm
+    ) -> list[BeamSearchOutput]:
         engine = self._engine
         engine.check_open()
 

@@ -1,4 +1,5 @@
-"""What is done a thousand times leaves nothing behind: calls, engines, jobs and steps, on one rank and on two.
+"""What is done a thousand times leaves nothing behind: calls, engines, jobs, steps and cycles of sleep and new weights,
+on one rank and on two.
 
 The stress tier prints the figures. In the gate the same is done a few times, where descriptors, threads, children and
 files are counted and memory is not.
@@ -35,6 +36,26 @@ COMMON = f"""
     def leaking_calls():
         call, kept = calls(), []
         return lambda: (call(), kept.append(bytearray(1 << 18)))
+
+    def cycles():
+        # As a trainer that sleeps while it computes; every other time the weights stay.
+        from safetensors.torch import load_file
+        llm, number = new_llm(), iter(range(10**9))
+        load = llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
+        def one():
+            level = 1 + next(number) % 2
+            llm.sleep(level)
+            llm.wake_up(["weights"])
+            if level == 2:
+                load(load_file({str(MODEL / "model.safetensors")!r}).items())
+            else:
+                with llm.weight_update() as put:
+                    for name, tensor in load_file({str(MODEL / "model.safetensors")!r}).items():
+                        put(name, tensor)
+            llm.reset_prefix_cache()
+            llm.wake_up(["kv_cache"])
+            llm.generate(prompts, params, use_tqdm=False)
+        return one
 
     def engines():
         def one():
@@ -83,7 +104,7 @@ def run(what: str, count: int, size: int, max_bytes: int, folder: Any) -> tuple[
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("what", "size"), [("calls", 2), ("engines", 2), ("jobs", 1)])
+@pytest.mark.parametrize(("what", "size"), [("calls", 2), ("cycles", 2), ("engines", 2), ("jobs", 1)])
 def test_a_few_leave_no_descriptor_thread_child_or_file(what: str, size: int, tmp_path):
     returncode, lines, output = run(what, 8, size, 1 << 40, tmp_path)
     assert returncode == 0, output
@@ -98,7 +119,7 @@ def test_the_count_sees_what_is_left_behind(tmp_path):
     assert "resident_bytes grew" in str(lines), output
 
 
-MANY = [("jobs", 100, 1)]
+MANY = [("jobs", 100, 1), ("cycles", 100, 1), ("cycles", 100, 2)]
 MANY += [(what, count, size) for size in (1, 2) for what, count in (("calls", 1000), ("engines", 200), ("steps", 400))]
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from spmd_worker.compat.metrics import Metric, engine_metrics
 from spmd_worker.compat.script_tokenizer import script_tokenizer
+from spmd_worker.engine.one_caller import OneCaller
 from spmd_worker.engine.outputs import request_output
 from spmd_worker.engine.pipeline import StepPipeline
 from spmd_worker.engine.request_times import RequestTimes
@@ -90,7 +91,11 @@ def _release(
 
 
 class LLMEngine:
-    """Use `start_engine`. Every rank of a replica makes the same calls of `step`, in the same order."""
+    """Use `start_engine`. Every rank of a replica makes the same calls of `step`, in the same order.
+
+    One thread at a time is in a call that drives the engine; `add_request` and `abort_request` may come from any thread
+    while another steps. What breaks this is a RuntimeError that names both threads and calls (`OneCaller`).
+    """
 
     def __init__(
         self,
@@ -122,6 +127,7 @@ class LLMEngine:
         self.release = partial(
             _release, self.times.heartbeat, (lockstep, channel, self.engine_channel), executor, watchdog
         )
+        self.calls = OneCaller()
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
         self._request_times = RequestTimes()
@@ -239,6 +245,20 @@ class LLMEngine:
         """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index` in call number
         `call`, else the order of requests that have neither names its randomness. `rope_regime` None is its own.
         """
+        with self.calls.queueing("add_request"):
+            return self._admit(prompt_token_ids, sampling, prompt, custom_id, index, call, rope_regime)
+
+    def _admit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        prompt: str | None,
+        custom_id: str | None,
+        index: int | None,
+        call: int,
+        rope_regime: int | None,
+    ) -> RequestId:
+        self.check_not_closed()
         self.check_awake()
         request_id = RequestId(self.num_requests)
         if custom_id is None and index is None:
@@ -274,7 +294,9 @@ class LLMEngine:
         Ids are what `add_request` returned or what outputs have; one of no unfinished request is not an error. Raises
         TypeError for what is no id, and none is ended then.
         """
-        self._events += [Abort(each) for each in as_request_ids(request_ids) if each in self._prompts]
+        numbers = as_request_ids(request_ids)
+        with self.calls.queueing("abort_request"):
+            self._events += [Abort(each) for each in numbers if each in self._prompts]
 
     def watch_steps(self, write: Callable[[StepStats], None]) -> None:
         """Have every step from now on described to `write`."""
@@ -297,19 +319,23 @@ class LLMEngine:
         """From the next step on no request finds what is in the cache now. Running requests go on. Weights that were
         loaded since the last commit are committed: see `commit_weights`, also for what it raises.
         """
-        if not self.weight_updates.is_held:
-            self.commit_weights()
-        self._events.append(ResetPrefixCache())
+        with self.calls.inside("reset_prefix_cache"):
+            self.check_not_closed()
+            if not self.weight_updates.is_held:
+                self.commit_weights()
+            self._events.append(ResetPrefixCache())
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """What `function` returns for the model of each worker of this executor: see `LLM.apply_model`. It may have
         changed weights, also where it raises: from the next step on no request finds what is in the cache now.
         """
-        try:
-            return self.executor.collective_rpc("apply_model", args=(function,))
-        finally:
-            if not (self._events and isinstance(self._events[-1], ResetPrefixCache)):
-                self._events.append(ResetPrefixCache())
+        with self.calls.inside("apply_model"):
+            self.check_not_closed()
+            try:
+                return self.executor.collective_rpc("apply_model", args=(function,))
+            finally:
+                if not (self._events and isinstance(self._events[-1], ResetPrefixCache)):
+                    self._events.append(ResetPrefixCache())
 
     def commit_weights(self, *, is_partial: bool = False) -> None:
         """What was loaded into the model is complete, or meant to be part of it where `is_partial`: nothing that was
@@ -321,7 +347,8 @@ class LLMEngine:
         event = self.weight_updates.commit(is_partial=is_partial)
         if event is not None:
             # Before the requests that wait to be admitted.
-            self._events = [event, *(each for each in self._events if not isinstance(each, CommitWeights))]
+            with self.calls.lock:
+                self._events = [event, *(each for each in self._events if not isinstance(each, CommitWeights))]
             logger.info("%d new weights are committed as version %d", event.num_tensors, event.version)
 
     def complete_weights(self) -> None:
@@ -336,7 +363,9 @@ class LLMEngine:
 
         Raises TypeError for what is no whole number, ValueError for one that does not fit 64 bits.
         """
-        self._events.append(SetWeightVersion(version))
+        with self.calls.inside("set_weight_version"):
+            self.check_not_closed()
+            self._events.append(SetWeightVersion(version))
 
     def worker_event(self, name: str, payload: Any = None, then: Sequence[Event] = ()) -> list[Any]:
         """Change every worker between the same two steps, or none: all call their `prepare_NAME(payload)`, and when all
@@ -352,25 +381,28 @@ class LLMEngine:
         for event in given:
             if not isinstance(event, CommittedWith):
                 raise TypeError(f"then has {event!r}: give ResetPrefixCache, SetWeightVersion or CommitWeights events")
-        self.complete_weights()
-        return self._run_worker_event(name, payload, given)
+        with self.calls.inside("worker_event"):
+            self.complete_weights()
+            return self._run_worker_event(name, payload, given)
 
     def sleep(self, level: int = 1) -> None:
         """As `LLM.sleep`."""
-        self.check_idle_or_asleep()
-        if checked_level(level) == 1:
-            self.commit_weights()
-        # Cached blocks go with their memory, and so do transfers of theirs that have not ended.
-        self._run_worker_event(SLEEP, level, [ResetPrefixCache()])
+        with self.calls.inside("sleep", is_alone=True):
+            self.check_idle_or_asleep()
+            if checked_level(level) == 1:
+                self.commit_weights()
+            # Cached blocks go with their memory, and so do transfers of theirs that have not ended.
+            self._run_worker_event(SLEEP, level, [ResetPrefixCache()])
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """As `LLM.wake_up`."""
-        self.check_idle_or_asleep()
-        waking = [tag for tag in checked_tags(tags) if tag in self.executor.sleeping_tags]
-        if not self.weight_updates.has_missing:
-            self.commit_weights()
-        if waking:
-            self._run_worker_event(WAKE_UP, waking)
+        with self.calls.inside("wake_up", is_alone=True):
+            self.check_idle_or_asleep()
+            waking = [tag for tag in checked_tags(tags) if tag in self.executor.sleeping_tags]
+            if not self.weight_updates.has_missing:
+                self.commit_weights()
+            if waking:
+                self._run_worker_event(WAKE_UP, waking)
 
     def _run_worker_event(self, name: str, payload: Any, then: Sequence[Event] = ()) -> list[Any]:
         event = self._worker_events.new(name, payload)
@@ -393,9 +425,13 @@ class LLMEngine:
 
     def check_open(self) -> None:
         """Raise RuntimeError for an engine that was closed, or failed in a step or between two."""
+        self.check_not_closed()
+        self._check_whole()
+
+    def check_not_closed(self) -> None:
+        """Raise RuntimeError for an engine that was closed."""
         if self.is_closed:
             raise RuntimeError("this LLM was closed: make a new one")
-        self._check_whole()
 
     def check_awake(self) -> None:
         """Raise RuntimeError for an engine of which something sleeps."""
@@ -421,23 +457,27 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step. Returns the requests that ended in it, in plan order. Raises RuntimeError while anything sleeps."""
-        self.check_awake()
-        self._commit_before_step()
-        ended, self._ended = [*self._ended, *self._step()], []
-        return [self._output(group) for group in ended]
+        with self.calls.inside("step"):
+            self.check_not_closed()
+            self.check_awake()
+            self._commit_before_step()
+            ended, self._ended = [*self._ended, *self._step()], []
+            return [self._output(group) for group in ended]
 
     def follow(self) -> None:
         """Run steps until rank 0 closes: the loop of a rank that has no requests of its own."""
-        while not self.is_closed:
-            self._commit_before_step()
-            self._step()
+        with self.calls.inside("follow", is_alone=True):
+            while not self.is_closed:
+                self._commit_before_step()
+                self._step()
 
     def close_followers(self) -> None:
         """Rank 0 only: end the `follow` loops. The engine takes no more requests."""
-        self._events.append(Close())
-        while not self.is_closed:
-            self._commit_before_step()
-            self._step()
+        with self.calls.inside("close_followers", is_alone=True):
+            self._events.append(Close())
+            while not self.is_closed:
+                self._commit_before_step()
+                self._step()
 
     def follow_round(self) -> None:
         """Run steps until the leader ends the round: for ranks that do not know which requests their replica has."""
@@ -453,8 +493,9 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Give back memory and groups. Idempotent; every rank calls it."""
-        self.is_closed = True
-        self.release()
+        with self.calls.inside("close", is_alone=True):
+            self.is_closed = True
+            self.release()
 
     def continue_from(self, engine: "LLMEngine") -> None:
         """Go on counting where `engine`, in whose place this one stands, ended: no number names two things."""
@@ -523,7 +564,8 @@ class LLMEngine:
         finished_transfers = self.lockstep.take_finished_transfers()
         if finished_transfers:
             self._events.insert(0, FinishTransfers(finished_transfers))
-        events, self._events = tuple(self._events), []
+        with self.calls.lock:
+            events, self._events = tuple(self._events), []
         self.times.end("schedule")
         agreed = self.lockstep.agree(
             plan,

@@ -37,8 +37,13 @@ class WorkerWrapper:
 
     @property
     def model_runner(self) -> Any:
-        """The worker's: `model_runner.model.load_weights(...)` is where trainers put new weights."""
-        return self.worker.model_runner if self.worker is not None else None
+        """The worker's: `model_runner.model.load_weights(...)` is where trainers put new weights. Raises RuntimeError
+        where there is none.
+        """
+        runner = None if self.worker is None else self.worker.model_runner
+        if runner is None:
+            raise RuntimeError("this worker has no model: its LLM was closed, or has not started")
+        return runner
 
     def adjust_rank(self, rank_mapping: Mapping[int, int]) -> None:
         """Renumber this worker, once all exist: `rpc_rank` by the mapping, and `global_rank` where both are one."""

@@ -1,0 +1,241 @@
+"""Threads beside the one that steps: requests may come from any of them, everything else is refused in one sentence.
+
+As a script it is one of several ranks: rank 0 is asked by threads, the others follow.
+"""
+
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from test_weight_updates import open_llm
+
+from spmd_worker import LLM, LLMEngine, RequestOutput, SamplingParams
+
+PROMPTS = [f"add {number} {7 * number % 10} =" for number in range(24)]
+LIMIT_S = 60.0
+
+
+def params(index: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=index, max_tokens=6, ignore_eos=True, logprobs=0)
+
+
+def in_words(output: RequestOutput) -> Any:
+    return [output.outputs[0].token_ids, output.outputs[0].cumulative_logprob]
+
+
+def answers(llm: LLM) -> dict[str, Any]:
+    outputs = llm.generate(PROMPTS, [params(index) for index in range(len(PROMPTS))], use_tqdm=False)
+    return {str(index): in_words(output) for index, output in enumerate(outputs)}
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with open_llm() as made:
+        yield made
+
+
+def asked_by_threads(llm: LLM, num_threads: int = 4) -> dict[str, Any]:
+    """Every thread asks for its part of the prompts, one after the other as they are answered; this one steps."""
+    engine, found = LLMEngine(llm.llm_engine), dict[str, Any]()
+    boxes: dict[str, queue.SimpleQueue[RequestOutput]] = {}
+    left = list(range(num_threads))
+
+    def ask(first: int) -> None:
+        for index in range(first, len(PROMPTS), num_threads):
+            boxes[str(index)] = queue.SimpleQueue()
+            engine.add_request(f"{index} aborted", PROMPTS[0], params(index))
+            engine.add_request(str(index), PROMPTS[index], params(index))
+            engine.abort_request(f"{index} aborted")
+            found[str(index)] = in_words(boxes[str(index)].get(timeout=LIMIT_S))
+        left.pop()
+
+    threads = [threading.Thread(target=ask, args=(first,), name=f"asks {first}") for first in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    while left:
+        for output in engine.step():
+            assert output.finished
+            if output.request_id in boxes:
+                boxes[output.request_id].put(output)
+    for thread in threads:
+        thread.join(LIMIT_S)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return found
+
+
+def test_requests_of_any_thread_are_answered_as_those_of_one_call(llm: LLM):
+    expected = answers(llm)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert asked_by_threads(llm) == expected
+    finally:
+        sys.setswitchinterval(interval)
+    assert answers(llm) == expected
+
+
+class Interrupted(list[Any]):
+    """Events of which a step takes what is there, and then something happens before it has forgotten them."""
+
+    def __init__(self, events: list[Any], happens: Callable[[], None]) -> None:
+        super().__init__(events)
+        self._happens = happens
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list.__iter__(self)
+        self._happens()
+
+
+class WantedLock:
+    """A lock that tells when a thread waits for it."""
+
+    def __init__(self) -> None:
+        self.wanted, self._lock = threading.Event(), threading.Lock()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class NoLock:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def added_while_a_step_takes_events(llm: LLM, lock: Any, until: Callable[[threading.Thread], object]) -> int:
+    """How many requests are answered, of two of which the second came in the worst moment."""
+    engine = llm.llm_engine
+    engine.calls.lock = lock
+    thread = threading.Thread(target=lambda: engine.add_request([7, 8], params(1)))
+    engine.add_request([3, 4], params(0))
+    engine._events = Interrupted(engine._events, lambda: (thread.start(), until(thread)))
+    num_answered = len(engine.step())
+    thread.join(LIMIT_S)
+    for _ in range(20):
+        num_answered += len(engine.step())
+    return num_answered
+
+
+def test_a_request_that_comes_while_a_step_takes_the_others_is_not_lost(llm: LLM):
+    lock = WantedLock()
+    assert added_while_a_step_takes_events(llm, lock, lambda _: lock.wanted.wait(LIMIT_S)) == 2
+
+
+def test_without_the_lock_it_would_be(llm: LLM):
+    """Negative control."""
+    assert added_while_a_step_takes_events(llm, NoLock(), lambda thread: thread.join(LIMIT_S)) == 1
+
+
+CALLS: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: llm.generate([[3]], use_tqdm=False),
+    "score_tokens": lambda llm: llm.score_tokens([[3]], [[4]]),
+    "turns": lambda llm: llm.turns().__enter__(),
+    "step": lambda llm: llm.llm_engine.step(),
+    "follow": lambda llm: llm.llm_engine.follow(),
+    "sleep": lambda llm: llm.sleep(),
+    "wake_up": lambda llm: llm.wake_up(),
+    "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+    "set_weight_version": lambda llm: llm.set_weight_version(3),
+    "update_weights": lambda llm: llm.update_weights([]),
+    "start_weight_update": lambda llm: llm.start_weight_update(),
+    "finish_weight_update": lambda llm: llm.finish_weight_update(),
+    "collective_rpc": lambda llm: llm.collective_rpc("get_model_inspection"),
+    "apply_model": lambda llm: llm.apply_model(lambda model: None),
+    "worker_event": lambda llm: llm.worker_event("stop_profile"),
+    "reinitialize_distributed": lambda llm: llm.reinitialize_distributed(),
+    "close": lambda llm: llm.close(),
+}
+QUEUES: dict[str, Callable[[LLM], object]] = {
+    "add_request": lambda llm: llm.llm_engine.add_request([3], params(0)),
+    "abort_request": lambda llm: llm.llm_engine.abort_request("0"),
+}
+
+
+def tried_meanwhile(llm: LLM, calls: dict[str, Callable[[LLM], object]], drive: Callable[[], object]) -> dict[str, str]:
+    """What each call says from another thread in the middle of `drive`; nothing where it is let through."""
+    said: dict[str, str] = {}
+
+    def try_them() -> None:
+        for name, call in calls.items():
+            try:
+                call(llm)
+            except RuntimeError as error:
+                said[name] = str(error)
+
+    def in_a_step(_: object) -> None:
+        if not said and not is_done:
+            is_done.append(True)
+            thread = threading.Thread(target=try_them, name="other")
+            thread.start()
+            thread.join(LIMIT_S)
+
+    is_done: list[bool] = []
+    llm.llm_engine.watch_steps(in_a_step)
+    drive()
+    assert is_done
+    return said
+
+
+def test_one_thread_at_a_time_drives_and_is_named(llm: LLM):
+    expected = answers(llm)
+    said = tried_meanwhile(llm, CALLS | QUEUES, lambda: llm.generate(PROMPTS[:2], params(0), use_tqdm=False))
+    main = threading.current_thread().name
+    assert list(said) == list(CALLS | QUEUES)
+    for name, words in said.items():
+        assert words == (
+            f"{name} was called in thread 'other' while thread {main!r} is in generate: one thread at a time drives an "
+            f"LLM; others may call llm_engine.add_request and abort_request while one calls llm_engine.step"
+        )
+    llm.llm_engine.add_request([7], params(0))
+    said = tried_meanwhile(llm, CALLS | QUEUES, llm.llm_engine.step)
+    assert list(said) == list(CALLS)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    assert answers(llm) == expected
+
+
+def test_one_after_the_other_threads_may_call_anything(llm: LLM):
+    expected, found = answers(llm), list[Any]()
+    thread = threading.Thread(target=lambda: found.append(answers(llm)))
+    thread.start()
+    thread.join(LIMIT_S)
+    assert found == [expected] == [answers(llm)]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_threads_of_rank_0_ask_while_the_others_follow(layout: dict[str, int], tmp_path: Path):
+    done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=90)
+    assert done.returncode == 0, done.output
+    seen = json.loads((tmp_path / "0.json").read_text())
+    assert seen["by threads"] == seen["by one call"]
+
+
+def main(layout: dict[str, int], folder: Path) -> None:
+    with open_llm(**layout) as llm:
+        seen = {"by one call": answers(llm)}
+        if os.environ["RANK"] == "0":
+            seen["by threads"] = asked_by_threads(llm)
+            llm.llm_engine.close_followers()
+        else:
+            llm.llm_engine.follow()
+        (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
