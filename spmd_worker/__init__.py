@@ -10,6 +10,8 @@ _OFFERED = {
     "EngineArgs": "spmd_worker.compat.engine_args",
     "PromptsRefusedError": "spmd_worker.errors",
     "SamplingParams": "spmd_worker.sequence.sampling_params",
+    "StructuredOutputsParams": "spmd_worker.sequence.structured_outputs",
+    "GuidedDecodingParams": "spmd_worker.sequence.structured_outputs",
     "RequestOutputKind": "spmd_worker.sequence.sampling_params",
     "RequestOutput": "spmd_worker.sequence.outputs",
     "CompletionOutput": "spmd_worker.sequence.outputs",
@@ -21,11 +23,13 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
+    "GuidedDecodingParams",
     "LLMEngine",
     "PromptsRefusedError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "WorkerEventError",
 ]
 

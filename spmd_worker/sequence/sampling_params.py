@@ -12,6 +12,7 @@ from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final
 
 from spmd_worker.sequence.record_checks import INT64, NOT_SENT, Integer65, sent_fields
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams, as_structured_outputs
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """At or below this temperature sampling is greedy: dividing by less would overflow float32 logits."""
@@ -44,6 +45,10 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "bad_words_ids": "only here: bad words as token ids",
     "truncate_prompt_tokens": "as in older vLLM; -1 leaves room for `max_tokens`",
     "skip_reading_prefix_cache": "`prompt_logprobs` implies it",
+    "structured_outputs": "a mapping too; needs the extra `structured`; the answer ends with an end-of-sequence token, "
+    "allowed exactly where the form can end, also before `min_tokens` where nothing else is; not with `ignore_eos`; "
+    "`structural_tag` is refused",
+    "guided_decoding": "the older name of `structured_outputs`, which it becomes",
     "output_kind": "FINAL_ONLY unless asked for: `llm_engine.step` gives outputs of requests that have ended",
 }
 """What a field does otherwise than in vLLM, in words."""
@@ -62,8 +67,6 @@ REFUSED: Final[Mapping[str, str]] = {
         "ranks must agree on every logit and a log must replay it, which code of the caller's cannot promise: use "
         "allowed_token_ids, bad_words or logit_bias"
     ),
-    "structured_outputs": "constrained decoding does not exist here yet: leave it out, or use allowed_token_ids",
-    "guided_decoding": "constrained decoding does not exist here yet: leave it out, or use allowed_token_ids",
     "use_beam_search": "beams are searched by LLM.beam_search: leave it out",
     "thinking_token_budget": "nothing here knows where thinking ends: use max_tokens or stop",
     "repetition_detection": "nothing here ends a row that repeats itself: use repetition_penalty or frequency_penalty",
@@ -105,7 +108,8 @@ class SamplingParams(_Freezable):
     space, as the model's tokenizer spells them; `bad_words_ids` are the same as token ids, each a sequence whose last
     token is forbidden where prompt and output end in those before it. What would leave no token at all to sample is not
     forbidden. `truncate_prompt_tokens` k keeps the last k tokens of the prompt, -1 as many as leave room for
-    `max_tokens`. `skip_reading_prefix_cache`: nothing of the prompt is taken from the cache.
+    `max_tokens`. `skip_reading_prefix_cache`: nothing of the prompt is taken from the cache. `structured_outputs` is
+    the form that the whole answer has; no other parameter makes a token possible that the form forbids.
 
     Fields may be assigned: a request takes a frozen copy, in which everything is checked again. What `WITHOUT_EFFECT`
     and `REFUSED` name is here so that scripts for vLLM run, or say why not.
@@ -137,6 +141,7 @@ class SamplingParams(_Freezable):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = field(default=RequestOutputKind.FINAL_ONLY, metadata=NOT_SENT)
     extra_args: dict[str, Any] | None = field(default=None, metadata=NOT_SENT)
     flat_logprobs: bool = field(default=False, metadata=NOT_SENT)
@@ -144,7 +149,6 @@ class SamplingParams(_Freezable):
     stream_interval: int | None = field(default=None, metadata=NOT_SENT)
     skip_clone: bool = field(default=False, metadata=NOT_SENT)
     logits_processors: Any = field(default=None, metadata=NOT_SENT)
-    structured_outputs: Any = field(default=None, metadata=NOT_SENT)
     guided_decoding: Any = field(default=None, metadata=NOT_SENT)
     use_beam_search: Any = field(default=False, metadata=NOT_SENT)
     thinking_token_budget: Any = field(default=None, metadata=NOT_SENT)
@@ -243,6 +247,7 @@ class SamplingParams(_Freezable):
         """Check every rule; ValueError names key, value and rule. What is frozen has been checked."""
         if getattr(self, "_is_frozen", False):
             return
+        self._take_older_name()
         self._check_types()
         self._check_ranges()
         for name, reason in REFUSED.items():
@@ -250,6 +255,13 @@ class SamplingParams(_Freezable):
             # 0, False and what is empty ask for nothing, as None does.
             if value:
                 raise ValueError(f"{name}={repr(value)[:80]} is refused: {reason}")
+
+    def _take_older_name(self) -> None:
+        if self.guided_decoding is None:
+            return
+        if self.structured_outputs not in (None, self.guided_decoding):
+            raise ValueError("structured_outputs and guided_decoding, its older name, differ: give one")
+        self.structured_outputs, self.guided_decoding = self.guided_decoding, None
 
     def _check_types(self) -> None:
         integers = ("n", "top_k", "min_tokens")
@@ -281,6 +293,11 @@ class SamplingParams(_Freezable):
             raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={list(self.stop)!r} needs detokenize=true: stop strings are found in the text")
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise ValueError(
+                "ignore_eos=True with structured_outputs: an answer in a given form ends with an end-of-sequence "
+                "token; leave one out"
+            )
 
     def _rules(self) -> tuple[tuple[str, bool, str], ...]:
         return (
@@ -441,6 +458,8 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "bad_words_ids": _as_bad_words_ids,
     "allowed_token_ids": _as_allowed_token_ids,
     "output_kind": _as_output_kind,
+    "structured_outputs": as_structured_outputs,
+    "guided_decoding": as_structured_outputs,
     **{
         name: _float_of(name)
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

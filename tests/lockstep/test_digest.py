@@ -82,6 +82,7 @@ def test_every_change_of_every_record_counts_and_no_two_count_alike():
         {"logit_bias": {1: 2.0}},
         {"detokenize": False},
         {"skip_special_tokens": False},
+        {"structured_outputs": {"regex": "a+"}},
     ],
     ids=lambda changed: next(iter(changed)),
 )
