@@ -28,7 +28,7 @@ from transformers import (
 )
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 300,
+    "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
