@@ -29,9 +29,18 @@ from spmd_worker.data_parallel.replicas import open_replicas
 from spmd_worker.data_parallel.weights import broadcast_weights
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.startup import read_run, restart_engine, start_engine
+from spmd_worker.pooling_calls import GivenParams, PoolingCalls
 from spmd_worker.prompt_calls import Messages, OnError, PromptCalls, UseTqdm
 from spmd_worker.sequence.events import ResetPrefixCache
-from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sleep_tags import checked_level, checked_tags
 
@@ -100,6 +109,10 @@ class LLM:
         load_format: str = "auto",
         logprobs_mode: str = "raw_logprobs",
         allow_nonfinite: bool = False,
+        runner: str | None = "auto",
+        pooling_type: str | None = None,
+        classifier_from_token: list[str] | None = None,
+        allow_any_dimensions: bool = False,
         distributed_executor_backend: str | type | None = "auto",
         worker_cls: str | type | None = None,
         worker_extension_cls: str | type | None = None,
@@ -136,6 +149,10 @@ class LLM:
             "load_format": load_format,
             "logprobs_mode": logprobs_mode,
             "allow_nonfinite": allow_nonfinite,
+            "runner": runner,
+            "pooling_type": pooling_type,
+            "classifier_from_token": classifier_from_token,
+            "allow_any_dimensions": allow_any_dimensions,
             "distributed_executor_backend": distributed_executor_backend,
             "worker_cls": worker_cls,
             "worker_extension_cls": worker_extension_cls,
@@ -161,6 +178,7 @@ class LLM:
         replicas = open_replicas(self.llm_engine)
         self._turns = Turns(self.llm_engine, replicas)
         self._prompt_calls = PromptCalls(self.llm_engine, replicas, self._turns)
+        self._pooling_calls = PoolingCalls(self.llm_engine, self._prompt_calls)
 
     def generate(
         self,
@@ -268,6 +286,136 @@ class LLM:
         """
         return self._prompt_calls.score_tokens(prompts, completions, sampling_params, gather, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: GivenParams = None,
+        use_tqdm: UseTqdm = True,
+        truncate_prompt_tokens: int | None = None,
+        gather: bool = False,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The vector of each prompt, in order: what the last stage's hidden states come to by the model folder's
+        `modules.json`, or by `pooling_type`; float32. A row's numbers do not depend on the rows beside it, on chunks,
+        preemption or what was cached.
+
+        Needs a run that pools: a model folder that is for it, or `runner="pooling"`. `truncate_prompt_tokens` as in
+        `PoolingParams`. `gather`, ranks and prompts that are refused as in `generate`. Raises ValueError for a run or a
+        model that does something else, naming what it does, and for a vector that is not finite.
+        """
+        return self._pooling_calls.pool(
+            "embed",
+            "embed",
+            prompts,
+            pooling_params,
+            EmbeddingOutput,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            gather=gather,
+            use_tqdm=use_tqdm,
+        )
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: GivenParams = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: UseTqdm = True,
+        truncate_prompt_tokens: int | None = None,
+        gather: bool = False,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the model gives for each prompt, as plain numbers: a vector or scores. `pooling_task` is embed,
+        classify, score or reward; None is what the model does. Otherwise as `embed`.
+        """
+        return self._pooling_calls.pool(
+            "encode",
+            pooling_task,
+            prompts,
+            pooling_params,
+            PoolingOutput,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            gather=gather,
+            use_tqdm=use_tqdm,
+        )
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: GivenParams = None,
+        use_tqdm: UseTqdm = True,
+        gather: bool = False,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """The scores of each prompt's labels, of a `*ForSequenceClassification`, from its last token: after softmax,
+        sigmoid for one label, or what config.json says; as they are with `use_activation=False`. Otherwise as `embed`.
+        """
+        return self._pooling_calls.pool(
+            "classify",
+            "classify",
+            prompts,
+            pooling_params,
+            ClassificationOutput,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            gather=gather,
+            use_tqdm=use_tqdm,
+        )
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: GivenParams = None,
+        use_tqdm: UseTqdm = True,
+        gather: bool = False,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The reward of each prompt: the score of a model with one label, as it is. Otherwise as `classify`."""
+        return self._pooling_calls.pool(
+            "reward",
+            "reward",
+            prompts,
+            pooling_params,
+            PoolingOutput,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            gather=gather,
+            use_tqdm=use_tqdm,
+        )
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: UseTqdm = True,
+        truncate_prompt_tokens: int | None = None,
+        lora_request: Any = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well each of `text_2` goes with its text of `text_1`, or with the only one: the cosine of their vectors,
+        or of a model with one label its score of the second text behind the first. Otherwise as `embed`.
+        """
+        return self._pooling_calls.score(
+            text_1,
+            text_2,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            lora_request=lora_request,
+            use_tqdm=use_tqdm,
+        )
+
     @contextmanager
     def turns(self) -> Iterator[None]:
         """A block in which each rank calls `generate` and `chat` with prompts of its own, as often as it likes, without
@@ -305,6 +453,11 @@ class LLM:
         same names for encoding, decoding and chat templates. Raises ConfigError for a model folder without one.
         """
         return self.llm_engine.get_tokenizer()
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What can be asked for: "generate", or of "embed", "classify", "score" and "reward" what the model does."""
+        return self.llm_engine.get_supported_tasks()
 
     def get_metrics(self) -> list[Metric]:
         """What this rank's replica has done since its start, and how full it is: vLLM's names, numbers and gauges."""

@@ -24,6 +24,7 @@ from spmd_worker.data_parallel.replicas import Replicas
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import ChatTemplateError, ConfigError, PromptsRefusedError
 from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.pooling_params import pooled_sampling
 from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -88,8 +89,12 @@ class PromptCalls:
             engine.complete_weights()
             if on_error not in _ON_ERROR:
                 raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
-            encoded = encode()
-            return list(zip(encoded, self._params(sampling_params, len(encoded)), strict=True))
+            encoded, pooling = encode(), engine.limits.pooling
+            params = self._params(sampling_params, len(encoded))
+            for index, each in enumerate(encoded):
+                if each.pooling is not None and pooling is not None:
+                    params[index] = pooled_sampling(each.pooling, pooling)
+            return list(zip(encoded, params, strict=True))
 
         if gather or self._turns.is_open:
             return self._answer_own(call, prepare, on_error)
@@ -97,7 +102,7 @@ class PromptCalls:
         number = engine.num_calls
         outputs = self._refused(call, given, on_error)
         prompts = [
-            RoundPrompt(number, index, each.text, each.token_ids, sampling, each.rope_regime)
+            RoundPrompt(number, index, each.text, each.token_ids, sampling, each.rope_regime, each.pooling)
             for index, (each, sampling) in enumerate(given)
             if index not in outputs
         ]
@@ -194,7 +199,7 @@ class PromptCalls:
             outputs.update(self._refused(call, given, on_error))
             accepted.extend(index for index in range(len(given)) if index not in outputs)
             return [
-                OwnPrompt(each.token_ids, sampling, each.rope_regime)
+                OwnPrompt(each.token_ids, sampling, each.rope_regime, each.pooling)
                 for each, sampling in map(given.__getitem__, accepted)
             ]
 
@@ -218,7 +223,7 @@ class PromptCalls:
                 if each.error is not None:
                     raise ValueError(each.error)
                 each.token_ids = tuple(self._engine.limits.truncate(each.token_ids, sampling))
-                self._engine.check_request(each.token_ids, sampling)
+                self._engine.check_request(each.token_ids, sampling, each.pooling)
             except ValueError as error:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)

@@ -5,6 +5,7 @@ takes them from here: constructors assign, and read no file. Knows files' conten
 plan needs none. Memory is resolved later, by those who measure it (`memory/plan.py`).
 """
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +16,12 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
+from spmd_worker.model_config.pooling import PoolingConfig, last_token_pooling
 from spmd_worker.sequence.defaults import default_sampling
 from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +81,18 @@ def resolve(
     config: RunConfig, files: ModelFiles, device_type: str, location: ModelLocation | None = None
 ) -> ResolvedRun:
     """As `resolve_run`, of files that were read already. Raises ConfigError."""
-    layout = _layout(config.parallel, files.model_config)
+    location = location or ModelLocation(config.model.path or "", config.model.path or "")
+    model_config = replace(files.model_config, pooling=_pooling(config, files, location))
     return ResolvedRun(
         config=config,
-        model_config=files.model_config,
-        layout=layout,
+        model_config=model_config,
+        layout=_layout(config.parallel, model_config),
         device_type=device_type,
-        dtype=_dtype(config, files.model_config, device_type),
-        max_model_len=_max_model_len(config, files.model_config),
+        dtype=_dtype(config, model_config, device_type),
+        max_model_len=_max_model_len(config, model_config),
         default_sampling=default_sampling(config.sampling, files.generation_config),
         files_digest=files.digest,
-        location=location or ModelLocation(config.model.path or "", config.model.path or ""),
+        location=location,
     )
 
 
@@ -94,6 +100,48 @@ def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRu
     """The same run over ranks divided in another way; no file is read. Raises ConfigError."""
     layout = _layout(parallel, resolved.model_config)
     return replace(resolved, config=replace(resolved.config, parallel=parallel), layout=layout)
+
+
+def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> PoolingConfig | None:
+    """What rows get in place of tokens; None for a run that generates. Raises ConfigError."""
+    options, pooling = config.model, files.model_config.pooling
+    wants_pooling = options.runner == "pooling" or options.classifier_from_token is not None
+    if options.runner == "generate" and not files.generates:
+        raise ConfigError("model.runner=generate: config.json names a model without a head for tokens: leave it auto")
+    if options.runner == "generate" or (pooling is None and not wants_pooling):
+        for key in ("pooling_type", "classifier_from_token", "allow_any_dimensions"):
+            if getattr(options, key):
+                raise ConfigError(f"model.{key}={getattr(options, key)} needs model.runner=pooling: this run generates")
+        return None
+    if pooling is None and options.pooling_type is None and options.classifier_from_token is None:
+        logger.warning(
+            "%s says nothing of pooling: a row's vector is the last token's, normalised; see model.pooling_type",
+            location.folder,
+        )
+    pooling = pooling or last_token_pooling(files.model_config.hidden_size)
+    if options.classifier_from_token is not None:
+        pooling = _classifier_from_tokens(options.classifier_from_token, files, location)
+    if options.pooling_type is not None:
+        pooling = replace(pooling, pooling_type=options.pooling_type)
+    return replace(pooling, is_matryoshka=True) if options.allow_any_dimensions else pooling
+
+
+def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: ModelLocation) -> PoolingConfig:
+    if not files.generates:
+        raise ConfigError(f"model.classifier_from_token={tokens}: config.json names a model without a head for tokens")
+    tokenizer = Tokenizer.open_if_present(location.folder)
+    ids = [None if tokenizer is None else tokenizer.token_id(token) for token in tokens]
+    found = [token_id for token_id in ids if token_id is not None]
+    if len(found) != len(tokens):
+        raise ConfigError(f"model.classifier_from_token={tokens} must be two tokens of the model's tokenizer.json")
+    return PoolingConfig(
+        "classify",
+        "last",
+        files.model_config.hidden_size,
+        num_labels=1,
+        activation="sigmoid",
+        label_token_ids=tuple(found),
+    )
 
 
 def _layout(parallel: ParallelConfig, model_config: ModelConfig) -> RankLayout:
@@ -120,7 +168,8 @@ def _max_model_len(config: RunConfig, model_config: ModelConfig) -> int:
             f"model.max_model_len={wanted} is more than the model's {model_config.max_model_len} tokens: "
             f"lower it or leave it null"
         )
-    max_model_len = wanted or model_config.max_model_len
+    own = model_config.pooling.max_tokens if model_config.pooling is not None else 0
+    max_model_len = wanted or min(own or model_config.max_model_len, model_config.max_model_len)
     tokens = config.scheduler.max_num_batched_tokens
     if not config.scheduler.enable_chunked_prefill and tokens < max_model_len:
         raise ConfigError(

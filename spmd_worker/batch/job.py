@@ -27,7 +27,7 @@ from spmd_worker.batch.job_metrics import (
     stages_of,
 )
 from spmd_worker.batch.job_rows import JobInput, JobOutput
-from spmd_worker.batch.output.output_file import OutputFile
+from spmd_worker.batch.output.output_file import OutputFile, VectorColumn
 from spmd_worker.batch.output.row_answer import error_result
 from spmd_worker.batch.progress import Progress, format_summary
 from spmd_worker.batch.row import RowError
@@ -266,7 +266,7 @@ def _lead(
         while not run.check.is_settled(timeout_s=_SCAN_S):
             engine.times.heartbeat.enter("reading the input")
         run.lock.note("writes the output")
-        digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows)
+        digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows, _vectors(engine))
         output.is_complete = True
     metrics = job_metrics(output.counts, reports) | {
         "load_s": loaded_s - started_s,
@@ -301,10 +301,16 @@ def _answer_rows(
     return ReplicaCounts(output.counts.rows - num_before, engine.counters.num_output_tokens)
 
 
-def _write_output(journal: RowJournal, path: Path, num_rows: int) -> OutputDigest:
+def _vectors(engine: LLMEngine) -> VectorColumn | None:
+    """What a file with columns has of rows that are pooled."""
+    pooling = engine.limits.pooling
+    return None if pooling is None else ("embedding" if pooling.task == "embed" else "scores", pooling.size)
+
+
+def _write_output(journal: RowJournal, path: Path, num_rows: int, vectors: VectorColumn | None) -> OutputDigest:
     """All lines, in the order of the rows, into a file that appears when it is complete."""
     digest, num_lines, num_bytes = sha256(), 0, 0
-    with OutputFile.open(path) as output:
+    with OutputFile.open(path, vectors) as output:
         for line in journal.lines():
             output.write(line)
             digest.update(line)

@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
 
-RowKind = Literal["plain", "completion", "chat"]
-"""Shape of the output row: the project's own, an OpenAI completion or an OpenAI chat completion."""
+PoolingKind = Literal["embedding", "score", "rerank"]
+"""OpenAI rows that are pooled."""
+
+RowKind = Literal["plain", "completion", "chat", "pooled", "embedding", "score", "rerank"]
+"""Shape of the output row: the project's own, an OpenAI completion or chat completion; the same of what is pooled."""
 
 ErrorShape = Literal["plain", "openai"]
 
@@ -48,8 +52,23 @@ Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingAsk:
+    """What a row wants pooled: `prompts`, each by itself. Of a row that scores, the first `num_firsts` are what the
+    others are compared with, one or as many. `top_n` is how many results a rerank row wants, None for all.
+    """
+
+    prompts: tuple[TextPrompt | TokensPrompt, ...]
+    params: PoolingParams
+    is_base64: bool = False
+    num_firsts: int = 0
+    top_n: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One well-formed input row. `index` counts input rows from 0; `model` is the name an OpenAI body asked for."""
+    """One well-formed input row. `index` counts input rows from 0; `model` is the name an OpenAI body asked for. With
+    `pooling` nothing is generated: `prompt` is the first of its prompts, and `sampling` says nothing.
+    """
 
     index: int
     custom_id: str | None
@@ -57,6 +76,7 @@ class Row:
     prompt: Prompt
     sampling: SamplingParams
     model: str | None = None
+    pooling: PoolingAsk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +104,8 @@ class RowError:
     unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
     unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_missing, chat_template_missing,
     chat_template_error, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused, grammar_refused,
-    extra_missing; and non_finite_logits, grammar_failed, of a row that ran and could not be answered to its end.
+    extra_missing, wrong_runner; and non_finite_logits, grammar_failed and non_finite_vector, of a row that ran and
+    could not be answered to its end.
     """
 
     index: int
@@ -96,4 +117,4 @@ class RowError:
 
 def shape_of(kind: RowKind) -> ErrorShape:
     """Shape of the error row of a row of this kind."""
-    return "plain" if kind == "plain" else "openai"
+    return "plain" if kind in ("plain", "pooled") else "openai"

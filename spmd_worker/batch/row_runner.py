@@ -3,6 +3,7 @@
 from spmd_worker.batch.input.row_parser import resolve
 from spmd_worker.batch.output.row_answer import RowAnswer, error_result
 from spmd_worker.batch.output.row_writer import error_code_of, format_result
+from spmd_worker.batch.pooled_rows import PooledRows
 from spmd_worker.batch.row import EncodedRow, Row, RowError
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.sequence.outputs import RequestOutput
@@ -18,19 +19,22 @@ class RowRunner:
     def __init__(self, engine: LLMEngine, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
         self._rows: dict[RequestId, EncodedRow] = {}
+        self._pooled = PooledRows(engine, model_name)
 
     @property
     def num_rows(self) -> int:
         """Admitted and not answered."""
-        return len(self._rows)
+        return len(self._rows) + self._pooled.num_rows
 
     @property
     def num_sequences(self) -> int:
-        """Of those rows, all their samples."""
-        return sum(row.sampling.num_sequences for row in self._rows.values())
+        """Of those rows, all their samples and texts."""
+        return sum(row.sampling.num_sequences for row in self._rows.values()) + self._pooled.num_sequences
 
     def admit(self, row: Row) -> RowAnswer | None:
         """Queue a row for the next step; the answer, now, of one that cannot run."""
+        if row.pooling is not None:
+            return self._pooled.admit(row)
         engine = self._engine
         encoded = resolve(
             row,
@@ -52,10 +56,14 @@ class RowRunner:
 
     def step(self) -> list[RowAnswer]:
         """One step; the rows that ended in it."""
-        return [self._answer(output) for output in self._engine.step()]
+        answers = [self._answer(output) for output in self._engine.step()]
+        return [answer for answer in answers if answer is not None]
 
-    def _answer(self, output: RequestOutput) -> RowAnswer:
-        row = self._rows.pop(RequestId(int(output.request_id)))
+    def _answer(self, output: RequestOutput) -> RowAnswer | None:
+        request_id = RequestId(int(output.request_id))
+        if self._pooled.has(request_id):
+            return self._pooled.take(request_id, output)
+        row = self._rows.pop(request_id)
         return RowAnswer(
             row.index,
             format_result(row, output, self._model_name),

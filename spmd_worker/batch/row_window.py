@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from spmd_worker.batch.job_rows import InputRow
-from spmd_worker.batch.row import ChatPrompt, Row, RowError, TextPrompt
+from spmd_worker.batch.row import ChatPrompt, Prompt, Row, RowError, TextPrompt
 from spmd_worker.data_parallel.round import share_of
 
 _MAX_ROWS: Final = 4096
@@ -80,12 +80,13 @@ class RowWindow:
 
 def expected_length(row: Row) -> int:
     """About how many tokens the row may come to: its prompt's, and what its samples may get where that is limited."""
+    if row.pooling is not None:
+        return sum(_prompt_length(prompt) for prompt in row.pooling.prompts)
     sampling = row.sampling
-    return _prompt_length(row) + sampling.num_sequences * (sampling.max_tokens or 0)
+    return _prompt_length(row.prompt) + sampling.num_sequences * (sampling.max_tokens or 0)
 
 
-def _prompt_length(row: Row) -> int:
-    prompt = row.prompt
+def _prompt_length(prompt: Prompt) -> int:
     if isinstance(prompt, TextPrompt):
         return len(prompt.text) // _CHARACTERS_A_TOKEN
     if isinstance(prompt, ChatPrompt):

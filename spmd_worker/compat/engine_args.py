@@ -32,6 +32,10 @@ _GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
         "load_format": "",
         "logprobs_mode": "",
         "allow_nonfinite": "",
+        "runner": "",
+        "pooling_type": "",
+        "classifier_from_token": "",
+        "allow_any_dimensions": "",
     },
     ParallelConfig: {
         "tensor_parallel_size": "",

@@ -98,6 +98,11 @@ _ROWS: Final = (
         "`raw_logprobs`, `processed_logprobs`, or `tempered_logprobs`: by the temperature alone",
     ),
     _same(
+        "runner",
+        "auto",
+        "`auto` is what the folder is for; `pooling` for `embed` of a model that generates",
+    ),
+    _same(
         "generation_config",
         "auto",
         "`auto` (the model folder's) or `vllm` (vLLM's defaults), for prompts without parameters",
@@ -134,6 +139,9 @@ _ROWS: Final = (
     _ours("timeout_s", None, "seconds that a rank waits for another"),
     _ours("device", "auto", "`auto`, `cpu` or `cuda`"),
     _ours("allow_nonfinite", False, "load weights that are NaN or infinite, which are refused otherwise"),
+    _ours("pooling_type", None, "`last`, `mean` or `cls`, in place of what the folder says"),
+    _ours("classifier_from_token", None, 'two tokens, such as ["no", "yes"]: how much likelier the second is'),
+    _ours("allow_any_dimensions", False, "cut vectors to lengths that config.json does not name"),
     # Without effect.
     *_none("the tokenizer is the model's, and no code is read", code_revision=None, tokenizer_revision=None),
     *_none(
@@ -415,14 +423,19 @@ _ROWS: Final = (
     *_refused("model classes are those of this package: leave it out", "auto", "vllm", model_impl="auto"),
     *_refused("model classes are those of this package: leave it out", model_class_overrides=None),
     *_refused("config and weights are read from one folder, `model`: leave it out", model_weights=""),
-    *_refused("models generate text here: leave it out", "auto", "generate", task="auto", runner="auto"),
-    *_refused("models generate text here: leave it out", "auto", "none", convert="auto"),
+    *_refused("runner says whether tokens or vectors are given: leave it out", "auto", "generate", task="auto"),
     *_refused(
-        "models generate text here: leave it out",
+        'runner="pooling" does what the folder is for; classifier_from_token makes a classifier: leave it out',
+        "auto",
+        "none",
+        convert="auto",
+    ),
+    *_refused(
+        "the folder's files say how rows are pooled, or pooling_type: leave it out",
         pooler_config=None,
         override_pooler_config=None,
-        diffusion_config=None,
     ),
+    *_refused("models give text, vectors or scores here: leave it out", diffusion_config=None),
     *_refused(
         "the model folder's tokenizer.json is read: leave it out, or put the tokenizer's files into the model folder",
         tokenizer=None,

@@ -6,13 +6,17 @@ Data. An attribute that is not here is an AttributeError with these words, so th
 from collections.abc import Mapping
 from typing import Final
 
-_POOLING: Final = "models generate text here: log-probabilities of prompts come with prompt_logprobs"
 _QUEUE: Final = "prompts are answered in the call: use generate, or LLMEngine's add_request and step"
 
 LLM_METHODS: Final[Mapping[str, str]] = {
     "generate": "every rank passes the same prompts and gets every output; arguments for what is not here are refused",
     "chat": "arguments after `sampling_params` have names; contents are text parts; `auto` makes one string of them",
     "beam_search": "`temperature` is 0; every end-of-sequence token of the model ends a beam",
+    "embed": "arguments after the prompts have names; the vector is a list of numbers",
+    "encode": "`pooling_task` None is what the model does; one vector for each row, none for each token",
+    "classify": "",
+    "score": "of two texts the cosine, or the score of the second behind the first; no images",
+    "reward": "the score of a model with one label, without activation",
     "get_tokenizer": "transformers' tokenizer where transformers is installed, else one with the same names",
     "get_default_sampling_params": "a copy, which may be changed",
     "get_metrics": "numbers and gauges of this rank's replica",
@@ -30,11 +34,6 @@ LLM_METHODS: Final[Mapping[str, str]] = {
 """Methods that are here, and what differs."""
 
 LLM_ABSENT: Final[Mapping[str, str]] = {
-    "embed": _POOLING,
-    "encode": _POOLING,
-    "classify": _POOLING,
-    "score": _POOLING,
-    "reward": _POOLING,
     "enqueue": _QUEUE,
     "enqueue_chat": _QUEUE,
     "wait_for_completion": _QUEUE,
@@ -51,6 +50,7 @@ ENGINE_METHODS: Final[Mapping[str, str]] = {
     "abort_request": "",
     "has_unfinished_requests": "",
     "get_num_unfinished_requests": "",
+    "get_supported_tasks": "",
     "get_tokenizer": "as `LLM`'s",
     "get_metrics": "as `LLM`'s",
     "reset_prefix_cache": "takes effect with the next step",

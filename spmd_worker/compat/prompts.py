@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from spmd_worker.errors import ConfigError
+from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -14,13 +15,16 @@ _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 
 
 class Encoded:
-    """A prompt as ids, or why it cannot be. `rope_regime` None is that of its length and parameters."""
+    """A prompt as ids, or why it cannot be. `rope_regime` None is that of its length and parameters. `pooling` is as
+    `taken_pooling` leaves it, None for a prompt that is answered.
+    """
 
-    __slots__ = ("error", "rope_regime", "text", "token_ids")
+    __slots__ = ("error", "pooling", "rope_regime", "text", "token_ids")
 
     def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
         self.text, self.token_ids, self.error = text, token_ids, error
         self.rope_regime: int | None = None
+        self.pooling: PoolingParams | None = None
 
 
 def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer]) -> Encoded:

@@ -23,6 +23,8 @@ POLICIES: Final = ("fcfs",)
 RESUME_MODES: Final = ("auto", "never", "force")
 DEVICES: Final = ("auto", "cpu", "cuda")
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+RUNNERS: Final = ("auto", "generate", "pooling")
+POOLING_TYPES: Final = ("last", "mean", "cls")
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
 
 
@@ -94,6 +96,11 @@ class ModelOptions:
     temperature and filters, as they were drawn from (`processed_logprobs`).
 
     Weights that are NaN or infinite are refused unless `allow_nonfinite`.
+
+    `runner` is what rows get: tokens (generate) or vectors and scores (pooling); auto is what the folder is for.
+    `pooling_type` (last, mean or cls) replaces the folder's. `classifier_from_token`, such as [no,yes], makes a
+    generating model one that scores: by how much likelier the second token is than the first. Vectors are cut to
+    `dimensions` that config.json does not name only with `allow_any_dimensions`.
     """
 
     path: str | None = None
@@ -103,10 +110,21 @@ class ModelOptions:
     load_format: str = "auto"
     logprobs_mode: str = "raw_logprobs"
     allow_nonfinite: bool = False
+    runner: str = "auto"
+    pooling_type: str | None = None
+    classifier_from_token: list[str] | None = None
+    allow_any_dimensions: bool = False
 
     def __post_init__(self) -> None:
         """Check each key alone."""
         _check_types(self, "model")
+        _check_choice("model.runner", self.runner, RUNNERS)
+        if self.pooling_type is not None:
+            _check_choice("model.pooling_type", self.pooling_type, POOLING_TYPES)
+        if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
+            raise ConfigError(
+                f"model.classifier_from_token={self.classifier_from_token} must be two tokens, such as [no,yes]"
+            )
         _check_choice("model.dtype", self.dtype, DTYPES)
         _check_choice("model.load_format", self.load_format, LOAD_FORMATS)
         _check_choice("model.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)

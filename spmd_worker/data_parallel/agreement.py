@@ -15,6 +15,7 @@ from spmd_worker.errors import RankFailedError
 from spmd_worker.executor.rpc_coding import encode_value
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS
 from spmd_worker.lockstep.agreement import canonical, check_equal
+from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _MAX_ERROR_CHARACTERS: Final = 2000
@@ -26,6 +27,7 @@ class EncodedPrompt(Protocol):
     """What is compared of a prompt, beside its parameters."""
 
     token_ids: tuple[int, ...]
+    pooling: PoolingParams | None
 
 
 _Prompt = TypeVar("_Prompt", bound=EncodedPrompt)
@@ -164,4 +166,5 @@ def _digests(prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]) -> list[st
 
 
 def _as_json(prompt: EncodedPrompt, sampling: SamplingParams) -> dict[str, Any]:
-    return {"prompt_token_ids": list(prompt.token_ids), "sampling": asdict(sampling)}
+    own = {"prompt_token_ids": list(prompt.token_ids), "sampling": asdict(sampling)}
+    return own if prompt.pooling is None else {**own, "pooling": asdict(prompt.pooling)}

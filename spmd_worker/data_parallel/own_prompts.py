@@ -22,6 +22,7 @@ from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.lockstep.wire.packing import ByteReader, ByteWriter
 from spmd_worker.lockstep.wire.record_codec import codec_of
 from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _TURNS: Final = "turns"
@@ -36,6 +37,7 @@ class OwnPrompt:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     rope_regime: int | None = None
+    pooling: PoolingParams | None = None
 
 
 _PROMPTS: Final = codec_of(tuple[OwnPrompt, ...])
@@ -129,7 +131,9 @@ def _ask(
         return True, []
     number, size = engine.num_calls, engine.engine_channel.size
     prompts = [
-        RoundPrompt(number, place * size + rank, None, prompt.token_ids, prompt.sampling, prompt.rope_regime)
+        RoundPrompt(
+            number, place * size + rank, None, prompt.token_ids, prompt.sampling, prompt.rope_regime, prompt.pooling
+        )
         for rank, brought in enumerate(by_rank)
         for place, prompt in enumerate(brought or ())
     ]

@@ -12,6 +12,7 @@ from spmd_worker.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ class RoundPrompt:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     rope_regime: int | None = None
+    pooling: PoolingParams | None = None
 
     @property
     def longest(self) -> int:
@@ -140,6 +142,7 @@ class _Run:
             index=prompt.index,
             call=prompt.call,
             rope_regime=prompt.rope_regime,
+            pooling=prompt.pooling,
         )
         self._prompts[number] = prompt
 

@@ -55,6 +55,7 @@ from spmd_worker.sequence.events import (
     WorkerEvent,
 )
 from spmd_worker.sequence.outputs import RequestMetrics, RequestOutput
+from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.request import Request, RequestId, random_stream, unnamed_stream, whole_number
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -120,6 +121,7 @@ class LLMEngine:
             grammars=GrammarCompiler(
                 lambda: tokenizer, resolved.model_config.vocab_size, resolved.model_config.eos_token_ids
             ),
+            pooling=resolved.model_config.pooling,
         )
         self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
         self.engine_channel = engine_channel or channel
@@ -212,11 +214,18 @@ class LLMEngine:
         """Requests added here and not answered yet."""
         return len(self._prompts)
 
-    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What rows can ask for: "generate", or what a model that pools does (`PoolingConfig.tasks`)."""
+        pooling = self.resolved.model_config.pooling
+        return ("generate",) if pooling is None else pooling.tasks
+
+    def check_request(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, pooling: PoolingParams | None = None
+    ) -> None:
         """Raise ValueError for a request that could never be answered, TypeError for what is none. Needs no other
         rank.
         """
-        self.limits.check(prompt_token_ids, sampling)
+        self.limits.check(prompt_token_ids, sampling, pooling)
 
     def add_request(
         self,
@@ -245,12 +254,14 @@ class LLMEngine:
         index: int | None = None,
         call: int = 0,
         rope_regime: int | None = None,
+        pooling: PoolingParams | None = None,
     ) -> RequestId:
         """Queue a request that `check_request` let pass for the next step. `custom_id`, else `index` in call number
         `call`, else the order of requests that have neither names its randomness. `rope_regime` None is its own.
+        `pooling` is as `taken_pooling` leaves it, with the `sampling` of `pooled_sampling`.
         """
         with self.calls.queueing("add_request"):
-            return self._admit(prompt_token_ids, sampling, prompt, custom_id, index, call, rope_regime)
+            return self._admit(prompt_token_ids, sampling, prompt, custom_id, index, call, rope_regime, pooling)
 
     def _admit(
         self,
@@ -261,6 +272,7 @@ class LLMEngine:
         index: int | None,
         call: int,
         rope_regime: int | None,
+        pooling: PoolingParams | None,
     ) -> RequestId:
         self.check_not_closed()
         self.check_awake()
@@ -272,7 +284,7 @@ class LLMEngine:
             row = 0 if index is None else whole_number("index", index)
             stream = random_stream(self.config.seed, sampling.seed, custom_id, row, call)
         regime = self.rope_regime(len(prompt_token_ids), sampling) if rope_regime is None else rope_regime
-        request = Request(request_id, tuple(prompt_token_ids), self._taken(sampling), stream, regime)
+        request = Request(request_id, tuple(prompt_token_ids), self._taken(sampling), stream, regime, pooling)
         self.num_requests += 1
         self._prompts[request_id] = prompt
         self._request_times.add(request_id)

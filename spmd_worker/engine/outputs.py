@@ -1,10 +1,12 @@
 """Groups that ended -> what callers get: text, finish reasons, log-probabilities with their tokens' text."""
 
 import math
+import struct
 
 from spmd_worker.sequence.outputs import (
     GRAMMAR_FAILED,
     NON_FINITE_LOGITS,
+    NON_FINITE_VECTOR,
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
@@ -24,6 +26,8 @@ def request_output(
     sample's logits, or those of the prompt's tokens, were not finite has an error and no outputs.
     """
     sampling = group.request.sampling
+    if group.request.pooling is not None:
+        return _pooled_output(group, prompt, metrics)
     trouble = _trouble(group)
     if trouble is not None:
         error_code, error = trouble
@@ -68,6 +72,28 @@ def _trouble(group: SequenceGroup) -> tuple[str, str] | None:
         f"grammars' engine (see spmd_worker/grammar/compiler.py): give a form that is simpler, or can always go on"
     )
     return GRAMMAR_FAILED, error
+
+
+def _pooled_output(group: SequenceGroup, prompt: str | None, metrics: RequestMetrics | None) -> RequestOutput:
+    output = RequestOutput(
+        request_id=str(group.request.request_id),
+        prompt=prompt,
+        prompt_token_ids=list(group.request.prompt_token_ids),
+        finished=True,
+        num_cached_tokens=group.num_cached_tokens or 0,
+        metrics=metrics,
+    )
+    reason = group.sequences[0].finish_reason
+    if reason is FinishReason.ERROR:
+        output.error_code = NON_FINITE_VECTOR
+        output.error = (
+            "the row's vector is not finite: its numbers overflow in model.dtype, or its weights are damaged; see "
+            "model.dtype and model.allow_nonfinite"
+        )
+    elif reason is not FinishReason.ABORT:
+        assert group.vector is not None, group.request.request_id
+        output.vector = list(struct.unpack(f"<{len(group.vector) // 4}f", group.vector))
+    return output
 
 
 def _non_finite_position(group: SequenceGroup) -> str | None:

@@ -193,7 +193,7 @@ def _load(
     if config.executor.digest_every:
         _agree_on_start(engine_channel, watchdog, resolved, tokenizer)
     together("loading the model", executor.load_model)
-    together("checking the workers", partial(_check_workers, config, executor))
+    together("checking the workers", partial(_check_workers, resolved, executor))
     counts = together("sizing the cache", executor.determine_num_available_blocks)
     num_tier = int(config.cache.host_tier_gib * 2**30) // max(executor.collective_rpc("get_cache_block_size_bytes"))
     sizes = CacheSizes(*channel.minimum((*counts, num_tier)))
@@ -206,13 +206,15 @@ def _load(
     return tokenizer, sizes
 
 
-def _check_workers(config: RunConfig, executor: Executor) -> None:
+def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
     """Raise RuntimeError for a device that does not compute, ConfigError for a worker class that cannot do this."""
     executor.check_health()
-    key = f"executor.worker_cls={config.executor.worker_cls}"
-    if "generate" not in executor.supported_tasks:
+    config, pooling = resolved.config, resolved.model_config.pooling
+    key, task = f"executor.worker_cls={config.executor.worker_cls}", "generate" if pooling is None else pooling.task
+    if task not in executor.supported_tasks:
         known = ", ".join(executor.supported_tasks) or "nothing"
-        raise ConfigError(f"{key} supports {known} on every rank, and not generate: name a class that generates")
+        kind = "generates" if pooling is None else "pools"
+        raise ConfigError(f"{key} supports {known} on every rank, and not {task}: name a class that {kind}")
     for rank, spec in enumerate(executor.get_kv_cache_specs()):
         if spec.block_size != config.cache.block_size:
             raise ConfigError(

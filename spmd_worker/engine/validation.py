@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from spmd_worker.grammar.compiler import GrammarCompiler
 from spmd_worker.grammar.forms import GrammarError
+from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.sequence.pooling_params import PoolingParams, check_task
 from spmd_worker.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
@@ -52,7 +54,7 @@ class RequestError(ValueError):
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """What one engine can answer; `max_model_len` counts prompt and output tokens. `grammars` compiles the forms that
-    answers must have; without it there are none to be had.
+    answers must have; without it there are none to be had. With `pooling` rows are pooled, and none generates.
     """
 
     vocab_size: int
@@ -60,6 +62,7 @@ class RequestLimits:
     max_num_seqs: int
     has_tokenizer: bool
     grammars: GrammarCompiler | None = None
+    pooling: PoolingConfig | None = None
 
     def truncate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Sequence[int]:
         """What the parameters leave of a prompt (`truncate_prompt_tokens`). Raises TypeError for what is no request."""
@@ -69,12 +72,31 @@ class RequestLimits:
         sampling.check()
         return truncated_prompt(self._token_ids(prompt_token_ids), sampling, self.max_model_len)
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def check(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, pooling: PoolingParams | None = None
+    ) -> None:
         """Raise RequestError for what is wrong first, TypeError for what is no request."""
         check_sampling(sampling)
-        self._check_prompt(self._token_ids(prompt_token_ids), sampling)
+        self.check_runner(pooling)
+        # An output token needs no place behind a prompt that is only scored or pooled: nothing is computed with it.
+        is_all = pooling is not None or (sampling.prompt_logprobs is not None and sampling.max_tokens == 1)
+        self._check_prompt(self._token_ids(prompt_token_ids), num_output_tokens=0 if is_all else 1)
         sampling.check()
         self._check_sampling(sampling)
+
+    def check_runner(self, pooling: PoolingParams | None) -> None:
+        """Raise RequestError for a row that another runner serves."""
+        try:
+            if pooling is not None:
+                check_task(pooling.task or "embed", self.pooling)
+        except ValueError as error:
+            raise RequestError("wrong_runner", str(error)) from None
+        if pooling is None and self.pooling is not None:
+            raise RequestError(
+                "wrong_runner",
+                f"this run pools (model.runner=pooling) and gives {', '.join(self.pooling.tasks)}: text is generated "
+                f"by one with model.runner=generate",
+            )
 
     def _token_ids(self, prompt_token_ids: Sequence[int]) -> tuple[int, ...]:
         try:
@@ -85,7 +107,7 @@ class RequestLimits:
                 f"token id of more than 64 bits is outside the vocabulary of {self.vocab_size} tokens",
             ) from None
 
-    def _check_prompt(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
+    def _check_prompt(self, prompt_token_ids: tuple[int, ...], num_output_tokens: int) -> None:
         if not prompt_token_ids:
             raise RequestError("empty_prompt", "the prompt has no tokens: give at least one")
         least, most = min(prompt_token_ids), max(prompt_token_ids)
@@ -94,13 +116,13 @@ class RequestLimits:
             raise RequestError(
                 "token_out_of_vocabulary", f"token id {outside} is outside the vocabulary of {self.vocab_size} tokens"
             )
-        # An output token needs no place behind a prompt that is only scored: nothing is computed with it.
-        is_scored = sampling.prompt_logprobs is not None and sampling.max_tokens == 1
-        if len(prompt_token_ids) + (0 if is_scored else 1) > self.max_model_len:
+        if len(prompt_token_ids) + num_output_tokens > self.max_model_len:
+            held = "the prompt: truncate_prompt_tokens=-1 keeps its last tokens, else"
+            held = held if self.pooling is not None else "the prompt and at least one output token:"
             raise RequestError(
                 "prompt_too_long",
                 f"the prompt has {len(prompt_token_ids)} tokens but model.max_model_len is {self.max_model_len}, which "
-                f"must hold the prompt and at least one output token: shorten the prompt or raise model.max_model_len",
+                f"must hold {held} shorten the prompt or raise model.max_model_len",
             )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:

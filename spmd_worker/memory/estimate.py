@@ -51,10 +51,11 @@ def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     float32_bytes = float32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
     # A tied head shares the embedding's rows only where one stage has both, and nothing packs.
     shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and device != "cpu"
-    num_tables = stage.is_first + stage.is_last - shares_rows
+    has_head = model_config.pooling is None
+    num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
     tables = (num_tables * sizes.num_vocabulary_rows + stage.is_first * model_config.num_positions) * hidden
     norm = model_config.num_norm_parameters * stage.is_last
-    head_bias = sizes.num_vocabulary_rows * model_config.has_head_bias * stage.is_last
+    head_bias = sizes.num_vocabulary_rows * (model_config.has_head_bias and has_head) * stage.is_last
     return (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes
 
 

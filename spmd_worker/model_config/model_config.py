@@ -18,6 +18,7 @@ from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
+from spmd_worker.model_config.pooling import PoolingConfig, decoder_of, pooling_files, read_pooling
 from spmd_worker.model_config.quantization import read_quantization
 from spmd_worker.model_config.rope import (
     STRETCHED_ROPE_TYPES,
@@ -60,7 +61,8 @@ class ModelConfig:
     `embedding_multiplier`, rounded to the dtype first where `rounds_multiplier`; logits are divided by
     `logit_divisor` and, where `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` says how
     the files have the weights where they are not plain; the model computes with them dequantised. `form` counts the
-    forms of the architecture's row from 1, 0 is the row itself.
+    forms of the architecture's row from 1, 0 is the row itself. With `pooling` the model gives vectors and has no head
+    for tokens.
     """
 
     architecture: str
@@ -82,6 +84,7 @@ class ModelConfig:
     position_offset: int = 0
     has_head_bias: bool = False
     form: int = 0
+    pooling: PoolingConfig | None = None
 
     @property
     def names(self) -> Names:
@@ -142,7 +145,7 @@ class ModelConfig:
     @property
     def num_embedding_parameters(self) -> int:
         """Embeddings, of positions too, and head together."""
-        num_tables = 1 if self.has_tied_embeddings else 2
+        num_tables = 1 if self.has_tied_embeddings or self.pooling is not None else 2
         tables = (self.vocab_size * num_tables + self.num_positions) * self.hidden_size
         return tables + self.vocab_size * self.has_head_bias
 
@@ -172,12 +175,14 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """What a model folder's `config.json` and `generation_config.json` say ({} without the second), and a digest of
-    their bytes.
+    their bytes. `generates`: the architecture has a head for tokens; `model_config.pooling` is what the folder says of
+    pooling.
     """
 
     model_config: ModelConfig
     generation_config: Mapping[str, Any]
     digest: str
+    generates: bool = True
 
 
 def read_model_files(model_folder: Path) -> ModelFiles:
@@ -196,11 +201,15 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     generation = _json_object(generation_text, generation_path) if generation_text else {}
     if "eos_token_id" in generation:
         config["eos_token_id"] = generation["eos_token_id"]
-    digest = blake2b(b"%d\0%s%s" % (len(text), text, generation_text), digest_size=16).hexdigest()
+    others = b"".join(_content(each) for each in pooling_files(model_folder))
+    digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path)
+    generates = model_config.architecture in config["architectures"]
+    pooling = read_pooling(model_folder, config, model_config.hidden_size, generates=generates)
+    model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
-    return ModelFiles(model_config, generation, digest)
+    return ModelFiles(model_config, generation, digest, generates)
 
 
 def _content(path: Path) -> bytes:
@@ -351,6 +360,7 @@ def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: 
 def _architecture(config: Mapping[str, Any], path: Path) -> str:
     names = config.get("architectures")
     known = [family for family in FAMILIES if isinstance(names, list) and family in names]
+    known = known or [family for family in FAMILIES if isinstance(names, list) and family in map(decoder_of, names)]
     if not known:
         reasons = [
             why for why, refused in REFUSED.items() if isinstance(names, list) and any(n in refused for n in names)

@@ -29,6 +29,9 @@ class CheckpointNames:
     def __init__(self, model_config: ModelConfig, stage: Stage) -> None:
         self._model_config, self._stage, self._names = model_config, stage, model_config.names
         names = self._names
+        pooling, self._score = model_config.pooling, "score.weight"
+        self._has_score = pooling is not None and pooling.num_labels > 0 and not pooling.label_token_ids
+        self._has_head = pooling is None or bool(pooling.label_token_ids)
         self._is_tied = model_config.has_tied_embeddings
         self.embedding, self.head = f"{names.embedding}.weight", f"{names.head}.weight"
         self._tops = {
@@ -36,12 +39,18 @@ class CheckpointNames:
             "model.embed_positions": names.positions,
             "model.norm": names.norm,
             "lm_head": names.embedding if self._is_tied else names.head,
+            "pooler": "score",
         }
         norms = {ours: theirs for ours, theirs in zip(NORM_PLACES, names.norms) if theirs}
         self._parts = {**norms, **names.parts}
         self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
         self._stacked = {part: (each, each.parts.index(part)) for each in names.stacked for part in each.parts}
         self._layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the model has a head for tokens, or rows of it, and the embedding is its weight."""
+        return self._has_head and self._is_tied
 
     def pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
         """The slice of a layer, in the checkpoint's words: several where a tensor goes by key-value heads."""
@@ -168,7 +177,9 @@ class CheckpointNames:
     def is_derived(self, name: str) -> bool:
         """Whether the tensor says nothing of the model that others of the checkpoint do not say."""
         is_ignored = name.endswith(self._names.ignored) or name.startswith(self._names.ignored_prefixes)
-        return is_ignored or (self._is_tied and name == self.head) or self._is_beyond(name)
+        has_no_head = self._is_tied or not self._has_head
+        is_head = name == self.head or (not self._has_head and name == f"{self._names.head}.bias")
+        return is_ignored or (has_no_head and is_head) or self._is_beyond(name)
 
     def shapes_of_all_stages(
         self, own: Mapping[str, tuple[int, ...]], like: Mapping[int, Mapping[str, tuple[int, ...]]]
@@ -185,10 +196,12 @@ class CheckpointNames:
             shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in like[index].items()}
         leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
         shapes |= {f"{names.norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
-        if config.has_head_bias:
+        if config.has_head_bias and config.pooling is None:
             shapes[f"{names.head}.bias"] = (config.vocab_size,)
-        if not self._is_tied:
+        if not self._is_tied and self._has_head:
             shapes[self.head] = (config.vocab_size, hidden)
+        if config.pooling is not None and self._has_score:
+            shapes[self._score] = (config.pooling.num_labels, hidden)
         assert own.items() <= shapes.items(), own.items() - shapes.items()
         return shapes
 
@@ -204,7 +217,8 @@ class CheckpointNames:
         module = name.rpartition(".")[0]
         if module in (self._names.embedding, self._names.positions):
             return not stage.is_first
-        return not stage.is_last and module in (self._names.norm, self._names.head)
+        own_head = "score" if self._has_score else self._names.head
+        return not stage.is_last and module in (self._names.norm, own_head)
 
 
 def transposed(piece: WeightSlice) -> WeightSlice:

@@ -33,6 +33,7 @@ from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_names import CheckpointNames
 from spmd_worker.models.checkpoint_view import CheckpointView
 from spmd_worker.models.held_weights import HeldWeight, check_form, check_pair, check_tensor, held_weights
+from spmd_worker.models.pooler import Pooler
 from spmd_worker.models.weight_update import WeightUpdate
 
 
@@ -252,7 +253,11 @@ class DecoderForCausalLM(nn.Module):
         self._names = CheckpointNames(model_config, stage)
         self.weight_update = WeightUpdate()
         self.model = DecoderStack(context, model_config, stage)
-        if stage.is_last:
+        self.pooler: Pooler | None = None
+        """In place of the head for tokens, on the last stage of a model that pools."""
+        if stage.is_last and model_config.pooling is not None:
+            self.pooler = Pooler(context, model_config.pooling, model_config.vocab_size)
+        elif stage.is_last:
             # A tied head in a later stage than the embedding has a copy of its own.
             tied_to = self.model.embed_tokens if model_config.has_tied_embeddings and stage.is_first else None
             self.lm_head = VocabularyParallelHead(
@@ -386,7 +391,7 @@ class DecoderForCausalLM(nn.Module):
         end, also where that is an exception: some weights are changed at once, and a head must follow its embedding.
         """
         names = {name: name for name in self._held}
-        if self.model_config.has_tied_embeddings and self.stage.is_last:
+        if self._names.embedding in self._held and self._names.has_tied_head and self.stage.is_last:
             names[self._names.head] = self._names.embedding
         view = CheckpointView(self._held, names, self.load_weights, model_config=self.model_config, stage=self.stage)
         try:
@@ -400,7 +405,7 @@ class DecoderForCausalLM(nn.Module):
 
     def tied_tensors(self) -> dict[str, str]:
         """By the name of a tensor that of another which is the same here: the head, where it is the embedding."""
-        return {self._names.embedding: self._names.head} if self.model_config.has_tied_embeddings else {}
+        return {self._names.embedding: self._names.head} if self._names.has_tied_head else {}
 
     def expert_loads(self) -> dict[int, list[int]]:
         """By the number of each sparse layer of this stage, how many tokens have met each of its experts."""

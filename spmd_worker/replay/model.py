@@ -20,7 +20,7 @@ from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.replay.replay import ReplayedStep, SampledPosition
 from spmd_worker.replay.step_log import StepLogHeader
 from spmd_worker.resolved import resolve_run
-from spmd_worker.sequence.events import CommitWeights, EndWorkerEvent, Event, SetWeightVersion, WorkerEvent
+from spmd_worker.sequence.events import Admit, CommitWeights, EndWorkerEvent, Event, SetWeightVersion, WorkerEvent
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sleep_tags import SLEEP, WAKE_UP
 from spmd_worker.sequence.step import StepResult
@@ -63,12 +63,25 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
                     f"before was recomputed"
                 )
             changes.add(step)
+            _check_runner(executor, step)
             result = executor.execute_model(step.plan)
             assert isinstance(result, StepResult), type(result)
             if step.sampled is not None:
                 yield _compare(step, step.sampled, SampledIds(result.token_ids, result.num_token_ids))
     finally:
         executor.shutdown()
+
+
+def _check_runner(executor: UniProcExecutor, step: ReplayedStep) -> None:
+    """Raise ReplayError for rows that the model's folder, by itself, does not serve."""
+    pools = executor.resolved.model_config.pooling is not None
+    for event in step.events:
+        if isinstance(event, Admit) and (event.request.pooling is not None) != pools:
+            done = "pooled" if event.request.pooling is not None else "generated"
+            raise ReplayError(
+                f"request {event.request.request_id} was {done} by a setting (model.runner) that the log does not "
+                f"hold: replay it without the model"
+            )
 
 
 class _Changes:

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.runner.model_runner import ModelRunner
+from spmd_worker.sequence.pooling_params import PoolingParams, taken_pooling
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -19,9 +21,13 @@ _REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0)
 
 
 def largest_step(
-    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    pooling: PoolingConfig | None = None,
 ) -> tuple[ScheduledSequence, ...]:
-    """As many tokens as a step may hold, spread over as many sequences as may run, all of which sample.
+    """As many tokens as a step may hold, spread over as many sequences as may run, all of which sample, or are pooled.
 
     All have a bias and want log-probabilities, which takes whole rows of logits. Filters go row by row, so one filtered
     row holds as much as many and takes less time.
@@ -30,10 +36,11 @@ def largest_step(
     num_tokens = max(1, min(max_model_len - 1, max_num_batched_tokens // num_sequences))
     scheduled: list[ScheduledSequence] = []
     first_block = 0
+    pooled = None if pooling is None else taken_pooling(PoolingParams(), pooling)
     for index in range(num_sequences):
         num_blocks = num_blocks_for(num_tokens, block_size)
         sampling = _REPORTED if index else _FILTERED
-        request = Request(RequestId(index), (0,) * num_tokens, sampling, stream=index)
+        request = Request(RequestId(index), (0,) * num_tokens, sampling, stream=index, pooling=pooled)
         blocks = [BlockId(first_block + offset) for offset in range(num_blocks)]
         sequence = MirroredSequence(request, 0, [], blocks, 0, num_tokens)
         scheduled.append(ScheduledSequence(sequence, num_tokens, num_samples=1))

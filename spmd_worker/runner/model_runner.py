@@ -5,7 +5,7 @@ the beginning of the one to the beginning of the other.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.runner.batch import Batch, build_batch, constrained_rows
+from spmd_worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sampling.token_masks import TokenMasks
@@ -27,22 +28,25 @@ from spmd_worker.sequence.step import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
-    """A forward pass whose tokens are still to be chosen: from `logits`, or where none are there, from `largest`."""
+    """A forward pass whose tokens are still to be chosen: from `logits`, or where none are there, from `largest`.
+    `pooled` are digests and vectors of rows that are pooled, of which nothing is chosen.
+    """
 
     step: int
     batch: Batch
     logits: Tensor | None
     largest: tuple[Tensor, Tensor] | None
     prompt_logprobs: tuple[PromptLogprobs, ...]
+    pooled: tuple[tuple[int, ...], Vectors] = ((), ())
 
 
 class ModelRunner:
     """`forward`, then `sample`, once each a step.
 
     `pipeline` are the ranks that hold the other stages of this model's shard: hidden states come from the one before
-    and go to the one behind; only the last stage has a sampler and samples. `clock` is told when this stage computes.
-    `model` takes new weights between steps. `grammars` has the states of the rows whose answers have a form, where this
-    stage samples.
+    and go to the one behind; only the last stage has a sampler and samples, or a pooler and pools. `clock` is told when
+    this stage computes. `model` takes new weights between steps. `grammars` has the states of the rows whose answers
+    have a form, where this stage samples.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class ModelRunner:
         self._grammars = grammars
         self._clock = clock or StageClock(pipeline.rank)
         self.model, self._cache_engine, self._sampler = model, cache_engine, sampler
+        self._pooling = RowPooling(model.pooler) if model.pooler is not None else None
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
         self._pending: _Forwarded | None = None
@@ -83,6 +88,10 @@ class ModelRunner:
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
         tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
         hidden = self.model(*tokens, cache, batch.attention, incoming, is_fused=is_fused)
+        if self._pooling is not None:
+            pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
+            self._pending = _Forwarded(step, batch, None, None, (), pooled)
+            return
         if self._sampler is None:
             self._send(hidden)
             self._clock.end()
@@ -100,6 +109,10 @@ class ModelRunner:
         """Choose the tokens of the last forward pass."""
         pending, self._pending = self._pending, None
         assert pending is not None, "sample follows forward"
+        if self._pooling is not None:
+            self._clock.end()
+            digests, vectors = pending.pooled
+            return StepResult(pending.step, digests, vectors=vectors)
         if self._sampler is None:
             return StepResult(pending.step)
         if not pending.batch.rows:
@@ -118,6 +131,8 @@ class ModelRunner:
         """The sequences and requests that the plan says have ended."""
         if self._grammars is not None:
             self._grammars.forget(plan.finished_sequences, plan.finished_request_ids)
+        if self._pooling is not None:
+            self._pooling.forget(plan.finished_request_ids)
 
     def _send(self, hidden: Tensor) -> None:
         """On to the next stage, which may still compute the step before: only that one's tensor must have left."""

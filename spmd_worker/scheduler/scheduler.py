@@ -148,6 +148,9 @@ class Scheduler:
         for request_id, first, entries in result.prompt_logprobs:
             if request_id in self.queues.groups:
                 self.queues.groups[request_id].place_prompt_logprobs(first, entries)
+        for request_id, vector in result.vectors:
+            if request_id in self.queues.groups:
+                self.queues.groups[request_id].vector = vector
         decisions = self._in_flight.popleft()
         # In the order of `sampled.sampling_keys`, by the sequences themselves.
         sampling = chain(decisions.continuing, self._sampling(decisions.others))
@@ -209,6 +212,11 @@ class Scheduler:
             self.counters.num_output_tokens -= 1
             sequence.finish_reason = FinishReason.ERROR if token_id == NON_FINITE else FinishReason.FORM_ERROR
             self._stop_checker.forget(sequence)
+            has_ended = True
+        elif sequence.request.pooling is not None:
+            # The id is its vector's digest.
+            self.counters.num_output_tokens -= 1
+            sequence.finish_reason = FinishReason.STOP
             has_ended = True
         else:
             sequence.output_token_ids.append(token_id)

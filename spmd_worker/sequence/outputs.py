@@ -1,13 +1,15 @@
 """What a caller gets back: requests and their completions, in the field's usual names."""
 
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 NON_FINITE_LOGITS: Final = "non_finite_logits"
 """`RequestOutput.error_code` where the model's logits were NaN or infinite."""
 
 GRAMMAR_FAILED: Final = "grammar_failed"
 """`RequestOutput.error_code` where the form of an answer let no token follow, or took too much to say which."""
+NON_FINITE_VECTOR: Final = "non_finite_vector"
+"""The same where a row's vector was."""
 
 
 class Logprob(NamedTuple):
@@ -63,7 +65,8 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestOutput:
     """A request with its completions. One that was refused, or could not be answered to its end, has `error`, what is
-    the matter, `error_code`, its kind in one word, and no outputs.
+    the matter, `error_code`, its kind in one word, and no outputs. One that was pooled has `vector` in place of
+    completions.
 
     `metrics` differ from run to run, so that outputs are compared without them; None where another rank's replica
     answered. `lora_request`, `encoder_prompt`, `encoder_prompt_token_ids` and `kv_transfer_params` are vLLM's names for
@@ -84,3 +87,56 @@ class RequestOutput:
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
+    vector: list[float] | None = None
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """`LLM.encode`: the vector, or the scores, of one row."""
+
+    data: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """`LLM.embed`."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of the vector."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """`LLM.classify`: what the model's activation makes of a row's scores, one for each label."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Labels."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """`LLM.score`: of one pair of texts."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """A row that was pooled: vLLM's names. `num_cached_tokens` of its tokens were found in the prefix cache."""
+
+    request_id: str
+    outputs: Pooled
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

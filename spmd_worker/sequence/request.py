@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NewType
 
+from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.record_checks import Integer65, check_fields
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -18,7 +19,8 @@ class Request:
     """A row at admission. `stream` is the key of its random numbers, 64 bits (see `random_stream`).
 
     `rope_regime` is all that its rotary angles depend on besides positions (see `ModelConfig.rope_regime`): fixed here,
-    so that whatever becomes of the row, its keys are made one way and its cached blocks named for it.
+    so that whatever becomes of the row, its keys are made one way and its cached blocks named for it. With `pooling`,
+    as `taken_pooling` leaves it, nothing is sampled, and `sampling` is what `pooled_sampling` stands for it.
     """
 
     request_id: RequestId
@@ -26,6 +28,7 @@ class Request:
     sampling: SamplingParams
     stream: Integer65
     rope_regime: int = 0
+    pooling: PoolingParams | None = None
 
     def __post_init__(self) -> None:
         """Check what callers give. A wrong type would be found when a step's message is coded, and end every rank."""
@@ -33,6 +36,8 @@ class Request:
         check_sampling(self.sampling)
         object.__setattr__(self, "sampling", self.sampling.frozen())
         check_fields(self)
+        if self.pooling is not None and not self.pooling.is_taken:
+            raise ValueError(f"Request.pooling={self.pooling} leaves something open: see taken_pooling")
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -118,6 +118,8 @@ class SequenceGroup:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     """Prompt tokens that were found in the cache when the request was first scheduled; None before that."""
+    vector: bytes | None = None
+    """What a row that is pooled has come to, little-endian float32. A replay of a log knows its digest alone."""
 
     @property
     def is_forked(self) -> bool:

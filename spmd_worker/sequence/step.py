@@ -55,8 +55,9 @@ class StepResult:
 
     `num_token_ids` says how many each was given; it is empty where each was given one. `logprobs` is parallel to
     `token_ids` (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first
-    position, one entry a position) for requests that asked and prompt positions of this step. `finished_transfers` is
-    this rank's own report (`TransferEngine.finished`), the only field in which ranks may differ.
+    position, one entry a position) for requests that asked and prompt positions of this step. `vectors` has (request,
+    little-endian float32) of rows that are pooled; their digests stand in `token_ids` (`vector_digest`).
+    `finished_transfers` is this rank's own report (`TransferEngine.finished`): here alone ranks may differ.
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepResult:
     prompt_logprobs: tuple[tuple[RequestId, int, tuple[TokenLogprobs | None, ...]], ...] = ()
     finished_transfers: tuple[int, ...] = ()
     num_token_ids: tuple[int, ...] = ()
+    vectors: tuple[tuple[RequestId, bytes], ...] = ()
 
     def __post_init__(self) -> None:
         check_num_ids("StepResult.num_token_ids", self.num_token_ids, self.token_ids)

@@ -62,6 +62,9 @@ class RequestReader:
         row = parse_fields(index, fields, self.defaults, self.limits)
         if isinstance(row, RowError):
             return row
+        if row.pooling is not None:
+            message = f"url={short(url)}: a server generates; a job of a run with model.runner=pooling has such rows"
+            return RowError(index, custom_id, "openai", "unsupported_url", message)
         if is_streamed and row.sampling.prompt_logprobs is not None:
             message = "prompt_logprobs cannot be streamed: leave out stream, or prompt_logprobs"
             return RowError(index, custom_id, "openai", "unsupported_value", message)

@@ -94,10 +94,12 @@ class Checkpoint:
             _, descriptor = self._descriptors.popitem()
             os.close(descriptor)
 
-    def add_prefix(self, prefix: str, besides: str) -> None:
-        """Names other than `besides` begin with `prefix` from now on, if none in the files does: some leave it out."""
+    def add_prefix(self, prefix: str, besides: tuple[str, ...]) -> None:
+        """Names that do not begin as one of `besides` begin with `prefix` from now on, if none in the files does: some
+        leave it out.
+        """
         if not any(name.startswith(prefix) for name in self._file_of):
-            self.rename(lambda name: name if name == besides else prefix + name)
+            self.rename(lambda name: name if name.startswith(besides) else prefix + name)
 
     def rename(self, new_name: Callable[[str], str]) -> None:
         """Tensors are called by other names than in the files from now on."""

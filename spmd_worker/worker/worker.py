@@ -45,6 +45,7 @@ from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.weights.checkpoint import Checkpoint
+from spmd_worker.weights.dense_files import dummy_denses, read_denses
 from spmd_worker.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.weights.dummy import fill_dummy
 from spmd_worker.weights.loader import load_weights, load_whole
@@ -127,6 +128,11 @@ class Worker(WorkerBase):
             logger.info(
                 "loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds
             )
+        if model.pooler is not None:
+            denses, is_dummy = model.pooler.config.denses, self.config.model.load_format == "dummy"
+            model.pooler.take_denses(
+                dummy_denses(denses) if is_dummy else read_denses(self.resolved.model_folder, denses)
+            )
         model.pack_weights()
         self._model = model
 
@@ -200,6 +206,11 @@ class Worker(WorkerBase):
         assert grammar_output is None, grammar_output
         assert self.model_runner is not None, "execute_model comes first"
         return replace(self.model_runner.sample(), finished_transfers=self._take_finished_transfers())
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """See `WorkerBase.get_supported_tasks`."""
+        pooling = self.model_config.pooling
+        return ("generate",) if pooling is None else pooling.tasks
 
     def get_stage_times(self) -> dict[str, Any]:
         """See `WorkerBase.get_stage_times`."""
@@ -312,7 +323,10 @@ class Worker(WorkerBase):
         """
         checkpoint, names = Checkpoint.open(folder), self.model_config.names
         checkpoint.rename(names.canonical)
-        checkpoint.add_prefix(names.optional_prefix, besides=f"{names.head}.weight")
+        is_pooling = self.model_config.pooling is not None
+        # Backbones alone are written without the name of what holds them.
+        prefix = f"{names.layers.partition('.')[0]}." if is_pooling else names.optional_prefix
+        checkpoint.add_prefix(prefix, besides=(f"{names.head}.", "score."))
         checkpoint.look_inside(model.places)
         quantization = self.model_config.quantization
         return checkpoint if quantization is None else DequantisedCheckpoint.open(checkpoint, quantization)
@@ -427,6 +441,7 @@ class Worker(WorkerBase):
             scheduler.max_num_seqs,
             self.max_model_len,
             self.config.cache.block_size,
+            self.model_config.pooling,
         )
         assert self._model is not None, "load_model comes first"
         num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
@@ -447,7 +462,8 @@ class Worker(WorkerBase):
     def _new_runner(self, engine: CacheEngine, clock: StageClock | None = None) -> ModelRunner:
         assert self._model is not None, "load_model comes first"
         assert self.groups is not None, "init_device comes first"
-        sampler = self._new_sampler(self._model, self.groups) if self._model.stage.is_last else None
+        samples = self._model.stage.is_last and self._model.pooler is None
+        sampler = self._new_sampler(self._model, self.groups) if samples else None
         pipeline, grammars = self.groups.pipeline, None if sampler is None else self._new_grammars()
         return ModelRunner(self._model, engine, sampler, self.config.cache.block_size, pipeline, clock, grammars)
 

@@ -110,10 +110,10 @@ def check(completion: Completion | ChatCompletion, body: dict) -> None:
 
 def test_embeddings_and_other_rows_that_cannot_run_are_in_the_error_field(answers: list[dict]):
     by_id = {answer["custom_id"]: answer for answer in answers}
-    assert by_id["e"]["error"]["code"] == "unsupported_url"
-    assert "embeddings" in by_id["e"]["error"]["message"]
+    assert by_id["e"]["error"]["code"] == "wrong_runner"
+    assert "model.runner=pooling" in by_id["e"]["error"]["message"]
     codes = {answer["error"]["code"] for answer in answers if answer["error"]}
-    assert codes == {"unsupported_url", "unsupported_value", "empty_prompt", "invalid_value"}
+    assert codes == {"wrong_runner", "unsupported_value", "empty_prompt", "invalid_value"}
 
 
 def test_the_package_refuses_a_body_that_lacks_what_a_client_needs(answers: list[dict]):

@@ -33,6 +33,7 @@ from spmd_worker.sequence.metadata import (
     SequenceGroupMetadata,
     SequenceGroupMetadataDelta,
 )
+from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.record_checks import sent_fields
 from spmd_worker.sequence.request import Request
 from spmd_worker.sequence.sampled import SampledIds
@@ -40,6 +41,7 @@ from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
 
+FULL_POOLING = PoolingParams(task="embed", normalize=True, use_activation=False, dimensions=5)
 FULL_PLAN = StepPlan(
     step=9,
     groups=(
@@ -83,7 +85,7 @@ FULL_SAMPLING = SamplingParams(
 FULL_MESSAGE = StepMessage(
     step=9,
     events=(
-        *(Admit(Request(7, (1, 2), FULL_SAMPLING, 0)), Abort(2), ResetPrefixCache()),
+        *(Admit(Request(7, (1, 2), FULL_SAMPLING, 0, 0, FULL_POOLING)), Abort(2), ResetPrefixCache()),
         *(SetWeightVersion(3), FinishTransfers((5, 6)), EndRound(), Close()),
         *(WorkerEvent(4, "sleep", b"\0\xff"), EndWorkerEvent(4, "rank 1: no"), CommitWeights(-(2**63), 38)),
     ),

@@ -78,7 +78,7 @@ def new_model(
     model = build_model(context, config, stage)
     with Checkpoint.open(folder) as checkpoint:
         checkpoint.rename(config.names.canonical)
-        checkpoint.add_prefix(config.names.optional_prefix, besides="lm_head.weight")
+        checkpoint.add_prefix(config.names.optional_prefix, besides=("lm_head.",))
         load_weights(model, model.weight_slices(), model.padding_slices(), checkpoint, ignorable=model.is_ignorable)
     return model
 

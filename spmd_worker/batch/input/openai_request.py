@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from spmd_worker.batch.input.pooling_request import pooling_row
 from spmd_worker.batch.input.prompt_values import (
     RowProblem,
     chat_prompt,
@@ -12,7 +13,7 @@ from spmd_worker.batch.input.prompt_values import (
     text_prompt,
     tokens_prompt,
 )
-from spmd_worker.batch.row import Prompt, Row, TextPrompt, TokensPrompt
+from spmd_worker.batch.row import PoolingKind, Prompt, Row, TextPrompt, TokensPrompt
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 
 OPENAI_ROW_KEYS: Final = ("method", "url", "body")
@@ -20,6 +21,11 @@ OPENAI_ROW_KEYS: Final = ("method", "url", "body")
 
 _COMPLETIONS_URL: Final = "/v1/completions"
 _CHAT_URL: Final = "/v1/chat/completions"
+_POOLING_URLS: Final[Mapping[str, PoolingKind]] = {
+    "/v1/embeddings": "embedding",
+    "/v1/score": "score",
+    "/v1/rerank": "rerank",
+}
 
 IGNORED_KEYS: Final = (
     "model",
@@ -78,13 +84,10 @@ def parse_openai(index: int, custom_id: str | None, fields: Mapping[str, Any], d
         return _completion_row(index, custom_id, body, defaults)
     if url == _CHAT_URL:
         return _chat_row(index, custom_id, body, defaults)
-    raise RowProblem("unsupported_url", _unsupported_url(url))
-
-
-def _unsupported_url(url: Any) -> str:
-    if url == "/v1/embeddings":
-        return f"url='/v1/embeddings': embeddings do not exist here yet; use {_COMPLETIONS_URL} or {_CHAT_URL}"
-    return f"url={short(url)} is not supported: use {_COMPLETIONS_URL} or {_CHAT_URL}"
+    if isinstance(url, str) and url in _POOLING_URLS:
+        return pooling_row(index, custom_id, _POOLING_URLS[url], body, defaults)
+    known = ", ".join([_COMPLETIONS_URL, _CHAT_URL, *_POOLING_URLS])
+    raise RowProblem("unsupported_url", f"url={short(url)} is not supported: use one of {known}")
 
 
 def _completion_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaults: SamplingParams) -> Row:

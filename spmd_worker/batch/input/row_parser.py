@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from spmd_worker.batch.input.openai_request import OPENAI_ROW_KEYS, parse_openai
+from spmd_worker.batch.input.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.batch.input.prompt_values import (
     RowProblem,
     chat_prompt,
@@ -101,6 +102,8 @@ def _check_limits(sampling: SamplingParams, limits: RowLimits) -> None:
 
 
 def _parse_plain(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
+    if any(fields.get(task) is not None for task in PLAIN_TASKS) and not any(key in fields for key in _PROMPT_KEYS):
+        return plain_pooling_row(index, custom_id, fields, defaults)
     refuse_unknown_keys(fields, _PLAIN_KEYS)
     prompt = _plain_prompt(fields)
     sampling = sampling_from(defaults, {key: fields[key] for key in SAMPLING_KEYS if key in fields})
@@ -134,7 +137,7 @@ def resolve(
     that names none gets `limits.max_tokens` at most.
     """
     try:
-        text, token_ids = _encode(row.prompt, tokenizer)
+        text, token_ids = encode(row.prompt, tokenizer)
         token_ids = tuple(engine.truncate(token_ids, row.sampling))
         engine.check(token_ids, row.sampling)
         if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
@@ -150,7 +153,8 @@ def resolve(
     return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model)
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, tuple[int, ...]]:
+def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, tuple[int, ...]]:
+    """A prompt's text, None of one that gave ids, and its ids. Raises RowProblem."""
     if isinstance(prompt, TokensPrompt):
         return None, prompt.token_ids
     if tokenizer is None:

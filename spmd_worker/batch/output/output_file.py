@@ -2,12 +2,15 @@
 
 answers.jsonl         a line a row
 answers.jsonl.gz      the same, compressed (.zst too); the same lines make the same bytes
-answers.parquet       a row a row: index, custom_id, outputs, token counts, error, and the line of JSON itself
+answers.parquet       a row a row: index, custom_id, outputs, token counts, error, and the line of JSON itself; where
+                      rows are pooled, also the vector of a row that has one of the model's length
 """
 
+import base64
 import contextlib
 import gzip
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +21,12 @@ from spmd_worker.files import partial_path, rename_durably, sync_stream
 
 _GZIP_LEVEL: Final = 6
 _ZSTD_LEVEL: Final = 3
+_PARQUET: Final = ".parquet"
 _PARQUET_ROWS: Final = 1024
+
+
+VectorColumn = tuple[str, int]
+"""Name and length of the vectors of a Parquet file: a list column of fixed size, float32."""
 
 
 class LineSink(Protocol):
@@ -41,16 +49,18 @@ class OutputFile:
         self.path, self._stream, self._sink = path, stream, sink
 
     @staticmethod
-    def open(path: Path) -> "OutputFile":
-        """Begin the file. Raises OSError where it cannot be created, FileExistsError for what is not a file, and
-        ConfigError where its format needs a package that is not there.
+    def open(path: Path, vectors: VectorColumn | None = None) -> "OutputFile":
+        """Begin the file; `vectors` where rows are pooled. Raises OSError where it cannot be created, FileExistsError
+        for what is not a file, and ConfigError where its format needs a package that is not there.
         """
         path = Path(path)
         if path.exists() and not path.is_file():
             raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
         stream = open(partial_path(path), "wb")  # noqa: SIM115  # closed with this object
         try:
-            return OutputFile(path, stream, _SINKS.get(path.suffix, _PlainSink)(stream))
+            is_parquet = path.suffix == _PARQUET
+            sink = _ParquetSink(stream, vectors) if is_parquet else _SINKS.get(path.suffix, _PlainSink)(stream)
+            return OutputFile(path, stream, sink)
         except BaseException:
             stream.close()
             partial_path(path).unlink()
@@ -119,7 +129,7 @@ def _zstd_sink(stream: BinaryIO) -> LineSink:
 class _ParquetSink:
     """A row group of so many rows at a time."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, vectors: VectorColumn | None) -> None:
         try:
             import pyarrow
             import pyarrow.parquet
@@ -142,8 +152,10 @@ class _ParquetSink:
                 "completion_tokens": number,
                 "error": pyarrow.struct({"code": text, "message": text}),
                 "json": text,
+                **({} if vectors is None else {vectors[0]: pyarrow.list_(pyarrow.float32(), vectors[1])}),
             }
         )
+        self._vectors = vectors
         self._make_batch = pyarrow.RecordBatch.from_pylist
         self._writer = pyarrow.parquet.ParquetWriter(stream, self._schema, compression="zstd")
         self._lines: list[bytes] = []
@@ -159,14 +171,14 @@ class _ParquetSink:
         self._writer.close()
 
     def _write_group(self) -> None:
-        rows = [parquet_row(self._num_rows + number, line) for number, line in enumerate(self._lines)]
+        rows = [parquet_row(self._num_rows + number, line, self._vectors) for number, line in enumerate(self._lines)]
         self._num_rows += len(rows)
         self._lines = []
         if rows:
             self._writer.write_batch(self._make_batch(rows, schema=self._schema))
 
 
-def parquet_row(index: int, line: bytes) -> dict[str, Any]:
+def parquet_row(index: int, line: bytes, vectors: VectorColumn | None = None) -> dict[str, Any]:
     """Columns of an output line of either shape; `json` holds the whole of it."""
     answer = json.loads(line)
     # Half of a surrogate pair, which JSON can escape and UTF-8 cannot hold, is replaced everywhere but in `json`.
@@ -181,7 +193,18 @@ def parquet_row(index: int, line: bytes) -> dict[str, Any]:
         "completion_tokens": usage.get("completion_tokens"),
         "error": answer["error"],
     }
-    return {**_encodable(row), "json": line.decode("utf-8").rstrip("\n")}
+    own = {} if vectors is None else {vectors[0]: _vector(body, *vectors)}
+    return {**_encodable(row), "json": line.decode("utf-8").rstrip("\n"), **own}
+
+
+def _vector(body: dict[str, Any], name: str, size: int) -> list[float] | None:
+    """The vector of a row that has one, of this length."""
+    data = body.get("data") or []
+    vector = data[0].get(name) if len(data) == 1 else body.get(name)
+    if isinstance(vector, str):
+        content = base64.b64decode(vector)
+        vector = list(struct.unpack(f"<{len(content) // 4}f", content))
+    return vector if vector is not None and len(vector) == size else None
 
 
 def _parquet_output(output: dict[str, Any]) -> dict[str, Any]:
@@ -211,5 +234,4 @@ def _named(stream: BinaryIO) -> str:
 _SINKS: Final[dict[str, Callable[[BinaryIO], LineSink]]] = {
     ".gz": _gzip_sink,
     ".zst": _zstd_sink,
-    ".parquet": _ParquetSink,
 }

@@ -11,7 +11,7 @@ from spmd_worker.batch.output.openai_body import (
     prompt_logprob_records,
     usage,
 )
-from spmd_worker.batch.row import EncodedRow, RowError, shape_of
+from spmd_worker.batch.row import EncodedRow, Row, RowError, shape_of
 from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput
 
 _LINE_BREAKS: Final = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
@@ -26,7 +26,12 @@ def format_result(row: EncodedRow, output: RequestOutput, model_name: str = "") 
     if row.kind == "plain":
         return json_line(_plain_result(row, output))
     build = completion_body if row.kind == "completion" else chat_body
-    response = {"status_code": 200, "request_id": f"req-{row.index}", "body": build(row, output, model_name)}
+    return response_line(row, build(row, output, model_name))
+
+
+def response_line(row: EncodedRow | Row, body: JsonObject) -> bytes:
+    """The output line of an OpenAI row that ran."""
+    response = {"status_code": 200, "request_id": f"req-{row.index}", "body": body}
     return json_line({"id": f"batch-{row.index}", "custom_id": row.custom_id, "response": response, "error": None})
 
 

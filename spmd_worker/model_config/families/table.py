@@ -382,6 +382,8 @@ REFUSED: Final[dict[str, tuple[str, ...]]] = {
     ),
     _ENCODER: (
         *("BertModel", "BertForMaskedLM", "XLMRobertaModel", "ModernBertModel", "T5ForConditionalGeneration"),
+        *("BertForSequenceClassification", "RobertaForSequenceClassification", "ModernBertForSequenceClassification"),
+        *("XLMRobertaForSequenceClassification", "RobertaModel", "MPNetModel", "Gemma3TextModel", "T5EncoderModel"),
         *("BartForConditionalGeneration", "WhisperForConditionalGeneration"),
     ),
 }

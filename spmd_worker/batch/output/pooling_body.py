@@ -1,0 +1,96 @@
+"""Output records of rows that are pooled: OpenAI's for embeddings, vLLM's for scores, Jina's for reranking.
+
+Every value follows from the row alone, as in `openai_body.py`. Vectors are float32; a number is written with as many
+digits as tell it from its neighbours.
+"""
+
+import base64
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from spmd_worker.batch.output.openai_body import JsonObject
+from spmd_worker.batch.row import PoolingAsk, Row, TextPrompt
+from spmd_worker.sequence.outputs import RequestOutput
+
+_CREATED: Final = 0
+
+
+def pooled_record(row: Row, outputs: Sequence[RequestOutput]) -> JsonObject:
+    """The output line's object of a plain row."""
+    (output,), ask = outputs, row.pooling
+    assert ask is not None
+    assert output.vector is not None
+    key = "embedding" if ask.params.task == "embed" else "scores"
+    return {
+        "custom_id": row.custom_id,
+        "index": row.index,
+        key: _numbers(output.vector),
+        "usage": {"prompt_tokens": len(output.prompt_token_ids)},
+        "error": None,
+    }
+
+
+def pooling_body(row: Row, outputs: Sequence[RequestOutput], scores: Sequence[float], model_name: str) -> JsonObject:
+    """The body of a response: `outputs` of the row's texts; of a row that scores, `scores` of its pairs."""
+    ask = row.pooling
+    assert ask is not None
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    model = row.model if row.model is not None else model_name
+    counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    if row.kind == "rerank":
+        return {"id": f"rerank-{row.index}", "model": model, "usage": counts, "results": _ranked(ask, scores)}
+    if row.kind == "score":
+        data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
+        top: JsonObject = {"id": f"score-{row.index}", "object": "list", "created": _CREATED}
+        return {**top, "model": model, "data": data, "usage": counts}
+    data = [
+        {"object": "embedding", "index": index, "embedding": _vector(output, ask)}
+        for index, output in enumerate(outputs)
+    ]
+    return {"object": "list", "data": data, "model": model, "usage": counts}
+
+
+def pair_scores(ask: PoolingAsk, outputs: Sequence[RequestOutput], *, are_pairs: bool) -> list[float]:
+    """Of each pair: its score, or the cosine of its texts' vectors. None where the row does not score."""
+    if not ask.num_firsts:
+        return []
+    vectors = [output.vector or [] for output in outputs]
+    if are_pairs:
+        return [_numbers(vector)[0] for vector in vectors]
+    firsts, seconds = vectors[: ask.num_firsts], vectors[ask.num_firsts :]
+    firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+    return [cosine(first, second) for first, second in zip(firsts, seconds, strict=True)]
+
+
+def cosine(x: Sequence[float], y: Sequence[float]) -> float:
+    """In double precision, from exact sums: the same wherever it is computed."""
+    product = math.fsum(map(float.__mul__, x, y))
+    size = math.sqrt(math.fsum(map(float.__mul__, x, x)) * math.fsum(map(float.__mul__, y, y)))
+    return product / size if size else 0.0
+
+
+def _ranked(ask: PoolingAsk, scores: Sequence[float]) -> list[JsonObject]:
+    """The best first; of equal ones the earlier document."""
+    documents = ask.prompts[ask.num_firsts :]
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: ask.top_n]
+    results = []
+    for index in order:
+        document = documents[index]
+        assert isinstance(document, TextPrompt)
+        results.append({"index": index, "document": {"text": document.text}, "relevance_score": scores[index]})
+    return results
+
+
+def _vector(output: RequestOutput, ask: PoolingAsk) -> Any:
+    assert output.vector is not None
+    if not ask.is_base64:
+        return _numbers(output.vector)
+    return base64.b64encode(np.array(output.vector, dtype="<f4").tobytes()).decode("ascii")
+
+
+def _numbers(vector: Sequence[float]) -> list[float]:
+    """The shortest decimal numbers that are these float32 ones."""
+    return [float(str(each)) for each in np.array(vector, dtype=np.float32)]

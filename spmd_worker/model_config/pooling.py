@@ -1,0 +1,267 @@
+"""How the tokens of a row become one vector, read from a model folder: sentence-transformers' `modules.json`, the score
+head of a `*ForSequenceClassification`, or nothing of the kind.
+
+Knows files and rules; `models/pooler.py` computes.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from spmd_worker import files
+from spmd_worker.errors import ModelConfigError
+
+logger = logging.getLogger(__name__)
+
+POOLING_TYPES: Final = ("last", "mean", "cls")
+"""The hidden state of the last token, the mean of all, that of the first."""
+
+CLASSIFIER: Final = "ForSequenceClassification"
+_BACKBONE: Final = "Model"
+_MODULES_FILE: Final = "modules.json"
+_MOST_SIZE: Final = 2**20
+
+_MODES: Final = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+_OLD_MODES: Final = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+"""Keys of sentence-transformers before 5.3: one flag for each way."""
+
+_ACTIVATIONS: Final = {"Identity": "none", "Tanh": "tanh", "Sigmoid": "sigmoid"}
+"""Last words of torch's class names."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """One linear layer behind the pooled vector, whose weights are in `folder` of the model folder. `activation` is
+    "none", "tanh" or "sigmoid".
+    """
+
+    folder: str
+    num_inputs: int
+    num_outputs: int
+    has_bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """What a run with the pooling runner gives for a row.
+
+    `task` is "embed", a vector, or "classify", `num_labels` scores. `pooling_type` is one of `POOLING_TYPES`.
+    `activation` of scores is "none", "sigmoid" or "softmax". With `label_token_ids`, (no, yes), the score is the
+    difference of these tokens' logits. `matryoshka_dimensions` are the lengths to which vectors may be cut;
+    `is_matryoshka`: any length. Vectors are `hidden_size` long before the `denses`. `max_tokens` of a row, 0 for as
+    many as the model takes.
+    """
+
+    task: str
+    pooling_type: str
+    hidden_size: int
+    denses: tuple[DenseConfig, ...] = ()
+    is_normalized: bool = False
+    num_labels: int = 0
+    activation: str = "none"
+    label_token_ids: tuple[int, ...] = ()
+    matryoshka_dimensions: tuple[int, ...] = ()
+    is_matryoshka: bool = False
+    max_tokens: int = 0
+
+    @property
+    def size(self) -> int:
+        """Numbers of a row's vector."""
+        if self.task == "classify":
+            return self.num_labels
+        return self.denses[-1].num_outputs if self.denses else self.hidden_size
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether hidden states of other tokens than the last count, so that none may be found in the prefix cache."""
+        return self.pooling_type != "last"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What can be asked for."""
+        if self.task == "embed":
+            return ("embed", "score")
+        return ("classify", "score", "reward") if self.num_labels == 1 else ("classify",)
+
+
+def decoder_of(architecture: object) -> str | None:
+    """The generating model on whose decoder a pooling one is built, by name; None for other names."""
+    for suffix in (CLASSIFIER, _BACKBONE):
+        if isinstance(architecture, str) and architecture.endswith(suffix):
+            return f"{architecture.removesuffix(suffix)}ForCausalLM"
+    return None
+
+
+def last_token_pooling(hidden_size: int) -> PoolingConfig:
+    """Of a model that says nothing of pooling."""
+    return PoolingConfig("embed", "last", hidden_size, is_normalized=True)
+
+
+def read_pooling(folder: Path, config: Mapping[str, Any], hidden_size: int, *, generates: bool) -> PoolingConfig | None:
+    """What the folder says, `config` being its config.json; None where it says nothing and the architecture
+    `generates`. Raises ModelConfigError naming the file for what is not run.
+    """
+    if not generates and any(str(name).endswith(CLASSIFIER) for name in config["architectures"]):
+        return _classifier(config, folder / "config.json", hidden_size)
+    if (folder / _MODULES_FILE).exists():
+        return _modules(folder, config, hidden_size)
+    return None if generates else last_token_pooling(hidden_size)
+
+
+def pooling_files(folder: Path) -> list[Path]:
+    """The files that say it, beside config.json, in an order that is the same everywhere."""
+    tops = [folder / name for name in (_MODULES_FILE, "sentence_bert_config.json", "config_sentence_transformers.json")]
+    if not tops[0].exists():
+        return []
+    return [path for path in (*tops, *sorted(folder.glob("*_*/config.json"))) if path.exists()]
+
+
+def _classifier(config: Mapping[str, Any], path: Path, hidden_size: int) -> PoolingConfig:
+    labels = config.get("id2label")
+    num_labels = len(labels) if isinstance(labels, Mapping) and labels else config.get("num_labels", 2)
+    num_labels = _whole(num_labels, f"{path}: num_labels")
+    problem = config.get("problem_type")
+    own = config.get("sentence_transformers")
+    given = own.get("activation_fn") if isinstance(own, Mapping) else config.get("sbert_ce_default_activation_function")
+    if given is not None:
+        activation = _activation(given, f"{path}: activation_fn")
+    elif problem in ("regression", "multi_label_classification"):
+        activation = "none" if problem == "regression" else "sigmoid"
+    else:
+        activation = "sigmoid" if num_labels == 1 else "softmax"
+    return PoolingConfig("classify", "last", hidden_size, num_labels=num_labels, activation=activation)
+
+
+def _modules(folder: Path, config: Mapping[str, Any], hidden_size: int) -> PoolingConfig:
+    path = folder / _MODULES_FILE
+    modules = [(_word(each.get("type")), each.get("path")) for each in _listed(path)]
+    kinds = [kind for kind, _ in modules]
+    num_denses = kinds.count("Dense")
+    tail = ["Normalize"] if "Normalize" in kinds else []
+    if kinds != ["Transformer", "Pooling", *["Dense"] * num_denses, *tail]:
+        raise ModelConfigError(
+            f"{path}: modules {', '.join(kinds) or 'none'} are not run: only Transformer, Pooling, then Dense any "
+            f"number of times, then Normalize or not, are"
+        )
+    if modules[0][1]:
+        raise ModelConfigError(f"{path}: the Transformer is in {modules[0][1]!r}: its files must be in {folder} itself")
+    pooling_type = _pooling_type(_object(folder, modules[1][1]))
+    denses = tuple(_dense(*_object(folder, where)) for kind, where in modules if kind == "Dense")
+    sizes = [hidden_size, *[dense.num_outputs for dense in denses]]
+    for dense, size in zip(denses, sizes):
+        if dense.num_inputs != size:
+            raise ModelConfigError(f"{folder / dense.folder}: in_features={dense.num_inputs}, it is given {size}")
+    max_tokens = _sentence_settings(folder)
+    _warn_of_default_prompt(folder)
+    cuts = config.get("matryoshka_dimensions") or []
+    if not isinstance(cuts, list):
+        raise ModelConfigError(f"{folder / 'config.json'}: matryoshka_dimensions={cuts!r} must be a list")
+    return PoolingConfig(
+        "embed",
+        pooling_type,
+        hidden_size,
+        denses,
+        is_normalized=bool(tail),
+        matryoshka_dimensions=tuple(_whole(each, f"{folder / 'config.json'}: matryoshka_dimensions") for each in cuts),
+        is_matryoshka=config.get("is_matryoshka") is True,
+        max_tokens=max_tokens,
+    )
+
+
+def _pooling_type(given: tuple[Mapping[str, Any], Path]) -> str:
+    settings, path = given
+    mode = settings.get("pooling_mode")
+    modes = [mode] if isinstance(mode, str) else mode or [key for key in _OLD_MODES if settings.get(key) is True]
+    known = {**_MODES, **_OLD_MODES}
+    types = [known.get(each, each) for each in modes] if isinstance(modes, list) else [modes]
+    if len(types) != 1 or types[0] not in POOLING_TYPES:
+        raise ModelConfigError(f"{path}: pooling mode {modes!r} is not run: one of {', '.join(_MODES)} is")
+    if settings.get("include_prompt", True) is not True:
+        raise ModelConfigError(f"{path}: include_prompt=false is not run: every token of a row counts")
+    return str(types[0])
+
+
+def _dense(settings: Mapping[str, Any], path: Path) -> DenseConfig:
+    bias = settings.get("bias", True)
+    if not isinstance(bias, bool):
+        raise ModelConfigError(f"{path}: bias={bias!r} must be true or false")
+    return DenseConfig(
+        path.parent.name,
+        _whole(settings.get("in_features"), f"{path}: in_features"),
+        _whole(settings.get("out_features"), f"{path}: out_features"),
+        bias,
+        _activation(settings.get("activation_function", "torch.nn.modules.activation.Tanh"), f"{path}: activation"),
+    )
+
+
+def _sentence_settings(folder: Path) -> int:
+    """The most tokens of a row, 0 for as many as the model takes."""
+    path = folder / "sentence_bert_config.json"
+    if not path.exists():
+        return 0
+    settings = _read(path)
+    if settings.get("do_lower_case") is True:
+        raise ModelConfigError(f"{path}: do_lower_case=true is not run: put a lowercase normalizer into tokenizer.json")
+    most = settings.get("max_seq_length")
+    return 0 if most is None else _whole(most, f"{path}: max_seq_length")
+
+
+def _warn_of_default_prompt(folder: Path) -> None:
+    path = folder / "config_sentence_transformers.json"
+    name = _read(path).get("default_prompt_name") if path.exists() else None
+    if name is not None:
+        logger.warning("%s: default_prompt_name=%s is ignored: put the prompt before your texts yourself", path, name)
+
+
+def _listed(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        text = files.read_regular_file(path)
+        # The parser takes objects only: an object cannot hide in a list of objects.
+        modules = files.parse_json_object(b'{"modules":%s}' % text)["modules"]
+    except (OSError, files.JsonError) as error:
+        raise ModelConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(modules, list) or not all(isinstance(each, Mapping) for each in modules):
+        raise ModelConfigError(f"{path} must be a list of modules")
+    return modules
+
+
+def _object(folder: Path, where: Any) -> tuple[Mapping[str, Any], Path]:
+    """The settings of a module, and where they are."""
+    if not isinstance(where, str) or where in ("", ".", "..") or "/" in where or "\\" in where:
+        raise ModelConfigError(f"{folder / _MODULES_FILE}: path {where!r} must be the name of a folder beside it")
+    path = folder / where / "config.json"
+    return _read(path), path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return files.parse_json_object(files.read_regular_file(path), allows_nan=True)
+    except (OSError, files.JsonError) as error:
+        raise ModelConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _activation(given: Any, where: str) -> str:
+    if _word(given) not in _ACTIVATIONS:
+        raise ModelConfigError(f"{where}={given!r} is not run: only {', '.join(_ACTIVATIONS)} are")
+    return _ACTIVATIONS[_word(given)]
+
+
+def _word(dotted: Any) -> str:
+    """The last word of a class's name."""
+    return str(dotted).rpartition(".")[2]
+
+
+def _whole(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_SIZE:
+        raise ModelConfigError(f"{where}={value!r} must be a whole number from 1 to {_MOST_SIZE}")
+    return value

@@ -1,0 +1,82 @@
+"""The head of a model that pools: hidden states of a row -> its vector or scores, in float32.
+
+Rows are pooled one by one, each by the same operations in the same order, so that a row's numbers depend on the row
+alone. Whole on every rank of the last stage.
+
+H: hidden size; D: numbers of the vector; L: labels.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spmd_worker.layers.checkpoint_layer import CheckpointLayer
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.layers.weight_slice import WeightSlice, whole
+from spmd_worker.model_config.pooling import PoolingConfig
+
+HEAD: Final = "lm_head"
+"""Our name of the head for tokens, of which a classifier from tokens takes two rows."""
+
+
+class Pooler(CheckpointLayer):
+    """`score` [labels, H], where the model has scores, is a weight of the checkpoint; dense layers have files of their
+    own (`take_denses`) and are no part of weight updates.
+    """
+
+    def __init__(self, context: LayerContext, config: PoolingConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config, self._vocab_size, self._device = config, vocab_size, context.device
+        num_rows = len(config.label_token_ids) or config.num_labels
+        if num_rows:
+            empty = torch.empty(num_rows, config.hidden_size, dtype=torch.float32, device=context.device)
+            self.score = nn.Parameter(empty, requires_grad=False)
+        # No parameters: what loads, drops and updates weights works on those of the checkpoint.
+        self._denses: list[tuple[Tensor, Tensor | None, str]] = []
+
+    def take_denses(self, weights: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Weight [out, in] and bias [out] of each of `config.denses`, float32."""
+        for dense, (weight, bias) in zip(self.config.denses, weights, strict=True):
+            moved = None if bias is None else bias.to(self._device)
+            self._denses.append((weight.to(self._device), moved, dense.activation))
+
+    def forward(self, pooled: Tensor, *, dimensions: int | None, normalizes: bool, activates: bool) -> Tensor:
+        """Float32 [H] -> float32 [D], or [L] of a model that scores."""
+        x = pooled
+        for weight, bias, activation in self._denses:
+            x = _activated(_product(weight, x) if bias is None else _product(weight, x) + bias, activation)
+        if self.config.task == "classify":
+            scores = _product(self.score, x)
+            if self.config.label_token_ids:
+                scores = scores[1:] - scores[:1]
+            return _activated(scores, self.config.activation) if activates else scores
+        x = x if dimensions is None else x[:dimensions]
+        return F.normalize(x, dim=0) if normalizes else x
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """`prefix` is this layer's name."""
+        size = self.config.hidden_size
+        if self.config.label_token_ids:
+            for row, token_id in enumerate(self.config.label_token_ids):
+                source, destination = ((token_id, token_id + 1), (0, size)), ((row, row + 1), (0, size))
+                shape = (self._vocab_size, size)
+                yield WeightSlice(f"{HEAD}.weight", shape, source, f"{prefix}.score", destination)
+        elif self.config.num_labels:
+            shape = (self.config.num_labels, size)
+            yield whole(f"{prefix}.weight", shape, f"{prefix}.score")
+
+
+def _product(weight: Tensor, x: Tensor) -> Tensor:
+    """[out, in] x [in] -> [out]. Each output is a sum of its own, whatever the number of threads."""
+    return (weight * x).sum(1)
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    if activation == "softmax":
+        return torch.softmax(x, 0)
+    if activation == "tanh":
+        return torch.tanh(x)
+    return torch.sigmoid(x) if activation == "sigmoid" else x

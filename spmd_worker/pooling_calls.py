@@ -1,0 +1,121 @@
+"""Calls that pool prompts: `LLM.embed`, `encode`, `classify`, `reward` and `score`, each a call of `PromptCalls`."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from spmd_worker.compat.call_arguments import check_extras
+from spmd_worker.compat.prompts import Encoded, Prompt
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.prompt_calls import PromptCalls, UseTqdm
+from spmd_worker.sequence.outputs import Pooled, PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from spmd_worker.sequence.pooling_params import PoolingParams, check_pooling, check_task, taken_pooling, truncated_row
+
+GivenParams = PoolingParams | Sequence[PoolingParams] | None
+"""For all prompts, for each, or what the model does."""
+
+
+class PoolingCalls:
+    """The pooling calls of one engine. Arguments are those of `LLM`'s methods, and so is what they raise."""
+
+    def __init__(self, engine: LLMEngine, calls: PromptCalls) -> None:
+        self._engine, self._calls = engine, calls
+
+    def pool(
+        self,
+        call: str,
+        task: str | None,
+        prompts: Prompt | Sequence[Prompt],
+        given: GivenParams,
+        make: Callable[[list[float]], Pooled],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        gather: bool = False,
+        use_tqdm: UseTqdm = False,
+    ) -> list[PoolingRequestOutput[Pooled]]:
+        """`call` is what the user called; `make` is given each row's vector, or scores."""
+
+        def encode() -> list[Encoded]:
+            if task is not None:
+                check_task(task, self._engine.limits.pooling)
+            encoded = self._calls.encode(prompts)
+            check_extras(len(encoded), lora_request, None, tokenization_kwargs)
+            for each, params in zip(encoded, _listed(given, len(encoded)), strict=True):
+                self._take(each, params, task, truncate_prompt_tokens)
+            return encoded
+
+        outputs = self._calls.run(call, encode, None, gather=gather, use_tqdm=use_tqdm)
+        return [_pooled(output, make) for output in outputs]
+
+    def score(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        given: PoolingParams | None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """See `LLM.score`."""
+        firsts, seconds = _as_texts("text_1", text_1), _as_texts("text_2", text_2)
+        firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+        if len(firsts) != len(seconds):
+            raise ValueError(f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one, or as many")
+        config = self._engine.limits.pooling
+        if config is None or config.task == "classify":
+            pairs = [first + second for first, second in zip(firsts, seconds)]
+            return self.pool("score", "score", pairs, given, lambda scores: ScoringOutput(scores[0]), **options)
+        params = replace(given or PoolingParams(), normalize=False)
+        both = self.pool("score", "score", [*firsts, *seconds], params, PoolingOutput, **options)
+        return [_cosine(first, second) for first, second in zip(both[: len(firsts)], both[len(firsts) :])]
+
+    def _take(self, encoded: Encoded, params: PoolingParams, task: str | None, length: int | None) -> None:
+        if task is not None and params.task not in (None, task):
+            raise ValueError(f"pooling_params.task={params.task!r} is not what was called: {task}")
+        encoded.pooling = taken_pooling(replace(params, task=task or params.task), self._engine.limits.pooling)
+        wanted = replace(params, truncate_prompt_tokens=length) if length is not None else params
+        encoded.token_ids = truncated_row(encoded.token_ids, wanted.truncate_prompt_tokens, self._engine.max_model_len)
+
+
+def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled]) -> PoolingRequestOutput[Pooled]:
+    if output.error is not None:
+        raise ValueError(output.error)
+    assert output.vector is not None, "a row that was pooled to its end has one"
+    return PoolingRequestOutput(
+        output.request_id, make(output.vector), output.prompt_token_ids, output.num_cached_tokens
+    )
+
+
+def _cosine(
+    first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
+) -> PoolingRequestOutput[ScoringOutput]:
+    """In double precision, from exact sums: the same wherever it is computed."""
+    x, y = first.outputs.data, second.outputs.data
+    product = math.fsum(map(float.__mul__, x, y))
+    size = math.sqrt(math.fsum(map(float.__mul__, x, x)) * math.fsum(map(float.__mul__, y, y)))
+    return PoolingRequestOutput(
+        first.request_id,
+        ScoringOutput(product / size if size else 0.0),
+        [*first.prompt_token_ids, *second.prompt_token_ids],
+        first.num_cached_tokens + second.num_cached_tokens,
+    )
+
+
+def _listed(given: GivenParams, count: int) -> list[PoolingParams]:
+    if isinstance(given, Sequence):
+        if len(given) != count:
+            raise ValueError(f"{len(given)} pooling params for {count} prompts: give one, or one for each prompt")
+        for each in given:
+            check_pooling(each)
+        return list(given)
+    params = PoolingParams() if given is None else given
+    check_pooling(params)
+    return [params] * count
+
+
+def _as_texts(name: str, given: Any) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(each, str) for each in texts):
+        raise TypeError(f"{name} is a {type(given).__name__}: give a text, or a list of texts")
+    return list(texts)

@@ -1,0 +1,135 @@
+"""What a row wants that is pooled: a vector or scores, in place of tokens.
+
+A pooling row is a request like others: scheduled, chunked and preempted as a prompt is. At its end nothing is sampled:
+the last stage makes its vector, whose digest stands where a sampled id would, so that ranks agree on vectors as they do
+on ids and a log knows them.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import blake2b
+from typing import Any, Final
+
+from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+TASKS: Final = ("embed", "classify", "score", "reward")
+"""What vLLM's `pooling_task` may be here."""
+
+_OTHER_TASKS: Final = ("token_embed", "token_classify", "plugin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How one row is pooled. Names and meanings follow vLLM's.
+
+    `task` is one of `TASKS`; None is what the model does. `dimensions` cuts a vector to its first numbers, before it is
+    normalised. `normalize` and `use_activation` None are the model's own. `truncate_prompt_tokens` k keeps the last k
+    tokens, -1 as many as the model takes. `skip_reading_prefix_cache`: nothing of the row is taken from the cache.
+    """
+
+    task: str | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming field, value and rule."""
+        if self.task is not None and self.task not in TASKS:
+            hint = ": one vector for each row is given, not one for each token" if self.task in _OTHER_TASKS else ""
+            raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}{hint}")
+        for name in ("dimensions", "truncate_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{name}={value!r} must be a whole number")
+        for name in ("normalize", "use_activation", "skip_reading_prefix_cache"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true, false or null")
+        if self.dimensions is not None and not 1 <= self.dimensions < 2**31:
+            raise ValueError(f"dimensions={self.dimensions} must be 1 or more")
+        length = self.truncate_prompt_tokens
+        if length is not None and length != -1 and not 1 <= length < 2**31:
+            raise ValueError(f"truncate_prompt_tokens={length} must be a number of tokens, or -1 for the model's")
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether everything in it is said, as `taken_pooling` leaves it."""
+        return self.task in ("embed", "classify") and None not in (self.normalize, self.use_activation)
+
+
+def check_task(task: str, config: PoolingConfig | None) -> None:
+    """Raise ValueError for what this run does not do, naming the runner that does."""
+    if config is None:
+        raise ValueError(
+            f"{task} is refused: this run generates (model.runner=generate): set model.runner=pooling "
+            f"(runner='pooling') to have rows pooled"
+        )
+    if task not in config.tasks:
+        raise ValueError(f"{task} is refused: this model does {', '.join(config.tasks)}")
+
+
+def taken_pooling(params: PoolingParams, config: PoolingConfig | None) -> PoolingParams:
+    """`params` with nothing left open. Raises ValueError for what this run does not do."""
+    task = params.task or (config.task if config is not None else "embed")
+    check_task(task, config)
+    assert config is not None, "of a run that pools"
+    if params.dimensions is not None:
+        _check_dimensions(params.dimensions, config)
+    for name, other in (("normalize", "classify"), ("use_activation", "embed")):
+        if getattr(params, name) is not None and config.task == other:
+            raise ValueError(f"{name}={getattr(params, name)} is refused: this model does {', '.join(config.tasks)}")
+    return replace(
+        params,
+        task=config.task,
+        normalize=config.is_normalized if params.normalize is None else params.normalize,
+        use_activation=task != "reward" if params.use_activation is None else params.use_activation,
+        truncate_prompt_tokens=None,
+    )
+
+
+def _check_dimensions(dimensions: int, config: PoolingConfig) -> None:
+    if config.task != "embed":
+        raise ValueError(f"dimensions={dimensions} is refused: this model does {', '.join(config.tasks)}")
+    allowed = config.matryoshka_dimensions
+    if dimensions > config.size:
+        raise ValueError(f"dimensions={dimensions} is more than the {config.size} of this model")
+    if allowed and dimensions not in allowed and not config.is_matryoshka:
+        raise ValueError(f"dimensions={dimensions} must be one of {', '.join(map(str, allowed))}, as config.json says")
+    if not allowed and not config.is_matryoshka and dimensions != config.size:
+        raise ValueError(
+            f"dimensions={dimensions} is refused: config.json does not say that this model was trained for it "
+            f"(matryoshka_dimensions, is_matryoshka): set model.allow_any_dimensions=true"
+        )
+
+
+def pooled_sampling(params: PoolingParams, config: PoolingConfig) -> SamplingParams:
+    """What stands for the sampling parameters of a pooling row: one row of work, of which nothing is drawn."""
+    return _stand_in(config.needs_all_tokens or bool(params.skip_reading_prefix_cache))
+
+
+@cache
+def _stand_in(skips_cache: bool) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0, max_tokens=1, detokenize=False, skip_reading_prefix_cache=skips_cache or None
+    ).frozen()
+
+
+def truncated_row(token_ids: tuple[int, ...], length: int | None, max_model_len: int) -> tuple[int, ...]:
+    """The last tokens of a row, as `truncate_prompt_tokens` says."""
+    if length is None:
+        return token_ids
+    return token_ids[-(max_model_len if length == -1 else length) :]
+
+
+def vector_digest(vector: bytes) -> int:
+    """What stands for a sampled id: 63 bits of a vector's bytes, never negative."""
+    digest = blake2b(vector, digest_size=8, person=b"spmd-vector").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def check_pooling(pooling: Any) -> None:
+    """Raise TypeError for anything but PoolingParams."""
+    if not isinstance(pooling, PoolingParams):
+        raise TypeError(f"pooling_params is a {type(pooling).__name__}: give PoolingParams")

@@ -1,0 +1,90 @@
+"""Rows that are pooled, on several ranks: stages and replicas give one rank's bits, shards its numbers, and ranks that
+come to different vectors end.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from pooling_models import pooling_folder
+from reference_models import random_prompt
+
+from spmd_worker import LLM
+
+SHARED = random_prompt(40, 1)
+PROMPTS = [SHARED, [17, 40, 5], [*SHARED[:35], 9, 33], random_prompt(60, 2)]
+SETTINGS: dict[str, Any] = {"num_blocks": 80, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+NAMES = ("mean", "labels")
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from spmd_worker import LLM
+
+job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+answers = {}
+for name, folder in job["folders"].items():
+    with LLM(folder, **job["layout"], **job["settings"]) as llm:
+        outputs = llm.encode([{"prompt_token_ids": each} for each in job["prompts"]], use_tqdm=False)
+    answers[name] = [each.outputs.data for each in outputs]
+(out / f"{os.environ['RANK']}.json").write_text(json.dumps(answers))
+"""
+
+BENT = """
+import os
+from spmd_worker.models.pooler import Pooler
+own = Pooler.forward
+def bent(self, pooled, **options):
+    vector = own(self, pooled, **options)
+    return vector * (1.0 + 2.0**-20) if os.environ["RANK"] == "1" else vector
+Pooler.forward = bent
+"""
+
+
+def run(tmp_path: Path, size: int, before: str = "", **layout: int) -> ranks.CompletedRanks:
+    job = {
+        "folders": {name: str(pooling_folder(name)) for name in NAMES},
+        "prompts": PROMPTS,
+        "settings": SETTINGS,
+        "layout": layout,
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    return ranks.run_ranks(before + SCRIPT, size, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
+
+
+def answers(tmp_path: Path, size: int) -> list[dict[str, list[list[float]]]]:
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[list[float]]]:
+    found = {}
+    for name in NAMES:
+        with LLM(pooling_folder(name), device="cpu", **SETTINGS) as llm:
+            outputs = llm.encode([{"prompt_token_ids": each} for each in PROMPTS], use_tqdm=False)
+        found[name] = [output.outputs.data for output in outputs]
+    return found
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size"])
+def test_two_ranks_give_one_ranks_vectors(tmp_path: Path, alone: dict[str, list[list[float]]], layout: str) -> None:
+    done = run(tmp_path, 2, **{layout: 2})
+    assert done.returncode == 0, done.output
+    first, second = answers(tmp_path, 2)
+    assert first == second
+    if layout != "tensor_parallel_size":
+        assert first == alone
+    for name in NAMES:
+        for ours, theirs in zip(first[name], alone[name], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.matrix
+def test_ranks_that_come_to_different_vectors_end(tmp_path: Path) -> None:
+    """The control of what the ranks agree on."""
+    done = run(tmp_path, 2, BENT, tensor_parallel_size=2)
+    assert done.returncode != 0
+    assert "sampled_token_ids" in done.output

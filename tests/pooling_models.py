@@ -1,0 +1,188 @@
+"""Small random model folders that pool, written by transformers, and what transformers and plain torch make of them.
+
+`FOLDERS` has one for each way in which a folder says how its rows are pooled. Knows nothing of the runtime under test.
+"""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from reference_models import fill
+from run_folder import made_once
+from safetensors.torch import save_file
+from tokenizer_folders import write_byte_level
+from torch.nn import functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3Model,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+DENSE_SIZE = 24
+
+
+def _write(folder: Path, model_class: Any, config_class: Any, **settings: Any) -> None:
+    torch.manual_seed(7)
+    model = model_class(config_class(**{**SIZES, **settings}))
+    fill(model, torch.Generator().manual_seed(11))
+    model.save_pretrained(folder)
+    write_byte_level(folder)
+
+
+def write_modules(folder: Path, pooling: dict[str, Any], *kinds: str, **sentence: Any) -> None:
+    """The files of sentence-transformers, with what its releases write."""
+    modules = [
+        ("", "Transformer"),
+        ("1_Pooling", "Pooling"),
+        *[(f"{i}_{kind}", kind) for i, kind in enumerate(kinds, 2)],
+    ]
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    settings = {"word_embedding_dimension": SIZES["hidden_size"], **pooling}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": False, **sentence}))
+    size, generator = SIZES["hidden_size"], torch.Generator().manual_seed(3)
+    for number, kind in enumerate(kinds, 2):
+        if kind != "Dense":
+            continue
+        inside = folder / f"{number}_Dense"
+        inside.mkdir(exist_ok=True)
+        settings = {
+            "in_features": size,
+            "out_features": DENSE_SIZE,
+            "bias": True,
+            "activation_function": "torch.nn.modules.activation.Tanh",
+        }
+        (inside / "config.json").write_text(json.dumps(settings))
+        weight = torch.randn(DENSE_SIZE, size, generator=generator) / size**0.5
+        save_file(
+            {"linear.weight": weight, "linear.bias": torch.randn(DENSE_SIZE, generator=generator)},
+            inside / "model.safetensors",
+        )
+        size = DENSE_SIZE
+
+
+def _causal(folder: Path) -> None:
+    _write(folder, Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=True)
+
+
+def _untied(folder: Path) -> None:
+    _write(folder, Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=False)
+
+
+def _mean(folder: Path) -> None:
+    _causal(folder)
+    write_modules(folder, {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, max_seq_length=100)
+
+
+def _cls(folder: Path) -> None:
+    _write(folder, Qwen3Model, Qwen3Config)
+    write_modules(folder, {"pooling_mode": "cls"})
+
+
+def _last(folder: Path) -> None:
+    _causal(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [16, 32]}))
+    write_modules(folder, {"pooling_mode_lasttoken": True}, "Normalize")
+
+
+def _dense(folder: Path) -> None:
+    _causal(folder)
+    write_modules(folder, {"pooling_mode_mean_tokens": True}, "Dense", "Normalize")
+
+
+def _labels(folder: Path) -> None:
+    _write(folder, Qwen3ForSequenceClassification, Qwen3Config, num_labels=3)
+
+
+def _reward(folder: Path) -> None:
+    _write(folder, LlamaForSequenceClassification, LlamaConfig, num_labels=1)
+
+
+FOLDERS: dict[str, Callable[[Path], None]] = {
+    "causal": _causal,
+    "untied": _untied,
+    "mean": _mean,
+    "cls": _cls,
+    "last": _last,
+    "dense": _dense,
+    "labels": _labels,
+    "reward": _reward,
+}
+
+
+def pooling_folder(name: str) -> Path:
+    """The folder of this name, written once a run."""
+    return made_once(f"pooling-{name}", FOLDERS[name])
+
+
+@cache
+def _backbone(name: str) -> Any:
+    return AutoModel.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def hidden_states(name: str, prompt: list[int]) -> torch.Tensor:
+    """[T, H] of transformers' backbone, of a row alone and without padding."""
+    return _backbone(name)(torch.tensor([prompt])).last_hidden_state[0]
+
+
+@torch.no_grad()
+def reference_vector(name: str, prompt: list[int], dimensions: int | None = None) -> torch.Tensor:
+    """What sentence-transformers' modules make of it, by hand."""
+    states = hidden_states(name, prompt)
+    x = {"cls": states[0], "mean": states.mean(0), "dense": states.mean(0)}.get(name, states[-1])
+    if name == "dense":
+        linear = torch.nn.Linear(SIZES["hidden_size"], DENSE_SIZE)
+        linear.load_state_dict({key.removeprefix("linear."): value for key, value in _dense_weights().items()})
+        x = torch.tanh(linear(x))
+    x = x if dimensions is None else x[:dimensions]
+    return F.normalize(x, dim=0) if name in ("last", "dense", "causal", "untied") else x
+
+
+def _dense_weights() -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(pooling_folder("dense") / "2_Dense" / "model.safetensors")
+
+
+@torch.no_grad()
+def reference_logits_of_labels(name: str, prompt: list[int]) -> torch.Tensor:
+    """[labels] of `AutoModelForSequenceClassification`, of a row alone and without padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
+    return model(torch.tensor([prompt])).logits[0]
+
+
+@torch.no_grad()
+def reference_difference(name: str, prompt: list[int], no: int, yes: int) -> torch.Tensor:
+    """How much likelier a token is than another, as Qwen3-Reranker's model card computes it."""
+    model = AutoModelForCausalLM.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
+    logits = model(torch.tensor([prompt])).logits[0, -1]
+    return logits[yes] - logits[no]

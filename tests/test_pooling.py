@@ -1,0 +1,239 @@
+"""Rows that are pooled: the numbers that transformers gives, the same bits however a row is computed, and a run that
+says what it does.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from pooling_models import (
+    SIZES,
+    pooling_folder,
+    reference_difference,
+    reference_logits_of_labels,
+    reference_vector,
+)
+from reference_models import checkpoint_folder, random_prompt
+
+import spmd_worker.runner.pooling as pooling_module
+from spmd_worker import LLM, PoolingParams, PromptsRefusedError, SamplingParams
+from spmd_worker.errors import ConfigError
+from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.models.pooler import Pooler
+from spmd_worker.runner.pooling import RowPooling
+from spmd_worker.sequence.pooling_params import pooled_sampling, taken_pooling
+
+SHARED = random_prompt(40, 1)
+PROMPTS = [SHARED, [17, 40, 5], [*SHARED[:35], 9, 33], [12], random_prompt(60, 2), [*SHARED, *SHARED[:21]]]
+RAW = PoolingParams(use_activation=False)
+# The longest row takes 16 blocks of 4, all of them four times as many.
+SETTINGS: dict[str, Any] = {"device": "cpu", "num_blocks": 80, "block_size": 4, "max_model_len": 64}
+SMALL_STEPS = {"max_num_batched_tokens": 16, "max_num_seqs": 6}
+WAYS: dict[str, dict[str, Any]] = {
+    "in chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+    "one by one": {"max_num_seqs": 1},
+    "recomputed": {"num_blocks": 24, "preemption_mode": "recompute", **SMALL_STEPS},
+    "swapped": {"num_blocks": 24, "preemption_mode": "swap", "swap_space": 0.01, **SMALL_STEPS},
+    "without a cache of prefixes": {"enable_prefix_caching": False},
+}
+
+
+def ids(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": prompt} for prompt in prompts]
+
+
+def pooled(name: str, prompts: list[list[int]] = PROMPTS, times: int = 1, **settings: Any) -> list[list[float]]:
+    """Of the last of so many calls."""
+    runner = {"runner": "pooling"} if name in ("causal", "untied") else {}
+    with LLM(pooling_folder(name), **{**SETTINGS, **runner, **settings}) as llm:
+        for _ in range(times):
+            outputs = llm.encode(ids(prompts), use_tqdm=False)
+        return [output.outputs.data for output in outputs]
+
+
+def assert_near(ours: list[float], theirs: torch.Tensor) -> None:
+    assert len(ours) == len(theirs)
+    assert (torch.tensor(ours, dtype=torch.float64) - theirs.double()).abs().max() < 1e-5
+
+
+EMBEDDERS = [pytest.param(name, marks=pytest.mark.matrix) for name in ("mean", "cls", "last", "causal", "untied")]
+
+
+@pytest.mark.parametrize("name", ["dense", *EMBEDDERS])
+def test_vectors_are_those_of_transformers_and_the_modules_by_hand(name: str) -> None:
+    for ours, prompt in zip(pooled(name), PROMPTS, strict=True):
+        assert_near(ours, reference_vector(name, prompt))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["labels", "reward"])
+def test_scores_are_those_of_the_classifier_before_and_after_its_activation(name: str) -> None:
+    with LLM(pooling_folder(name), **SETTINGS) as llm:
+        raw = llm.encode(ids(PROMPTS), RAW, use_tqdm=False)
+        activated = llm.classify(ids(PROMPTS), use_tqdm=False)
+        rewards = llm.reward(ids(PROMPTS), use_tqdm=False) if name == "reward" else raw
+        tasks = llm.supported_tasks
+    assert tasks == (("classify", "score", "reward") if name == "reward" else ("classify",))
+    for prompt, scores, output in zip(PROMPTS, raw, activated, strict=True):
+        logits = reference_logits_of_labels(name, prompt)
+        assert_near(scores.outputs.data, logits)
+        assert_near(output.outputs.probs, logits.sigmoid() if name == "reward" else logits.softmax(0))
+    assert [output.outputs.data for output in rewards] == [output.outputs.data for output in raw]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["causal", "untied"])
+def test_a_classifier_from_two_tokens_scores_as_qwen3_rerankers_model_card_does(name: str) -> None:
+    with LLM(pooling_folder(name), classifier_from_token=["n", "y"], **SETTINGS) as llm:
+        tokenizer = llm.llm_engine.need_tokenizer()
+        no, yes = tokenizer.token_id("n"), tokenizer.token_id("y")
+        assert no is not None
+        assert yes is not None
+        outputs = llm.encode(ids(PROMPTS[:3]), RAW, use_tqdm=False)
+        score = llm.score("a text", "a text", use_tqdm=False)[0].outputs.score
+        difference = reference_difference(name, tokenizer.encode("a texta text"), no, yes)
+        assert_near([score], difference.sigmoid()[None])
+    for prompt, output in zip(PROMPTS, outputs):
+        assert_near(output.outputs.data, reference_difference(name, prompt, no, yes)[None])
+
+
+def test_lengths_that_the_model_was_trained_for_are_cut_and_then_normalised() -> None:
+    with LLM(pooling_folder("last"), **SETTINGS) as llm:
+        for dimensions in (16, 32):
+            (output,) = llm.embed(ids(PROMPTS[:1]), pooling_params=PoolingParams(dimensions=dimensions), use_tqdm=False)
+            assert_near(output.outputs.embedding, reference_vector("last", PROMPTS[0], dimensions))
+        for dimensions, words in ((17, "one of 16, 32"), (65, "more than the 64")):
+            with pytest.raises(ValueError, match=words):
+                llm.embed(ids(PROMPTS[:1]), pooling_params=PoolingParams(dimensions=dimensions), use_tqdm=False)
+        (whole,) = llm.embed(ids(PROMPTS[:1]), use_tqdm=False)
+        cosine = llm.score("ab", ["ab", "naïve café"], use_tqdm=False)
+    assert whole.outputs.hidden_size == SIZES["hidden_size"]
+    assert cosine[0].outputs.score == pytest.approx(1.0, abs=1e-12)
+    assert cosine[1].outputs.score < 0.999
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_has_the_same_bits_however_it_is_computed(way: str) -> None:
+    for name in ("mean", "last", "cls"):
+        plain = pooled(name)
+        assert pooled(name, times=2, **WAYS[way]) == plain, name
+
+
+def test_a_mean_has_the_same_bits_in_chunks_and_a_sum_of_chunks_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = pooled("mean", PROMPTS[:1])
+    assert pooled("mean", PROMPTS[:1], **WAYS["in chunks"]) == plain
+
+    def summed(total: torch.Tensor, rows: torch.Tensor) -> None:
+        total.add_(rows.float().sum(0))
+
+    # The control: each chunk is summed by itself.
+    monkeypatch.setattr(pooling_module, "add_rows", summed)
+    assert pooled("mean", PROMPTS[:1], **WAYS["in chunks"]) != plain
+
+
+def test_a_mean_takes_nothing_from_the_cache_of_prefixes_and_a_last_token_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {}
+    for name in ("mean", "last"):
+        with LLM(pooling_folder(name), **SETTINGS) as llm:
+            first, again = [llm.embed(ids(PROMPTS[:1]), use_tqdm=False)[0] for _ in range(2)]
+        assert first.outputs == again.outputs
+        found[name] = again.num_cached_tokens
+    assert found == {"mean": 0, "last": 36}
+    # The control: with what is cached, a mean would lack the tokens that were found.
+    monkeypatch.setattr(PoolingConfig, "needs_all_tokens", False)
+    with LLM(pooling_folder("mean"), **SETTINGS) as llm:
+        llm.embed(ids(PROMPTS[:1]), use_tqdm=False)
+        with pytest.raises(KeyError):
+            llm.embed(ids(PROMPTS[:1]), use_tqdm=False)
+
+
+def test_rows_that_are_aborted_leave_nothing_behind() -> None:
+    with LLM(pooling_folder("mean"), **{**SETTINGS, **WAYS["in chunks"]}) as llm:
+        engine = llm.llm_engine
+        plain = llm.embed(ids(PROMPTS[:1]), use_tqdm=False)[0].outputs
+        pooling: RowPooling = engine.executor.driver_worker.model_runner._pooling  # type: ignore[attr-defined]
+        request = _add(llm, PROMPTS[4])
+        assert engine.step() + engine.step() == []
+        assert list(pooling._begun) == [request]
+        engine.abort_request(request)
+        outputs = engine.step() + engine.step()
+        assert [(output.vector, output.error, output.finished) for output in outputs] == [(None, None, True)]
+        assert llm.embed(ids(PROMPTS[:1]), use_tqdm=False)[0].outputs == plain
+        assert not pooling._begun
+
+
+def _add(llm: LLM, prompt: list[int]) -> Any:
+    config = llm.llm_engine.limits.pooling
+    assert config is not None
+    params = taken_pooling(PoolingParams(), config)
+    return llm.llm_engine.admit_request(prompt, pooled_sampling(params, config), pooling=params)
+
+
+def test_a_run_says_what_it_does_and_refuses_the_rest_by_name() -> None:
+    with LLM(checkpoint_folder("llama_tied"), **SETTINGS) as llm:
+        assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("generate",)
+        with pytest.raises(ValueError, match=r"embed is refused: this run generates .*model.runner=pooling"):
+            llm.embed(ids(PROMPTS[:1]), use_tqdm=False)
+    with LLM(pooling_folder("mean"), **SETTINGS) as llm:
+        assert llm.supported_tasks == llm.llm_engine.executor.supported_tasks == ("embed", "score")
+        with pytest.raises(PromptsRefusedError, match=r"this run pools .*model.runner=generate"):
+            llm.generate(ids(PROMPTS[:1]), SamplingParams(max_tokens=2), use_tqdm=False)
+        with pytest.raises(ValueError, match="classify is refused: this model does embed, score"):
+            llm.classify(ids(PROMPTS[:1]), use_tqdm=False)
+        with pytest.raises(PromptsRefusedError, match=r"65 tokens .*truncate_prompt_tokens"):
+            llm.embed(ids([[5] * 65]), use_tqdm=False)
+        (cut,) = llm.embed(ids([[7, *[5] * 64]]), truncate_prompt_tokens=-1, use_tqdm=False)
+        assert cut.outputs == llm.embed(ids([[5] * 64]), use_tqdm=False)[0].outputs
+
+
+def test_a_vector_that_is_not_finite_is_an_error_of_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Pooler.forward
+
+    def broken(self: Pooler, pooled: torch.Tensor, **options: Any) -> torch.Tensor:
+        vector = own(self, pooled, **options)
+        return vector if abs(float(vector[0]) - first) > 1e-7 else vector * torch.inf
+
+    plain = pooled("last", PROMPTS[:3])
+    first = plain[1][0]
+    monkeypatch.setattr(Pooler, "forward", broken)
+    with LLM(pooling_folder("last"), **SETTINGS) as llm:
+        requests = [_add(llm, prompt) for prompt in PROMPTS[:3]]
+        outputs = {}
+        while llm.llm_engine.has_unfinished_requests():
+            outputs |= {int(output.request_id): output for output in llm.llm_engine.step()}
+        with pytest.raises(ValueError, match="vector is not finite"):
+            llm.embed(ids(PROMPTS[1:2]), use_tqdm=False)
+    assert [outputs[each].vector for each in requests] == [plain[0], None, plain[2]]
+    assert outputs[requests[1]].error_code == "non_finite_vector"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"runner": "generate", "pooling_type": "mean"}, "model.pooling_type=mean needs model.runner=pooling"),
+        ({"runner": "draft"}, "model.runner=draft"),
+        ({"classifier_from_token": ["no"]}, "must be two tokens"),
+        ({"classifier_from_token": ["no", "such token"]}, "two tokens of the model's tokenizer.json"),
+    ],
+)
+def test_settings_that_go_nowhere_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(pooling_folder("causal"), **SETTINGS, **settings)
+
+
+def test_new_weights_change_vectors_and_a_head_for_tokens_is_passed_over() -> None:
+    def doubled(model: Any) -> torch.Tensor:
+        weight: torch.Tensor = model.get_parameter("score.weight").detach() * 2
+        return weight
+
+    with LLM(pooling_folder("labels"), **SETTINGS) as llm:
+        before = llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)[0].outputs.data
+        (weights,) = llm.apply_model(doubled)
+        with llm.weight_update(partial=True) as load:
+            load("score.weight", weights)
+            load("lm_head.weight", torch.zeros(SIZES["vocab_size"], SIZES["hidden_size"]))
+        after = llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)[0].outputs.data
+    assert after == [2 * score for score in before]
