@@ -15,9 +15,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from waiting import NotInTime, wait_until
+
+_LEAVE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,14 @@ class Growth:
             if number == count // 2:
                 self.middle = size(self._folders)
             self._action()
-        self.end = size(self._folders)
         self.num_counted = count - count // 2
+        # A thread that was joined is the kernel's for a moment more. What is left behind stays.
+        with suppress(NotInTime):
+            wait_until(self._is_as_in_the_middle, _LEAVE_S)
+
+    def _is_as_in_the_middle(self) -> bool:
+        self.end = size(self._folders)
+        return not self.troubles(sys.maxsize)
 
     def figures(self) -> dict[str, Any]:
         """In words that a line of a report can take."""

@@ -37,6 +37,7 @@ COMMON = f"""
         call, kept = calls(), []
         return lambda: (call(), kept.append(bytearray(1 << 18)))
 
+<<<<<<< HEAD
     def cycles():
         # As a trainer that sleeps while it computes; every other time the weights stay.
         from safetensors.torch import load_file
@@ -56,6 +57,12 @@ COMMON = f"""
             llm.wake_up(["kv_cache"])
             llm.generate(prompts, params, use_tqdm=False)
         return one
+=======
+    def leaking_threads():
+        import growth, threading
+        growth._LEAVE_S, call = 0.1, calls()
+        return lambda: (call(), threading.Thread(target=threading.Event().wait, daemon=True).start())
+>>>>>>> main
 
     def engines():
         def one():
@@ -112,11 +119,14 @@ def test_a_few_leave_no_descriptor_thread_child_or_file(what: str, size: int, tm
 
 
 @pytest.mark.matrix
-def test_the_count_sees_what_is_left_behind(tmp_path):
+@pytest.mark.parametrize(
+    ("what", "count", "grown"), [("leaking_calls", 40, "resident_bytes"), ("leaking_threads", 8, "threads")]
+)
+def test_the_count_sees_what_is_left_behind(what: str, count: int, grown: str, tmp_path):
     """Negative control."""
-    returncode, lines, output = run("leaking_calls", 40, 1, MIB, tmp_path)
+    returncode, lines, output = run(what, count, 1, MIB, tmp_path)
     assert returncode != 0, output
-    assert "resident_bytes grew" in str(lines), output
+    assert f"{grown} grew" in str(lines), output
 
 
 MANY = [("jobs", 100, 1), ("cycles", 100, 1), ("cycles", 100, 2)]

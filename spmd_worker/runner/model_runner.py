@@ -5,7 +5,7 @@ the beginning of the one to the beginning of the other.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
