@@ -37,7 +37,6 @@ COMMON = f"""
         call, kept = calls(), []
         return lambda: (call(), kept.append(bytearray(1 << 18)))
 
-<<<<<<< HEAD
     def cycles():
         # As a trainer that sleeps while it computes; every other time the weights stay.
         from safetensors.torch import load_file
@@ -57,12 +56,10 @@ COMMON = f"""
             llm.wake_up(["kv_cache"])
             llm.generate(prompts, params, use_tqdm=False)
         return one
-=======
     def leaking_threads():
         import growth, threading
         growth._LEAVE_S, call = 0.1, calls()
         return lambda: (call(), threading.Thread(target=threading.Event().wait, daemon=True).start())
->>>>>>> main
 
     def engines():
         def one():
