@@ -117,7 +117,7 @@ class Ended(BaseException):
 
 
 def job(folder: Path, name: str, output: str) -> list[str]:
-    """Drawn rows of several lengths, with the log-probabilities of what was drawn."""
+    """Drawn rows of several lengths, with the log-probabilities of what was drawn: so hot that no token is sure."""
     rows = [
         {"prompt_token_ids": [token % 96 for token in random_prompt(3 + 4 * index, seed=index)], "logprobs": 2}
         for index in range(NUM_ROWS)
@@ -132,7 +132,7 @@ def job(folder: Path, name: str, output: str) -> list[str]:
         "scheduler.max_num_seqs": 3,
         "scheduler.max_num_batched_tokens": 24,
         "sampling.max_tokens": 6,
-        "sampling.temperature": 0.9,
+        "sampling.temperature": 8.0,
         "sampling.ignore_eos": "true",
         "job.input": folder / "rows.jsonl",
         "job.output": folder / output,

@@ -97,10 +97,10 @@ def activation_bytes(
 
     A layer holds the residual stream, its normed copy and either queries, keys, values and their rotated copies, or the
     gated columns and their product; layers that run as one hold all of these at once, each of them once. Heads that are
-    turned in part or in pairs, clipped or grown are copied twice more, flat norms hold those of all ranks, and parallel
-    layers keep what the feed-forward is given. Sparse layers hold what each of a token's experts gives, and sums in
-    float32. The sampler holds float32 logits as shards, gathered and as log-probabilities, and the mass of a draw twice
-    in float64.
+    turned in part or in pairs, clipped or grown are copied twice more; heads that are normed each with its own weights,
+    and the columns of an xIELU, in float32; flat norms hold those of all ranks, and parallel layers keep what the
+    feed-forward is given. Sparse layers hold what each of a token's experts gives, and sums in float32. The sampler
+    holds float32 logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
     """
     sizes = rank_sizes(model_config, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
@@ -109,9 +109,12 @@ def activation_bytes(
     attention = copies * heads * model_config.head_size
     if any(layer.qk_norm == "flat" for layer in model_config.layers):
         attention += 3 * (model_config.num_heads + model_config.num_kv_heads) * model_config.head_size
+    if any(layer.qk_norm == "each_head" for layer in model_config.layers):
+        attention += 4 * heads * model_config.head_size
+    num_columns = sizes.num_columns * (16 if any(layer.activation == "xielu" for layer in model_config.layers) else 4)
     num_streams = 4 + any(layer.is_parallel for layer in model_config.layers)
     per_token = num_streams * model_config.hidden_size + max(
-        attention, 4 * sizes.num_columns, _sparse_elements(model_config, layout)
+        attention, num_columns, _sparse_elements(model_config, layout)
     )
     logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     return num_tokens * per_token * DTYPE_BYTES[dtype] + logits

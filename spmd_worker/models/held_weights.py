@@ -11,6 +11,7 @@ from torch import Tensor
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.layers.weight_slice import Rectangle, WeightSlice, extents
 
+_FEW: Final = 3
 _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -24,18 +25,33 @@ class HeldPiece:
     def read(self) -> Tensor:
         """The slice, as the checkpoint has its dimensions."""
         piece = self.piece
-        held = self.layer.read_region(self._parameter, piece.destination).view(extents(piece.turned(piece.source)))
+        held = self.layer.read_region(self.parameter, piece.destination).view(extents(piece.turned(piece.source)))
         return held.transpose(-1, -2) if piece.is_transposed else held
 
     def write(self, values: Tensor) -> None:
         """Make `values` the slice."""
         values = values.transpose(-1, -2) if self.piece.is_transposed else values
         destination = self.piece.destination
-        self.layer.write_region(self._parameter, destination, values.reshape(extents(destination)))
+        self.layer.write_region(self.parameter, destination, values.reshape(extents(destination)))
 
     @property
-    def _parameter(self) -> str:
+    def parameter(self) -> str:
+        """Its name in the layer."""
         return self.piece.parameter_name.rpartition(".")[2]
+
+    @property
+    def place(self) -> tuple[str, Rectangle]:
+        """Pieces of one parameter are in the order of its rows by this."""
+        return self.piece.parameter_name, self.piece.destination
+
+    def is_before(self, other: "HeldPiece") -> bool:
+        """Whether the rows of `other` begin where those of this piece end, in the same parameter."""
+        piece, after = self.piece, other.piece
+        if piece.is_transposed or after.is_transposed or piece.parameter_name != after.parameter_name:
+            return False
+        (_, stop), *columns = piece.destination
+        (start, _), *others = after.destination
+        return stop == start and columns == others
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +77,57 @@ class HeldWeight:
         if len(self.pieces) == 1:
             return self.pieces[0].read()
         whole: Tensor | None = None
-        for held, region in zip(self.pieces, self._regions(), strict=True):
-            part = held.read()
-            whole = part.new_empty(self.shape) if whole is None else whole
-            whole[region] = part
+        regions = self._regions()
+        for run in self._runs():
+            for number, part in zip(run, self._read_run(run), strict=True):
+                whole = part.new_empty(self.shape) if whole is None else whole
+                whole[regions[number]] = part
         assert whole is not None, "a weight has pieces"
         return whole
 
     def write(self, values: Tensor) -> None:
         """Make `values`, of any dtype and device, this rank's slices. The parameter's storage stays where it is."""
-        for held, region in zip(self.pieces, self._regions(), strict=True):
-            held.write(values[region])
+        regions = self._regions()
+        for run in self._runs():
+            self._write_run(run, [values[regions[number]] for number in run])
 
     def load(self, tensor: Tensor) -> None:
         """Make this rank's slices of the whole checkpoint tensor, which `check_tensor` let pass, its weight; nothing
         but those is copied.
         """
-        for held in self.pieces:
-            held.write(tensor.detach()[tuple(slice(*bounds) for bounds in held.piece.source)])
+        sources = [tuple(slice(*bounds) for bounds in held.piece.source) for held in self.pieces]
+        for run in self._runs():
+            self._write_run(run, [tensor.detach()[sources[number]] for number in run])
+
+    def _runs(self) -> list[list[int]]:
+        """Numbers of pieces whose rows follow each other in one parameter: heads of a tensor that has queries, keys and
+        values head by head. A run is read and written at once, by way of a copy, which few pieces are not worth.
+        """
+        if len(self.pieces) <= _FEW:
+            return [[number] for number in range(len(self.pieces))]
+        runs: list[list[int]] = []
+        for number in sorted(range(len(self.pieces)), key=lambda each: self.pieces[each].place):
+            if runs and self.pieces[runs[-1][-1]].is_before(self.pieces[number]):
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        return runs
+
+    def _read_run(self, run: list[int]) -> list[Tensor]:
+        pieces = [self.pieces[number] for number in run]
+        if len(pieces) == 1:
+            return [pieces[0].read()]
+        rows = pieces[0].layer.read_region(pieces[0].parameter, _joined(pieces))
+        parts = rows.split([extents(each.piece.destination)[0] for each in pieces])
+        return [part.reshape(extents(each.piece.source)) for part, each in zip(parts, pieces, strict=True)]
+
+    def _write_run(self, run: list[int], values: list[Tensor]) -> None:
+        pieces = [self.pieces[number] for number in run]
+        if len(pieces) == 1:
+            pieces[0].write(values[0])
+            return
+        rows = [each.reshape(extents(held.piece.destination)) for held, each in zip(pieces, values, strict=True)]
+        pieces[0].layer.write_region(pieces[0].parameter, _joined(pieces), torch.cat(rows))
 
     def _ranges(self) -> list[list[tuple[int, int]]]:
         """Of each dimension, ascending."""
@@ -149,6 +198,12 @@ def held_weights(slices: Iterable[WeightSlice], layers: Mapping[str, CheckpointL
         sources = sorted(each.piece.source for each in pieces)
         assert not any(map(_overlap, sources, sources[1:])), ("this rank holds a tensor twice", name)
     return {name: HeldWeight(tuple(pieces)) for name, pieces in held.items()}
+
+
+def _joined(pieces: list[HeldPiece]) -> Rectangle:
+    """What the pieces of a run are together."""
+    first, last = pieces[0].piece.destination, pieces[-1].piece.destination
+    return ((first[0][0], last[0][1]), *first[1:])
 
 
 def _overlap(source: Rectangle, other: Rectangle) -> bool:

@@ -138,6 +138,16 @@ def test_parameters_are_counted_without_the_padding_of_the_vocabulary(architectu
     assert model_config.num_parameters * 4 == parameter_bytes(model_config, 1, 0, "float32")
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_norms_of_each_head_are_shared_out_with_the_heads(size: int):
+    model_config = new_shape("CohereForCausalLM", use_qk_norm=True)
+    for rank in range(size):
+        counted = weights_bytes(model_config, RankLayout(size), rank, "float32", "cuda")
+        assert counted == parameter_bytes(model_config, size, rank, "float32")
+    plain = new_shape("CohereForCausalLM", use_qk_norm=False)
+    assert model_config.num_parameters > plain.num_parameters
+
+
 def test_the_share_of_a_rank_in_numbers():
     model_config = new_shape()
     shares = [rank_sizes(model_config, RankLayout(4), rank) for rank in range(4)]

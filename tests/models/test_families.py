@@ -30,6 +30,7 @@ from spmd_worker.distributed.topology import Stage
 from spmd_worker.errors import SpmdError
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.attention import Attention
+from spmd_worker.layers.checkpoint_layer import PackedLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES
@@ -156,6 +157,23 @@ def test_the_whole_checkpoint_is_shown_and_taken_by_its_names(name: str):
 
     first, second = on_ranks(2, run)
     assert all(first[each] + second[each] >= tensors[each].numel() for each in tensors)
+
+
+def test_a_tensor_by_heads_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
+    """It was packed again for each head's queries, keys and values."""
+    folder, calls = family_folder("gpt_neox"), []
+    model, name = new_model(folder), "gpt_neox.layers.1.attention.query_key_value.weight"
+    tensor, write_region = load_file(folder / "model.safetensors")[name].flip(0), PackedLayer.write_region
+
+    def counted(layer: PackedLayer, *given: Any) -> None:
+        calls.append(layer)
+        write_region(layer, *given)
+
+    monkeypatch.setattr(PackedLayer, "write_region", counted)
+    model.load_weights([(name, tensor)])
+    assert len(calls) == 1
+    with model.as_checkpoint() as view:
+        assert torch.equal(dict(view.named_parameters())[name], tensor)
 
 
 @pytest.mark.parametrize("name", [each for each in WITH_IMAGES if each != "qwen3_vl"])
