@@ -56,6 +56,7 @@ COMMON = f"""
             llm.wake_up(["kv_cache"])
             llm.generate(prompts, params, use_tqdm=False)
         return one
+
     def leaking_threads():
         import growth, threading
         growth._LEAVE_S, call = 0.1, calls()

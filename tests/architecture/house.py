@@ -134,12 +134,18 @@ OPTIONAL = {
     "matplotlib": ("spmd_worker.metrics.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
     "transformers": ("spmd_worker.compat.script_tokenizer", "spmd_worker.tokenizer.conversion"),
-    "trl": ("spmd_worker.integrations.trl",),
+    "trl": ("spmd_worker.integrations.trl", "spmd_worker.integrations.swift"),
+    "inspect_ai": ("spmd_worker.integrations.inspect_ai_model",),
     "llguidance": ("spmd_worker.grammar.forms",),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }
 """Packages of extras: the modules that may import them, where they are needed and not before."""
-NEED_OPTIONAL = ("spmd_worker.integrations.lm_eval_model", "spmd_worker.integrations.trl")
+NEED_OPTIONAL = (
+    "spmd_worker.integrations.lm_eval_model",
+    "spmd_worker.integrations.inspect_ai_model",
+    "spmd_worker.integrations.trl",
+    "spmd_worker.integrations.swift",
+)
 """Modules that are nothing without one of them, and that no other module imports."""
 COMPOSITION_NAMES = ("hydra", "omegaconf", "yaml")
 COMPOSITION_MODULES = ("spmd_worker.config.compose",)
@@ -174,8 +180,8 @@ FORBIDDEN_NAMES = (
     *(f"hydra.utils.{name}" for name in ("call", "get_class", "get_method", "get_object", "instantiate")),
     "hydra._internal.instantiate",
 )
-MAY_USE = {"spmd_worker.integrations.trl": ("runpy",)}
-"""Modules that may use one of these names: a launcher runs the script that its command line names, as python does."""
+MAY_USE = {"spmd_worker.integrations.trl": ("runpy",), "spmd_worker.integrations.swift": ("runpy",)}
+"""Modules that may use one of these names: launchers run the script that their command line names, as python does."""
 FORBIDDEN_BUILTINS = ("eval", "exec", "__import__")
 FORBIDDEN_WORD = "_target_"
 

@@ -1,0 +1,248 @@
+"""inspect_ai on this runtime: the provider `spmd_worker`, which inspect finds by itself where both are installed.
+
+    inspect eval TASK.py --model spmd_worker/FOLDER -M max_model_len=4096
+    torchrun --nproc-per-node 2 -m spmd_worker.integrations.inspect_ai_model eval TASK.py \\
+        --model spmd_worker/FOLDER -M tensor_parallel_size=2
+
+`-M` arguments are `LLM`'s. Samples ask whenever they come to it, many at a time: a thread steps the engine, and every
+request is a row as the OpenAI-shaped door reads it. Under torchrun rank 0 runs inspect's command line and tells the
+others what to start; they follow its steps. Where a row has no seed, what it asks and how often that was asked before
+name its random numbers, so that no answer depends on the order in which samples come.
+"""
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    GenerateConfig,
+    Logprob,
+    Logprobs,
+    ModelAPI,
+    ModelOutput,
+    ModelUsage,
+    TopLogprob,
+    modelapi,
+)
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from spmd_worker.batch.row import EncodedRow, RowError
+from spmd_worker.errors import ConfigError
+from spmd_worker.llm import LLM
+from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from spmd_worker.serve.engine_loop import EngineLoop
+from spmd_worker.serve.exchange import OpenRequest, RequestExchange
+from spmd_worker.serve.request_reader import RequestReader, content_name
+
+logger = logging.getLogger(__name__)
+
+_URL: Final = "/v1/chat/completions"
+_MOST_SEQUENCES: Final = 1 << 20
+"""That may wait. Inspect itself bounds what it asks at a time (`--max-connections`)."""
+_DRAIN_S: Final = 5.0
+"""For what is asked when inspect ends."""
+_WAIT: Final = timedelta(days=7)
+"""How long the other ranks wait for inspect to name a model."""
+_STOP_REASONS: Final = {"stop": "stop", "length": "max_tokens"}
+_SAME_KEYS: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty", "max_tokens")
+_open: Final[list["SpmdWorkerAPI"]] = []
+
+
+@modelapi(name="spmd_worker")
+class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no dependency
+    """`model_name` is a model folder, or a name on the hub; `model_args` are `LLM`'s.
+
+    Answers are text: a sample with tools is refused, because nothing here reads tool calls. Raises ConfigError for a
+    second model under torchrun, where the ranks follow one.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008  # inspect's own signature
+        **model_args: Any,
+    ) -> None:
+        super().__init__(model_name, base_url, api_key, [], config)
+        arguments = {"model": model_name, **model_args}
+        _tell_ranks(arguments)
+        self.llm = LLM(**arguments)
+        engine = self.llm.llm_engine
+        self._reader = RequestReader(engine.default_sampling, engine.config.limits, engine.limits, engine.tokenizer)
+        self._exchange = RequestExchange(_MOST_SEQUENCES)
+        self._loop = EngineLoop(engine, self._exchange, _DRAIN_S)
+        self._asked: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._step, name="spmd-inspect", daemon=True)
+        self._thread.start()
+        _open.append(self)
+        # Inspect closes no model of a command line.
+        atexit.register(self.shutdown)
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        """See `ModelAPI.generate`. Raises ValueError for what cannot be answered, RuntimeError where the engine has
+        failed.
+        """
+        if tools and tool_choice != "none":
+            raise ValueError(
+                f"{len(tools)} tools were given: answers of spmd_worker are text, in which nothing reads tool calls; "
+                f"leave the tools out, or parse the text in a solver"
+            )
+        body = self._body(input, config)
+        name = content_name(_URL, body)
+        self._asked[name] += 1
+        custom_id = f"{name}:{self._asked[name]}"
+        row = self._reader.read(self._asked.total(), _URL, json.dumps(body).encode(), custom_id)
+        if isinstance(row, RowError):
+            if row.code == "prompt_too_long":
+                choice = ChatCompletionChoice(message=_message("", self.model_name), stop_reason="model_length")
+                return ModelOutput(model=self.model_name, choices=[choice], error=row.message)
+            raise ValueError(row.message)
+        output = await self._answer(row.row)
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        return self._model_output(output)
+
+    def max_connections(self) -> int:
+        """As many as run at a time."""
+        return int(self.llm.llm_engine.config.scheduler.max_num_seqs)
+
+    def shutdown(self) -> None:
+        """End the engine, and the other ranks' `follow`. Idempotent."""
+        self._exchange.end("inspect has ended")
+        self._thread.join()
+        self.llm.close()
+
+    def _step(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException:  # told to those who ask, by the exchange
+            logger.exception("the engine has failed")
+
+    async def _answer(self, row: EncodedRow) -> RequestOutput:
+        num_sequences = row.sampling.num_sequences
+        self._exchange.reserve(num_sequences)
+        try:
+            request = OpenRequest(row, is_streamed=False, loop=asyncio.get_running_loop())
+            self._exchange.submit(request)
+            try:
+                return await self._exchange.newest(request)
+            finally:
+                self._exchange.close(request)
+        finally:
+            self._exchange.free(num_sequences)
+
+    def _body(self, messages: list[ChatMessage], config: GenerateConfig) -> dict[str, Any]:
+        """What a client of the OpenAI-shaped door would send."""
+        options = {key: getattr(config, key) for key in _SAME_KEYS}
+        options |= {"stop": config.stop_seqs, "n": config.num_choices, "logit_bias": config.logit_bias}
+        if config.logprobs:
+            options |= {"logprobs": True, "top_logprobs": config.top_logprobs}
+        given = {key: value for key, value in options.items() if value is not None}
+        return {"messages": [_as_json(message) for message in messages], **given}
+
+    def _model_output(self, output: RequestOutput) -> ModelOutput:
+        num_input, num_output = len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs)
+        return ModelOutput(
+            model=self.model_name,
+            choices=[_choice(each, self.model_name) for each in output.outputs],
+            usage=ModelUsage(input_tokens=num_input, output_tokens=num_output, total_tokens=num_input + num_output),
+        )
+
+
+def _as_json(message: ChatMessage) -> dict[str, Any]:
+    if isinstance(message.content, str):
+        return {"role": message.role, "content": message.content}
+    # What is no text is refused with its type.
+    parts = [{"type": part.type, "text": getattr(part, "text", "")} for part in message.content]
+    return {"role": message.role, "content": parts}
+
+
+def _message(text: str, model_name: str) -> ChatMessageAssistant:
+    return ChatMessageAssistant(content=text, model=model_name, source="generate")
+
+
+def _choice(completion: CompletionOutput, model_name: str) -> ChatCompletionChoice:
+    return ChatCompletionChoice(
+        message=_message(completion.text, model_name),
+        stop_reason=_STOP_REASONS.get(completion.finish_reason or "", "unknown"),
+        logprobs=None
+        if completion.logprobs is None
+        else Logprobs(content=[_logprob(ids, each) for ids, each in zip(completion.token_ids, completion.logprobs)]),
+    )
+
+
+def _logprob(token_id: int, position: TokenLogprobs) -> Logprob:
+    chosen = position[token_id]
+    likeliest = sorted(position.values(), key=lambda each: each.rank)
+    tops = [TopLogprob(token=each.decoded_token or "", logprob=each.logprob) for each in likeliest]
+    return Logprob(token=chosen.decoded_token or "", logprob=chosen.logprob, top_logprobs=tops)
+
+
+def _tell_ranks(arguments: dict[str, Any] | None) -> None:
+    """Rank 0: what the others start; None where they have nothing to start."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: rank 0 alone runs inspect, which is started by torchrun -m "
+            f"spmd_worker.integrations.inspect_ai_model eval ..."
+        )
+    if _open:
+        raise ConfigError("the ranks follow one model already: evaluate one model at a time")
+    content = torch.frombuffer(bytearray(json.dumps(arguments).encode()), dtype=torch.uint8)
+    dist.broadcast(torch.tensor([content.numel()]), src=0)
+    dist.broadcast(content, src=0)
+
+
+def _follow() -> None:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(size, src=0)
+    content = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(content, src=0)
+    arguments = json.loads(bytes(content.tolist()))
+    if arguments is not None:
+        with LLM(**arguments) as llm:
+            llm.llm_engine.follow()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Inspect's command line on rank 0; the other ranks follow. Raises SystemExit as inspect does."""
+    (inspect,) = entry_points(group="console_scripts", name="inspect")
+    sys.argv = ["inspect", *arguments]
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        inspect.load()()
+        return
+    dist.init_process_group("gloo", timeout=_WAIT)
+    if dist.get_rank() != 0:
+        _follow()
+        return
+    try:
+        inspect.load()()
+    finally:
+        if _open:
+            _open[0].shutdown()
+        else:
+            _tell_ranks(None)
+
+
+if __name__ == "__main__":
+    # Inspect imports this module by its name, and gets this one.
+    sys.modules["spmd_worker.integrations.inspect_ai_model"] = sys.modules["__main__"]
+    main(sys.argv[1:])
