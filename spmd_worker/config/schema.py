@@ -24,6 +24,8 @@ RESUME_MODES: Final = ("auto", "never", "force")
 DEVICES: Final = ("auto", "cpu", "cuda")
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
+TOOL_CALL_FORMATS: Final = ("auto", "none", "hermes", "llama3_json", "mistral", "harmony")
+REASONING_FORMATS: Final = ("auto", "none", "think", "mistral", "harmony")
 
 
 def checked_value(key: str, value: Any, hint: Any) -> Any:
@@ -94,6 +96,10 @@ class ModelOptions:
     temperature and filters, as they were drawn from (`processed_logprobs`).
 
     Weights that are NaN or infinite are refused unless `allow_nonfinite`.
+
+    `tool_call_format` (hermes, llama3_json, mistral, harmony) and `reasoning_format` (think, mistral, harmony) say how
+    the model writes tool calls and reasoning, which chat rows get back as `tool_calls` and `reasoning_content`; auto
+    goes by its chat template, none leaves them in the content.
     """
 
     path: str | None = None
@@ -103,6 +109,8 @@ class ModelOptions:
     load_format: str = "auto"
     logprobs_mode: str = "raw_logprobs"
     allow_nonfinite: bool = False
+    tool_call_format: str = "auto"
+    reasoning_format: str = "auto"
 
     def __post_init__(self) -> None:
         """Check each key alone."""
@@ -110,6 +118,8 @@ class ModelOptions:
         _check_choice("model.dtype", self.dtype, DTYPES)
         _check_choice("model.load_format", self.load_format, LOAD_FORMATS)
         _check_choice("model.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _check_choice("model.tool_call_format", self.tool_call_format, TOOL_CALL_FORMATS)
+        _check_choice("model.reasoning_format", self.reasoning_format, REASONING_FORMATS)
         _check_at_least("model.max_model_len", self.max_model_len, 1)
 
 

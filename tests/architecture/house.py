@@ -55,6 +55,7 @@ ROOMS = (
     Room(("spmd_worker.model_config",)),
     Room(("spmd_worker.tokenizer",)),
     Room(("spmd_worker.sequence",)),
+    Room(("spmd_worker.chat",)),
     Room(("spmd_worker.scheduler",)),
     Room(("spmd_worker.mirror",)),
     Room(("spmd_worker.native",), may_import_torch=True),
