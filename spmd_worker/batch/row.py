@@ -96,7 +96,8 @@ class RowError:
     unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
     unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_missing, chat_template_missing,
     chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary,
-    request_refused; and non_finite_logits, of a row that ran and could not be answered to its end.
+    request_refused, grammar_refused, extra_missing; and non_finite_logits, grammar_failed, of a row that ran and could
+    not be answered to its end.
     """
 
     index: int

@@ -28,6 +28,7 @@ from spmd_worker.engine.weight_updates import WeightUpdates
 from spmd_worker.engine.worker_events import WorkerEvents
 from spmd_worker.errors import AbortedError, ConfigError, RankFailedError
 from spmd_worker.executor.executor import Executor
+from spmd_worker.grammar.compiler import GrammarCompiler
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, Heartbeat
 from spmd_worker.liveness.watchdog import Watchdog
 from spmd_worker.lockstep.lockstep import AgreedStep, Lockstep
@@ -111,6 +112,9 @@ class LLMEngine:
             resolved.max_model_len,
             resolved.config.scheduler.max_num_seqs,
             has_tokenizer=tokenizer is not None,
+            grammars=GrammarCompiler(
+                lambda: tokenizer, resolved.model_config.vocab_size, resolved.model_config.eos_token_ids
+            ),
         )
         self.channel, self.lockstep, self.scheduler = channel, lockstep, scheduler
         self.engine_channel = engine_channel or channel

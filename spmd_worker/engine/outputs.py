@@ -3,6 +3,7 @@
 import math
 
 from spmd_worker.sequence.outputs import (
+    GRAMMAR_FAILED,
     NON_FINITE_LOGITS,
     CompletionOutput,
     RequestMetrics,
@@ -23,17 +24,17 @@ def request_output(
     sample's logits, or those of the prompt's tokens, were not finite has an error and no outputs.
     """
     sampling = group.request.sampling
-    trouble = _non_finite_position(group)
+    trouble = _trouble(group)
     if trouble is not None:
+        error_code, error = trouble
         return RequestOutput(
             request_id=str(group.request.request_id),
             prompt=prompt,
             prompt_token_ids=list(group.request.prompt_token_ids),
             finished=True,
             num_cached_tokens=group.num_cached_tokens or 0,
-            error=f"the model's logits for {trouble} are not finite: its numbers overflow in model.dtype, or its "
-            f"weights are damaged; see model.dtype and model.allow_nonfinite",
-            error_code=NON_FINITE_LOGITS,
+            error=error,
+            error_code=error_code,
         )
     wants_prompt_logprobs = sampling.prompt_logprobs is not None
     return RequestOutput(
@@ -50,13 +51,37 @@ def request_output(
     )
 
 
+def _trouble(group: SequenceGroup) -> tuple[str, str] | None:
+    """Why a request has no answer: the code and the words of its error."""
+    position = _non_finite_position(group)
+    if position is not None:
+        error = (
+            f"the model's logits for {position} are not finite: its numbers overflow in model.dtype, or its "
+            f"weights are damaged; see model.dtype and model.allow_nonfinite"
+        )
+        return NON_FINITE_LOGITS, error
+    position = _position(group, FinishReason.FORM_ERROR)
+    if position is None:
+        return None
+    error = (
+        f"structured_outputs: no token may follow as {position}, or to know which takes more than the limits of the "
+        f"grammars' engine (see spmd_worker/grammar/compiler.py): give a form that is simpler, or can always go on"
+    )
+    return GRAMMAR_FAILED, error
+
+
 def _non_finite_position(group: SequenceGroup) -> str | None:
     """In words, the first position whose logits were not finite: of the prompt, else of the first such sample."""
     for position, entries in enumerate(group.prompt_logprobs):
         if entries is not None and any(math.isnan(entry.logprob) for entry in entries.values()):
             return f"token {position} of the prompt"
+    return _position(group, FinishReason.ERROR)
+
+
+def _position(group: SequenceGroup, reason: FinishReason) -> str | None:
+    """In words, where the first sample ended that ended for this reason."""
     for sequence in group.sequences:
-        if sequence.finish_reason is FinishReason.ERROR:
+        if sequence.finish_reason is reason:
             sample = f" of sample {sequence.sample_index}" if len(group.sequences) > 1 else ""
             return f"output token {len(sequence.output_token_ids)}{sample}"
     return None

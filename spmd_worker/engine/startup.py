@@ -6,8 +6,10 @@ rank's failure is every rank's error and nobody is waited for in vain.
 
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -249,6 +251,10 @@ def _new_replica(resolved: ResolvedRun, tokenizer: Tokenizer | None, sizes: Cach
 def package_versions() -> dict[str, str]:
     """What computes beside this code, and could compute otherwise in another version."""
     versions = {module.__name__: str(module.__version__) for module in (numpy, tokenizers, torch)}
+    # It takes its time to import, and only rows whose answers have a form need it.
+    for name in ("llguidance",):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {"python": platform.python_version(), **versions}
 
 

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, Final
 
+from spmd_worker.grammar.compiler import GrammarCompiler
+from spmd_worker.grammar.forms import GrammarError
 from spmd_worker.sequence.request import RequestId, as_token_ids, check_sampling
 from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.sequence.taken_params import truncated_prompt
 
 _NO_REQUEST: Final = RequestId(-1)
@@ -48,12 +51,15 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one engine can answer; `max_model_len` counts prompt and output tokens."""
+    """What one engine can answer; `max_model_len` counts prompt and output tokens. `grammars` compiles the forms that
+    answers must have; without it there are none to be had.
+    """
 
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
     has_tokenizer: bool
+    grammars: GrammarCompiler | None = None
 
     def truncate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Sequence[int]:
         """What the parameters leave of a prompt (`truncate_prompt_tokens`). Raises TypeError for what is no request."""
@@ -111,7 +117,18 @@ class RequestLimits:
         if sampling.bad_words and not self.has_tokenizer:
             message = "bad_words need a tokenizer.json in the model folder: use bad_words_ids"
             raise RequestError("tokenizer_missing", message)
+        if sampling.structured_outputs is not None:
+            self._check_form(sampling.structured_outputs)
         try:
             sampling.check_vocabulary(self.vocab_size)
         except ValueError as error:
             raise RequestError("token_out_of_vocabulary", str(error)) from None
+
+    def _check_form(self, form: StructuredOutputsParams) -> None:
+        if self.grammars is None or not self.has_tokenizer:
+            message = "structured_outputs need a tokenizer.json in the model folder: use allowed_token_ids"
+            raise RequestError("tokenizer_missing", message)
+        try:
+            self.grammars.check(form)
+        except GrammarError as error:
+            raise RequestError(error.code, f"structured_outputs: {error}") from None

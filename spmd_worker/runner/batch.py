@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.grammar.step_masks import ConstrainedRow
 from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sequence.sampled import sample_indices
+from spmd_worker.sequence.sequence import SequenceKey
 
 Integers = NDArray[np.int64]
 
@@ -64,6 +66,20 @@ def build_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device:
         ),
         rows=tuple(_sample_rows(scheduled)),
     )
+
+
+def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[ConstrainedRow]:
+    """Those of `Batch.rows` whose answers have a form."""
+    found, index = [], 0
+    for sequence, _, num_samples in scheduled:
+        request = sequence.request
+        form = request.sampling.structured_outputs
+        if form is not None:
+            for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
+                key = SequenceKey(request.request_id, sample_index)
+                found.append(ConstrainedRow(index + number, key, form, sequence.output_token_ids))
+        index += num_samples
+    return found
 
 
 def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:

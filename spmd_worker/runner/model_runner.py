@@ -1,7 +1,7 @@
 """One step on one rank's device: batch, forward pass, logits of the rows that sample, token ids.
 
-The forward pass and the choice of tokens are two calls, so that something else (a grammar mask) can be computed while
-the device works.
+The forward pass and the choice of tokens are two calls; the masks of rows whose answers have a form are computed from
+the beginning of the one to the beginning of the other.
 """
 
 from collections import deque
@@ -13,14 +13,16 @@ from torch import Tensor
 
 from kv_cache.cache_engine import CacheEngine
 from spmd_worker.distributed.communicator import GroupHandle, Transfer
+from spmd_worker.grammar.step_masks import GrammarMasks
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
-from spmd_worker.runner.batch import Batch, build_batch
+from spmd_worker.runner.batch import Batch, build_batch, constrained_rows
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.sampler import Sampler
+from spmd_worker.sampling.token_masks import TokenMasks
 from spmd_worker.sequence.outputs import TokenLogprobs
-from spmd_worker.sequence.step import StepResult
+from spmd_worker.sequence.step import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class ModelRunner:
 
     `pipeline` are the ranks that hold the other stages of this model's shard: hidden states come from the one before
     and go to the one behind; only the last stage has a sampler and samples. `clock` is told when this stage computes.
-    `model` takes new weights between steps.
+    `model` takes new weights between steps. `grammars` has the states of the rows whose answers have a form, where this
+    stage samples.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class ModelRunner:
         block_size: int,
         pipeline: GroupHandle,
         clock: StageClock | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
+        self._grammars = grammars
         self._clock = clock or StageClock(pipeline.rank)
         self.model, self._cache_engine, self._sampler = model, cache_engine, sampler
         self._block_size, self._pipeline = block_size, pipeline
@@ -72,6 +77,8 @@ class ModelRunner:
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
         self._clock.begin(step)
         batch = build_batch(scheduled, self._block_size, self._device)
+        if self._grammars is not None:
+            self._grammars.begin(constrained_rows(scheduled))
         cache = self._cache_engine.device_cache
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
         tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
@@ -102,9 +109,15 @@ class ModelRunner:
             sampled = self._sampler.sample_argmax(*pending.largest)
         else:
             assert pending.logits is not None, pending.step
-            sampled = self._sampler.sample(pending.logits, list(pending.batch.rows))
+            masks = TokenMasks.of_step(self._grammars.end() if self._grammars is not None else None, self._device)
+            sampled = self._sampler.sample(pending.logits, list(pending.batch.rows), masks)
         self._clock.end()
         return StepResult(pending.step, sampled.token_ids, sampled.logprobs, pending.prompt_logprobs)
+
+    def forget(self, plan: StepPlan) -> None:
+        """The sequences and requests that the plan says have ended."""
+        if self._grammars is not None:
+            self._grammars.forget(plan.finished_sequences, plan.finished_request_ids)
 
     def _send(self, hidden: Tensor) -> None:
         """On to the next stage, which may still compute the step before: only that one's tensor must have left."""

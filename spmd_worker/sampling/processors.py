@@ -1,7 +1,8 @@
 """What changes logits before a token is chosen: masks, bias, penalties.
 
 Each row is changed by its own parameters and tokens only. The order is vLLM's: allowed tokens, minimum length, bad
-words, bias, penalties. A mask that would leave no token at all is not applied.
+words, bias, penalties. A mask that would leave no token at all is not applied; logits may be masked already by the form
+of a row's answer (`token_masks.py`), which so comes before all of these.
 
 K: rows; V: vocabulary.
 """
@@ -36,6 +37,8 @@ def process_logits(logits: Tensor, rows: list[SampleRow], eos_token_ids: tuple[i
 def _allow_only(values: Tensor, token_ids: tuple[int, ...]) -> None:
     allowed = _index(token_ids, values)
     kept = values[allowed]
+    if kept.max() == -torch.inf:
+        return
     values.fill_(-torch.inf)
     values[allowed] = kept
 

@@ -41,11 +41,14 @@ class SampleRow(NamedTuple):
     @property
     def is_plainly_greedy(self) -> bool:
         """Whether the largest logit is all there is to know."""
-        return self.sampling.is_greedy and not self.needs_all_logits and not self.sampling.needs_logprobs
+        is_free = self.sampling.structured_outputs is None
+        return is_free and self.sampling.is_greedy and not self.needs_all_logits and not self.sampling.needs_logprobs
 
     @property
     def needs_all_logits(self) -> bool:
-        """Whether the choice depends on more than maxima and sums over vocabulary shards. Log-probabilities do not."""
+        """Whether the choice depends on more than maxima and sums over vocabulary shards. Log-probabilities do not, nor
+        does the mask of a form.
+        """
         sampling = self.sampling
         has_processors = sampling.has_penalties or bool(sampling.logit_bias) or self.must_not_stop or sampling.has_masks
         has_filters = sampling.has_filters and not sampling.is_greedy

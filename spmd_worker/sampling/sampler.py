@@ -5,7 +5,8 @@ inverting the cumulative distribution with one counter-based uniform a row. Thei
 shards too (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties) have their logits
 gathered. A row's token depends on its own logits, parameters and key alone. A row with a logit that is NaN or
 infinite, or with none above minus infinity, gets `NON_FINITE` in place of an id; every rank says so of the same rows,
-because each looks at the largest logits of all shards.
+because each looks at the largest logits of all shards. A row whose form lets no token follow gets `FORM_FAILED`; what
+other forms forbid is masked in each shard, before everything else; log-probabilities that are raw are of all tokens.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
@@ -26,8 +27,9 @@ from spmd_worker.sampling.processors import process_logits
 from spmd_worker.sampling.random import uniforms
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.shard_logprobs import log_masses, shard_logprobs
+from spmd_worker.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.sequence.outputs import TokenLogprobs
-from spmd_worker.sequence.sampled import NON_FINITE
+from spmd_worker.sequence.sampled import FORM_FAILED, NON_FINITE
 from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
 Value = TypeVar("Value")
@@ -75,22 +77,30 @@ class Sampler:
         self._group, self._shard_start, self._vocab_size = group, shard_start, vocab_size
         self._eos_token_ids, self._logprobs_mode = eos_token_ids, logprobs_mode
 
-    def sample(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
-        """[R, Vs] and a row each. Every rank of the group calls this with the same rows."""
+    def sample(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks = NO_MASKS) -> Sampled:
+        """[R, Vs] and a row each; of those in `masks` the logits may change. Every rank of the group calls this with
+        the same rows and masks.
+        """
         simple: list[int] = []
         others: list[int] = []
         for index, row in enumerate(rows):
-            wants_all = row.sampling.logprobs == ALL_LOGPROBS
-            is_whole = row.sampling.needs_logprobs and (self._group.size == 1 or wants_all)
+            if index in masks.failed:
+                continue
+            # What is reported of a row with a mask is not what it is chosen by.
+            wants_whole = row.sampling.logprobs == ALL_LOGPROBS or index in masks.places
+            is_whole = row.sampling.needs_logprobs and (self._group.size == 1 or wants_whole)
             (others if row.needs_all_logits or is_whole else simple).append(index)
-        token_ids = [-1] * len(rows)
+        token_ids = [FORM_FAILED] * len(rows)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if simple:
-            sampled = self._sample_shards(_rows_of(logits, simple), [rows[index] for index in simple])
+            shards = _rows_of(logits, simple)
+            masks.of(simple).apply(shards, self._shard_start)
+            sampled = self._sample_shards(shards, [rows[index] for index in simple])
             _scatter(sampled.token_ids, simple, token_ids)
             _scatter(sampled.logprobs, simple, logprobs)
         if others:
-            sampled = self._sample_gathered(_rows_of(logits, others), [rows[index] for index in others])
+            their_masks = masks.of(others)
+            sampled = self._sample_gathered(_rows_of(logits, others), [rows[index] for index in others], their_masks)
             _scatter(sampled.token_ids, others, token_ids)
             _scatter(sampled.logprobs, others, logprobs)
         has_logprobs = any(entry is not None for entry in logprobs)
@@ -169,11 +179,11 @@ class Sampler:
             logits, token_ids, nums_likeliest, largest[1], masses, temperatures, self._group, num_owned
         )
 
-    def _sample_gathered(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+    def _sample_gathered(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks) -> Sampled:
         """[K, Vs], of rows that need whole vocabularies. What is reported of logits that no other id of the row has
         changed comes from the shards even so: how a token was chosen makes no difference.
         """
-        sampled = self._sample_whole(self.gather(logits), rows)
+        sampled = self._sample_whole(self.gather(logits), rows, masks)
         if self._group.size == 1 or self._logprobs_mode == "processed_logprobs":
             return sampled
         wants = [
@@ -190,7 +200,7 @@ class Sampler:
             _scatter(self._of_shards(shards, chosen, counts, temperatures=temperatures), wants, logprobs)
         return Sampled(sampled.token_ids, tuple(logprobs))
 
-    def _sample_whole(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+    def _sample_whole(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks) -> Sampled:
         """[K, V] on every rank: each computes the same, so nothing is exchanged."""
         # Before they are processed: a row may forbid every token that it has.
         is_finite = self._kernels.largest(logits)[0].isfinite().tolist()
@@ -198,6 +208,7 @@ class Sampler:
         reported: Tensor | None = None
         if wants and self._logprobs_mode != "processed_logprobs":
             reported = self._log_softmax(logits, rows, wants)
+        masks.apply(logits, 0)
         process_logits(logits, rows, self._eos_token_ids)
         for values, row in zip(logits, rows, strict=True):
             if not row.sampling.is_greedy and row.sampling.has_filters:

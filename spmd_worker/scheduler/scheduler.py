@@ -35,7 +35,7 @@ from spmd_worker.sequence.events import (
 )
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
-from spmd_worker.sequence.sampled import NON_FINITE, SampledIds, sample_indices
+from spmd_worker.sequence.sampled import FORM_FAILED, NON_FINITE, SampledIds, sample_indices
 from spmd_worker.sequence.sequence import (
     FinishReason,
     Sequence,
@@ -138,8 +138,8 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[SequenceGroup]:
         """Append what was sampled, fork, finish. Returns the groups that ended, in plan order.
 
-        A sequence whose logits were not finite ends; others of its request go on, so that the request's error does not
-        depend on the order of steps.
+        A sequence whose logits were not finite, or whose form has no next token, ends; others of its request go on, so
+        that the request's error does not depend on the order of steps.
         Of several ids, those after the one that ends a sequence are dropped. A sequence that was given none computes
         its last token again.
         """
@@ -205,9 +205,9 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, ended: list[SequenceGroup]
     ) -> None:
-        if token_id == NON_FINITE:
+        if token_id in (NON_FINITE, FORM_FAILED):
             self.counters.num_output_tokens -= 1
-            sequence.finish_reason = FinishReason.ERROR
+            sequence.finish_reason = FinishReason.ERROR if token_id == NON_FINITE else FinishReason.FORM_ERROR
             self._stop_checker.forget(sequence)
             has_ended = True
         else:

@@ -40,10 +40,11 @@ class StopChecker:
         sampling, outputs = sequence.request.sampling, sequence.output_token_ids
         num_outputs, token_id = len(outputs), outputs[-1]
         found = False
-        if num_outputs >= sampling.min_tokens:
+        # The sampler gives a form's end before `min_tokens` only where nothing else can follow.
+        if num_outputs >= sampling.min_tokens or sampling.structured_outputs is not None:
             if token_id in self._eos_token_ids and not sampling.ignore_eos:
                 found = _finish(sequence, FinishReason.STOP, None)
-            elif token_id in sampling.stop_token_ids:
+            elif token_id in sampling.stop_token_ids and num_outputs >= sampling.min_tokens:
                 found = _finish(sequence, FinishReason.STOP, token_id)
         # As with a stop string, what a token spells that ends the sequence is no part of its text unless asked for.
         if sampling.stop and (not found or sampling.include_stop_str_in_output):

@@ -6,6 +6,9 @@ from typing import Final, NamedTuple
 NON_FINITE_LOGITS: Final = "non_finite_logits"
 """`RequestOutput.error_code` where the model's logits were NaN or infinite."""
 
+GRAMMAR_FAILED: Final = "grammar_failed"
+"""`RequestOutput.error_code` where the form of an answer let no token follow, or took too much to say which."""
+
 
 class Logprob(NamedTuple):
     """Log-probability of one token, its rank (1 is the likeliest) and, when there is a tokenizer, its text."""

@@ -17,6 +17,9 @@ Value = TypeVar("Value")
 NON_FINITE: Final = -1
 """Stands for the id of a sequence whose logits are no numbers to choose by: it ends there, and is given no id."""
 
+FORM_FAILED: Final = -2
+"""As `NON_FINITE`, of a sequence whose form lets no token follow, or takes more than the limits of its engine."""
+
 
 def sample_indices(sample_index: int, num_samples: int) -> range:
     """The samples of a request that a row samples for: its own, and its forks', where it forks now."""

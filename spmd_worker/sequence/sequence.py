@@ -35,12 +35,15 @@ class SequenceKey(NamedTuple):
 
 
 class FinishReason(Enum):
-    """Why a sequence ended; the values are the field's words in outputs. ERROR: its logits were not finite."""
+    """Why a sequence ended; the values are the field's words in outputs. ERROR: its logits were not finite; FORM_ERROR:
+    its form let no token follow.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    FORM_ERROR = "form_error"
 
 
 @dataclass(slots=True, eq=False)

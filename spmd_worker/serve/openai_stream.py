@@ -33,6 +33,8 @@ _STATUSES: Final = {
     "line_too_long": 413,
     "rate_limit_exceeded": 429,
     "non_finite_logits": 500,
+    "grammar_failed": 500,
+    "extra_missing": 500,
     "server_error": 500,
     "server_failed": 503,
 }

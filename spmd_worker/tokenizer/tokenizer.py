@@ -189,6 +189,10 @@ class Tokenizer:
             raise ChatTemplateError(f"the model folder has no chat template ({_TEMPLATE_FILE} or in {_CONFIG_FILE})")
         return self._chat_template.render(messages, add_generation_prompt, variables)
 
+    def to_json(self) -> str:
+        """As tokenizer.json has it, with what the other files of the folder add to its vocabulary."""
+        return str(self._backend.to_str())
+
     def fingerprint(self) -> str:
         """Digest of the files, 32 hexadecimal digits: equal on two ranks exactly when they read the same tokenizer."""
         return self._fingerprint

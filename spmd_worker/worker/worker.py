@@ -6,6 +6,7 @@ A step is a plan in and token ids out.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from spmd_worker.distributed.groups import ParallelGroups, join_groups
 from spmd_worker.distributed.shared_memory import share_memory
 from spmd_worker.distributed.topology import stage_of
 from spmd_worker.errors import ConfigError
+from spmd_worker.grammar.compiler import GrammarCompiler
+from spmd_worker.grammar.step_masks import GrammarMasks
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory import host
@@ -40,6 +43,7 @@ from spmd_worker.runner.largest_step import largest_step, prepared_step
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sequence.step import StepPlan, StepResult
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.weights.checkpoint import Checkpoint
 from spmd_worker.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.weights.dummy import fill_dummy
@@ -178,6 +182,7 @@ class Worker(WorkerBase):
         assert self._cache_engine is not None, "initialize_cache comes first"
         assert self.model_runner is not None, "initialize_cache comes first"
         scheduled = self._mirror.apply(plan)
+        self.model_runner.forget(plan)
         if self._sleep is not None and self._sleep.tags:
             return self._pass_step(plan, is_empty=not scheduled)
         if self._tier_engine is not None:
@@ -191,7 +196,7 @@ class Worker(WorkerBase):
         return None
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
-        """See `WorkerBase.sample_tokens`; no grammar is known yet, so its output must be None."""
+        """See `WorkerBase.sample_tokens`; grammars are this worker's own, so their output must be None."""
         assert grammar_output is None, grammar_output
         assert self.model_runner is not None, "execute_model comes first"
         return replace(self.model_runner.sample(), finished_transfers=self._take_finished_transfers())
@@ -442,7 +447,14 @@ class Worker(WorkerBase):
         assert self._model is not None, "load_model comes first"
         assert self.groups is not None, "init_device comes first"
         sampler = self._new_sampler(self._model, self.groups) if self._model.stage.is_last else None
-        return ModelRunner(self._model, engine, sampler, self.config.cache.block_size, self.groups.pipeline, clock)
+        pipeline, grammars = self.groups.pipeline, None if sampler is None else self._new_grammars()
+        return ModelRunner(self._model, engine, sampler, self.config.cache.block_size, pipeline, clock, grammars)
+
+    def _new_grammars(self) -> GrammarMasks:
+        """Reads nothing before the first row that needs it."""
+        open_tokenizer = partial(Tokenizer.open_if_present, self.resolved.model_folder)
+        compiler = GrammarCompiler(open_tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
+        return GrammarMasks(compiler)
 
     def _new_sampler(self, model: DecoderForCausalLM, groups: ParallelGroups) -> Sampler:
         return Sampler(

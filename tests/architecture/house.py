@@ -57,6 +57,7 @@ ROOMS = (
     Room(("spmd_worker.sequence",)),
     Room(("spmd_worker.chat",)),
     Room(("spmd_worker.scheduler",)),
+    Room(("spmd_worker.grammar",)),
     Room(("spmd_worker.mirror",)),
     Room(("spmd_worker.native",), may_import_torch=True),
     Room(("spmd_worker.distributed",), may_import_torch=True),
@@ -133,6 +134,7 @@ OPTIONAL = {
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
     "transformers": ("spmd_worker.compat.script_tokenizer", "spmd_worker.tokenizer.conversion"),
     "trl": ("spmd_worker.integrations.trl",),
+    "llguidance": ("spmd_worker.grammar.forms",),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }
 """Packages of extras: the modules that may import them, where they are needed and not before."""
@@ -141,7 +143,10 @@ NEED_OPTIONAL = ("spmd_worker.integrations.lm_eval_model", "spmd_worker.integrat
 COMPOSITION_NAMES = ("hydra", "omegaconf", "yaml")
 COMPOSITION_MODULES = ("spmd_worker.config.compose",)
 
-REPLICATED = ("kv_cache", "spmd_worker.sequence", "spmd_worker.scheduler", "spmd_worker.mirror", "spmd_worker.lockstep")
+REPLICATED = (
+    *("kv_cache", "spmd_worker.sequence", "spmd_worker.scheduler", "spmd_worker.grammar", "spmd_worker.mirror"),
+    "spmd_worker.lockstep",
+)
 NOT_REPLICATED = (
     *("kv_cache.cache_engine", "kv_cache.cache_sizing", "kv_cache.host_memory", "kv_cache.host_tier_engine"),
     # What carries the messages waits, and so needs a clock; what is in them is replicated.

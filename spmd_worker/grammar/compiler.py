@@ -1,0 +1,155 @@
+"""Forms compiled for one model's vocabulary by llguidance (https://github.com/guidance-ai/llguidance), with limits that
+are counts, so that what is too much on one rank is too much on every rank.
+
+A compiled form is kept by its content; each row gets a copy of its own, lexer included: what one row makes the lexer
+work out is never spared, or charged to, another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_worker.errors import ConfigError
+from spmd_worker.grammar.forms import GrammarError, engine_grammar, load_llguidance
+from spmd_worker.grammar.row_grammar import BITS, RowGrammar
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+LIMITS: Final = {
+    # Items of the parser after one byte, and made for one mask.
+    "max_items_in_row": 2_000,
+    "step_max_items": 50_000,
+    # Steps of the lexer: to build it, and for one mask (about 14,000 a millisecond).
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    # States of the lexer of one row, 1 to 2 kB each.
+    "max_lexer_states": 50_000,
+    # Symbols of all rules.
+    "max_grammar_size": 500_000,
+}
+"""What a form may cost. All are counts: nothing depends on how fast a rank is."""
+
+NUM_COMPILED: Final = 256
+"""Forms kept, those used last."""
+
+_MOST_WORDS: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """What an engine's token table depends on; equal where it is the same. `source` is read when there is none yet.
+
+    `size` is the model's; a tokenizer may have more tokens, which the table has too.
+    """
+
+    fingerprint: str
+    size: int
+    eos_token_ids: tuple[int, ...]
+    source: Tokenizer = field(compare=False)
+
+
+class GrammarCompiler:
+    """Of one model: `open_tokenizer` is called once, when the first form is compiled; `vocab_size` is the model's, of
+    which ids without a token are never allowed.
+    """
+
+    def __init__(
+        self, open_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._open_tokenizer, self.vocab_size = open_tokenizer, vocab_size
+        self._eos_token_ids = tuple([each for each in eos_token_ids if each < vocab_size])
+        self._table: Any = None
+        self._compiled: dict[StructuredOutputsParams, RowGrammar | GrammarError] = {}
+
+    def check(self, form: StructuredOutputsParams) -> None:
+        """Raise GrammarError for a form in which no row can be answered: one that the engine does not know or would not
+        enforce whole, that is beyond `LIMITS` from its first token on, or that no answer has.
+        """
+        compiled = self._compile(form)
+        if isinstance(compiled, GrammarError):
+            raise compiled
+
+    def start(self, form: StructuredOutputsParams) -> RowGrammar:
+        """A row's own state, before its first token. Raises GrammarError as `check` does."""
+        compiled = self._compile(form)
+        if isinstance(compiled, GrammarError):
+            raise compiled
+        return compiled.copy()
+
+    def new_bits(self, num_rows: int) -> NDArray[np.int32]:
+        """Zeros for the masks of so many rows, of forms that were compiled here."""
+        num_tokens = self.vocab_size if self._table is None else self._table.vocab_size
+        return np.zeros((num_rows, -(-num_tokens // BITS)), dtype=np.int32)
+
+    def _compile(self, form: StructuredOutputsParams) -> RowGrammar | GrammarError:
+        found = self._compiled.pop(form, None)
+        if found is None:
+            try:
+                found = self._compiled_anew(form)
+            except GrammarError as error:
+                found = error
+        self._compiled[form] = found
+        if len(self._compiled) > NUM_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
+        return found
+
+    def _compiled_anew(self, form: StructuredOutputsParams) -> RowGrammar:
+        try:
+            llguidance = load_llguidance()
+        except ConfigError as error:
+            raise GrammarError("extra_missing", str(error)) from None
+        table = self._token_table()
+        limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
+        matcher = llguidance.LLMatcher(table, engine_grammar(form), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refused(form, matcher.get_error())
+        not_enforced = matcher.get_grammar_warnings()
+        if not_enforced:
+            raise _refused(form, "; ".join(not_enforced))
+        spells_text = any(not table.is_special_token(each) for each in self._eos_token_ids)
+        compiled = RowGrammar(matcher, self.vocab_size, self._eos_token_ids if spells_text else ())
+        # Of a copy: the one that is kept has worked out nothing, so that every row works out the same.
+        first = compiled.copy()
+        first.fill(self.new_bits(1)[0])
+        if first.problem:
+            raise _refused(form, first.problem)
+        return compiled
+
+    def _token_table(self) -> Any:
+        if self._table is None:
+            tokenizer = self._open_tokenizer()
+            if tokenizer is None:
+                raise GrammarError("tokenizer_missing", "structured_outputs need a tokenizer.json in the model folder")
+            if not self._eos_token_ids:
+                raise GrammarError(
+                    "grammar_refused", "the model names no end-of-sequence token, which an answer in a given form needs"
+                )
+            self._table = _token_table(
+                _Vocabulary(tokenizer.fingerprint(), self.vocab_size, self._eos_token_ids, tokenizer)
+            )
+        return self._table
+
+
+@lru_cache(maxsize=2)
+def _token_table(vocabulary: _Vocabulary) -> Any:
+    """Once a process: a second or so for 128,000 tokens. Engine and worker of one process share it."""
+    num_tokens = max(vocabulary.size, 1 + max(vocabulary.source.vocabulary().values(), default=0))
+    try:
+        return load_llguidance().LLTokenizer(
+            vocabulary.source.to_json(),
+            n_vocab=num_tokens,
+            eos_token=list(vocabulary.eos_token_ids),
+        )
+    except ValueError as error:
+        words = f"llguidance does not know this model's kind of tokenizer: {error}"
+        raise GrammarError("grammar_refused", words[:_MOST_WORDS]) from None
+
+
+def _refused(form: StructuredOutputsParams, words: str) -> GrammarError:
+    """In one line, without the parts of a message that are left out where it is not verbose."""
+    lines = [line.strip() for line in words.splitlines() if line.strip() not in ("", "<non-verbose/>")]
+    return GrammarError("grammar_refused", f"{form.kind}: {' '.join(lines)}"[:_MOST_WORDS])
