@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from spmd_worker.chat.chat_format import NONE, REASONING_MARKERS, ChatFormat, prompt_opens_reasoning
+from spmd_worker.chat.chat_format import NONE, PYTHON_TAG, REASONING_MARKERS, ChatFormat, prompt_opens_reasoning
 from spmd_worker.chat.chat_request import ANY_OBJECT, ChatRequest
+from spmd_worker.grammar.forms import DEFAULT_WHITESPACE
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.messages import MessageProblem
 
 _ANY_TEXT: Final = r"/(.|\n)*/"
 _GAP: Final = r"/[ \n]{0,4}/"
-_SPACES: Final = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,8}"}
-"""Between the parts of JSON: a few, as a model that writes nothing else would never end."""
+_SPACES: Final = {"whitespace_pattern": DEFAULT_WHITESPACE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,9 @@ class AnswerGrammar:
             return _json_form(request.schema or ANY_OBJECT)
         rules = [f"start: {reasoning}answer"]
         answers = []
+        if has_calls and not request.must_call and self.format.tool_calls == "llama3_json":
+            # Calls that begin as the JSON beside them does need a mark of their own.
+            has_calls = self.token_id(PYTHON_TAG) is not None
         if has_calls:
             answers.append("calls")
             rules += self._call_rules(request)
@@ -92,7 +95,8 @@ class AnswerGrammar:
         functions = request.functions
         rules = [f"arguments_{number}: {_schema(schema)}" for number, schema in enumerate(functions.values())]
         one = [self._one_call(name, f"arguments_{number}") for number, name in enumerate(functions)]
-        return [*rules, f"call: {' | '.join(one)}", f"calls: {self._calls(request.is_parallel)}"]
+        calls = self._calls(is_parallel=request.is_parallel, is_alone=request.must_call)
+        return [*rules, f"call: {' | '.join(one)}", f"calls: {calls}"]
 
     def _one_call(self, name: str, arguments: str) -> str:
         if self.format.tool_calls == "harmony":
@@ -104,8 +108,8 @@ class AnswerGrammar:
         head = _quoted(f'{{"name": {json.dumps(name)}, "{key}": ')
         return f'{head} {arguments} "}}"'
 
-    def _calls(self, is_parallel: bool) -> str:
-        """Several where the format has them: harmony and Llama 3 write one."""
+    def _calls(self, *, is_parallel: bool, is_alone: bool) -> str:
+        """Several where the format has them: harmony and Llama 3 write one. `is_alone`: an answer is nothing else."""
         kind = self.format.tool_calls
         if kind == "harmony":
             return f'{self._mark("<|channel|>")} "commentary to=functions." call'
@@ -117,7 +121,7 @@ class AnswerGrammar:
         if kind == "mistral":
             several = ' (", " call)*' if is_parallel else ""
             return f'{self._mark("[TOOL_CALLS]")} "[" call{several} "]"'
-        return "call"
+        return "call" if is_alone else f"{self._mark(PYTHON_TAG)} call"
 
     @property
     def _has_named_calls(self) -> bool:

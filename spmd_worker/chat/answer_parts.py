@@ -75,17 +75,18 @@ def object_text(text: str) -> str | None:
     return stripped if found is not None and found[1] == len(stripped) else None
 
 
-def call_at(text: str, at: int = 0) -> tuple[ToolCall, int] | None:
+def call_at(text: str, at: int = 0, *, needs_arguments: bool = False) -> tuple[ToolCall, int] | None:
     """The call that is written as an object with `name` and `arguments` (or `parameters`) at `at`, and where it ends.
 
-    Without either of the two the call has no arguments.
+    Without either of the two the call has no arguments, or is none (`needs_arguments`).
     """
     found = object_members(text, at)
     if found is None:
         return None
     members, end = found
     name = _string(members.get("name", ""))
-    arguments = object_text(members.get("arguments", members.get("parameters", "{}")))
+    default = "" if needs_arguments else "{}"
+    arguments = object_text(members.get("arguments", members.get("parameters", default)))
     return None if not name or arguments is None else (ToolCall(name, arguments), end)
 
 

@@ -69,7 +69,7 @@ class AnswerReader:
             reasoning, text = split_reasoning(text, is_whole, markers, is_open=self.starts_in_reasoning)
         if self.request is None or not self._wants_calls:
             return reasoning, [text]
-        return reasoning, call_parser(self.format.tool_calls, tuple(self.request.functions))(text, is_whole)
+        return reasoning, call_parser(self.format.tool_calls, self.request)(text, is_whole)
 
     @property
     def _wants_calls(self) -> bool:

@@ -4,14 +4,15 @@ Read from published chat templates and model cards; each parser is a `Parser` of
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
 from spmd_worker.chat.answer_parts import Parser, Part, ToolCall, after_margin, call_at, num_held, object_members
+from spmd_worker.chat.chat_format import PYTHON_TAG
+from spmd_worker.chat.chat_request import ChatRequest
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_PYTHON_TAG: Final = "<|python_tag|>"
 _MISTRAL_CALLS: Final = "[TOOL_CALLS]"
 _MISTRAL_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 """name, a call id perhaps, and what stands before the arguments."""
@@ -40,22 +41,25 @@ def hermes_calls(text: str, is_whole: bool) -> list[Part]:
     return parts
 
 
-def llama3_calls(names: Sequence[str], text: str, is_whole: bool) -> list[Part]:
+def llama3_calls(request: ChatRequest, text: str, is_whole: bool) -> list[Part]:
     """The whole text is one object with `name` and `parameters`, or several with `;` between them, behind
-    <|python_tag|> or not. `names` are those of the tools: any other object is an answer in JSON.
+    <|python_tag|>, which may be left out where answers are not in JSON anyway. An object that names none of the
+    request's functions is no call.
     """
+    needs_tag = request.schema is not None and not request.must_call
     head = text.lstrip()
-    may_be_call = head.startswith((_PYTHON_TAG, "{")) or _PYTHON_TAG.startswith(head)
+    begins = (PYTHON_TAG,) if needs_tag else (PYTHON_TAG, "{")
+    may_be_call = head.startswith(begins) or PYTHON_TAG.startswith(head)
     if not may_be_call:
         return [text]
     if not is_whole:
         return []
-    body = head.removeprefix(_PYTHON_TAG)
+    body = head.removeprefix(PYTHON_TAG)
     calls: list[Part] = []
     at = after_margin(body, 0)
-    while (found := call_at(body, at)) is not None:
+    while (found := call_at(body, at, needs_arguments=True)) is not None:
         call, at = found
-        if call.name not in names:
+        if call.name not in request.functions:
             return [text]
         calls.append(call)
         at = after_margin(body, at)
@@ -83,10 +87,10 @@ def mistral_calls(text: str, is_whole: bool) -> list[Part]:
     return parts
 
 
-def call_parser(tool_calls: str, names: Sequence[str]) -> Parser:
-    """Of the format with this name, but harmony's; `names` are those of the tools."""
+def call_parser(tool_calls: str, request: ChatRequest) -> Parser:
+    """Of the format with this name, but harmony's."""
     if tool_calls == "llama3_json":
-        return partial(llama3_calls, tuple(names))
+        return partial(llama3_calls, request)
     return _PARSERS[tool_calls]
 
 

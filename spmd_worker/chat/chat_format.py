@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 NONE: Final = "none"
 
+PYTHON_TAG: Final = "<|python_tag|>"
+
 REASONING_MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
@@ -30,7 +32,7 @@ REASONING_MARKERS: Final[Mapping[str, tuple[str, str]]] = {
 _CALL_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
     NONE: (),
     "hermes": ("<tool_call>", "</tool_call>"),
-    "llama3_json": ("<|python_tag|>",),
+    "llama3_json": (PYTHON_TAG,),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     "harmony": (),
 }
@@ -101,7 +103,7 @@ def _tool_calls_in(template: str) -> str:
     if "<tool_call>" in template:
         return NONE if any(each in template for each in _OTHER_CALLS) else "hermes"
     # Llama 3.2's has only the sentence that tells the model how to call.
-    is_llama = "<|python_tag|>" in template or '"parameters": dictionary of argument name' in template
+    is_llama = PYTHON_TAG in template or '"parameters": dictionary of argument name' in template
     return "llama3_json" if is_llama else NONE
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final
 
+from spmd_worker.batch.input.answer_form import answer_reader, check_template, form_problem, formed_sampling
 from spmd_worker.batch.input.openai_request import OPENAI_ROW_KEYS, parse_openai
 from spmd_worker.batch.input.prompt_values import (
     RowProblem,
@@ -28,16 +29,13 @@ from spmd_worker.batch.row import (
     TokensPrompt,
     shape_of,
 )
-from spmd_worker.chat.answer_grammar import AnswerGrammar
-from spmd_worker.chat.answer_reader import AnswerReader
-from spmd_worker.chat.chat_format import ChatFormat, prompt_opens_reasoning
+from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.errors import ChatTemplateError
 from spmd_worker.files import JsonError, parse_json_object
 from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, SAMPLING_KEYS, SamplingParams
 from spmd_worker.sequence.taken_params import taken_params
-from spmd_worker.tokenizer.messages import MessageProblem
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
@@ -143,51 +141,25 @@ def resolve(
     that names none gets `limits.max_tokens` at most. `chat_format` is how the model writes tool calls and reasoning.
     """
     try:
-        _check_template(row, chat_format)
+        check_template(row, chat_format)
         text, token_ids = _encode(row.prompt, tokenizer)
         token_ids = tuple(engine.truncate(token_ids, row.sampling))
-        engine.check(token_ids, row.sampling)
+        sampling = formed_sampling(row, text, tokenizer, chat_format)
+        engine.check(token_ids, sampling)
         if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
             message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens="
             raise RowProblem("prompt_too_long", f"{message}{limits.max_prompt_tokens}")
         num_left = engine.max_model_len - len(token_ids)
         if limits.max_tokens is not None:
             num_left = min(num_left, limits.max_tokens)
-        sampling = _concrete_sampling(_formed(row, text, tokenizer, chat_format), tokenizer is not None, num_left)
+        sampling = _concrete_sampling(sampling, tokenizer is not None, num_left)
         _check_words(sampling, tokenizer, engine.vocab_size)
-    except (RowProblem, RequestError) as problem:
+    except RowProblem as problem:
         return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, str(problem))
-    reader = _reader(row, text, tokenizer, sampling, chat_format)
+    except RequestError as problem:
+        return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, form_problem(row, problem))
+    reader = answer_reader(row, text, tokenizer, sampling, chat_format)
     return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader)
-
-
-def _check_template(row: Row, chat_format: ChatFormat) -> None:
-    if row.request is not None and row.request.tools and not chat_format.takes_tools:
-        message = "the model's chat template does not read tools, so the model would not hear of them: leave tools out"
-        raise RowProblem("tools_unsupported", message)
-
-
-def _formed(row: Row, prompt: str | None, tokenizer: Tokenizer | None, chat_format: ChatFormat) -> SamplingParams:
-    """The row's parameters with the form that its answer must have."""
-    if row.request is None or prompt is None or tokenizer is None:
-        return row.sampling
-    try:
-        form = AnswerGrammar(chat_format, tokenizer.marker_id).form(row.request, prompt)
-        return row.sampling if form is None else replace(row.sampling, structured_outputs=form)
-    except MessageProblem as problem:
-        raise RowProblem(problem.code, str(problem)) from None
-    except ValueError as error:
-        raise RowProblem("invalid_value", str(error)[:500]) from None
-
-
-def _reader(
-    row: Row, prompt: str | None, tokenizer: Tokenizer | None, sampling: SamplingParams, chat_format: ChatFormat
-) -> AnswerReader | None:
-    """None where there is nothing to read but content."""
-    if row.kind != "chat" or prompt is None or not sampling.detokenize:
-        return None
-    reader = AnswerReader(chat_format, row.request, prompt_opens_reasoning(chat_format, prompt), tokenizer)
-    return reader if reader.reads else None
 
 
 def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, tuple[int, ...]]:
