@@ -82,11 +82,6 @@ class EncodedRow:
     model: str | None = None
     reader: AnswerReader | None = None
 
-    @property
-    def name(self) -> str | int:
-        """What the row is called among others."""
-        return self.index if self.custom_id is None else self.custom_id
-
 
 @dataclass(frozen=True, slots=True)
 class RowError:

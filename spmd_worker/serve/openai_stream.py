@@ -8,7 +8,7 @@ and a call is one chunk.
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from spmd_worker.batch.output.chat_message import call_records, ended
+from spmd_worker.batch.output.chat_message import call_ids, ended
 from spmd_worker.batch.output.openai_body import (
     JsonObject,
     chat_body,
@@ -20,6 +20,7 @@ from spmd_worker.batch.output.openai_body import (
 from spmd_worker.batch.output.row_writer import json_line
 from spmd_worker.batch.row import EncodedRow
 from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer, MarkedText
+from spmd_worker.chat.message import call_records
 from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -143,7 +144,7 @@ class ChunkWriter:
             if len(new) > len(old):
                 delta[name] = new[len(old) :]
         num_calls = len(before.tool_calls)
-        calls = call_records(self.row, completion.index, answer.tool_calls[num_calls:], num_calls)
+        calls = call_records(answer.tool_calls[num_calls:], call_ids(self.row, completion.index), num_calls)
         if calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, num_calls)]
         part = completion

@@ -8,8 +8,9 @@ out.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from spmd_worker.batch.output.chat_message import chat_answer, chat_message, ended
+from spmd_worker.batch.output.chat_message import call_ids, chat_answer, ended
 from spmd_worker.batch.row import EncodedRow
+from spmd_worker.chat.message import chat_message
 from spmd_worker.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 _CREATED: Final = 0
@@ -43,7 +44,7 @@ def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: E
 
 def _whole_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObject:
     answer = chat_answer(row, completion)
-    message = chat_message(row, completion.index, answer)
+    message = chat_message(answer, call_ids(row, completion.index))
     return chat_choice(ended(row, completion, answer), {"message": message}, row)
 
 
