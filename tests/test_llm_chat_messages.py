@@ -24,6 +24,7 @@ def test_a_call_in_an_answer_becomes_one_that_the_template_takes_back(llm: LLM):
     form = StructuredOutputsParams(choice=[f"I add.\n{CALL}"])
     params = SamplingParams(max_tokens=200, structured_outputs=form)
     (output,) = llm.chat(TALK, params, use_tqdm=False, tools=TOOLS)
+    assert output.error is None, output.error
     (message,) = llm.chat_messages(output, TOOLS, params)
     (call,) = message["tool_calls"]
     assert message == {"role": "assistant", "content": "I add.", "tool_calls": [call]}

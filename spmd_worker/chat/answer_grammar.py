@@ -136,7 +136,7 @@ class AnswerGrammar:
 def _json_form(schema: Mapping[str, Any]) -> StructuredOutputsParams:
     if schema is ANY_OBJECT:
         return StructuredOutputsParams(json_object=True)
-    return StructuredOutputsParams(json=schema)
+    return StructuredOutputsParams(json=json.dumps(schema, ensure_ascii=False))
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
