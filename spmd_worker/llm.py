@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from spmd_worker.chat.chat_format import chat_format_of
 from spmd_worker.compat.beam_search import BeamSearchOutput, BeamSearchParams
 from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.chat import ChatOptions, load_template
+from spmd_worker.compat.chat import ChatOptions, answer_messages, load_template
 from spmd_worker.compat.engine_args import EngineArgs, run_config
 from spmd_worker.compat.methods import why_absent
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.compat.prompts import Encoded, Prompt
-from spmd_worker.config.schema import ParallelConfig
+from spmd_worker.config.schema import ModelOptions, ParallelConfig
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_to_compute, fail_call
 from spmd_worker.data_parallel.own_prompts import Turns
 from spmd_worker.data_parallel.replicas import open_replicas
@@ -261,6 +262,28 @@ class LLM:
             return encoded
 
         return self._prompt_calls.run("chat", encode, sampling_params, on_error, gather, use_tqdm)
+
+    def chat_messages(
+        self,
+        output: RequestOutput,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tool_call_format: str = "auto",
+        reasoning_format: str = "auto",
+    ) -> list[dict[str, Any]]:
+        """The message of each completion of an output of `chat`, in OpenAI's shape, to be appended to the conversation.
+
+        `tools` and `sampling_params` are those that `chat` had: with tools, calls in the text become `tool_calls`, and
+        reasoning becomes `reasoning_content`. In which form a model writes them is found in its chat template, or said
+        as in `model.tool_call_format` and `model.reasoning_format`. What is no call stays content. Raises ConfigError
+        for a model folder without a tokenizer, ValueError for tools that are none.
+        """
+        tokenizer = self.llm_engine.need_tokenizer()
+        template = self._chat_template or tokenizer.chat_template_source
+        options = ModelOptions(tool_call_format=tool_call_format, reasoning_format=reasoning_format)
+        chat_format = chat_format_of(options.tool_call_format, options.reasoning_format, template)
+        return answer_messages(output, tokenizer, chat_format, tools, sampling_params or SamplingParams())
 
     def score_tokens(
         self,

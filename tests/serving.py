@@ -89,14 +89,25 @@ def joined(chunks: list[JSON]) -> JSON:
             assert known.get("finish_reason") is None, "nothing comes after the end"
             known.update(finish_reason=part["finish_reason"], stop_reason=part["stop_reason"])
             if "delta" in part:
-                message = known.setdefault("message", {"role": part["delta"].get("role"), "content": ""})
-                message["content"] += part["delta"]["content"]
+                join_delta(known, part["delta"])
             else:
                 known["text"] = known.get("text", "") + part["text"]
             for name, values in (part["logprobs"] or {}).items():
                 known["logprobs"] = known["logprobs"] or {}
                 known["logprobs"][name] = known["logprobs"].get(name, []) + values
     return {**body, "choices": [choices[index] for index in sorted(choices)]}
+
+
+def join_delta(known: JSON, delta: JSON) -> None:
+    """One more piece of a message; a call comes in one piece."""
+    message = known.setdefault("message", {"role": delta.get("role"), "content": None})
+    for name in ("content", "reasoning_content"):
+        if delta.get(name) is not None:
+            message[name] = (message.get(name) or "") + delta[name]
+    for call in delta.get("tool_calls", ()):
+        calls = message.setdefault("tool_calls", [])
+        assert call["index"] == len(calls)
+        calls.append({name: value for name, value in call.items() if name != "index"})
 
 
 def without_names(body: JSON) -> JSON:
@@ -107,9 +118,9 @@ def without_names(body: JSON) -> JSON:
 class ServedHere:
     """An engine of one rank and its server, in threads of this process. Closed by `close`, or by leaving it."""
 
-    def __init__(self, max_num_seqs: int = 8, num_blocks: int = 256, **serve: Any) -> None:
+    def __init__(self, max_num_seqs: int = 8, num_blocks: int = 256, model: Path = MODEL, **serve: Any) -> None:
         config = RunConfig(
-            model=ModelOptions(path=str(MODEL), dtype="float32"),
+            model=ModelOptions(path=str(model), dtype="float32"),
             cache=CacheConfig(num_blocks=num_blocks),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
             serve=ServeConfig(**serve),

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spmd_worker.chat.answer_reader import AnswerReader
+from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -66,8 +68,9 @@ class PoolingAsk:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One well-formed input row. `index` counts input rows from 0; `model` is the name an OpenAI body asked for. With
-    `pooling` nothing is generated: `prompt` is the first of its prompts, and `sampling` says nothing.
+    """One well-formed input row. `index` counts input rows from 0; `model` is the name an OpenAI body asked for,
+    `request` what it asks of its answer's form. With `pooling` nothing is generated: `prompt` is the first of its
+    prompts, and `sampling` says nothing.
     """
 
     index: int
@@ -77,6 +80,7 @@ class Row:
     sampling: SamplingParams
     model: str | None = None
     pooling: PoolingAsk | None = None
+    request: ChatRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,8 @@ class EncodedRow:
     """A row that can run: its prompt is 1 to `max_model_len - 1` ids of the vocabulary, `sampling.max_tokens` is a
     number.
 
-    `prompt` is the text that was encoded (a chat after its template), None for a row that gave token ids.
+    `prompt` is the text that was encoded (a chat after its template), None for a row that gave token ids. `reader`
+    reads tool calls and reasoning out of the answers of a chat; None where they are content and nothing else.
     """
 
     index: int
@@ -94,6 +99,7 @@ class EncodedRow:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     model: str | None = None
+    reader: AnswerReader | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +109,9 @@ class RowError:
     Codes: line_too_long, invalid_utf8, invalid_json, nested_too_deeply, not_an_object, missing_key, invalid_value,
     unknown_key, missing_prompt, conflicting_prompts, conflicting_keys, empty_prompt, unsupported_url,
     unsupported_value, duplicate_custom_id, invalid_unicode, tokenizer_missing, chat_template_missing,
-    chat_template_error, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused, grammar_refused,
-    extra_missing, wrong_runner; and non_finite_logits, grammar_failed and non_finite_vector, of a row that ran and
-    could not be answered to its end.
+    chat_template_error, tools_unsupported, prompt_too_long, limit_exceeded, token_out_of_vocabulary, request_refused,
+    grammar_refused, extra_missing, wrong_runner; and non_finite_logits, grammar_failed and non_finite_vector, of a row
+    that ran and could not be answered to its end.
     """
 
     index: int

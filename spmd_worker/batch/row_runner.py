@@ -5,6 +5,7 @@ from spmd_worker.batch.output.row_answer import RowAnswer, error_result
 from spmd_worker.batch.output.row_writer import error_code_of, format_result
 from spmd_worker.batch.pooled_rows import PooledRows
 from spmd_worker.batch.row import EncodedRow, Row, RowError
+from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.request import RequestId
@@ -18,6 +19,7 @@ class RowRunner:
 
     def __init__(self, engine: LLMEngine, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
+        self._chat_format = model_chat_format(engine.config.model, engine.tokenizer)
         self._rows: dict[RequestId, EncodedRow] = {}
         self._pooled = PooledRows(engine, model_name)
 
@@ -41,6 +43,7 @@ class RowRunner:
             engine.tokenizer,
             engine.limits,
             engine.config.limits,
+            self._chat_format,
         )
         if isinstance(encoded, RowError):
             return error_result(encoded)

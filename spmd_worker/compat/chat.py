@@ -1,5 +1,5 @@
 """A conversation as `LLM.chat` takes it -> the prompt's text: content parts, tools, templates of the caller's, and the
-last message continued.
+last message continued; and an answer's text -> the message that goes on with it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from spmd_worker.chat.answer_reader import AnswerReader
+from spmd_worker.chat.chat_format import ChatFormat, prompt_opens_reasoning
+from spmd_worker.chat.chat_request import chat_request
+from spmd_worker.chat.message import CallIds, chat_message
 from spmd_worker.errors import ChatTemplateError, ConfigError
+from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import MessageProblem, check_parts, text_content, with_parsed_arguments
 from spmd_worker.tokenizer.template_process import IsolatedTemplate
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -72,6 +78,25 @@ class ChatRenderer:
         if self._template is None or self._template.source != options.template:
             self._template = IsolatedTemplate(options.template, self._tokenizer.special_tokens)
         return self._template.render(messages, options.add_generation_prompt, variables)
+
+
+def answer_messages(
+    output: RequestOutput,
+    tokenizer: Tokenizer,
+    chat_format: ChatFormat,
+    tools: Sequence[Mapping[str, Any]] | None,
+    sampling: SamplingParams,
+) -> list[dict[str, Any]]:
+    """The message of each completion, in OpenAI's shape. Raises ValueError for what is no tool of OpenAI's."""
+    request = chat_request({"tools": list(tools or ())})
+    is_open = prompt_opens_reasoning(chat_format, output.prompt or "")
+    reader = AnswerReader(chat_format, request, is_open, tokenizer)
+    messages = []
+    for completion in output.outputs:
+        text = reader.marked_text(output.prompt_token_ids, sampling).text_of(completion)
+        ids = CallIds(output.request_id, completion.index, chat_format.tool_calls)
+        messages.append(chat_message(reader.read(text), ids))
+    return messages
 
 
 def load_template(given: Any) -> str | None:

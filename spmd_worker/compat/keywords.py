@@ -349,7 +349,7 @@ _ROWS: Final = (
         eplb_log_balancedness=False,
     ),
     *_none(
-        "constrained decoding is asked for by a row, and refused there",
+        "a row asks for constrained decoding (structured_outputs), and one engine does it",
         structured_outputs_config=None,
         reasoning_parser="",
         reasoning_parser_plugin=None,

@@ -26,6 +26,8 @@ MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 RUNNERS: Final = ("auto", "generate", "pooling")
 POOLING_TYPES: Final = ("last", "mean", "cls")
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
+TOOL_CALL_FORMATS: Final = ("auto", "none", "hermes", "llama3_json", "mistral", "harmony")
+REASONING_FORMATS: Final = ("auto", "none", "think", "mistral", "harmony")
 
 
 def checked_value(key: str, value: Any, hint: Any) -> Any:
@@ -101,6 +103,9 @@ class ModelOptions:
     `pooling_type` (last, mean or cls) replaces the folder's. `classifier_from_token`, such as [no,yes], makes a
     generating model one that scores: by how much likelier the second token is than the first. Vectors are cut to
     `dimensions` that config.json does not name only with `allow_any_dimensions`.
+    `tool_call_format` (hermes, llama3_json, mistral, harmony) and `reasoning_format` (think, mistral, harmony) say how
+    the model writes tool calls and reasoning, which chat rows get back as `tool_calls` and `reasoning_content`; auto
+    goes by its chat template, none leaves them in the content.
     """
 
     path: str | None = None
@@ -114,6 +119,8 @@ class ModelOptions:
     pooling_type: str | None = None
     classifier_from_token: list[str] | None = None
     allow_any_dimensions: bool = False
+    tool_call_format: str = "auto"
+    reasoning_format: str = "auto"
 
     def __post_init__(self) -> None:
         """Check each key alone."""
@@ -128,6 +135,8 @@ class ModelOptions:
         _check_choice("model.dtype", self.dtype, DTYPES)
         _check_choice("model.load_format", self.load_format, LOAD_FORMATS)
         _check_choice("model.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _check_choice("model.tool_call_format", self.tool_call_format, TOOL_CALL_FORMATS)
+        _check_choice("model.reasoning_format", self.reasoning_format, REASONING_FORMATS)
         _check_at_least("model.max_model_len", self.max_model_len, 1)
 
 

@@ -29,7 +29,8 @@ from typing import Any, Final
 
 from spmd_worker.llm import LLM
 from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.sampling_params import REFUSED, SamplingParams
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +49,6 @@ class TrainerLLM(LLM):
         if arguments.get("logprobs_mode") == "processed_logprobs":
             arguments["logprobs_mode"] = "tempered_logprobs"
         super().__init__(model, **arguments)
-
-
-class StructuredOutputsParams:
-    """Constrained decoding, which does not exist here: raises ValueError."""
-
-    def __init__(self, **wanted: Any) -> None:
-        raise ValueError(f"structured_outputs={wanted!r} is refused: {REFUSED['structured_outputs']}")
 
 
 def is_vllm_available(min_version: str | None = None) -> bool:

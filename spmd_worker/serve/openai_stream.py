@@ -1,12 +1,14 @@
 """What clients get, in OpenAI's shapes: whole bodies, the chunks of a stream, errors.
 
 A body is that of a batch row but for `id` and `created`, which say nothing of the answer. A stream's chunks, put
-together, are that body.
+together, are that body. Where a chat's answers may have tool calls, what may become one is held back until it is known,
+and a call is one chunk.
 """
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from spmd_worker.batch.output.chat_message import call_ids, ended
 from spmd_worker.batch.output.openai_body import (
     JsonObject,
     chat_body,
@@ -17,6 +19,8 @@ from spmd_worker.batch.output.openai_body import (
 )
 from spmd_worker.batch.output.row_writer import json_line
 from spmd_worker.batch.row import EncodedRow
+from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer, MarkedText
+from spmd_worker.chat.message import call_records
 from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -80,6 +84,8 @@ class _Sent:
     num_tokens: int = 0
     offset: int = 0
     has_ended: bool = False
+    text: MarkedText | None = None
+    answer: ChatAnswer = field(default_factory=lambda: ChatAnswer(""))
 
 
 @dataclass(slots=True)
@@ -102,6 +108,8 @@ class ChunkWriter:
 
     def _choice(self, completion: CompletionOutput) -> JsonObject | None:
         """None where nothing is new."""
+        if self.row.reader is not None:
+            return self._read_choice(completion, self.row.reader)
         is_first = completion.index not in self._sent
         sent = self._sent.get(completion.index) or _Sent()
         part = replace(completion, text=completion.text[sent.num_characters :])
@@ -120,6 +128,34 @@ class ChunkWriter:
         choice = completion_choice(part, sent.offset)
         sent.offset += sum(map(len, (choice["logprobs"] or {"tokens": ()})["tokens"]))
         return choice
+
+    def _read_choice(self, completion: CompletionOutput, reader: AnswerReader) -> JsonObject | None:
+        """Of a chat whose answers have reasoning and calls: these as they are certain, a call in one piece."""
+        is_first = completion.index not in self._sent
+        sent = self._sent.setdefault(completion.index, _Sent())
+        if sent.text is None:
+            sent.text = reader.marked_text(self.row.prompt_token_ids, self.row.sampling)
+        before, answer = sent.answer, reader.read(sent.text.text_of(completion), completion.finished())
+        delta: JsonObject = {"role": "assistant"} if is_first else {}
+        for name, old, new in (
+            ("reasoning_content", before.reasoning, answer.reasoning),
+            ("content", before.content, answer.content),
+        ):
+            if len(new) > len(old):
+                delta[name] = new[len(old) :]
+        num_calls = len(before.tool_calls)
+        calls = call_records(answer.tool_calls[num_calls:], call_ids(self.row, completion.index), num_calls)
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, num_calls)]
+        part = completion
+        if completion.logprobs is not None:
+            part = replace(completion, logprobs=completion.logprobs[sent.num_tokens :] or None)
+        is_end = completion.finished() and not sent.has_ended
+        if not (delta or part.logprobs or is_end):
+            return None
+        sent.answer, sent.num_tokens = answer, len(completion.token_ids)
+        sent.has_ended = sent.has_ended or is_end
+        return chat_choice(ended(self.row, part, answer), {"delta": delta}, self.row)
 
     def _chunk(self, choices: list[JsonObject]) -> JsonObject:
         return {

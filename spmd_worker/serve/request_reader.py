@@ -7,7 +7,7 @@ came: the answer does not depend on who else asks.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from spmd_worker.batch.input.openai_request import IGNORED_KEYS
 from spmd_worker.batch.input.prompt_values import RowProblem, refuse_unknown_keys, short
 from spmd_worker.batch.input.row_parser import parse_fields, resolve
 from spmd_worker.batch.row import EncodedRow, RowError
+from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.files import JsonError, parse_json_object
@@ -43,6 +44,7 @@ class RequestReader:
     limits: RowLimits
     engine_limits: RequestLimits
     tokenizer: Tokenizer | None
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
 
     def read(self, index: int, url: str, data: bytes, custom_id: str | None) -> ServedRow | RowError:
         """The request with this body at `url`. `custom_id` is the header's; `index` is its number here, for its name
@@ -68,7 +70,7 @@ class RequestReader:
         if is_streamed and row.sampling.prompt_logprobs is not None:
             message = "prompt_logprobs cannot be streamed: leave out stream, or prompt_logprobs"
             return RowError(index, custom_id, "openai", "unsupported_value", message)
-        encoded = resolve(row, self.tokenizer, self.engine_limits, self.limits)
+        encoded = resolve(row, self.tokenizer, self.engine_limits, self.limits, self.chat_format)
         return encoded if isinstance(encoded, RowError) else ServedRow(encoded, is_streamed, includes_usage)
 
 

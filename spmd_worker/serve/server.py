@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from spmd_worker.chat.chat_format import model_chat_format
 from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import check_world_size
@@ -81,7 +82,8 @@ def serve(
 def answer_clients(engine: LLMEngine, watchdog: Watchdog, exchange: RequestExchange, listener: Listener) -> None:
     """Rank 0's part, with an engine that the other ranks follow."""
     config = engine.config
-    reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer)
+    chat_format = model_chat_format(config.model, engine.tokenizer)
+    reader = RequestReader(engine.default_sampling, config.limits, engine.limits, engine.tokenizer, chat_format)
     model_name = engine.resolved.location.name
     app = ServerApp(exchange, reader, model_name, listener.api_key, config.serve.reader_timeout_s)
     loop = EngineLoop(engine, exchange, config.serve.drain_s)

@@ -65,7 +65,9 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens)
         self._chat_template = chat_template
         self._fingerprint = fingerprint
-        self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added_ids = {token.content: i for i, token in added.items()}
         self._has_byte_fallback = _has_byte_fallback(backend)
         self._token_texts: dict[int, str] = {}
 
@@ -201,6 +203,14 @@ class Tokenizer:
             return not skip_special_tokens
         return self._backend.id_to_token(token_id) is not None
 
+    def marker_id(self, text: str) -> int | None:
+        """The id of an added token, special or not, that is this text; None where there is none."""
+        return self._added_ids.get(text)
+
+    def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """Those of the texts that are special tokens, which decoding leaves out where such are skipped -> their ids."""
+        return {text: i for text in texts if (i := self._added_ids.get(text)) in self._special_ids and i is not None}
+
     def is_fallback_byte(self, token_id: int) -> bool:
         """Whether a token stands for one byte (`<0x0A>`) that only its neighbours make a character of."""
         token = self._backend.id_to_token(token_id) if self._has_byte_fallback else None
@@ -217,7 +227,7 @@ class IncrementalDecoder:
 
     What `append` and `flush` return, put together, is `decode(context + output)` behind the text of the context, where
     the context is the end of the prompt. An unfinished character at the end of the prompt belongs to the output. With
-    `skip_special_tokens` special tokens leave no trace, as in `decode`.
+    `skip_special_tokens` special tokens leave no trace, as in `decode`, but those of `kept_ids`.
 
     A window of a few tokens is decoded each time: its beginning gives the context that leading spaces and cleaning-up
     depend on (the idea of text-generation-inference and vLLM). Two kinds of text are held back: a last character that
@@ -225,11 +235,20 @@ class IncrementalDecoder:
     invalid byte at its end changes how all of it decodes. Work per token is constant over a sequence.
     """
 
-    __slots__ = ("_is_flushed", "_num_characters_given", "_num_tokens_read", "_skips_special", "_tokenizer", "_window")
+    __slots__ = (
+        *("_is_flushed", "_kept_ids", "_num_characters_given", "_num_tokens_read", "_skips_special", "_tokenizer"),
+        "_window",
+    )
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        kept_ids: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skips_special = skip_special_tokens
+        self._skips_special, self._kept_ids = skip_special_tokens, kept_ids
         self._window = _prompt_context(tokenizer, prompt_token_ids, skip_special_tokens)
         self._num_tokens_read = len(self._window)
         self._num_characters_given = _prompt_length(tokenizer, self._window)
@@ -238,7 +257,7 @@ class IncrementalDecoder:
     def append(self, token_ids: Iterable[int]) -> str:
         """The text that the new tokens make certain, often "" and sometimes of earlier tokens."""
         assert not self._is_flushed
-        visible = [i for i in token_ids if self._tokenizer.is_visible(i, self._skips_special)]
+        visible = self._visible(token_ids)
         pieces = []
         # Token by token, so that how tokens are grouped into calls never shows in the text.
         for token_id in visible:
@@ -256,8 +275,12 @@ class IncrementalDecoder:
     def finish(self, token_ids: Iterable[int]) -> str:
         """`append` and `flush` in one, for a sequence whose tokens are all there: decodes once."""
         assert not self._is_flushed
-        self._window += [i for i in token_ids if self._tokenizer.is_visible(i, self._skips_special)]
+        self._window += self._visible(token_ids)
         return self.flush()
+
+    def _visible(self, token_ids: Iterable[int]) -> list[int]:
+        tokenizer, kept = self._tokenizer, self._kept_ids
+        return [i for i in token_ids if i in kept or tokenizer.is_visible(i, self._skips_special)]
 
     def _release(self) -> str:
         text = self._decode(self._window)

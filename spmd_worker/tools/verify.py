@@ -35,11 +35,14 @@ class VerifyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One output of a row. `tokens` are ids, or texts where the row has no ids; both lists are None where absent."""
+    """One output of a row. `tokens` are ids, or texts where the row has no ids; both lists are None where absent.
+    `rest` is what a chat's message has beside its content.
+    """
 
     tokens: list[Any] | None
     logprobs: list[Any] | None
     text: Any
+    rest: Any
     finish_reason: Any
     stop_reason: Any
 
@@ -162,7 +165,8 @@ def sample_of(entry: dict[str, Any]) -> Sample:
         tokens = [position.get("token") if isinstance(position, dict) else position for position in logprobs]
     message = entry.get("message")
     text = message.get("content") if isinstance(message, dict) else entry.get("text")
-    return Sample(tokens, logprobs, text, entry.get("finish_reason"), entry.get("stop_reason"))
+    rest = {key: value for key, value in message.items() if key != "content"} if isinstance(message, dict) else None
+    return Sample(tokens, logprobs, text, rest, entry.get("finish_reason"), entry.get("stop_reason"))
 
 
 def logprobs_by_position(logprobs: Any) -> list[Any] | None:
@@ -190,6 +194,7 @@ def compare_samples(mine: Sample, theirs: Sample, *, tokens_only: bool) -> str |
             return difference
     return (
         compare_texts(mine.text, theirs.text)
+        or first_difference(mine.rest, theirs.rest, "message")
         or first_difference(mine.finish_reason, theirs.finish_reason, "finish_reason")
         or first_difference(mine.stop_reason, theirs.stop_reason, "stop_reason")
     )

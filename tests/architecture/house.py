@@ -57,6 +57,7 @@ ROOMS = (
     Room(("spmd_worker.sequence",)),
     Room(("spmd_worker.scheduler",)),
     Room(("spmd_worker.grammar",)),
+    Room(("spmd_worker.chat",)),
     Room(("spmd_worker.mirror",)),
     Room(("spmd_worker.native",), may_import_torch=True),
     Room(("spmd_worker.distributed",), may_import_torch=True),

@@ -170,10 +170,9 @@ SCRIPT = """
     for _ in range(2):
         generation.sync_weights(load_file(sys.argv[1] + "/model.safetensors").items())
         print([len(tokens) for tokens in generation.generate([[3, 4, 5], [3, 4, 6]])])
-    try:
-        vllm_generation.StructuredOutputsParams(regex="a+")
-    except ValueError as error:
-        print(error)
+    form = vllm_generation.StructuredOutputsParams(regex="[ab]{3}")
+    params = vllm_generation.SamplingParams(structured_outputs=form, temperature=1.0)
+    print(generation.llm.generate([[3, 4, 5]], params, use_tqdm=False)[0].outputs[0].text)
     generation.llm.close()
     """
 
@@ -230,9 +229,9 @@ def ours(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ours]:
 def test_a_script_for_trl_runs_with_this_engine_in_its_place(ours: Ours, capfd: pytest.CaptureFixture[str]):
     ours.imported().main([str(ours.packages / "train.py"), str(MODEL)])
     output = capfd.readouterr()
-    first, second, refusal = output.out.splitlines()
+    first, second, constrained = output.out.splitlines()
     assert first == second == "[4, 4]"
-    assert refusal.startswith("structured_outputs={'regex': 'a+'} is refused: constrained decoding does not exist")
+    assert re.fullmatch("[ab]{3}", constrained)
     said = "spmd_worker samples for trl 1.16.0: is_vllm_available, LLM, SamplingParams, StructuredOutputsParams, "
     said += "RequestOutput of trl.generation.vllm_generation are replaced (none: vLLM is not installed)\n"
     assert output.err.startswith(said)

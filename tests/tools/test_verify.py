@@ -143,6 +143,12 @@ DIFFERENCES = [
         "Hallo",
         'sample 0, text, character 1: "Hello" in the first, "Hallo" in the second',
     ),
+    (
+        3,
+        [*CHOICE, "message", "tool_calls"],
+        [{"id": "call_1"}],
+        'sample 0, message.tool_calls: nothing in the first, [{"id": "call_1"}] in the second',
+    ),
     (4, [*CHOICE, "logprobs", "tokens", 0], "Hal", 'sample 0, token 0: "Hel" in the first, "Hal" in the second'),
     (
         4,

@@ -1,6 +1,7 @@
 """Reads a row of the OpenAI batch format: custom_id, method, url, body."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.batch.input.pooling_request import pooling_row
@@ -13,8 +14,10 @@ from spmd_worker.batch.input.prompt_values import (
     text_prompt,
     tokens_prompt,
 )
-from spmd_worker.batch.row import PoolingKind, Prompt, Row, TextPrompt, TokensPrompt
+from spmd_worker.batch.row import ChatPrompt, PoolingKind, Prompt, Row, TextPrompt, TokensPrompt
+from spmd_worker.chat.chat_request import ChatRequest, chat_request
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
+from spmd_worker.tokenizer.messages import MessageProblem
 
 OPENAI_ROW_KEYS: Final = ("method", "url", "body")
 """A row with any of these is read as an OpenAI batch row."""
@@ -58,8 +61,14 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Keys that ask for what is not done here, with the values besides null that ask for nothing."""
 
-_UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "best_of": (1,)}
-"""OpenAI ranks completions alone: one sample a choice is all that a chat body can ask for."""
+_FORM_KEYS: Final = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
+"""What a chat body asks of its answer's form."""
+
+_UNSUPPORTED_IN_CHAT: Final[Mapping[str, tuple[Any, ...]]] = {
+    **{key: neutral for key, neutral in _UNSUPPORTED.items() if key not in _FORM_KEYS},
+    # OpenAI ranks completions alone: one sample a choice is all that a chat body can ask for.
+    "best_of": (1,),
+}
 
 _COMMON_KEYS: Final = (*SAMPLING_KEYS, "max_completion_tokens", *IGNORED_KEYS, *_UNSUPPORTED)
 _COMPLETION_KEYS: Final = ("prompt", *_COMMON_KEYS)
@@ -104,13 +113,31 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
     if body.get("messages") is None:
         raise RowProblem("missing_prompt", "the body has no messages")
     prompt = chat_prompt(body["messages"], body.get("chat_template_kwargs"))
+    request = _chat_request(body, prompt)
+    if request is not None and request.tools:
+        prompt = replace(prompt, template_kwargs={**prompt.template_kwargs, "tools": list(request.tools)})
     given = _sampling_values(body)
     if "best_of" in body:
         # 1, which a chat body may say, is no rule for its n.
         given["best_of"] = None
     if "logprobs" in body or "top_logprobs" in body:
         given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
-    return Row(index, custom_id, "chat", prompt, sampling_from(defaults, given), _model_name(body))
+    return Row(index, custom_id, "chat", prompt, sampling_from(defaults, given), _model_name(body), request)
+
+
+def _chat_request(body: Mapping[str, Any], prompt: ChatPrompt) -> ChatRequest | None:
+    try:
+        request = chat_request(body)
+    except MessageProblem as problem:
+        raise RowProblem(problem.code, str(problem)) from None
+    if request is None:
+        return None
+    if request.tools and "tools" in prompt.template_kwargs:
+        raise RowProblem("conflicting_keys", "tools and chat_template_kwargs.tools are both given: leave one out")
+    if body.get("structured_outputs") and (request.schema is not None or request.must_call):
+        key = "response_format" if request.schema is not None else "tool_choice"
+        raise RowProblem("conflicting_keys", f"structured_outputs and {key} both say the answer's form: leave one out")
+    return request
 
 
 def _check_keys(body: Mapping[str, Any], known: tuple[str, ...], unsupported: Mapping[str, tuple[Any, ...]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from spmd_worker.batch.row import ChatPrompt, TextPrompt, TokensPrompt
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.tokenizer.messages import MessageProblem, text_content
+from spmd_worker.tokenizer.messages import MessageProblem, text_content, with_parsed_arguments
 
 _KEYS_WITH_NULL: Final = (*(spec.name for spec in fields(SamplingParams) if spec.default is None), "max_tokens")
 """Sampling keys for which null is a value of its own, and not the absence of one."""
@@ -87,23 +87,21 @@ def sampling_from(defaults: SamplingParams, given: Mapping[str, Any]) -> Samplin
 
 
 def _message(position: int, value: Any) -> dict[str, Any]:
-    """A message with its text in one string; keys whose value is null are dropped, as chat templates expect."""
+    """A message with its text in one string and the arguments of its tool calls as objects; keys whose value is null
+    are dropped, as chat templates expect.
+    """
     name = f"messages[{position}]"
     if not isinstance(value, dict):
         raise RowProblem("invalid_value", f"{name}={short(value)} must be an object with role and content")
     if not isinstance(value.get("role"), str) or not value["role"]:
         raise RowProblem("invalid_value", f"{name}.role={short(value.get('role'))} must be a string such as 'user'")
     message = {key: item for key, item in value.items() if item is not None}
-    if "content" in message:
-        message["content"] = _content(f"{name}.content", message["content"])
-    elif len(message) == 1:
+    if len(message) == 1:
         raise RowProblem("invalid_value", f"{name} has no content")
-    return message
-
-
-def _content(name: str, value: Any) -> str:
-    """See `text_content`."""
     try:
-        return text_content(name, value)
+        message = with_parsed_arguments(name, message)
+        if "content" in message:
+            message["content"] = text_content(f"{name}.content", message["content"])
     except MessageProblem as problem:
         raise RowProblem(problem.code, str(problem)) from None
+    return message

@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Final
 
+from spmd_worker.batch.input.answer_form import answer_reader, check_template, form_problem, formed_sampling
 from spmd_worker.batch.input.openai_request import OPENAI_ROW_KEYS, parse_openai
 from spmd_worker.batch.input.pooling_request import PLAIN_TASKS, plain_pooling_row
 from spmd_worker.batch.input.prompt_values import (
@@ -29,6 +30,7 @@ from spmd_worker.batch.row import (
     TokensPrompt,
     shape_of,
 )
+from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.errors import ChatTemplateError
@@ -42,6 +44,7 @@ _PLAIN_KEYS: Final = (*_PROMPT_KEYS, "custom_id", "chat_template_kwargs", *SAMPL
 
 
 _DEFAULT_LIMITS: Final = RowLimits()
+_NO_FORMAT: Final = ChatFormat()
 
 
 def parse_row(index: int, line: bytes, defaults: SamplingParams, limits: RowLimits = _DEFAULT_LIMITS) -> Row | RowError:
@@ -128,29 +131,38 @@ def _plain_prompt(fields: Mapping[str, Any]) -> Prompt:
 
 
 def resolve(
-    row: Row, tokenizer: Tokenizer | None, engine: RequestLimits, limits: RowLimits = _DEFAULT_LIMITS
+    row: Row,
+    tokenizer: Tokenizer | None,
+    engine: RequestLimits,
+    limits: RowLimits = _DEFAULT_LIMITS,
+    chat_format: ChatFormat = _NO_FORMAT,
 ) -> EncodedRow | RowError:
     """The row with its prompt as token ids and its limits made concrete: a request that an engine with the limits
     `engine` can answer.
 
     `max_tokens` becomes what the row asks for or what is left of the engine's `max_model_len`, whichever is less; a row
-    that names none gets `limits.max_tokens` at most.
+    that names none gets `limits.max_tokens` at most. `chat_format` is how the model writes tool calls and reasoning.
     """
     try:
+        check_template(row, chat_format)
         text, token_ids = encode(row.prompt, tokenizer)
         token_ids = tuple(engine.truncate(token_ids, row.sampling))
-        engine.check(token_ids, row.sampling)
+        sampling = formed_sampling(row, text, tokenizer, chat_format)
+        engine.check(token_ids, sampling)
         if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
             message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens="
             raise RowProblem("prompt_too_long", f"{message}{limits.max_prompt_tokens}")
         num_left = engine.max_model_len - len(token_ids)
         if limits.max_tokens is not None:
             num_left = min(num_left, limits.max_tokens)
-        sampling = _concrete_sampling(row.sampling, tokenizer is not None, num_left)
+        sampling = _concrete_sampling(sampling, tokenizer is not None, num_left)
         _check_words(sampling, tokenizer, engine.vocab_size)
-    except (RowProblem, RequestError) as problem:
+    except RowProblem as problem:
         return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, str(problem))
-    return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model)
+    except RequestError as problem:
+        return RowError(row.index, row.custom_id, shape_of(row.kind), problem.code, form_problem(row, problem))
+    reader = answer_reader(row, text, tokenizer, sampling, chat_format)
+    return EncodedRow(row.index, row.custom_id, row.kind, text, token_ids, sampling, row.model, reader)
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, tuple[int, ...]]:

@@ -8,7 +8,9 @@ out.
 from collections.abc import Mapping
 from typing import Any, Final
 
+from spmd_worker.batch.output.chat_message import call_ids, chat_answer, ended
 from spmd_worker.batch.row import EncodedRow
+from spmd_worker.chat.message import chat_message
 from spmd_worker.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 _CREATED: Final = 0
@@ -26,10 +28,7 @@ def completion_body(row: EncodedRow, output: RequestOutput, model_name: str) -> 
 
 def chat_body(row: EncodedRow, output: RequestOutput, model_name: str) -> JsonObject:
     """Body of a response of /v1/chat/completions."""
-    choices = [
-        chat_choice(completion, {"message": {"role": "assistant", "content": completion.text}}, row)
-        for completion in output.outputs
-    ]
+    choices = [_whole_chat_choice(completion, row) for completion in output.outputs]
     return _body("chat.completion", f"chatcmpl-{row.index}", row, output, choices, model_name)
 
 
@@ -41,6 +40,12 @@ def completion_choice(completion: CompletionOutput, first_offset: int = 0) -> Js
 def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: EncodedRow) -> JsonObject:
     """Of a chat completion, or of a part of one; `content` is the choice's message or delta, by its key."""
     return _choice(completion, content, _chat_logprobs(completion, row.sampling.logprobs or 0))
+
+
+def _whole_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObject:
+    answer = chat_answer(row, completion)
+    message = chat_message(answer, call_ids(row, completion.index))
+    return chat_choice(ended(row, completion, answer), {"message": message}, row)
 
 
 def logprob_records(position: TokenLogprobs) -> list[JsonObject]:

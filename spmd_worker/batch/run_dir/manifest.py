@@ -25,7 +25,10 @@ _INPUT_KEY: Final = "job.input"
 NOT_READ: Final = "not read yet"
 """What stands for the digest of an input until there is one."""
 
-_ANSWER_KEYS: Final = ("model.dtype", "model.max_model_len", "model.load_format", "model.logprobs_mode", "seed")
+_ANSWER_KEYS: Final = (
+    *("model.dtype", "model.max_model_len", "model.load_format", "model.logprobs_mode", "seed"),
+    *("model.tool_call_format", "model.reasoning_format"),
+)
 """Keys of the configuration that answers depend on, beside all of `sampling`, the input and the model's files."""
 
 

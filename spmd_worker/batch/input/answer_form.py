@@ -1,0 +1,56 @@
+"""What a chat row's tools and response format come to for one model: the form its answers keep to, and their reader."""
+
+from dataclasses import replace
+
+from spmd_worker.batch.input.prompt_values import RowProblem
+from spmd_worker.batch.row import Row
+from spmd_worker.chat.answer_grammar import AnswerGrammar
+from spmd_worker.chat.answer_reader import AnswerReader
+from spmd_worker.chat.chat_format import ChatFormat, prompt_opens_reasoning
+from spmd_worker.engine.validation import RequestError
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.tokenizer.messages import MessageProblem
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+_ENGINE_KEY = "structured_outputs: "
+
+
+def check_template(row: Row, chat_format: ChatFormat) -> None:
+    """Raise RowProblem for tools that the model's chat template would not write."""
+    if row.request is not None and row.request.tools and not chat_format.takes_tools:
+        message = "the model's chat template does not read tools, so the model would not hear of them: leave tools out"
+        raise RowProblem("tools_unsupported", message)
+
+
+def formed_sampling(row: Row, prompt: str | None, tokenizer: Tokenizer | None, format_: ChatFormat) -> SamplingParams:
+    """The row's parameters, with the form that its answer must have. `prompt` is the row's text, None of one that gave
+    token ids. Raises RowProblem.
+    """
+    if row.request is None or prompt is None or tokenizer is None:
+        return row.sampling
+    try:
+        form = AnswerGrammar(format_, tokenizer.marker_id).form(row.request, prompt)
+        return row.sampling if form is None else replace(row.sampling, structured_outputs=form)
+    except MessageProblem as problem:
+        raise RowProblem(problem.code, str(problem)) from None
+    except ValueError as error:
+        raise RowProblem("invalid_value", str(error)[:500]) from None
+
+
+def form_problem(row: Row, problem: RequestError) -> str:
+    """What is wrong with a request, by the key that the row has."""
+    words = str(problem)
+    if row.request is None or not words.startswith(_ENGINE_KEY) or row.sampling.structured_outputs is not None:
+        return words
+    key = "tools" if row.request.must_call else "response_format"
+    return f"{key}: {words.removeprefix(_ENGINE_KEY)}"
+
+
+def answer_reader(
+    row: Row, prompt: str | None, tokenizer: Tokenizer | None, sampling: SamplingParams, format_: ChatFormat
+) -> AnswerReader | None:
+    """Of a row that can run; None where its answers are content and nothing else."""
+    if row.kind != "chat" or prompt is None or not sampling.detokenize:
+        return None
+    reader = AnswerReader(format_, row.request, prompt_opens_reasoning(format_, prompt), tokenizer)
+    return reader if reader.reads else None

@@ -1,0 +1,147 @@
+"""What a chat body asks of its answer as a form that the sampler keeps to: the model's own call syntax around each
+function's schema, reasoning before it where the model reasons.
+
+Grammars are in llguidance's Lark, with schemas as `%json`. A marker that is one token of the model is that token.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from spmd_worker.chat.chat_format import NONE, PYTHON_TAG, REASONING_MARKERS, ChatFormat, prompt_opens_reasoning
+from spmd_worker.chat.chat_request import ANY_OBJECT, ChatRequest
+from spmd_worker.grammar.forms import DEFAULT_WHITESPACE
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.tokenizer.messages import MessageProblem
+
+_ANY_TEXT: Final = r"/(.|\n)*/"
+_GAP: Final = r"/[ \n]{0,4}/"
+_SPACES: Final = {"whitespace_pattern": DEFAULT_WHITESPACE}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """Writes the grammars of one model. `token_id` gives the id of a token that the vocabulary has under this text."""
+
+    format: ChatFormat
+    token_id: Callable[[str], int | None]
+
+    def form(self, request: ChatRequest, prompt: str) -> StructuredOutputsParams | None:
+        """The form of the answers to a prompt; None where they are free. Raises MessageProblem where nobody knows how
+        the model writes calls, and ValueError for what is too long.
+        """
+        if request.must_call and self.format.tool_calls == NONE:
+            raise MessageProblem(
+                "unsupported_value",
+                "tool_choice asks for a call, and the chat template does not say in which form this model writes "
+                "calls: set model.tool_call_format, or use tool_choice='auto'",
+            )
+        if not request.must_call and request.schema is None:
+            return None
+        reasoning = self._reasoning(prompt)
+        has_calls = request.wants_calls and self.format.tool_calls != NONE
+        if not has_calls and not reasoning and not self.format.is_harmony:
+            return _json_form(request.schema or ANY_OBJECT)
+        rules = [f"start: {reasoning}answer"]
+        answers = []
+        if has_calls and not request.must_call and self.format.tool_calls == "llama3_json":
+            # Calls that begin as the JSON beside them does need a mark of their own.
+            has_calls = self.token_id(PYTHON_TAG) is not None
+        if has_calls:
+            answers.append("calls")
+            rules += self._call_rules(request)
+        if not request.must_call:
+            answers.append("content")
+            rules += [f"content: {self._final()}schema", f"schema: {_schema(request.schema or ANY_OBJECT)}"]
+        rules += [f"answer: {' | '.join(answers)}", *self._reasoning_rules()]
+        return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
+
+    def _reasoning(self, prompt: str) -> str:
+        """What stands before the answer: `reasoning`, which the model may leave out, or `reasons`, which the prompt's
+        end has opened; nothing where the prompt's end says that there is none.
+        """
+        if self.format.is_harmony:
+            return "reasoning? "
+        markers = REASONING_MARKERS.get(self.format.reasoning)
+        if markers is None or prompt.rstrip().endswith(markers[1]):
+            return ""
+        return "reasons " if prompt_opens_reasoning(self.format, prompt) else "reasoning? "
+
+    def _reasoning_rules(self) -> list[str]:
+        if self.format.is_harmony:
+            head = f'{self._mark("<|channel|>")} "analysis" {self._mark("<|message|>")}'
+            turn = f'{self._mark("<|end|>")} {self._mark("<|start|>")} "assistant"'
+            return [f"reasoning: {head} TEXT {turn}", f"TEXT: {_ANY_TEXT}"]
+        markers = REASONING_MARKERS.get(self.format.reasoning)
+        if markers is None:
+            return []
+        begin, end = markers
+        if self.token_id(end) is None:
+            # Ordinary text: as little of it as there is before the marker.
+            body = [f"reasons: thought {_GAP}", f"thought[suffix={_quoted(end)}]: {_ANY_TEXT}"]
+        else:
+            body = [f"reasons: TEXT {self._mark(end)} {_GAP}", f"TEXT: {_ANY_TEXT}"]
+        return [f"reasoning: {self._mark(begin)} reasons", *body]
+
+    def _final(self) -> str:
+        if not self.format.is_harmony:
+            return ""
+        kind = f'(" "? {self._mark("<|constrain|>")} "json")?'
+        return f'{self._mark("<|channel|>")} "final" {kind} {self._mark("<|message|>")} '
+
+    def _call_rules(self, request: ChatRequest) -> list[str]:
+        """`calls` and what it needs: each function's arguments are a rule of their own."""
+        functions = request.functions
+        rules = [f"arguments_{number}: {_schema(schema)}" for number, schema in enumerate(functions.values())]
+        one = [self._one_call(name, f"arguments_{number}") for number, name in enumerate(functions)]
+        calls = self._calls(is_parallel=request.is_parallel, is_alone=request.must_call)
+        return [*rules, f"call: {' | '.join(one)}", f"calls: {calls}"]
+
+    def _one_call(self, name: str, arguments: str) -> str:
+        if self.format.tool_calls == "harmony":
+            head = f'{_quoted(f"{name} ")} {self._mark("<|constrain|>")} "json" {self._mark("<|message|>")}'
+            return f"{head} {arguments}"
+        if self._has_named_calls:
+            return f"{self._mark('[TOOL_CALLS]')} {_quoted(name)} {self._mark('[ARGS]')} {arguments}"
+        key = "parameters" if self.format.tool_calls == "llama3_json" else "arguments"
+        head = _quoted(f'{{"name": {json.dumps(name)}, "{key}": ')
+        return f'{head} {arguments} "}}"'
+
+    def _calls(self, *, is_parallel: bool, is_alone: bool) -> str:
+        """Several where the format has them: harmony and Llama 3 write one. `is_alone`: an answer is nothing else."""
+        kind = self.format.tool_calls
+        if kind == "harmony":
+            return f'{self._mark("<|channel|>")} "commentary to=functions." call'
+        if kind == "hermes":
+            marked = f'{self._mark("<tool_call>")} "\\n" call "\\n" {self._mark("</tool_call>")}'
+            return f'{marked} ("\\n" {marked})*' if is_parallel else marked
+        if kind == "mistral" and self._has_named_calls:
+            return "call+" if is_parallel else "call"
+        if kind == "mistral":
+            several = ' (", " call)*' if is_parallel else ""
+            return f'{self._mark("[TOOL_CALLS]")} "[" call{several} "]"'
+        return "call" if is_alone else f"{self._mark(PYTHON_TAG)} call"
+
+    @property
+    def _has_named_calls(self) -> bool:
+        """Whether Mistral's calls are [TOOL_CALLS]name[ARGS]: those of its newer tokenizers."""
+        return self.format.tool_calls == "mistral" and self.token_id("[ARGS]") is not None
+
+    def _mark(self, marker: str) -> str:
+        token_id = self.token_id(marker)
+        return _quoted(marker) if token_id is None else f"<[{token_id}]>"
+
+
+def _json_form(schema: Mapping[str, Any]) -> StructuredOutputsParams:
+    if schema is ANY_OBJECT:
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(json=json.dumps(schema, ensure_ascii=False))
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({'x-guidance': _SPACES, **schema}, ensure_ascii=False)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)

@@ -1,0 +1,118 @@
+"""How a model writes tool calls and reasoning: which of the known formats, by its chat template or as configured.
+
+    hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>          Hermes, Qwen 2.5 and 3
+    llama3_json   {"name": ..., "parameters": {...}}, <|python_tag|> before it      Llama 3.1 and later
+    mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[ARGS]{...}
+    harmony       <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>     gpt-oss
+
+Reasoning is `think` (<think>...</think>), `mistral` ([THINK]...[/THINK]) or harmony's analysis channel.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from spmd_worker.config.schema import ModelOptions
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+NONE: Final = "none"
+
+PYTHON_TAG: Final = "<|python_tag|>"
+
+REASONING_MARKERS: Final[Mapping[str, tuple[str, str]]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
+"""What reasoning stands between."""
+
+_CALL_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
+    NONE: (),
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "llama3_json": (PYTHON_TAG,),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "harmony": (),
+}
+_HARMONY_MARKERS: Final = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+    *("<|end|>", "<|call|>", "<|return|>"),
+)
+_OTHER_CALLS: Final = ("<function=", "<arg_key>")
+"""Beside <tool_call>: calls in XML, which are none of the formats here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """`tool_calls` and `reasoning` name formats, `none` where there is none; `takes_tools`: the chat template reads
+    `tools`.
+    """
+
+    tool_calls: str = NONE
+    reasoning: str = NONE
+    takes_tools: bool = False
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether answers are messages in channels."""
+        return "harmony" in (self.tool_calls, self.reasoning)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that calls and reasoning are found by; some are special tokens of the tokenizer."""
+        if self.is_harmony:
+            return _HARMONY_MARKERS
+        return (*_CALL_MARKERS[self.tool_calls], *REASONING_MARKERS.get(self.reasoning, ()))
+
+
+def chat_format_of(tool_calls: str, reasoning: str, template: str | None) -> ChatFormat:
+    """As `model.tool_call_format` and `model.reasoning_format` say it; `auto` is decided by the template's text."""
+    text = template or ""
+    takes_tools = re.search(r"\btools\b", text) is not None
+    if tool_calls == "auto":
+        tool_calls = _tool_calls_in(text)
+        if takes_tools and tool_calls == NONE:
+            logger.warning(
+                "the chat template takes tools, and its tool calls are in no form that is known: they stay in the "
+                "content; model.tool_call_format says which form they have"
+            )
+    if reasoning == "auto":
+        reasoning = "harmony" if tool_calls == "harmony" else _reasoning_in(text)
+    return ChatFormat(tool_calls, reasoning, takes_tools)
+
+
+def model_chat_format(options: ModelOptions, tokenizer: Tokenizer | None) -> ChatFormat:
+    """Of the model with these options and this tokenizer."""
+    template = None if tokenizer is None else tokenizer.chat_template_source
+    return chat_format_of(options.tool_call_format, options.reasoning_format, template)
+
+
+def prompt_opens_reasoning(chat_format: ChatFormat, prompt: str) -> bool:
+    """Whether the end of the prompt begins the reasoning that the answer goes on with."""
+    markers = REASONING_MARKERS.get(chat_format.reasoning)
+    return markers is not None and prompt.rstrip().endswith(markers[0])
+
+
+def _tool_calls_in(template: str) -> str:
+    if _is_harmony(template):
+        return "harmony"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        return NONE if any(each in template for each in _OTHER_CALLS) else "hermes"
+    # Llama 3.2's has only the sentence that tells the model how to call.
+    is_llama = PYTHON_TAG in template or '"parameters": dictionary of argument name' in template
+    return "llama3_json" if is_llama else NONE
+
+
+def _reasoning_in(template: str) -> str:
+    if _is_harmony(template):
+        return "harmony"
+    # Its end alone: of some templates the prompt's end opens it.
+    return next((name for name, (_, end) in REASONING_MARKERS.items() if end in template), NONE)
+
+
+def _is_harmony(template: str) -> bool:
+    return "<|channel|>" in template and "<|message|>" in template

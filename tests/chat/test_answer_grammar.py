@@ -1,0 +1,158 @@
+"""Forms of answers, compiled by the engine of grammars: what a model may write under them, token by token."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_models import CHAT_MODELS, TOOLS, write_chat_tokenizer
+
+from spmd_worker.chat.answer_grammar import AnswerGrammar
+from spmd_worker.chat.answer_parts import ToolCall
+from spmd_worker.chat.answer_reader import AnswerReader
+from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
+from spmd_worker.chat.chat_request import chat_request
+from spmd_worker.grammar.compiler import GrammarCompiler
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
+from spmd_worker.tokenizer.messages import MessageProblem
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+NAMED = {"type": "function", "function": {"name": "add"}}
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+AS_PERSON = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+Follows = Callable[[StructuredOutputsParams, str], bool]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+class Model:
+    def __init__(self, folder: Path, name: str) -> None:
+        self.tokenizer = Tokenizer.open(write_chat_tokenizer(folder / name.replace(" ", "_"), name))
+        self.format = chat_format_of("auto", "auto", self.tokenizer.chat_template_source)
+        self._compiler = GrammarCompiler(lambda: self.tokenizer, self.tokenizer.vocab_size, (1,))
+
+    def form(self, prompt: str = "", **body: Any) -> StructuredOutputsParams | None:
+        request = chat_request(body)
+        assert request is not None
+        return AnswerGrammar(self.format, self.tokenizer.marker_id).form(request, prompt)
+
+    def may_be(self, text: str, prompt: str = "", **body: Any) -> bool:
+        """Whether the text, and then the end, may be an answer."""
+        form = self.form(prompt, **body)
+        assert form is not None
+        self._compiler.check(form)
+        state = self._compiler.start(form)
+        state.take([*self.tokenizer.encode(text, add_special_tokens=False), 1])
+        return not state.problem
+
+
+@pytest.fixture(params=sorted(CHAT_MODELS))
+def model(request: pytest.FixtureRequest, folder: Path) -> Model:
+    return Model(folder, request.param)
+
+
+def test_a_call_that_is_required_is_one_in_the_models_own_words(model: Model, request: pytest.FixtureRequest):
+    text = CHAT_MODELS[request.node.callspec.params["model"]].call
+    for choice in ("required", NAMED):
+        asked = {"tools": TOOLS, "tool_choice": choice}
+        assert model.may_be(text, **asked)
+        (call,) = AnswerReader(model.format, chat_request(asked)).read(text).tool_calls
+        assert call == ToolCall("add", '{"a": 1}')
+        # The controls: another function, other arguments, more behind it, and none.
+        for wrong in (text.replace("add", "sub"), text.replace("1", '"1"'), f"{text}x", "", "hello"):
+            assert not model.may_be(wrong, **asked), wrong
+    without = text.replace("add", "stop").replace('{"a": 1}', "{}")
+    assert model.may_be(without, tools=TOOLS, tool_choice="required")
+    assert not model.may_be(without, tools=TOOLS, tool_choice=NAMED)
+
+
+def test_an_answer_in_json_has_the_schema_and_reasoning_before_it(model: Model):
+    head = "<|channel|>final<|message|>" if model.format.is_harmony else ""
+    good, bad = '{"name": "x"}', '{"name": 3}'
+    assert model.may_be(head + good, response_format=AS_PERSON)
+    assert model.may_be(head + '{"b": [1]}', response_format={"type": "json_object"})
+    assert not model.may_be(head + bad, response_format=AS_PERSON)
+    assert not model.may_be(head + "[]", response_format={"type": "json_object"})
+    assert not model.may_be(f"{head}{good}.", response_format=AS_PERSON)
+    markers = {"think": ("<think>", "</think>\n"), "mistral": ("[THINK]", "[/THINK]")}.get(model.format.reasoning)
+    if markers is not None:
+        begin, end = markers
+        assert model.may_be(f"{begin}why {{{end}{good}", response_format=AS_PERSON)
+        # As the prompt's end has it: open, or closed.
+        assert model.may_be(f"why{end}{good}", f"assistant\n{begin}\n", response_format=AS_PERSON)
+        assert not model.may_be(good, f"assistant\n{begin}\n", response_format=AS_PERSON)
+        assert not model.may_be(f"{begin}why{end}{good}", f"{begin}\n\n{end}\n", response_format=AS_PERSON)
+
+
+def test_with_tools_that_may_be_called_an_answer_in_json_is_the_schema_or_a_call(
+    model: Model, request: pytest.FixtureRequest
+):
+    head = "<|channel|>final<|message|>" if model.format.is_harmony else ""
+    asked = {"tools": TOOLS, "response_format": AS_PERSON}
+    tag = "<|python_tag|>" if model.format.tool_calls == "llama3_json" else ""
+    assert model.may_be(tag + CHAT_MODELS[request.node.callspec.params["model"]].call, **asked)
+    assert model.may_be(f'{head}{{"name": "x"}}', **asked)
+    assert not model.may_be(f"{head}hello", **asked)
+    call = tag + CHAT_MODELS[request.node.callspec.params["model"]].call
+    assert not model.may_be(call, **asked, tool_choice="none")
+
+
+def test_several_calls_are_one_where_they_may_not_be_parallel(folder: Path):
+    hermes, mistral = Model(folder, "hermes"), Model(folder, "mistral")
+    block = CHAT_MODELS["hermes"].call
+    inner = CHAT_MODELS["mistral"].call.removeprefix("[TOOL_CALLS][").removesuffix("]")
+    for model, one, two in (
+        (hermes, block, f"{block}\n{block}"),
+        (mistral, f"[TOOL_CALLS][{inner}]", f"[TOOL_CALLS][{inner}, {inner}]"),
+    ):
+        asked = {"tools": TOOLS, "tool_choice": "required"}
+        assert model.may_be(one, **asked)
+        assert model.may_be(two, **asked)
+        assert model.may_be(one, **asked, parallel_tool_calls=False)
+        assert not model.may_be(two, **asked, parallel_tool_calls=False)
+        assert not model.may_be(two, tools=TOOLS, tool_choice=NAMED)
+
+
+def test_names_that_begin_alike_are_told_apart(model: Model, request: pytest.FixtureRequest):
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "add_two", "a")]
+    text = CHAT_MODELS[request.node.callspec.params["model"]].call.replace('{"a": 1}', "{}")
+    for name in ("add", "add_two", "a"):
+        assert model.may_be(text.replace("add", name), tools=tools, tool_choice="required")
+    assert not model.may_be(text.replace("add", "add_t"), tools=tools, tool_choice="required")
+
+
+def test_what_asks_for_nothing_has_no_form(folder: Path):
+    model = Model(folder, "hermes")
+    for choice in ("auto", "none"):
+        assert model.form(tools=TOOLS, tool_choice=choice) is None
+    assert model.form(response_format={"type": "json_object"}) == StructuredOutputsParams(json_object=True)
+    assert model.form(response_format=AS_PERSON) == StructuredOutputsParams(json=PERSON)
+
+
+def test_markers_that_are_no_tokens_are_text():
+    grammar = AnswerGrammar(ChatFormat("hermes", "think", True), lambda text: None)
+    request = chat_request({"tools": TOOLS, "tool_choice": "required"})
+    assert request is not None
+    form = grammar.form(request, "")
+    assert form is not None
+    assert '"<tool_call>" "\\n" call' in (form.grammar or "")
+    assert f"suffix={json.dumps('</think>')}" in (form.grammar or "")
+
+
+def test_text_markers_compile_and_end_reasoning_where_they_stand(folder: Path):
+    model = Model(folder, "hermes")
+    model.format = ChatFormat("mistral", "mistral", True)
+    good = '[THINK]a [/ b[/THINK] [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'
+    assert model.may_be(good, tools=TOOLS, tool_choice="required")
+    assert not model.may_be(good.replace("[/THINK]", ""), tools=TOOLS, tool_choice="required")
+
+
+def test_a_call_that_is_required_of_a_model_whose_calls_nobody_knows_is_refused():
+    request = chat_request({"tools": TOOLS, "tool_choice": "required"})
+    assert request is not None
+    with pytest.raises(MessageProblem, match=r"set model\.tool_call_format"):
+        AnswerGrammar(ChatFormat("none", "none", True), lambda text: None).form(request, "")

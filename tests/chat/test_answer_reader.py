@@ -1,0 +1,267 @@
+"""Hand-written answers of every format: what is read out of them, whole and as they go on."""
+
+import json
+from collections.abc import Callable, Sequence
+
+import pytest
+from chat_models import ADD, OBJECT, TOOLS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_worker.chat import answer_reader
+from spmd_worker.chat.answer_parts import ToolCall, object_members
+from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer
+from spmd_worker.chat.call_parsers import no_calls
+from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
+from spmd_worker.chat.chat_request import ChatRequest, chat_request
+
+REQUEST = chat_request({"tools": TOOLS})
+CALL = ToolCall("add", '{"a": 1}')
+HERMES, LLAMA = ChatFormat("hermes", "think", True), ChatFormat("llama3_json", "none", True)
+MISTRAL, HARMONY = ChatFormat("mistral", "mistral", True), ChatFormat("harmony", "harmony", True)
+BLOCK = f"<tool_call>\n{OBJECT}\n</tool_call>"
+LIST = f"[TOOL_CALLS][{OBJECT}]"
+PYTHON = "<|python_tag|>"
+
+
+def reader(chat_format: ChatFormat, request: ChatRequest | None = REQUEST, *, is_open: bool = False) -> AnswerReader:
+    return AnswerReader(chat_format, request, is_open)
+
+
+ANSWERS = [
+    # Hermes and Qwen.
+    (HERMES, BLOCK, ChatAnswer("", "", (CALL,))),
+    (HERMES, f"Let me see.\n{BLOCK}\n", ChatAnswer("Let me see.", "", (CALL,))),
+    (HERMES, f"{BLOCK}\n{BLOCK}", ChatAnswer("", "", (CALL, CALL))),
+    (HERMES, f" a \n{BLOCK}\n b ", ChatAnswer(" a\nb ", "", (CALL,))),
+    (HERMES, f"<tool_call>{OBJECT}", ChatAnswer("", "", (CALL,))),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ChatAnswer("", "", (CALL,))),
+    (HERMES, '<tool_call>{"name": "stop"}</tool_call>', ChatAnswer("", "", (ToolCall("stop", "{}"),))),
+    (HERMES, f"<think>\nwhy\n</think>\n\n{BLOCK}", ChatAnswer("", "why", (CALL,))),
+    (HERMES, f"<think>{BLOCK}</think>yes", ChatAnswer("yes", BLOCK)),
+    (HERMES, "<think>\n\n</think>\n\nyes ", ChatAnswer("yes ")),
+    (HERMES, "<think>cut o", ChatAnswer("", "cut o")),
+    (HERMES, " yes <think>no</think>", ChatAnswer(" yes <think>no</think>")),
+    # Llama 3.
+    (LLAMA, '{"name": "add", "parameters": {"a": 1}}', ChatAnswer("", "", (CALL,))),
+    (LLAMA, f'{PYTHON}{{"name": "add", "parameters": {{"a": 1}}}}; {OBJECT}', ChatAnswer("", "", (CALL, CALL))),
+    (LLAMA, '{"name": "Bob", "age": 3}', ChatAnswer('{"name": "Bob", "age": 3}')),
+    (LLAMA, f"{OBJECT} and more", ChatAnswer(f"{OBJECT} and more")),
+    (LLAMA, f"{PYTHON}print(1)", ChatAnswer(f"{PYTHON}print(1)")),
+    (LLAMA, f"So: {OBJECT}", ChatAnswer(f"So: {OBJECT}")),
+    # Mistral.
+    (MISTRAL, LIST, ChatAnswer("", "", (CALL,))),
+    (MISTRAL, f"Well. {LIST}", ChatAnswer("Well.", "", (CALL,))),
+    (MISTRAL, f"[TOOL_CALLS] [{OBJECT}, {OBJECT}] ", ChatAnswer("", "", (CALL, CALL))),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]stop[ARGS]{}',
+        ChatAnswer("", "", (CALL, ToolCall("stop", "{}"))),
+    ),
+    (MISTRAL, '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}', ChatAnswer("", "", (CALL,))),
+    (MISTRAL, f"[THINK]why[/THINK]{LIST}", ChatAnswer("", "why", (CALL,))),
+    # gpt-oss.
+    (HARMONY, "<|channel|>final<|message|>Yes.<|return|>", ChatAnswer("Yes.")),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        ChatAnswer("Yes.", "why"),
+    ),
+    (
+        HARMONY,
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+        ChatAnswer("", "", (CALL,)),
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>commentary<|message|>I add.<|end|>"
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}',
+        ChatAnswer("I add.", "why", (CALL,)),
+    ),
+    (HARMONY, "<|channel|>analysis<|message|>cut o", ChatAnswer("", "cut o")),
+    (HARMONY, "<|channel|>analysis<|message|>why<|end|><|start|>assi", ChatAnswer("", "why")),
+    (HARMONY, "no channel at all", ChatAnswer("no channel at all")),
+]
+"""Answers that are in their format, or in none."""
+
+BROKEN = [
+    *[
+        (HERMES, f"<tool_call>{inner}</tool_call>")
+        for inner in ("", "{", "{}", "[1]", "null", '{"name": 3}', '{"name": ""}')
+    ],
+    *[
+        (HERMES, f'<tool_call>{{"name": "add", "arguments": {value}}}</tool_call>')
+        for value in ("3", '"x"', "[1]", "NaN", '{"a": }')
+    ],
+    (HERMES, f"<tool_call>{OBJECT} x</tool_call>"),
+    (HERMES, f"<tool_call>{OBJECT[:-1]}"),
+    (HERMES, "<tool_call>" + "[" * 100_000),
+    (HERMES, '<tool_call>{"name": "add", "arguments": ' + '{"a":' * 50_000),
+    (LLAMA, '{"name": "add", "parameters": [1]}'),
+    (LLAMA, '{"name": "add"}'),
+    (LLAMA, '{"name": "unknown", "parameters": {}}'),
+    (LLAMA, f"{OBJECT};"),
+    (MISTRAL, "[TOOL_CALLS]"),
+    (MISTRAL, f"[TOOL_CALLS][{OBJECT}"),
+    (MISTRAL, f"[TOOL_CALLS][{OBJECT}] and more"),
+    (MISTRAL, "[TOOL_CALLS]add[ARGS]{"),
+    (HARMONY, "<|channel|>commentary to=functions.add<|message|>{<|call|>"),
+]
+"""Answers that begin a call and make none."""
+
+
+def check_all(read: Callable[[AnswerReader, str], ChatAnswer]) -> None:
+    for chat_format, text, expected in ANSWERS:
+        assert read(reader(chat_format), text) == expected, text
+    for chat_format, text in BROKEN:
+        assert read(reader(chat_format), text) == ChatAnswer(text), text[:100]
+
+
+def test_calls_and_reasoning_come_back_and_what_is_no_call_is_content_as_it_is():
+    check_all(AnswerReader.read)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda name, request: no_calls,
+        lambda name, request: lambda text, is_whole: [ToolCall("add", '{"a": 1}')],
+        lambda name, request: lambda text, is_whole: [text.replace("<tool_call>", ""), CALL],
+    ],
+)
+def test_a_parser_that_is_broken_is_noticed(broken: Callable, monkeypatch: pytest.MonkeyPatch):
+    """The control."""
+    monkeypatch.setattr(answer_reader, "call_parser", broken)
+    with pytest.raises(AssertionError):
+        check_all(AnswerReader.read)
+
+
+def test_arguments_are_the_models_own_words():
+    text = '<tool_call>{"name": "add", "arguments": {"a":  1e400, "b": 00}}</tool_call>'
+    assert reader(HERMES).read(text).tool_calls == ()
+    own = '{"a":  1e400,\n "b": 123456789012345678901234567890, "c": "\\u00e9", "a": 2}'
+    (call,) = reader(HERMES).read(f'<tool_call>{{"arguments": {own}, "name": "add"}}</tool_call>').tool_calls
+    assert call.arguments == own
+    digits = "9" * 10_000
+    (call,) = (
+        reader(HERMES).read(f'<tool_call>{{"name": "add", "arguments": {{"a": {digits}}}}}</tool_call>').tool_calls
+    )
+    assert digits in call.arguments
+
+
+def test_calls_are_looked_for_only_where_they_were_asked_for():
+    for request in (None, chat_request({"tools": TOOLS, "tool_choice": "none"})):
+        for chat_format, text in ((HERMES, BLOCK), (LLAMA, OBJECT), (MISTRAL, LIST)):
+            assert reader(chat_format, request).read(text) == ChatAnswer(text)
+        message = '<|channel|>commentary to=functions.add<|message|>{"a": 1}'
+        assert reader(HARMONY, request).read(message) == ChatAnswer('{"a": 1}')
+    assert not reader(ChatFormat("hermes", "none", True), None).reads
+    one = chat_request({"tools": TOOLS, "parallel_tool_calls": False})
+    assert reader(HERMES, one).read(f"{BLOCK}\n{BLOCK}") == ChatAnswer("", "", (CALL,))
+
+
+def test_an_answer_in_json_that_could_be_a_call_is_none_without_the_tag():
+    asked = chat_request({"tools": TOOLS, "response_format": {"type": "json_object"}})
+    assert reader(LLAMA, asked).read(OBJECT) == ChatAnswer(OBJECT)
+    assert reader(LLAMA, asked).read(PYTHON + OBJECT) == ChatAnswer("", "", (CALL,))
+
+
+def test_reasoning_that_the_prompt_has_opened_needs_no_beginning():
+    assert reader(HERMES, is_open=True).read(f"why</think>{BLOCK}") == ChatAnswer("", "why", (CALL,))
+    assert reader(HERMES, is_open=True).read("<think>why</think>yes") == ChatAnswer("yes", "why")
+    assert reader(HERMES, is_open=True).read("cut o") == ChatAnswer("", "cut o")
+
+
+def is_beginning(part: ChatAnswer, whole: ChatAnswer) -> bool:
+    calls = part.tool_calls == whole.tool_calls[: len(part.tool_calls)]
+    return calls and whole.content.startswith(part.content) and whole.reasoning.startswith(part.reasoning)
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", PYTHON),
+    *("<|start|>", "assistant", "<|channel|>", "analysis", "final", "commentary", " to=functions.add", "<|message|>"),
+    *(
+        "<|constrain|>",
+        "<|end|>",
+        "<|call|>",
+        OBJECT,
+        '{"a": 1}',
+        "[",
+        "]",
+        "{",
+        "}",
+        ";",
+        ", ",
+        " ",
+        "\n",
+        "x",
+        "<",
+        "é",
+    ),
+    *(BLOCK, LIST, f"<|channel|>commentary to=functions.add<|message|>{json.dumps(ADD)}<|call|>"),
+]
+
+
+def check_beginnings(read: Callable[[str, bool], ChatAnswer], text: str) -> None:
+    whole, before = read(text, True), ChatAnswer("")
+    for length in range(len(text) + 1):
+        part = read(text[:length], False)
+        assert is_beginning(before, part), (text, length)
+        assert is_beginning(part, whole), (text, length)
+        before = part
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=9), st.sampled_from([HERMES, LLAMA, MISTRAL, HARMONY]), st.booleans())
+def test_what_is_certain_of_an_answer_that_goes_on_stays(pieces: Sequence[str], chat_format: ChatFormat, is_open: bool):
+    check_beginnings(reader(chat_format, is_open=is_open).read, "".join(pieces))
+
+
+def test_every_beginning_of_the_hand_written_answers_stays():
+    for chat_format, text, _ in ANSWERS:
+        check_beginnings(reader(chat_format).read, text)
+    # The control: a text that is taken for whole at each character.
+    with pytest.raises(AssertionError):
+        check_beginnings(lambda text, is_whole: reader(HERMES).read(text), f"x{BLOCK}")
+
+
+VALUES = st.sampled_from([None, True, -1, 1.5, "", "}", '"', [], [1, "]"], {"a": {}}])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.sampled_from(["", "a", "{", '"', "é"]), VALUES, max_size=4))
+def test_members_of_an_object_are_those_of_pythons_json(value: dict):
+    for indent in (None, 1):
+        text = json.dumps(value, indent=indent)
+        found = object_members(f"..{text}..", 2)
+        assert found is not None
+        assert ({name: json.loads(each) for name, each in found[0].items()}, found[1]) == (value, len(text) + 2)
+    for broken in (text[:-1], text[1:], text.replace("{", "{,", 1), text[:-1] + ",}"):
+        assert object_members(broken) is None or broken == text
+
+
+FORMATS = {
+    "{{ tools }}<tool_call>": ChatFormat("hermes", "none", True),
+    "{{ tools }}<tool_call></think>": ChatFormat("hermes", "think", True),
+    "{{ tools }}<tool_call><function=": ChatFormat("none", "none", True),
+    "{{ tools }}<|python_tag|>": ChatFormat("llama3_json", "none", True),
+    '{{ tools }}{"name": function name, "parameters": dictionary of argument name and its value}': ChatFormat(
+        "llama3_json", "none", True
+    ),
+    "{{ tools }}[TOOL_CALLS]": ChatFormat("mistral", "none", True),
+    "{{ tools }}[TOOL_CALLS][/THINK]": ChatFormat("mistral", "mistral", True),
+    "{{ tools }}<|channel|><|message|>": ChatFormat("harmony", "harmony", True),
+    "{{ messages }}": ChatFormat("none", "none", False),
+    None: ChatFormat("none", "none", False),
+}
+
+
+def test_the_format_is_the_templates_unless_the_configuration_says_it():
+    for template, expected in FORMATS.items():
+        assert chat_format_of("auto", "auto", template) == expected, template
+    assert chat_format_of("mistral", "none", "{{ tools }}<tool_call></think>") == ChatFormat("mistral", "none", True)
+
+
+def test_tools_in_a_form_that_nobody_knows_are_said_once(caplog: pytest.LogCaptureFixture):
+    chat_format_of("auto", "auto", "{{ tools }}<tool_call><function=")
+    assert "model.tool_call_format says which" in caplog.text

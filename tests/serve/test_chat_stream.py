@@ -1,0 +1,158 @@
+"""Chats with tools from a server: chunks of answers written by hand, and requests to a model that must call.
+
+What is streamed is content and reasoning as they are certain, and each call in one piece.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_checkpoints import write_chat_model
+from chat_models import CHAT_MODELS, TOOLS, write_chat_tokenizer
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import TypeAdapter
+from serving import JSON, ServedHere, joined, without_names
+
+from spmd_worker.chat.chat_format import chat_format_of
+from spmd_worker.config.schema import RowLimits
+from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput
+from spmd_worker.sequence.sampling_params import SamplingParams
+from spmd_worker.serve.openai_stream import AnswerName, ChunkWriter, answer_body
+from spmd_worker.serve.request_reader import RequestReader, ServedRow
+from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hello"}]
+CHUNK, BODY = TypeAdapter(ChatCompletionChunk), TypeAdapter(ChatCompletion)
+NAME = AnswerName("r", 0, "m")
+EOS = 1
+
+
+def served_row(tokenizer: Tokenizer, **body: Any) -> ServedRow:
+    chat_format = chat_format_of("auto", "auto", tokenizer.chat_template_source)
+    limits = RequestLimits(tokenizer.vocab_size, 4096, 64, has_tokenizer=True)
+    reader = RequestReader(SamplingParams(max_tokens=200), RowLimits(), limits, tokenizer, chat_format)
+    served = reader.read(0, CHAT, json.dumps({"messages": USER, **body}).encode(), None)
+    assert isinstance(served, ServedRow), served
+    return served
+
+
+def outputs_of(tokenizer: Tokenizer, served: ServedRow, *texts: str) -> Iterator[RequestOutput]:
+    """As an engine gives them, token by token: all of every text so far. The first texts end first."""
+    prompt = list(served.row.prompt_token_ids)
+    samples = [[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts]
+    decoders = [IncrementalDecoder(tokenizer, prompt) for _ in texts]
+    completions = [CompletionOutput(index, "", []) for index in range(len(texts))]
+    for step in range(max(map(len, samples))):
+        for index, token_ids in enumerate(samples):
+            given = token_ids[: step + 1]
+            is_end = len(given) == len(token_ids)
+            text = tokenizer.decode(token_ids[:-1])
+            if not is_end:
+                text = completions[index].text + decoders[index].append([given[-1]])
+            completions[index] = CompletionOutput(index, text, given, finish_reason="stop" if is_end else None)
+        is_whole = all(each.finished() for each in completions)
+        yield RequestOutput("0", served.row.prompt, prompt, list(completions), finished=is_whole)
+
+
+def streamed_and_whole(tokenizer: Tokenizer, served: ServedRow, *texts: str) -> tuple[list[JSON], JSON]:
+    outputs = list(outputs_of(tokenizer, served, *texts))
+    writer = ChunkWriter(served.row, NAME, False)
+    chunks = [chunk for output in outputs for chunk in writer.chunks(output)]
+    for chunk in chunks:
+        CHUNK.validate_python(chunk, strict=True)
+    return chunks, answer_body(served.row, outputs[-1], NAME)
+
+
+def without_usage(body: JSON) -> JSON:
+    return {name: value for name, value in body.items() if name != "usage"}
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
+def test_chunks_put_together_are_the_whole_answer(name: str, tmp_path: Path):
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, name))
+    call = CHAT_MODELS[name].call
+    served = served_row(tokenizer, tools=TOOLS, n=3)
+    texts = (call, f"{call.replace('{', '[')} é ", "hello é <to")
+    chunks, whole = streamed_and_whole(tokenizer, served, *texts)
+    assert without_usage(joined(chunks)) == without_usage(whole)
+    messages = [choice["message"] for choice in whole["choices"]]
+    assert [len(message.get("tool_calls", ())) for message in messages] == [1, 0, 0]
+    assert messages[2]["content"] == "hello é <to"
+
+
+def test_content_before_a_call_is_streamed_and_the_call_is_one_chunk(tmp_path: Path):
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "hermes"))
+    served = served_row(tokenizer, tools=TOOLS)
+    call = CHAT_MODELS["hermes"].call
+    chunks, _ = streamed_and_whole(tokenizer, served, f"I will add them.\n{call}")
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    contents = [delta["content"] for delta in deltas if "content" in delta]
+    assert "".join(contents) == "I will add them."
+    assert len(contents) > 3
+    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
+    # The control: without tools the same text is content, marks and all.
+    chunks, _ = streamed_and_whole(tokenizer, served_row(tokenizer), f"I will add them.\n{call}")
+    assert joined(chunks)["choices"][0]["message"]["content"].endswith("</tool_call>")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHere]:
+    folder = write_chat_model(tmp_path_factory.mktemp("chat"), "hermes")
+    with ServedHere(model=folder) as served:
+        yield served
+
+
+def test_requests_with_tools_are_answered_whole_or_streamed_alike(server: ServedHere):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    body: JSON
+    for body in (
+        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "n": 2, "logprobs": True},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"response_format": form},
+        {"tools": TOOLS, "max_tokens": 20},
+    ):
+        asked = {"messages": USER, "max_tokens": 150, "seed": 3, **body}
+        status, whole, _ = server.client.ask(CHAT, asked)
+        assert status == 200, whole
+        parsed = BODY.validate_python(whole, strict=True)
+        chunks = server.client.stream(CHAT, asked)
+        assert without_usage(without_names(joined(chunks))) == without_usage(without_names(whole))
+        if "tool_choice" in body:
+            assert all(choice.message.tool_calls for choice in parsed.choices if choice.finish_reason != "length")
+        if "response_format" in body:
+            assert json.loads(parsed.choices[0].message.content or "") in ({"a": 1}, {"a": 2})
+
+
+def test_what_is_wrong_with_tools_is_a_refusal_of_the_request(server: ServedHere):
+    status, body, _ = server.client.ask(CHAT, {"messages": USER, "tools": [{"type": "function"}]})
+    assert status == 400
+    assert body["error"]["code"] == "invalid_value"
+    assert body["error"]["message"].startswith("tools[0].function=None must be")
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}}
+    status, body, _ = server.client.ask(CHAT, {"messages": USER, "response_format": wrong})
+    assert (status, body["error"]["code"]) == (400, "grammar_refused")
+
+
+def test_special_tokens_are_in_the_text_that_is_read_and_as_they_come(tmp_path: Path):
+    """A stream reads each token once."""
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "mistral with names"))
+    served = served_row(tokenizer, tools=TOOLS)
+    assert served.row.reader is not None
+    text = CHAT_MODELS["mistral with names"].call
+    marked = served.row.reader.marked_text(served.row.prompt_token_ids, served.row.sampling)
+    outputs = list(outputs_of(tokenizer, served, text))
+    assert [marked.text_of(output.outputs[0]) for output in outputs][-1] == text
+    # A stop string holds the end of the text back.
+    sampling = replace(served.row.sampling, stop=("}",))
+    for shown, expected in (("so", "[THINK]so[/THINK][TOOL_CALLS]"), ("s", "[THINK]s"), ("soad", text[:31])):
+        fresh = served.row.reader.marked_text(served.row.prompt_token_ids, sampling)
+        cut = replace(outputs[-1].outputs[0], text=shown)
+        assert fresh.text_of(cut) == expected

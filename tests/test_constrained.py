@@ -1,0 +1,368 @@
+"""Answers in a given form: each has it, whatever shares its steps, and whatever becomes of its row on the way."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import constrained_rows
+import pytest
+import ranks
+from constrained_rows import EOS, FORMS, NUM_TOKENS, answers, check, open_model, rows, run, write_model
+from run_folder import made_once
+
+import spmd_worker.scheduler.stop as stop_module
+from spmd_worker import LLM, PromptsRefusedError, SamplingParams
+from spmd_worker.batch.job import run_job
+from spmd_worker.batch.run_dir.journal import RowJournal
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.grammar.row_grammar import RowGrammar
+from spmd_worker.grammar.step_masks import GrammarMasks
+from spmd_worker.sampling.token_masks import TokenMasks
+
+SCARCE = {"num_blocks": 48, "block_size": 4, "max_model_len": 180, "max_num_seqs": 24}
+CASES = {
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+    "recomputed": {**SCARCE, "preemption_mode": "recompute"},
+    "swapped": {**SCARCE, "preemption_mode": "swap"},
+}
+
+
+def folder() -> Path:
+    return made_once("constrained", write_model)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with open_model(folder()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[Any]:
+    return answers(run(llm))
+
+
+def generate(llm: LLM, form: Any, **sampling: Any) -> Any:
+    given = {"temperature": 1.0, "max_tokens": 60, "seed": 3, **sampling}
+    return llm.generate("hello", SamplingParams(structured_outputs=form, **given), use_tqdm=False)[0]
+
+
+def test_every_answer_has_its_form(llm: LLM):
+    outputs = run(llm)
+    names = rows()[2]
+    check(outputs, names)
+    assert {*names} == {None, *FORMS}
+    assert len(dict.fromkeys(each.text for each in outputs[0].outputs)) == 1
+
+
+def test_the_tests_see_answers_that_are_not_masked(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TokenMasks, "apply", lambda self, logits, first_id: None)
+    outputs = run(llm)
+    with pytest.raises(AssertionError):
+        check(outputs, rows()[2])
+    # The next step's mask finds that the last token did not follow.
+    assert {output.error_code for output in outputs} == {None, "grammar_failed"}
+
+
+def test_a_row_without_a_form_has_none(llm: LLM):
+    prompts, params, names = rows()
+    outputs = llm.generate(prompts, [replace(each, structured_outputs=None) for each in params], use_tqdm=False)
+    with pytest.raises(AssertionError):
+        check(outputs, names)
+
+
+def test_rows_are_the_same_alone_and_beside_others(llm: LLM, plain: list[Any]):
+    prompts, params, names = rows()
+    for index in (0, 1, 3, 4, 9):
+        assert names[index] is not None
+        assert answers(llm.generate(prompts[index], params[index], use_tqdm=False)) == [plain[index]]
+    # And those without a form as if there were no forms.
+    free = [index for index, name in enumerate(names) if name is None]
+    outputs = llm.generate([prompts[i] for i in free], [params[i] for i in free], use_tqdm=False)
+    assert answers(outputs) == [plain[index] for index in free]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[] if each == "recomputed" else pytest.mark.matrix) for each in CASES]
+)
+def test_a_row_does_not_depend_on_how_it_is_scheduled(plain: list[Any], case: str):
+    with open_model(folder(), **CASES[case]) as made:
+        assert answers(run(made)) == plain
+        assert (made.llm_engine.counters.num_preemptions > 0) == (case != "chunks of 7")
+
+
+def test_a_state_that_is_new_after_each_step_comes_to_the_same(
+    llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    end = GrammarMasks.end
+
+    def end_and_forget(self: GrammarMasks) -> Any:
+        masks = end(self)
+        self._states.clear()
+        return masks
+
+    monkeypatch.setattr(GrammarMasks, "end", end_and_forget)
+    assert answers(run(llm)) == plain
+
+
+def test_the_tests_see_a_state_that_is_not_the_rows_own(llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(RowGrammar, "copy", lambda self: self)
+    compilers = (
+        llm.llm_engine.limits.grammars,
+        llm.llm_engine.model_executor.driver_worker.model_runner._grammars._compiler,
+    )
+    for each in compilers:
+        monkeypatch.setattr(each, "_compiled", {})
+    assert answers(run(llm)) != plain
+
+
+def test_nothing_is_kept_of_rows_that_ended(llm: LLM):
+    run(llm)
+    # What ended in the last step goes with the next.
+    llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)
+    worker = llm.llm_engine.model_executor.driver_worker
+    assert len(worker.model_runner._grammars) == 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor_parallel_size",
+        pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix),
+        pytest.param("data_parallel_size", marks=pytest.mark.matrix),
+    ],
+)
+def test_every_layout_gives_forms(plain: list[Any], layout: str, tmp_path: Path):
+    source = f"""
+        import json, sys
+        from pathlib import Path
+        from constrained_rows import answers, check, open_model, rows, run
+        with open_model(Path(sys.argv[1]), {layout}=2) as llm:
+            outputs = run(llm)
+            check(outputs, rows()[2])
+            Path(sys.argv[2], llm_rank := __import__("os").environ["RANK"]).write_text(json.dumps(answers(outputs)))
+        """
+    done = ranks.run_ranks(source, 2, 120, [folder(), tmp_path])
+    assert done.returncode == 0, done.output
+    first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
+    assert first == second
+    if layout != "tensor_parallel_size":
+        # Sums over two shards of a row's logits differ in the last bit.
+        assert first == json.loads(json.dumps(plain))
+
+
+def test_log_probabilities_are_of_all_tokens(llm: LLM):
+    output = generate(llm, {"choice": ["yes", "no"]}, logprobs=64).outputs[0]
+    for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert len(entry) >= 64
+        assert entry[token_id].logprob > -20.0
+    prompt = llm.generate("hello", SamplingParams(logprobs=64, max_tokens=1, temperature=0), use_tqdm=False)[0]
+    others = prompt.outputs[0].logprobs[0]
+    assert {key: value for key, value in others.items() if key in output.logprobs[0]}.items() <= output.logprobs[
+        0
+    ].items()
+    with open_model(folder(), logprobs_mode="processed_logprobs") as processed:
+        output = generate(processed, {"regex": "a"}, logprobs=0).outputs[0]
+    assert [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)] == [0.0, 0.0]
+
+
+# What other parameters ask for.
+
+
+def test_no_other_parameter_revives_what_the_form_forbids(llm: LLM):
+    form = {"regex": "[ab]{3}"}
+    token = llm.get_tokenizer().encode("z", add_special_tokens=False)[0]
+    for asked in (
+        {"logit_bias": {token: 100.0}},
+        {"allowed_token_ids": [token]},
+        {"bad_words_ids": [[each] for each in range(NUM_TOKENS)]},
+        {"min_tokens": 30},
+        {"presence_penalty": 2.0, "repetition_penalty": 0.01},
+        {"min_tokens": 30, "stop_token_ids": [token], "temperature": 0.0},
+    ):
+        output = generate(llm, form, **asked).outputs[0]
+        assert re.fullmatch("[ab]{3}", output.text), asked
+        assert (output.finish_reason, output.stop_reason, output.token_ids.count(EOS)) == ("stop", None, 1)
+
+
+def test_a_minimum_length_is_kept_where_the_form_can_go_on(llm: LLM):
+    output = generate(llm, {"regex": "a+"}, min_tokens=12, max_tokens=40, logit_bias={EOS: 100.0}).outputs[0]
+    assert (len(output.token_ids), output.text, output.finish_reason) == (13, "a" * 12, "stop")
+
+
+def test_an_end_is_a_minimum_length_only_without_the_sampler(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """The stop checker takes a form's end before `min_tokens`: without that the row goes on behind it."""
+    has_ended = stop_module.StopChecker.has_ended
+
+    def as_without_forms(self: Any, sequence: Any) -> bool:
+        outputs, sampling = sequence.output_token_ids, sequence.request.sampling
+        return len(outputs) >= sampling.min_tokens and has_ended(self, sequence)
+
+    monkeypatch.setattr(stop_module.StopChecker, "has_ended", as_without_forms)
+    assert generate(llm, {"regex": "a"}, min_tokens=9).outputs[0].token_ids.count(EOS) == 8
+
+
+def test_what_is_cut_ends_with_length_and_stop_strings_still_stop(llm: LLM):
+    cut = generate(llm, {"regex": "[ab]{50}"}, max_tokens=7).outputs[0]
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 7)
+    stopped = generate(llm, {"regex": "[ab]{5}c[ab]{5}"}, stop=["c"]).outputs[0]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "c")
+    assert re.fullmatch("[ab]{5}", stopped.text)
+
+
+def test_an_end_of_sequence_token_that_spells_text_ends_the_row_and_nothing_else(tmp_path: Path):
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    letter = 66
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": [letter]}))
+    with open_model(tmp_path) as llm:
+        spelled = llm.get_tokenizer().decode([letter])
+        output = generate(llm, {"regex": "[!-~]{20}"}).outputs[0]
+        assert len(output.text) == 20
+        assert spelled not in output.text
+        assert output.token_ids[-1] == letter
+        assert generate(llm, {"choice": [f"0{spelled}"]}).error_code == "grammar_failed"
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path):
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    with open_model(tmp_path) as llm:
+        for seed in range(3):
+            assert re.fullmatch("[a-z ]{30}", generate(llm, {"regex": "[a-z ]{30}"}, seed=seed).outputs[0].text)
+
+
+# Forms that cannot be had.
+
+REFUSED = {
+    "bad_type": ({"json": {"type": "objec"}}, "json: Invalid type: objec"),
+    "unknown": ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
+    "look-around": ({"regex": "(?=a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
+    "class": ({"regex": "["}, "unclosed character class"),
+    "rule": ({"grammar": "start: missing"}, "missing"),
+    "ebnf": ({"grammar": 'root ::= "'}, "grammar is no EBNF that can be read"),
+    "empty": ({"grammar": "start: A\nA: /a/ & /b/"}, "grammar: NoExtension"),
+    "size": (
+        {"json": {"allOf": [{"anyOf": [{"properties": {f"{i} {j}": {}}} for j in range(9)]} for i in range(9)]}},
+        "schema too large",
+    ),
+    "deep": ({"json": "{}"}, "recursion limit exceeded"),
+}
+deep: Any = {}
+for _ in range(150):
+    deep = {"items": deep}
+REFUSED["deep"] = ({"json": deep}, "recursion limit exceeded")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_form_that_cannot_be_had_is_refused_in_the_engines_words(llm: LLM, name: str):
+    form, words = REFUSED[name]
+    with pytest.raises(PromptsRefusedError) as error_result:
+        generate(llm, form)
+    assert "structured_outputs: " in str(error_result.value)
+    assert words in str(error_result.value)
+
+
+def job_config(tmp_path: Path, asked: list[dict[str, Any]]) -> RunConfig:
+    rows = [{"prompt": "hello", "max_tokens": 60, "seed": 5, "temperature": 1.0, **each} for each in asked]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return RunConfig(
+        model=ModelOptions(path=str(folder()), load_format="dummy"),
+        cache=CacheConfig(num_blocks=64),
+        job=JobConfig(input=str(tmp_path / "rows.jsonl"), output=str(tmp_path / "out.jsonl"), commit_rows=1),
+        device="cpu",
+    )
+
+
+def job_answers(tmp_path: Path) -> list[Any]:
+    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+def test_a_job_has_forms_and_error_rows_and_goes_on_where_it_was_killed(tmp_path: Path):
+    good = [{"structured_outputs": form} for form, _ in FORMS.values()]
+    bad = [{"structured_outputs": form} for form, _ in REFUSED.values()]
+    bad += [{"structured_outputs": {"regex": "a", "json": "{}"}}, {"structured_outputs": {"regex": "a" * 70_000}}]
+    config = job_config(tmp_path, [*bad, *good])
+    run_job(config, RankEnvironment())
+    found = job_answers(tmp_path)
+    codes = [answer["error"]["code"] for answer in found[: len(bad)]]
+    assert codes == ["grammar_refused"] * (len(REFUSED) - 1) + ["nested_too_deeply"] + ["invalid_value"] * 2
+    for (_, is_of_form), answer in zip(FORMS.values(), found[len(bad) :], strict=True):
+        (completion,) = answer["outputs"]
+        assert is_of_form(completion["text"])
+        assert completion["finish_reason"] == "stop"
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    manifest = json.loads((tmp_path / "out.jsonl.run" / "manifest.json").read_text())
+    assert manifest["answers"]["version of llguidance"]
+    again = tmp_path / "again"
+    again.mkdir()
+    config = job_config(again, [*bad, *good])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        end_after(monkeypatch, len(bad) + 3)
+        with pytest.raises(Ended):
+            run_job(config, RankEnvironment())
+    run_job(config, RankEnvironment())
+    assert (again / "out.jsonl").read_bytes() == whole
+
+
+class Ended(BaseException):
+    """As a process is that is killed: nothing of ours catches it."""
+
+
+def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    append = RowJournal.append
+
+    def counted(journal: RowJournal, key: int, answer: Any) -> None:
+        append(journal, key, answer)
+        if journal.num_rows >= num_rows:
+            raise Ended
+
+    monkeypatch.setattr(RowJournal, "append", counted)
+
+
+def test_a_limit_that_is_met_on_the_way_ends_the_row_alone(llm: LLM):
+    """After its first token the second row's parser has more items than it may."""
+    growing = {"grammar": "start: " + " | ".join(f'"a{index}" start' for index in range(2100))}
+    bounded = {"regex": "[ab]{6}"}
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=80, seed=1, structured_outputs=each)
+        for each in (bounded, growing, None)
+    ]
+    first, second, third = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert (second.error_code, second.outputs) == ("grammar_failed", [])
+    assert re.search("no token may follow as output token [0-9]+, or to know which takes more", second.error)
+    assert re.fullmatch("[ab]{6}", first.outputs[0].text)
+    assert third.outputs[0].finish_reason is not None
+
+
+def test_without_the_package_a_row_says_which_extra_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    words = "structured_outputs needs llguidance, which is not installed: pip install 'spmd-worker[structured]'"
+    with open_model(folder()) as llm:
+        with pytest.raises(PromptsRefusedError, match=re.escape(words)):
+            generate(llm, {"regex": "a"})
+        assert generate(llm, None).error is None
+    run_job(job_config(tmp_path, [{"structured_outputs": {"regex": "a"}}, {}]), RankEnvironment())
+    first, second = job_answers(tmp_path)
+    assert (first["error"]["code"], second["error"]) == ("extra_missing", None)
+
+
+def test_what_else_a_form_needs_is_said(tmp_path: Path):
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": []}))
+    with open_model(tmp_path) as llm, pytest.raises(PromptsRefusedError, match="names no end-of-sequence token"):
+        generate(llm, {"regex": "a"})
+    (tmp_path / "tokenizer.json").unlink()
+    with open_model(tmp_path) as llm, pytest.raises(PromptsRefusedError, match="structured_outputs need a tokenizer"):
+        llm.generate([{"prompt_token_ids": [3]}], SamplingParams(structured_outputs={"regex": "a"}), use_tqdm=False)
+
+
+def test_the_older_name_works(llm: LLM):
+    sampling = SamplingParams(guided_decoding=constrained_rows.FORMS["regex"][0], max_tokens=60, temperature=1.0)
+    assert FORMS["regex"][1](llm.generate("hello", sampling, use_tqdm=False)[0].outputs[0].text)
