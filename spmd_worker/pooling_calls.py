@@ -1,6 +1,5 @@
 """Calls that pool prompts: `LLM.embed`, `encode`, `classify`, `reward` and `score`, each a call of `PromptCalls`."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,14 @@ from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.prompt_calls import PromptCalls, UseTqdm
 from spmd_worker.sequence.outputs import Pooled, PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
-from spmd_worker.sequence.pooling_params import PoolingParams, check_pooling, check_task, taken_pooling, truncated_row
+from spmd_worker.sequence.pooling_params import (
+    PoolingParams,
+    check_pooling,
+    check_task,
+    cosine,
+    taken_pooling,
+    truncated_row,
+)
 
 GivenParams = PoolingParams | Sequence[PoolingParams] | None
 """For all prompts, for each, or what the model does."""
@@ -90,13 +96,9 @@ def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled]) -> Poo
 def _cosine(
     first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
 ) -> PoolingRequestOutput[ScoringOutput]:
-    """In double precision, from exact sums: the same wherever it is computed."""
-    x, y = first.outputs.data, second.outputs.data
-    product = math.fsum(map(float.__mul__, x, y))
-    size = math.sqrt(math.fsum(map(float.__mul__, x, x)) * math.fsum(map(float.__mul__, y, y)))
     return PoolingRequestOutput(
         first.request_id,
-        ScoringOutput(product / size if size else 0.0),
+        ScoringOutput(cosine(first.outputs.data, second.outputs.data)),
         [*first.prompt_token_ids, *second.prompt_token_ids],
         first.num_cached_tokens + second.num_cached_tokens,
     )
