@@ -32,7 +32,7 @@ class PoolingCalls:
         self,
         call: str,
         task: str | None,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | Callable[[], Sequence[Prompt]],
         given: GivenParams,
         make: Callable[[list[float]], Pooled],
         *,
@@ -42,12 +42,14 @@ class PoolingCalls:
         gather: bool = False,
         use_tqdm: UseTqdm = False,
     ) -> list[PoolingRequestOutput[Pooled]]:
-        """`call` is what the user called; `make` is given each row's vector, or scores."""
+        """`call` is what the user called; `make` is given each row's vector, or scores. What `prompts` raises, where it
+        makes them, is this rank's error, and the others hear of it.
+        """
 
         def encode() -> list[Encoded]:
             if task is not None:
                 check_task(task, self._engine.limits.pooling)
-            encoded = self._calls.encode(prompts)
+            encoded = self._calls.encode(prompts() if callable(prompts) else prompts)
             check_extras(len(encoded), lora_request, None, tokenization_kwargs)
             for each, params in zip(encoded, _listed(given, len(encoded)), strict=True):
                 self._take(each, params, task, truncate_prompt_tokens)
@@ -58,23 +60,33 @@ class PoolingCalls:
 
     def score(
         self,
-        text_1: Prompt | Sequence[Prompt],
-        text_2: Prompt | Sequence[Prompt],
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
         given: PoolingParams | None,
         **options: Any,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """See `LLM.score`."""
-        firsts, seconds = _as_texts("text_1", text_1), _as_texts("text_2", text_2)
-        firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-        if len(firsts) != len(seconds):
-            raise ValueError(f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one, or as many")
         config = self._engine.limits.pooling
-        if config is None or config.task == "classify":
-            pairs = [first + second for first, second in zip(firsts, seconds)]
-            return self.pool("score", "score", pairs, given, lambda scores: ScoringOutput(scores[0]), **options)
-        params = replace(given or PoolingParams(), normalize=False)
-        both = self.pool("score", "score", [*firsts, *seconds], params, PoolingOutput, **options)
-        return [_cosine(first, second) for first, second in zip(both[: len(firsts)], both[len(firsts) :])]
+        are_pairs = config is None or config.task == "classify"
+        num_firsts = 0
+
+        def prompts() -> list[str]:
+            nonlocal num_firsts
+            firsts, seconds = _as_texts("text_1", text_1), _as_texts("text_2", text_2)
+            num_firsts = len(firsts)
+            if num_firsts not in (1, len(seconds)):
+                raise ValueError(f"text_1 has {num_firsts} texts and text_2 {len(seconds)}: give one, or as many")
+            if are_pairs:
+                firsts = firsts * len(seconds) if num_firsts == 1 else firsts
+                return [first + second for first, second in zip(firsts, seconds, strict=True)]
+            return [*firsts, *seconds]
+
+        if are_pairs:
+            return self.pool("score", "score", prompts, given, lambda scores: ScoringOutput(scores[0]), **options)
+        both = self.pool("score", "score", prompts, given, PoolingOutput, **options)
+        firsts, seconds = both[:num_firsts], both[num_firsts:]
+        firsts = firsts * len(seconds) if num_firsts == 1 else firsts
+        return [_cosine(first, second) for first, second in zip(firsts, seconds, strict=True)]
 
     def _take(self, encoded: Encoded, params: PoolingParams, task: str | None, length: int | None) -> None:
         if task is not None and params.task not in (None, task):

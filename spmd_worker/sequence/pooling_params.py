@@ -132,7 +132,7 @@ def vector_digest(vector: bytes) -> int:
 
 
 def cosine(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of two vectors; 0 where one is nothing. In double precision, from exact sums: the same wherever it is computed."""
+    """Of two vectors; 0 where one is nothing. In double precision, from exact sums: everywhere the same."""
     product = math.fsum(map(float.__mul__, x, y))
     size = math.sqrt(math.fsum(map(float.__mul__, x, x)) * math.fsum(map(float.__mul__, y, y)))
     return product / size if size else 0.0
