@@ -136,12 +136,12 @@ def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs
 
 @pytest.mark.matrix
 def test_a_parquet_file_has_vectors_in_a_list_column_of_fixed_size(tmp_path: Path) -> None:
-    rows = answered(tmp_path, "last", EMBEDDED, "out.parquet")
+    rows = answered(tmp_path, "last", EMBEDDED[:6], "out.parquet")
     kind = pyarrow.parquet.read_schema(tmp_path / "out.parquet").field("embedding").type
     assert kind == pyarrow.list_(pyarrow.float32(), SIZES["hidden_size"])
     assert near(rows[0]["embedding"], TEXTS[0])
     assert rows[5]["embedding"] == rows[2]["embedding"]
-    assert [row["embedding"] is None for row in rows[:6]] == [False, True, False, True, True, False]
+    assert [row["embedding"] is None for row in rows] == [False, True, False, True, True, False]
 
 
 def test_no_text_of_a_row_is_anothers_length_or_missing() -> None:

@@ -137,6 +137,7 @@ def resolve(
     that names none gets `limits.max_tokens` at most.
     """
     try:
+        engine.check_runner(None)
         text, token_ids = encode(row.prompt, tokenizer)
         token_ids = tuple(engine.truncate(token_ids, row.sampling))
         engine.check(token_ids, row.sampling)
