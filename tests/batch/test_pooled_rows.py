@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunC
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.tools import replay
 
 TEXTS = ["hello world", "the cache", "naïve café 你好"]
 
@@ -54,7 +56,7 @@ def answered(
         model=ModelOptions(path=str(pooling_folder(name))),
         cache=CacheConfig(num_blocks=64),
         scheduler=SchedulerConfig(**settings),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / output)),
+        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / output), step_log=True),
         device="cpu",
     )
     run_job(config, RankEnvironment())
@@ -113,9 +115,14 @@ def test_every_form_of_a_row_gets_its_vectors_and_the_rest_errors_by_name(tmp_pa
 
 
 @pytest.mark.matrix
-def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs(tmp_path: Path) -> None:
+def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = answered(tmp_path, "last", EMBEDDED)
     assert answered(tmp_path, "last", EMBEDDED, "b.jsonl", max_num_batched_tokens=8, max_num_seqs=2) == rows
+    # Vectors are in the log by their digests, and computed again they have the same.
+    assert replay.main([str(tmp_path / "b.jsonl.run" / "steps.log"), "--with-model"]) == 0
+    assert re.search(r"([1-9]\d*) of  tokens equal", capsys.readouterr().out)
     (tmp_path / "scored").mkdir()
     asked = [
         {"classify": TEXTS[0]},
