@@ -1,6 +1,5 @@
 """Calls that pool prompts: `LLM.embed`, `encode`, `classify`, `reward` and `score`, each a call of `PromptCalls`."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,14 @@ from spmd_worker.compat.prompts import Encoded, Prompt
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.prompt_calls import PromptCalls, UseTqdm
 from spmd_worker.sequence.outputs import Pooled, PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
-from spmd_worker.sequence.pooling_params import PoolingParams, check_pooling, check_task, taken_pooling, truncated_row
+from spmd_worker.sequence.pooling_params import (
+    PoolingParams,
+    check_pooling,
+    check_task,
+    cosine,
+    taken_pooling,
+    truncated_row,
+)
 
 GivenParams = PoolingParams | Sequence[PoolingParams] | None
 """For all prompts, for each, or what the model does."""
@@ -26,7 +32,7 @@ class PoolingCalls:
         self,
         call: str,
         task: str | None,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | Callable[[], Sequence[Prompt]],
         given: GivenParams,
         make: Callable[[list[float]], Pooled],
         *,
@@ -36,12 +42,14 @@ class PoolingCalls:
         gather: bool = False,
         use_tqdm: UseTqdm = False,
     ) -> list[PoolingRequestOutput[Pooled]]:
-        """`call` is what the user called; `make` is given each row's vector, or scores."""
+        """`call` is what the user called; `make` is given each row's vector, or scores. What `prompts` raises, where it
+        makes them, is this rank's error, and the others hear of it.
+        """
 
         def encode() -> list[Encoded]:
             if task is not None:
                 check_task(task, self._engine.limits.pooling)
-            encoded = self._calls.encode(prompts)
+            encoded = self._calls.encode(prompts() if callable(prompts) else prompts)
             check_extras(len(encoded), lora_request, None, tokenization_kwargs)
             for each, params in zip(encoded, _listed(given, len(encoded)), strict=True):
                 self._take(each, params, task, truncate_prompt_tokens)
@@ -52,23 +60,33 @@ class PoolingCalls:
 
     def score(
         self,
-        text_1: Prompt | Sequence[Prompt],
-        text_2: Prompt | Sequence[Prompt],
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
         given: PoolingParams | None,
         **options: Any,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """See `LLM.score`."""
-        firsts, seconds = _as_texts("text_1", text_1), _as_texts("text_2", text_2)
-        firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-        if len(firsts) != len(seconds):
-            raise ValueError(f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one, or as many")
         config = self._engine.limits.pooling
-        if config is None or config.task == "classify":
-            pairs = [first + second for first, second in zip(firsts, seconds)]
-            return self.pool("score", "score", pairs, given, lambda scores: ScoringOutput(scores[0]), **options)
-        params = replace(given or PoolingParams(), normalize=False)
-        both = self.pool("score", "score", [*firsts, *seconds], params, PoolingOutput, **options)
-        return [_cosine(first, second) for first, second in zip(both[: len(firsts)], both[len(firsts) :])]
+        are_pairs = config is None or config.task == "classify"
+        num_firsts = 0
+
+        def prompts() -> list[str]:
+            nonlocal num_firsts
+            firsts, seconds = _as_texts("text_1", text_1), _as_texts("text_2", text_2)
+            num_firsts = len(firsts)
+            if num_firsts not in (1, len(seconds)):
+                raise ValueError(f"text_1 has {num_firsts} texts and text_2 {len(seconds)}: give one, or as many")
+            if are_pairs:
+                firsts = firsts * len(seconds) if num_firsts == 1 else firsts
+                return [first + second for first, second in zip(firsts, seconds, strict=True)]
+            return [*firsts, *seconds]
+
+        if are_pairs:
+            return self.pool("score", "score", prompts, given, lambda scores: ScoringOutput(scores[0]), **options)
+        both = self.pool("score", "score", prompts, given, PoolingOutput, **options)
+        firsts, seconds = both[:num_firsts], both[num_firsts:]
+        firsts = firsts * len(seconds) if num_firsts == 1 else firsts
+        return [_cosine(first, second) for first, second in zip(firsts, seconds, strict=True)]
 
     def _take(self, encoded: Encoded, params: PoolingParams, task: str | None, length: int | None) -> None:
         if task is not None and params.task not in (None, task):
@@ -90,13 +108,9 @@ def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled]) -> Poo
 def _cosine(
     first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
 ) -> PoolingRequestOutput[ScoringOutput]:
-    """In double precision, from exact sums: the same wherever it is computed."""
-    x, y = first.outputs.data, second.outputs.data
-    product = math.fsum(map(float.__mul__, x, y))
-    size = math.sqrt(math.fsum(map(float.__mul__, x, x)) * math.fsum(map(float.__mul__, y, y)))
     return PoolingRequestOutput(
         first.request_id,
-        ScoringOutput(product / size if size else 0.0),
+        ScoringOutput(cosine(first.outputs.data, second.outputs.data)),
         [*first.prompt_token_ids, *second.prompt_token_ids],
         first.num_cached_tokens + second.num_cached_tokens,
     )

@@ -129,6 +129,12 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
 def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: ModelLocation) -> PoolingConfig:
     if not files.generates:
         raise ConfigError(f"model.classifier_from_token={tokens}: config.json names a model without a head for tokens")
+    config = files.model_config
+    if config.has_head_bias or config.logit_cap or config.logit_divisor != 1.0:
+        raise ConfigError(
+            f"model.classifier_from_token={tokens} is not run for {config.architecture}, whose logits are more than a "
+            f"product with the head's weight: leave it out"
+        )
     tokenizer = Tokenizer.open_if_present(location.folder)
     ids = [None if tokenizer is None else tokenizer.token_id(token) for token in tokens]
     found = [token_id for token_id in ids if token_id is not None]
@@ -137,7 +143,7 @@ def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: Mode
     return PoolingConfig(
         "classify",
         "last",
-        files.model_config.hidden_size,
+        config.hidden_size,
         num_labels=1,
         activation="sigmoid",
         label_token_ids=tuple(found),

@@ -14,7 +14,7 @@ BAD_ROWS: tuple[Callable[[int], str], ...] = (
     # The id of the first good row.
     lambda number: json.dumps({"custom_id": "row-0", "prompt": "add 1 2 ="}),
     lambda number: json.dumps(
-        {"custom_id": f"bad-{number}", "method": "POST", "url": "/v1/embeddings", "body": {"input": "x"}}
+        {"custom_id": f"bad-{number}", "method": "POST", "url": "/v1/responses", "body": {"input": "x"}}
     ),
     lambda number: json.dumps({"custom_id": f"empty-{number}", "prompt": ""}),
 )

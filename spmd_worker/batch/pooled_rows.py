@@ -74,12 +74,13 @@ class PooledRows:
         assert ask is not None
         engine.limits.check_runner(ask.params)
         config = engine.limits.pooling
+        assert config is not None, "what was let pass is pooled here"
         try:
             taken = taken_pooling(ask.params, config)
         except ValueError as error:
             raise RowProblem("invalid_value", str(error)) from None
         prompts = ask.prompts
-        if ask.num_firsts and config is not None and config.task == "classify":
+        if ask.num_firsts and config.task == "classify":
             firsts, seconds = prompts[: ask.num_firsts], prompts[ask.num_firsts :]
             firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
             prompts = tuple(TextPrompt(_text(first) + _text(second)) for first, second in zip(firsts, seconds))
@@ -87,7 +88,7 @@ class PooledRows:
         for prompt in prompts:
             _, token_ids = encode(prompt, engine.tokenizer)
             token_ids = truncated_row(token_ids, ask.params.truncate_prompt_tokens, engine.max_model_len)
-            engine.limits.check(token_ids, engine.default_sampling, taken)
+            engine.limits.check(token_ids, pooled_sampling(taken, config), taken)
             most = engine.config.limits.max_prompt_tokens
             if most is not None and len(token_ids) > most:
                 message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens={most}"

@@ -286,20 +286,22 @@ def _agree_on_start(
     }
     check_equal("settings", channel.gather(canonical(value)))
     if resolved.config.model.load_format != "dummy":
-        _agree_on_weights(channel, watchdog, resolved.model_folder)
+        pooling = resolved.model_config.pooling
+        inside = () if pooling is None else pooling.weight_folders
+        _agree_on_weights(channel, watchdog, resolved.model_folder, inside)
 
 
-def _agree_on_weights(channel: ControlChannel, watchdog: Watchdog, folder: Path) -> None:
+def _agree_on_weights(channel: ControlChannel, watchdog: Watchdog, folder: Path, inside: tuple[str, ...]) -> None:
     """Ranks that read the same files have the same weights; copies are compared by content, tensor by tensor."""
     identities = channel.gather(
-        canonical(_together(channel, watchdog, "reading the checkpoint", partial(file_identities, folder)))
+        canonical(_together(channel, watchdog, "reading the checkpoint", partial(file_identities, folder, inside)))
     )
     if len(dict.fromkeys(identities)) == 1:
         return
     # One rank of those that share files reads them for all.
     is_first = identities.index(identities[channel.rank]) == channel.rank
     digests = _together(
-        channel, watchdog, "reading the checkpoint", partial(tensor_digests, folder) if is_first else dict
+        channel, watchdog, "reading the checkpoint", partial(tensor_digests, folder, inside) if is_first else dict
     )
     gathered = channel.gather(canonical(digests))
     check_equal("weights", [gathered[identities.index(identity)] for identity in identities])

@@ -87,6 +87,11 @@ class PoolingConfig:
         return self.pooling_type != "last"
 
     @property
+    def weight_folders(self) -> tuple[str, ...]:
+        """Folders inside the model folder that have weights."""
+        return tuple([dense.folder for dense in self.denses])
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """What can be asked for."""
         if self.task == "embed":

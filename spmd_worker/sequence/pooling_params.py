@@ -5,6 +5,8 @@ the last stage makes its vector, whose digest stands where a sampled id would, s
 on ids and a log knows them.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
@@ -127,6 +129,13 @@ def vector_digest(vector: bytes) -> int:
     """What stands for a sampled id: 63 bits of a vector's bytes, never negative."""
     digest = blake2b(vector, digest_size=8, person=b"spmd-vector").digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def cosine(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of two vectors; 0 where one is nothing. In double precision, from exact sums: everywhere the same."""
+    product = math.fsum(map(float.__mul__, x, y))
+    size = math.sqrt(math.fsum(map(float.__mul__, x, x)) * math.fsum(map(float.__mul__, y, y)))
+    return product / size if size else 0.0
 
 
 def check_pooling(pooling: Any) -> None:

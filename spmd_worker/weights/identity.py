@@ -1,6 +1,7 @@
 """Whether ranks read the same weights: by the files they open where those are the same, else by content."""
 
 import platform
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -14,20 +15,26 @@ from spmd_worker.weights.region import split_region
 _BLOCK_ELEMENTS = 1 << 22
 
 
-def file_identities(folder: Path) -> list[list[str | int]]:
-    """Machine, device, inode, size and time of change of every safetensors file of the folder."""
+def file_identities(folder: Path, inside: Sequence[str] = ()) -> list[list[str | int]]:
+    """Machine, device, inode, size and time of change of every safetensors file of the folder, and of those `inside`
+    it that the model has weights in, too.
+    """
     machine = _machine()
     identities: list[list[str | int]] = []
-    for path in sorted(folder.glob("*.safetensors")):
-        status = path.stat()
-        identities.append([machine, path.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns])
+    for path in [path for each in ("", *inside) for path in sorted((folder / each).glob("*.safetensors"))]:
+        status, name = path.stat(), str(path.relative_to(folder))
+        identities.append([machine, name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns])
     return identities
 
 
-def tensor_digests(folder: Path) -> dict[str, str]:
-    """A digest of the contents of every tensor, by name: reads the whole checkpoint once."""
-    with Checkpoint.open(folder) as checkpoint:
-        return {name: _digest(checkpoint, name) for name in checkpoint.names()}
+def tensor_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
+    """A digest of the contents of every tensor, by name: reads the whole checkpoint once, and what is `inside` too."""
+    digests = {}
+    for each in ("", *inside):
+        with Checkpoint.open(folder / each) as checkpoint:
+            names = checkpoint.names()
+            digests |= {f"{each}/{name}" if each else name: _digest(checkpoint, name) for name in names}
+    return digests
 
 
 def _digest(checkpoint: Checkpoint, name: str) -> str:

@@ -325,8 +325,8 @@ class Worker(WorkerBase):
         checkpoint.rename(names.canonical)
         is_pooling = self.model_config.pooling is not None
         # Backbones alone are written without the name of what holds them.
-        prefix = f"{names.layers.partition('.')[0]}." if is_pooling else names.optional_prefix
-        checkpoint.add_prefix(prefix, besides=(f"{names.head}.", "score."))
+        own_prefix = f"{names.layers.partition('.')[0]}." if is_pooling else ""
+        checkpoint.add_prefix(names.optional_prefix or own_prefix, besides=(f"{names.head}.", "score."))
         checkpoint.look_inside(model.places)
         quantization = self.model_config.quantization
         return checkpoint if quantization is None else DequantisedCheckpoint.open(checkpoint, quantization)

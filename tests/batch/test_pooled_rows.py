@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunC
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
+from spmd_worker.tools import replay
 
 TEXTS = ["hello world", "the cache", "naïve café 你好"]
 
@@ -54,7 +56,7 @@ def answered(
         model=ModelOptions(path=str(pooling_folder(name))),
         cache=CacheConfig(num_blocks=64),
         scheduler=SchedulerConfig(**settings),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / output)),
+        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / output), step_log=True),
         device="cpu",
     )
     run_job(config, RankEnvironment())
@@ -113,9 +115,14 @@ def test_every_form_of_a_row_gets_its_vectors_and_the_rest_errors_by_name(tmp_pa
 
 
 @pytest.mark.matrix
-def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs(tmp_path: Path) -> None:
+def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = answered(tmp_path, "last", EMBEDDED)
     assert answered(tmp_path, "last", EMBEDDED, "b.jsonl", max_num_batched_tokens=8, max_num_seqs=2) == rows
+    # Vectors are in the log by their digests, and computed again they have the same.
+    assert replay.main([str(tmp_path / "b.jsonl.run" / "steps.log"), "--with-model"]) == 0
+    assert re.search(r"([1-9]\d*) of  tokens equal", capsys.readouterr().out)
     (tmp_path / "scored").mkdir()
     asked = [
         {"classify": TEXTS[0]},
@@ -136,12 +143,12 @@ def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs
 
 @pytest.mark.matrix
 def test_a_parquet_file_has_vectors_in_a_list_column_of_fixed_size(tmp_path: Path) -> None:
-    rows = answered(tmp_path, "last", EMBEDDED, "out.parquet")
+    rows = answered(tmp_path, "last", EMBEDDED[:6], "out.parquet")
     kind = pyarrow.parquet.read_schema(tmp_path / "out.parquet").field("embedding").type
     assert kind == pyarrow.list_(pyarrow.float32(), SIZES["hidden_size"])
     assert near(rows[0]["embedding"], TEXTS[0])
     assert rows[5]["embedding"] == rows[2]["embedding"]
-    assert [row["embedding"] is None for row in rows[:6]] == [False, True, False, True, True, False]
+    assert [row["embedding"] is None for row in rows] == [False, True, False, True, True, False]
 
 
 def test_no_text_of_a_row_is_anothers_length_or_missing() -> None:

@@ -225,7 +225,7 @@ BAD_OPENAI_ROWS = {
     "get": ({**completion(), "method": "GET"}, "invalid_value"),
     "body a list": ({**completion(), "body": [1]}, "invalid_value"),
     "extra key": ({**completion(), "temperature": 0}, "unknown_key"),
-    "embeddings": (body_row("/v1/embeddings", input="a"), "unsupported_url"),
+    "embeddings": (body_row("/v1/embeddings", input=5), "invalid_value"),
     "other url": (body_row("/v1/responses", input="a"), "unsupported_url"),
     "url a number": (body_row(5, prompt="a"), "unsupported_url"),
     "url a list": (body_row([], prompt="a"), "unsupported_url"),
@@ -310,7 +310,7 @@ def test_messages_name_key_value_and_way_out():
     )
     assert parse({"prompt": "a", "max_tokens": -1}).message == "max_tokens=-1 must be 1 or more"
     assert parse({"prompt": "a", "messages": [1]}).message == "the row has prompt and messages: give one of them"
-    assert "embeddings do not exist here yet" in parse(body_row("/v1/embeddings", input="a")).message
+    assert "use one of /v1/completions, /v1/chat" in parse(body_row("/v1/responses", input="a")).message
     assert "appears twice" in parse(b'{"a": 1, "a": 2}').message
 
 

@@ -176,7 +176,7 @@ def test_a_request_that_cannot_run_is_an_error_in_openais_shape(
 
 
 def test_what_is_not_here_says_so(client: Client, server: ServedHere):
-    check_error(client.ask("/v1/embeddings", {"input": "a"}), 404, "unsupported_url", "embeddings do not exist here")
+    check_error(client.ask("/v1/embeddings", {"input": "a"}), 404, "unsupported_url", "a server generates")
     check_error(client.ask("/v1/nothing", {}), 404, "unsupported_url", "'/v1/nothing' is not supported")
     check_error(client.ask("/nothing", method="GET"), 404, "not_found", "GET /nothing: no such path")
     check_error(client.ask(TEXT, method="GET"), 405, "method_not_allowed", "no such method")

@@ -72,8 +72,7 @@ def _rerank(body: Mapping[str, Any]) -> PoolingAsk:
         raise RowProblem("invalid_value", f"query={short(body.get('query'))} must be a string")
     documents, top_n = body.get("documents"), body.get("top_n")
     if isinstance(documents, list):
-        are_texts = [each["text"] if isinstance(each, dict) and [*each] == ["text"] else each for each in documents]
-        documents = are_texts
+        documents = [each["text"] if isinstance(each, dict) and [*each] == ["text"] else each for each in documents]
     if top_n is not None and (type(top_n) is not int or top_n < 1):
         raise RowProblem("invalid_value", f"top_n={short(top_n)} must be a whole number, 1 or more")
     texts = _texts({"documents": documents}, "documents")

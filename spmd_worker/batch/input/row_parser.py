@@ -144,6 +144,7 @@ def resolve(
     that names none gets `limits.max_tokens` at most. `chat_format` is how the model writes tool calls and reasoning.
     """
     try:
+        engine.check_runner(None)
         check_template(row, chat_format)
         text, token_ids = encode(row.prompt, tokenizer)
         token_ids = tuple(engine.truncate(token_ids, row.sampling))

@@ -58,8 +58,11 @@ class OutputFile:
             raise FileExistsError(f"{path} exists and is not a regular file: choose another output")
         stream = open(partial_path(path), "wb")  # noqa: SIM115  # closed with this object
         try:
-            is_parquet = path.suffix == _PARQUET
-            sink = _ParquetSink(stream, vectors) if is_parquet else _SINKS.get(path.suffix, _PlainSink)(stream)
+            sink: LineSink
+            if path.suffix == _PARQUET:
+                sink = _ParquetSink(stream, vectors)
+            else:
+                sink = _SINKS.get(path.suffix, _PlainSink)(stream)
             return OutputFile(path, stream, sink)
         except BaseException:
             stream.close()

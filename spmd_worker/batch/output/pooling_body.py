@@ -5,7 +5,6 @@ digits as tell it from its neighbours.
 """
 
 import base64
-import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ import numpy as np
 from spmd_worker.batch.output.openai_body import JsonObject
 from spmd_worker.batch.row import PoolingAsk, Row, TextPrompt
 from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.pooling_params import cosine
 
 _CREATED: Final = 0
 
@@ -63,13 +63,6 @@ def pair_scores(ask: PoolingAsk, outputs: Sequence[RequestOutput], *, are_pairs:
     firsts, seconds = vectors[: ask.num_firsts], vectors[ask.num_firsts :]
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
     return [cosine(first, second) for first, second in zip(firsts, seconds, strict=True)]
-
-
-def cosine(x: Sequence[float], y: Sequence[float]) -> float:
-    """In double precision, from exact sums: the same wherever it is computed."""
-    product = math.fsum(map(float.__mul__, x, y))
-    size = math.sqrt(math.fsum(map(float.__mul__, x, x)) * math.fsum(map(float.__mul__, y, y)))
-    return product / size if size else 0.0
 
 
 def _ranked(ask: PoolingAsk, scores: Sequence[float]) -> list[JsonObject]:

@@ -28,6 +28,7 @@ NOT_READ: Final = "not read yet"
 _ANSWER_KEYS: Final = (
     *("model.dtype", "model.max_model_len", "model.load_format", "model.logprobs_mode", "seed"),
     *("model.tool_call_format", "model.reasoning_format"),
+    *("model.runner", "model.pooling_type", "model.classifier_from_token", "model.allow_any_dimensions"),
 )
 """Keys of the configuration that answers depend on, beside all of `sampling`, the input and the model's files."""
 
@@ -151,9 +152,11 @@ def model_digest(resolved: ResolvedRun) -> str:
     index = folder / "model.safetensors.index.json"
     digest = blake2b(resolved.files_digest.encode(), digest_size=_HASH_BYTES)
     digest.update(index.read_bytes() if index.is_file() else b"")
-    for path in sorted(folder.glob("*.safetensors")):
+    pooling = resolved.model_config.pooling
+    inside = () if pooling is None else pooling.weight_folders
+    for path in [path for each in ("", *inside) for path in sorted((folder / each).glob("*.safetensors"))]:
         header = read_header(path)
-        digest.update(f"\0{path.name}\0{header.file_bytes}\0{header.digest}".encode())
+        digest.update(f"\0{path.relative_to(folder)}\0{header.file_bytes}\0{header.digest}".encode())
     return digest.hexdigest()
 
 

@@ -1,0 +1,116 @@
+"""What a model folder says of pooling: old keys and new ones, and what is not run, by file and key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd_worker.errors import ModelConfigError
+from spmd_worker.model_config.model_config import ModelFiles, read_model_files
+from spmd_worker.model_config.pooling import PoolingConfig
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def folder_of(folder: Path, architecture: str, modules: list[tuple[str, str, dict[str, Any]]], **config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**SIZES, "architectures": [architecture], **config}))
+    if modules:
+        listed = [{"idx": i, "path": path, "type": kind} for i, (path, kind, _) in enumerate(modules)]
+        (folder / "modules.json").write_text(json.dumps(listed))
+    for path, _, settings in modules:
+        if path:
+            (folder / path).mkdir()
+            (folder / path / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+TRANSFORMER = ("", "sentence_transformers.models.Transformer", {})
+
+
+def pooling(settings: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [TRANSFORMER, ("1_Pooling", "sentence_transformers.models.Pooling", settings)]
+
+
+def read(folder: Path, architecture: str = "LlamaForCausalLM", modules: Any = (), **config: Any) -> ModelFiles:
+    return read_model_files(folder_of(folder, architecture, list(modules), **config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode": ["mean"], "include_prompt": True}, "mean"),
+    ],
+)
+def test_old_keys_and_new_ones_say_how_rows_are_pooled(tmp_path: Path, settings: dict[str, Any], kind: str) -> None:
+    files = read(tmp_path, modules=pooling(settings))
+    assert files.model_config.pooling == PoolingConfig("embed", kind, 32)
+    assert files.generates
+
+
+def test_a_folder_that_says_nothing_generates_and_a_backbone_is_pooled(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    assert read(tmp_path / "a").model_config.pooling is None
+    files = read(tmp_path / "b", "LlamaModel")
+    assert files.model_config.architecture == "LlamaForCausalLM"
+    assert files.model_config.pooling == PoolingConfig("embed", "last", 32, is_normalized=True)
+    assert not files.generates
+    assert read(tmp_path / "c", "GPT2LMHeadModel", n_embd=32, n_layer=1, n_head=2).model_config.pooling is None
+
+
+@pytest.mark.parametrize(
+    ("config", "num_labels", "activation"),
+    [
+        ({}, 2, "softmax"),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, 3, "softmax"),
+        ({"id2label": {"0": "a"}}, 1, "sigmoid"),
+        ({"num_labels": 1, "problem_type": "regression"}, 1, "none"),
+        ({"num_labels": 4, "problem_type": "multi_label_classification"}, 4, "sigmoid"),
+        ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, 1, "none"),
+    ],
+)
+def test_a_classifier_has_its_labels_and_activation(
+    tmp_path: Path, config: dict[str, Any], num_labels: int, activation: str
+) -> None:
+    found = read(tmp_path, "LlamaForSequenceClassification", **config).model_config.pooling
+    assert found == PoolingConfig("classify", "last", 32, num_labels=num_labels, activation=activation)
+
+
+def test_the_digest_of_the_files_has_those_that_say_it(tmp_path: Path) -> None:
+    before = read(tmp_path, modules=pooling({"pooling_mode": "cls"})).digest
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    assert read_model_files(tmp_path).digest != before
+
+
+DENSE = ("2_Dense", "sentence_transformers.models.Dense", {"in_features": 31, "out_features": 8})
+NORMALIZE = ("2_Normalize", "sentence_transformers.models.Normalize", {})
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        (pooling({"pooling_mode": "max"}), "1_Pooling/config.json: pooling mode .*max"),
+        (pooling({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}), "pooling mode"),
+        (pooling({"pooling_mode": "mean", "include_prompt": False}), "include_prompt=false is not run"),
+        ([*pooling({"pooling_mode": "mean"}), DENSE], "in_features=31, it is given 32"),
+        ([*pooling({"pooling_mode": "mean"}), NORMALIZE, DENSE], "Normalize, Dense are not run"),
+        ([TRANSFORMER, ("1_LSTM", "sentence_transformers.models.LSTM", {})], "Transformer, LSTM are not run"),
+        ([("0_Transformer", TRANSFORMER[1], {}), *pooling({"pooling_mode": "cls"})[1:]], "must be in .* itself"),
+        ([TRANSFORMER, ("", "sentence_transformers.models.Pooling", {})], "must be the name of a folder"),
+    ],
+)
+def test_modules_that_are_not_run_are_refused_by_name(tmp_path: Path, modules: Any, words: str) -> None:
+    with pytest.raises(ModelConfigError, match=words):
+        read(tmp_path, modules=modules)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["BertModel", "XLMRobertaForSequenceClassification", "ModernBertForSequenceClassification"]
+)
+def test_encoders_are_refused_as_such(tmp_path: Path, architecture: str) -> None:
+    with pytest.raises(ModelConfigError, match="it is an encoder"):
+        read(tmp_path, architecture)
