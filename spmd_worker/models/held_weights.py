@@ -118,7 +118,7 @@ class HeldWeight:
         if len(pieces) == 1:
             return [pieces[0].read()]
         rows = pieces[0].layer.read_region(pieces[0].parameter, _joined(pieces))
-        parts = rows.split([extents(each.piece.destination)[0] for each in pieces])
+        parts = rows.split_with_sizes([extents(each.piece.destination)[0] for each in pieces])
         return [part.reshape(extents(each.piece.source)) for part, each in zip(parts, pieces, strict=True)]
 
     def _write_run(self, run: list[int], values: list[Tensor]) -> None:
