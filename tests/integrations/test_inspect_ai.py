@@ -1,0 +1,106 @@
+"""inspect_ai's provider: many samples ask at once, and each gets what `LLM.chat` gives it.
+
+inspect_ai itself is not installed here: modules with the names that the provider uses stand in for it, and
+docs/trainers.md says what was run with it.
+"""
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import ranks
+
+from spmd_worker import LLM, SamplingParams
+
+MODULE = "spmd_worker.integrations.inspect_ai_model"
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+OPTIONS = {"num_blocks": 64, "max_model_len": 64, "dtype": "float32", "device": "cpu"}
+RECORDS = ("ChatCompletionChoice", "ChatMessageAssistant", "Logprob", "Logprobs", "ModelOutput", "ModelUsage")
+pytestmark = pytest.mark.matrix
+
+
+class Record(SimpleNamespace):
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class ModelAPI:
+    def __init__(self, model_name: str, base_url: Any, api_key: Any, api_key_vars: list[str], config: Any) -> None:
+        self.model_name = model_name
+
+
+@pytest.fixture
+def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    model, tool = ModuleType("inspect_ai.model"), ModuleType("inspect_ai.tool")
+    records = dict.fromkeys((*RECORDS, "TopLogprob", "ChatMessage", "GenerateConfig"), Record)
+    vars(model).update(records, ModelAPI=ModelAPI, modelapi=lambda name: lambda made: made)
+    vars(tool).update(ToolChoice=str, ToolInfo=Record)
+    for name, module in (
+        ("inspect_ai", ModuleType("inspect_ai")),
+        ("inspect_ai.model", model),
+        ("inspect_ai.tool", tool),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    api = importlib.import_module(MODULE).SpmdWorkerAPI(str(MODEL), **OPTIONS)
+    yield api
+    api.shutdown()
+    del sys.modules[MODULE]
+
+
+def asked(api: Any, texts: list[str], **config: Any) -> list[Any]:
+    async def ask_all() -> list[Any]:
+        messages = [[Record(role="user", content=text)] for text in texts]
+        return await asyncio.gather(*(api.generate(each, [], "auto", Record(**config)) for each in messages))
+
+    return asyncio.run(ask_all())
+
+
+def test_samples_that_ask_at_once_get_what_one_call_gives(provider: Any):
+    texts = [f"add {number} 3 =" for number in range(40)]
+    outputs = asked(provider, texts, temperature=0.0, max_tokens=6, logprobs=True, top_logprobs=2)
+    with LLM(MODEL, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
+        expected = llm.chat([[{"role": "user", "content": text}] for text in texts], params, use_tqdm=False)
+    for output, other in zip(outputs, expected, strict=True):
+        (choice,), completion = output.choices, other.outputs[0]
+        assert choice.message.content == completion.text
+        assert choice.stop_reason == {"stop": "stop", "length": "max_tokens"}[completion.finish_reason]
+        assert output.usage.total_tokens == len(other.prompt_token_ids) + len(completion.token_ids)
+        chosen = [position[token].logprob for token, position in zip(completion.token_ids, completion.logprobs)]
+        assert [each.logprob for each in choice.logprobs.content] == chosen
+        assert {len(each.top_logprobs) for each in choice.logprobs.content} <= {2, 3}
+
+
+def test_draws_depend_on_what_is_asked_and_how_often_not_on_the_order(provider: Any):
+    texts = [f"{number} z {number}" for number in range(6)] * 2
+    config = {"temperature": 2.0, "max_tokens": 6, "num_choices": 2}
+
+    def drawn(outputs: list[Any], order: list[int]) -> dict[str, list[list[str]]]:
+        found: dict[str, list[list[str]]] = {}
+        for index, output in zip(order, outputs, strict=True):
+            found.setdefault(texts[index], []).append([each.message.content for each in output.choices])
+        return found
+
+    first = drawn(asked(provider, texts, **config), list(range(12)))
+    provider._asked.clear()
+    order = [5, 3, 0, 1, 11, 10, 2, 4, 9, 8, 7, 6]
+    assert drawn(asked(provider, [texts[index] for index in order], **config), order) == first
+    assert any(one != other for one, other in first.values()), "another epoch draws other numbers"
+
+
+def test_what_cannot_be_answered_is_said(provider: Any):
+    (output,) = asked(provider, ["add 3 " * 60], temperature=0.0)
+    assert (output.choices[0].stop_reason, output.choices[0].message.content) == ("model_length", "")
+    assert "64" in output.error
+    with pytest.raises(ValueError, match="1 tools were given: answers of spmd_worker are text"):
+        asyncio.run(provider.generate([Record(role="user", content="a")], [Record()], "auto", Record()))
+    image = Record(role="user", content=[Record(type="image", image="a.png")])
+    with pytest.raises(ValueError, match="image"):
+        asyncio.run(provider.generate([image], [], "none", Record()))
+    with pytest.raises(ValueError, match="temperature"):
+        asked(provider, ["a"], temperature=-1.0)

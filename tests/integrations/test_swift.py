@@ -1,0 +1,174 @@
+"""Modules named vllm are this package's: seen on modules that stand in for ms-swift, with its colocate mode's calls.
+
+ms-swift itself is not installed here; docs/trainers.md says what was run with it.
+"""
+
+import importlib
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+import spmd_worker.llm_engine  # noqa: F401  # with all it imports, before the path is another
+
+MODULE = "spmd_worker.integrations.swift"
+MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
+pytestmark = pytest.mark.matrix
+
+ENGINE = '''
+    import importlib.util
+    import inspect
+
+    assert importlib.util.find_spec("vllm") is not None
+    import vllm
+    import vllm.sampling_params
+    from safetensors.torch import load_file
+    from vllm import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.engine import async_llm_engine
+    from vllm.lora.request import LoRARequest
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, StructuredOutputsParams
+
+    for name in ("vllm.reasoning", "vllm.v1.worker", "vllm.model_executor.model_loader"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        raise AssertionError(name)
+
+    class TensorLoRARequest(LoRARequest):
+        lora_tensors = None
+
+    assert "listen_socket" not in inspect.signature(StatelessProcessGroup.create).parameters
+    inspect.signature(PoolingParams)
+
+
+    def run(folder):
+        """The calls of GRPOVllmEngine and of a rollout, in their order. Returns what was sampled."""
+        known = inspect.signature(EngineArgs).parameters
+        asked = dict(
+            enable_expert_parallel=False, enable_sleep_mode=True, disable_cascade_attn=False, load_format="auto",
+            logprobs_mode="processed_logprobs",
+        )
+        for name in [*asked, "mm_processor_cache_gb", "speculative_config", "quantization", "enable_lora", "seed"]:
+            assert name in known, name
+        engine = LLMEngine.from_engine_args(EngineArgs(
+            model=folder, dtype="float32", gpu_memory_utilization=0.3, tensor_parallel_size=1, pipeline_parallel_size=1,
+            max_model_len=64, max_num_seqs=8, disable_log_stats=True, disable_custom_all_reduce=True,
+            enforce_eager=False, trust_remote_code=True, distributed_executor_backend="external_launcher", seed=0,
+            **asked,
+        ))
+        engine.reset_mm_cache()
+        assert engine.list_loras() == set()
+        engine.sleep(2)
+        assert "tags" in inspect.signature(engine.wake_up).parameters
+        sampled = []
+        for _ in range(2):
+            assert engine.model_executor.is_sleeping
+            engine.wake_up(tags=["weights"])
+            model = engine.model_executor.driver_worker.worker.model_runner.model
+            assert {name for name, _ in model.named_parameters()}
+            model.load_weights(load_file(folder + "/model.safetensors").items())
+            engine.reset_prefix_cache()
+            engine.reset_encoder_cache()
+            engine.wake_up(tags=["kv_cache"])
+            for index in range(4):
+                params = SamplingParams(max_tokens=5, temperature=1.0, top_k=4, logprobs=0, n=1, best_of=None, seed=7)
+                params.stop, params.stop_token_ids = ["zzz"], []
+                params.seed += index
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+                engine.add_request(str(index), {"prompt_token_ids": [3, 4, 5 + index]}, params)
+            outputs = {}
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        outputs[output.request_id] = output
+            sampled.append([outputs[str(index)].outputs[0].token_ids for index in range(4)])
+            assert all(len(each.outputs[0].logprobs) == 5 for each in outputs.values())
+            engine.reset_prefix_cache()
+            engine.sleep(2)
+        assert engine.config.model.logprobs_mode == "tempered_logprobs"
+        engine.shutdown()
+        return sampled
+    '''
+FILES = {
+    "ms_swift-{version}.dist-info/METADATA": "Metadata-Version: 2.1\nName: ms-swift\nVersion: {version}\n",
+    "trl/__init__.py": "",
+    "trl/import_utils.py": "def is_vllm_available():\n    return True\n",
+    "swift/__init__.py": "",
+    "swift/infer_engine/__init__.py": "",
+    "swift/infer_engine/vllm_engine.py": ENGINE,
+    "swift/cli/__init__.py": "",
+    "swift/cli/rlhf.py": (
+        "if __name__ == '__main__':\n    import sys\n    from swift.infer_engine.vllm_engine import run\n"
+        "    print('sampled', run(sys.argv[1]))\n"
+    ),
+}
+
+
+def write_swift(folder: Path, version: str = "4.6.0") -> Path:
+    for name, content in FILES.items():
+        path = folder / name.format(version=version)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(content).replace("{version}", version))
+    return folder
+
+
+@pytest.fixture
+def swift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A path on which the stand-in is, and nothing imported from it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    before = {name for name in sys.modules if is_of_it(name)}
+    assert not before
+    yield tmp_path
+    for name in [name for name in sys.modules if is_of_it(name)]:
+        del sys.modules[name]
+
+
+def is_of_it(name: str) -> bool:
+    return name == MODULE or name.split(".")[0] in ("vllm", "swift", "trl")
+
+
+def test_its_colocate_mode_samples_with_this_engine(swift: Path, capsys: pytest.CaptureFixture[str]):
+    write_swift(swift)
+    module: Any = importlib.import_module(MODULE)
+    assert "ms-swift 4.6.0" in module.replaced
+    assert module.install() == module.replaced
+    assert sys.modules["trl.import_utils"].is_vllm_available() is False
+    engine: Any = importlib.import_module("swift.infer_engine.vllm_engine")
+    first, second = engine.run(str(MODEL))
+    assert first == second
+    module.main(["rlhf", str(MODEL)])
+    assert f"sampled {[first, second]}" in capsys.readouterr().out
+    assert len({tuple(each) for each in first}) > 1
+    with pytest.raises(RuntimeError, match="LoRARequest was called: only ms-swift's colocate mode runs on spmd_worker"):
+        engine.TensorLoRARequest(lora_name="a")
+    with pytest.raises(RuntimeError, match="give --vllm_mode colocate"):
+        engine.StatelessProcessGroup.create("a", 1, 0, 2)
+
+
+def test_another_release_is_refused_before_anything_is_replaced(swift: Path):
+    write_swift(swift, "4.7.0")
+    with pytest.raises(ImportError, match=r"ms-swift 4.7.0 is installed and this package knows the calls of 4.6: pip"):
+        importlib.import_module(MODULE)
+    assert "vllm" not in sys.modules
+
+
+def test_without_it_the_way_to_it_is_said(swift: Path):
+    with pytest.raises(ImportError, match=r"ms-swift is not installed: pip install 'ms-swift==4.6.\*'"):
+        importlib.import_module(MODULE)
+
+
+def test_too_late_is_said(swift: Path):
+    write_swift(swift)
+    importlib.import_module("swift")
+    sys.modules["vllm"] = importlib.import_module("swift.infer_engine")
+    with pytest.raises(ImportError, match=r"^vllm was imported already: import spmd_worker.integrations.swift before"):
+        importlib.import_module(MODULE)
