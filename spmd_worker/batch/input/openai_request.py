@@ -122,7 +122,7 @@ def _chat_row(index: int, custom_id: str | None, body: Mapping[str, Any], defaul
         given["best_of"] = None
     if "logprobs" in body or "top_logprobs" in body:
         given["logprobs"] = _chat_logprobs(body.get("logprobs"), body.get("top_logprobs"))
-    return Row(index, custom_id, "chat", prompt, sampling_from(defaults, given), _model_name(body), request)
+    return Row(index, custom_id, "chat", prompt, sampling_from(defaults, given), _model_name(body), request=request)
 
 
 def _chat_request(body: Mapping[str, Any], prompt: ChatPrompt) -> ChatRequest | None:

@@ -33,7 +33,7 @@ def pooling_row(
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise RowProblem("invalid_value", f"model={short(model)} must be a string")
-    return Row(index, custom_id, kind, ask.prompts[0], defaults, model, ask)
+    return Row(index, custom_id, kind, ask.prompts[0], defaults, model, pooling=ask)
 
 
 def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, Any], defaults: SamplingParams) -> Row:
@@ -44,7 +44,7 @@ def plain_pooling_row(index: int, custom_id: str | None, fields: Mapping[str, An
         raise RowProblem("conflicting_prompts", f"the row has {task} and {others[0]}: give one of them")
     prompt = _one(task, fields[task])
     ask = PoolingAsk((prompt,), _params(fields, task))
-    return Row(index, custom_id, "pooled", prompt, defaults, None, ask)
+    return Row(index, custom_id, "pooled", prompt, defaults, None, pooling=ask)
 
 
 def _embedding(body: Mapping[str, Any]) -> PoolingAsk:
