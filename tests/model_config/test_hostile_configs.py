@@ -96,7 +96,9 @@ def check(case: Broken, folder: Path) -> str | None:
 
 
 def keys_of(case: Broken) -> set[str]:
-    """Keys of the file that an error may be about: any, since what was changed may contradict what was not."""
+    """Keys that an error may be about: any of the file, since what was changed may contradict what was not, or one that
+    was there before.
+    """
 
     def keys(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
@@ -106,8 +108,9 @@ def keys_of(case: Broken) -> set[str]:
 
     changed = {str(key) for path in case.changed for key in path if isinstance(key, str)}
     config = json.loads(case.text)
-    left_out = FAMILIES[config["architectures"][0]].defaults
-    return {key for key in {*changed, *left_out, *keys(config)} if len(key) > 1}
+    (architecture,) = config["architectures"]
+    before = {*FAMILIES[architecture].defaults, *keys(real(architecture, Random(0)))}
+    return {key for key in {*changed, *before, *keys(config)} if len(key) > 1}
 
 
 def drawn(seed: int, number: int) -> Broken:
