@@ -179,7 +179,8 @@ def _nearly(value: Any, random: Random) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return random.choice((value + 1, value - 1, -value, value * 1000, value / 2, str(value), [value]))
+        half = value / 2 if abs(value) < 2**53 else value // 2
+        return random.choice((value + 1, value - 1, -value, value * 1000, half, str(value), [value]))
     if isinstance(value, str):
         return random.choice((value.upper(), value + " ", [value], value[:-1]))
     if isinstance(value, list):

@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-_MOST_HEAD_SIZE: Final = 65_536
-"""Frequencies are computed for each pair of numbers: a size that no model has must not become a table."""
 _ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
@@ -417,10 +415,10 @@ def _check_required(reader: ConfigReader, family: Family) -> None:
 
 def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
     head_size = reader.count("head_dim", family.default_head_size or max(hidden_size // num_heads, 1))
-    if head_size % 2 or head_size > _MOST_HEAD_SIZE:
+    if head_size % 2:
         raise ModelConfigError(
-            f"{reader.where('head_dim')}={head_size}, with {reader.key('hidden_size')}={hidden_size}, must be even, "
-            f"because rotary embedding turns pairs, and up to {_MOST_HEAD_SIZE}"
+            f"{reader.where('head_dim')}={head_size}, with {reader.key('hidden_size')}={hidden_size}, must be even: "
+            f"rotary embedding turns pairs"
         )
     return head_size
 

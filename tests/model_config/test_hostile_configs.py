@@ -32,6 +32,8 @@ MOST_CALLS = 1_000_000
 """Python's, of which a plan of the largest model makes some ten thousands."""
 MOST_CHARACTERS = 600
 """Of an error, without the names of the known architectures."""
+LARGE_HEAD = 65_536
+"""A size above every model's, at which a table of frequencies is not yet large."""
 NUM_STRESS = 1_000
 
 
@@ -40,10 +42,14 @@ def use(folder: Path) -> str | None:
     run = RunConfig(model=ModelOptions(path=str(folder)), plan=True, device="cpu")
     try:
         resolved = resolve_run(run, "cpu")
-        describe_plan(make_plan(resolved))
+        plan = make_plan(resolved)
+        describe_plan(plan)
     except SpmdError as error:
         return str(error)
     config = resolved.model_config
+    if plan.error_result is not None and config.head_size > LARGE_HEAD:
+        # A rank looks at the memory before it makes anything.
+        return None
     for rope in config.ropes:
         rotary = RotaryEmbedding(rope, config.head_size, config.max_position_embeddings, torch.device("cpu"))
         regime = config.rope_regime(config.max_position_embeddings + 1, config.max_position_embeddings + 2)
@@ -90,7 +96,9 @@ def check(case: Broken, folder: Path) -> str | None:
 
 
 def keys_of(case: Broken) -> set[str]:
-    """Keys of the file that an error may be about: any, since what was changed may contradict what was not."""
+    """Keys that an error may be about: any of the file, since what was changed may contradict what was not, or one that
+    was there before.
+    """
 
     def keys(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
@@ -100,8 +108,9 @@ def keys_of(case: Broken) -> set[str]:
 
     changed = {str(key) for path in case.changed for key in path if isinstance(key, str)}
     config = json.loads(case.text)
-    left_out = FAMILIES[config["architectures"][0]].defaults
-    return {key for key in {*changed, *left_out, *keys(config)} if len(key) > 1}
+    (architecture,) = config["architectures"]
+    before = {*FAMILIES[architecture].defaults, *keys(real(architecture, Random(0)))}
+    return {key for key in {*changed, *before, *keys(config)} if len(key) > 1}
 
 
 def drawn(seed: int, number: int) -> Broken:
