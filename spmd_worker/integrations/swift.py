@@ -16,18 +16,17 @@ import os
 import runpy
 import sys
 from dataclasses import fields
-from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 from spmd_worker.compat.engine_args import EngineArgs
+from spmd_worker.integrations.vllm_modules import StructuredOutputsParams, put_modules
 from spmd_worker.llm import LLM
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.sampling_params import REFUSED, RequestOutputKind, SamplingParams
+from spmd_worker.sequence.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +78,6 @@ def _absent(name: str) -> type:
     return type(name, (_Absent,), {})
 
 
-class StructuredOutputsParams:
-    """Constrained decoding, which does not exist here: raises ValueError."""
-
-    def __init__(self, **wanted: Any) -> None:
-        raise ValueError(f"structured_outputs={wanted!r} is refused: {REFUSED['structured_outputs']}")
-
-
 MODULES: Final[dict[str, dict[str, Any]]] = {
     "vllm": {
         "__version__": VERSION,
@@ -131,23 +123,11 @@ def install() -> str:
             f"pip install 'ms-swift=={RELEASE}.*'"
         )
     words = f"spmd_worker samples for ms-swift {found}: the module vllm is this package's, for colocate mode"
-    loaded = sys.modules.get("vllm")
-    if loaded is not None and getattr(loaded, "LLMEngine", None) is SwiftEngine:
-        return words
-    early = [name for name in ("vllm", "swift.infer_engine.vllm_engine", "swift.rlhf_trainers") if name in sys.modules]
-    if early:
+    early = [name for name in ("swift.infer_engine.vllm_engine", "swift.rlhf_trainers") if name in sys.modules]
+    if early and "vllm" not in sys.modules:
         raise ImportError(f"{early[0]} was imported already: import spmd_worker.integrations.swift before it")
+    put_modules(MODULES, "spmd_worker.integrations.swift")
     _keep_from_trl()
-    for name, names in MODULES.items():
-        module = ModuleType(name, "Names of spmd_worker that ms-swift looks for in vLLM.")
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        # It has no files: what is not here is an ImportError, which ms-swift takes for an older vLLM.
-        module.__path__ = []
-        module.__dict__.update(names)
-        sys.modules[name] = module
-        parent, _, own_name = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], own_name, module)
     logger.info("%s", words)
     return words
 

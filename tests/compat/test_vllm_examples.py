@@ -103,9 +103,14 @@ def rlhf_colocate() -> list[str]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("example", [basic, chat, prefix_caching, rlhf_colocate])
-def test_an_example_runs_and_runs_again_the_same(example: Any):
-    assert example() == example()
+@pytest.mark.parametrize("example", [chat, prefix_caching, rlhf_colocate])
+def test_an_example_runs(example: Any):
+    assert all(example())
+
+
+@pytest.mark.matrix
+def test_an_example_that_draws_runs_again_the_same():
+    assert basic() == basic()
 
 
 TORCHRUN = f"""

@@ -217,8 +217,14 @@ def test_one_after_the_other_threads_may_call_anything(llm: LLM):
     assert found == [expected] == [answers(llm)]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.matrix),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.stress),
+    ],
+    ids=str,
+)
 def test_threads_of_rank_0_ask_while_the_others_follow(layout: dict[str, int], tmp_path: Path):
     done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=90)
     assert done.returncode == 0, done.output

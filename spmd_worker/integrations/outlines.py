@@ -1,0 +1,23 @@
+"""outlines with an engine of this package: `outlines.from_vllm_offline(llm)` takes an `LLM` as it is.
+
+    import spmd_worker.integrations.outlines  # before the first answer; nothing else in the script changes
+
+    model = outlines.from_vllm_offline(LLM("DIR"))
+    model("a prompt", sampling_params=SamplingParams(max_tokens=20))
+
+outlines imports the classes of its parameters from `vllm.sampling_params` when it is asked: they are this package's
+then. What it makes of an output type is `SamplingParams.structured_outputs`.
+"""
+
+from typing import Any, Final
+
+from spmd_worker.integrations.vllm_modules import StructuredOutputsParams, put_modules
+from spmd_worker.llm import LLM
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+MODULES: Final[dict[str, dict[str, Any]]] = {
+    "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},
+    "vllm.sampling_params": {"SamplingParams": SamplingParams, "StructuredOutputsParams": StructuredOutputsParams},
+}
+
+put_modules(MODULES, __name__)
