@@ -25,6 +25,7 @@ from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.record_checks import sent_fields
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.step import StepResult
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 
 _PLAIN: Final = (type(None), bool, int, float, str)
 
@@ -60,6 +61,7 @@ _RECORDS: Final[dict[str, type]] = {
         RopeParameters,
         SamplingParams,
         StepResult,
+        StructuredOutputsParams,
         WeightFormat,
     )
 }

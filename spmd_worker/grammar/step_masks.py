@@ -22,7 +22,7 @@ from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 class ConstrainedRow(NamedTuple):
     """A row that samples: its index among those that do, whose it is, and its output tokens so far."""
 
-    index: int
+    row_index: int
     key: SequenceKey
     form: StructuredOutputsParams
     output_token_ids: Sequence[int]
@@ -95,9 +95,9 @@ class GrammarMasks:
         for state, own in zip(states, bits, strict=True):
             if state is not None:
                 state.fill(own)
-        failed = [row.index for row, state in zip(rows, states, strict=True) if state is None or state.problem]
-        answerable = [place for place, row in enumerate(rows) if row.index not in failed]
-        indices = tuple([rows[place].index for place in answerable])
+        failed = [row.row_index for row, state in zip(rows, states, strict=True) if state is None or state.problem]
+        answerable = [place for place, row in enumerate(rows) if row.row_index not in failed]
+        indices = tuple([rows[place].row_index for place in answerable])
         return StepMasks(indices, forbidden_of(bits[answerable], self._compiler.vocab_size), tuple(failed))
 
     def _state(self, row: ConstrainedRow) -> RowGrammar | None:

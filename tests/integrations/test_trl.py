@@ -172,6 +172,8 @@ SCRIPT = """
         print([len(tokens) for tokens in generation.generate([[3, 4, 5], [3, 4, 6]])])
     form = vllm_generation.StructuredOutputsParams(regex="[ab]{3}")
     params = vllm_generation.SamplingParams(structured_outputs=form, temperature=1.0)
+    generation.sync_weights(load_file(sys.argv[1] + "/model.safetensors").items())
+    generation.llm.wake_up(tags=["kv_cache"])
     print(generation.llm.generate([[3, 4, 5]], params, use_tqdm=False)[0].outputs[0].text)
     generation.llm.close()
     """

@@ -39,13 +39,20 @@ from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.step import StepPlan
+from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 
+OTHER_SAMPLING = SamplingParams(
+    seed=-8,
+    stop=("é", "end"),
+    temperature=0.25,
+    structured_outputs=StructuredOutputsParams(choice=("é", "b"), whitespace_pattern=" "),
+)
 FULL_PLAN = StepPlan(
     step=9,
     groups=(
         SequenceGroupMetadataDelta(3, (SequenceDataDelta(0, (11,), 2, (), 32, 1, 1),)),
         SequenceGroupMetadata(
-            Request(4, (5, 6, 7), SamplingParams(seed=-8, stop=("é", "end"), temperature=0.25), 2**64 - 1),
+            Request(4, (5, 6, 7), OTHER_SAMPLING, 2**64 - 1),
             (SequenceData(0, (12, 13), (8, 9), 0, 5, 1), SequenceData(1, (12,), (8, 10), 0, 4, 0)),
         ),
         SequenceGroupMetadataDelta(

@@ -1,0 +1,134 @@
+"""Masks of forms in the sampler: in every shard of the vocabulary what they are in the whole, and before all else."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from thread_groups import on_ranks
+
+from spmd_worker.distributed.communicator import GroupHandle, single_group
+from spmd_worker.grammar.row_grammar import RowGrammar, forbidden_of
+from spmd_worker.grammar.step_masks import StepMasks
+from spmd_worker.layers.embedding import VocabularyShard
+from spmd_worker.sampling.row import SampleRow
+from spmd_worker.sampling.sampler import Sampled, Sampler
+from spmd_worker.sampling.token_masks import TokenMasks
+from spmd_worker.sequence.sampled import FORM_FAILED
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+VOCAB_SIZE, EOS, NUM_ROWS = 211, (5,), 40
+CPU = torch.device("cpu")
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 0.7, "logprobs": 3},
+    {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 1.0, "min_tokens": 9, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "allowed_token_ids": [3, 4, 5]},
+]
+
+
+def step() -> tuple[torch.Tensor, list[SampleRow], StepMasks]:
+    """Every third row has no mask, the tenth no token; a mask leaves 1 to 5 tokens, on either side of each border."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)
+    rows = [
+        SampleRow(SamplingParams(**KINDS[index % len(KINDS)]), index, 0, 4, (1, 2, 3), [7]) for index in range(NUM_ROWS)
+    ]
+    indices = tuple(index for index in range(NUM_ROWS) if index % 3 and index != 10)
+    forbidden = np.ones((len(indices), VOCAB_SIZE), dtype=np.bool_)
+    for place in range(len(indices)):
+        forbidden[place, torch.randint(VOCAB_SIZE, (1 + place % 5,), generator=generator).numpy()] = False
+    return logits, rows, StepMasks(indices, forbidden, (10,))
+
+
+def sharded(size: int, masks: TokenMasks) -> list[Sampled]:
+    logits, rows, _ = step()
+
+    def run(group: GroupHandle) -> Sampled:
+        shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
+        mine = torch.full((NUM_ROWS, shard.size), -torch.inf)
+        mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
+        return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample(mine, rows, masks)
+
+    return on_ranks(size, run)
+
+
+def whole(masks: TokenMasks) -> Sampled:
+    logits, rows, _ = step()
+    return Sampler(single_group(), 0, VOCAB_SIZE, EOS, "raw_logprobs").sample(logits, rows, masks)
+
+
+def follows(sampled: Sampled) -> bool:
+    _, _, masks = step()
+    chosen = [sampled.token_ids[index] for index in masks.indices]
+    return not masks.forbidden[np.arange(len(chosen)), chosen].any()
+
+
+def test_every_row_takes_a_token_that_its_mask_leaves_and_rows_without_one_what_they_took():
+    _, _, masks = step()
+    sampled, free = whole(TokenMasks.of_step(masks, CPU)), whole(TokenMasks.of_step(None, CPU))
+    assert follows(sampled)
+    assert not follows(free)
+    assert sampled.token_ids[10] == FORM_FAILED
+    assert [sampled.token_ids[i] for i in range(0, NUM_ROWS, 3)] == [free.token_ids[i] for i in range(0, NUM_ROWS, 3)]
+    for index in masks.indices:
+        if sampled.logprobs[index] is not None:
+            likeliest = list(free.logprobs[index].items())[1:]
+            assert dict(likeliest).items() <= sampled.logprobs[index].items()
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_shards_choose_what_the_whole_vocabulary_does(size: int):
+    masks = TokenMasks.of_step(step()[2], CPU)
+    found = sharded(size, masks)
+    assert all(each == found[0] for each in found)
+    assert found[0].token_ids == whole(masks).token_ids
+
+
+def test_the_tests_see_a_shard_that_masks_from_its_own_first_column():
+    masks = TokenMasks.of_step(step()[2], CPU)
+    apply = TokenMasks.apply
+    try:
+        TokenMasks.apply = lambda self, logits, first_id: apply(self, logits, 0)
+        found = sharded(2, masks)
+    finally:
+        TokenMasks.apply = apply
+    assert found[0].token_ids != whole(masks).token_ids
+
+
+class Matcher:
+    """As llguidance's, of a form that lets these tokens follow."""
+
+    def __init__(self, allowed: list[int]) -> None:
+        self.allowed = allowed
+
+    def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
+        import ctypes
+
+        bits = (ctypes.c_uint32 * (num_bytes // 4)).from_address(pointer)
+        for token_id in self.allowed:
+            bits[token_id // 32] |= 1 << token_id % 32
+
+    def is_error(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 33, 64, 70])
+def test_bits_beyond_the_vocabulary_are_never_tokens(vocab_size: int):
+    allowed = [0, 30, 31, 32, 63, 69, 70, 95]
+    bits = np.zeros(3, dtype=np.int32)
+    RowGrammar(Matcher(allowed), vocab_size, ()).fill(bits)
+    found = np.flatnonzero(~forbidden_of(bits[None], vocab_size)[0]).tolist()
+    assert found == [each for each in allowed if each < vocab_size]
+    beyond = RowGrammar(Matcher([vocab_size, 95]), vocab_size, ())
+    beyond.fill(np.zeros(3, dtype=np.int32))
+    assert beyond.problem == "no token can follow"
+
+
+def test_rows_are_numbered_anew():
+    _, _, masks = step()
+    some = TokenMasks.of_step(replace(masks, failed=()), CPU).of([2, 3, 7])
+    assert dict(some.places) == {0: masks.indices.index(2), 2: masks.indices.index(7)}
