@@ -1,5 +1,6 @@
 """`LLM.chat` with tools: the message of an answer goes on with its conversation."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ from chat_models import CHAT_MODELS, TOOLS
 
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
 from spmd_worker.errors import ConfigError
+
+pytestmark = pytest.mark.matrix
 
 CALL = CHAT_MODELS["hermes"].call
 TALK = [{"role": "user", "content": "hello"}]
@@ -21,7 +24,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def test_a_call_in_an_answer_becomes_one_that_the_template_takes_back(llm: LLM):
-    form = StructuredOutputsParams(choice=[f"I add.\n{CALL}"])
+    begin, end = [llm.llm_engine.need_tokenizer().marker_id(each) for each in ("<tool_call>", "</tool_call>")]
+    inner = json.dumps(CALL.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    form = StructuredOutputsParams(grammar=f'start: "I add.\\n" <[{begin}]> {inner} <[{end}]>')
     params = SamplingParams(max_tokens=200, structured_outputs=form)
     (output,) = llm.chat(TALK, params, use_tqdm=False, tools=TOOLS)
     assert output.error is None, output.error

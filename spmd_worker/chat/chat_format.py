@@ -73,20 +73,21 @@ def chat_format_of(tool_calls: str, reasoning: str, template: str | None) -> Cha
     takes_tools = re.search(r"\btools\b", text) is not None
     if tool_calls == "auto":
         tool_calls = _tool_calls_in(text)
-        if takes_tools and tool_calls == NONE:
-            logger.warning(
-                "the chat template takes tools, and its tool calls are in no form that is known: they stay in the "
-                "content; model.tool_call_format says which form they have"
-            )
     if reasoning == "auto":
         reasoning = "harmony" if tool_calls == "harmony" else _reasoning_in(text)
     return ChatFormat(tool_calls, reasoning, takes_tools)
 
 
 def model_chat_format(options: ModelOptions, tokenizer: Tokenizer | None) -> ChatFormat:
-    """Of the model with these options and this tokenizer."""
+    """Of the model with these options and this tokenizer; once an engine, because it says what is not known."""
     template = None if tokenizer is None else tokenizer.chat_template_source
-    return chat_format_of(options.tool_call_format, options.reasoning_format, template)
+    found = chat_format_of(options.tool_call_format, options.reasoning_format, template)
+    if options.tool_call_format == "auto" and found.takes_tools and found.tool_calls == NONE:
+        logger.warning(
+            "the chat template takes tools, and its tool calls are in no form that is known: they stay in the content; "
+            "model.tool_call_format says which form they have"
+        )
+    return found
 
 
 def prompt_opens_reasoning(chat_format: ChatFormat, prompt: str) -> bool:

@@ -132,6 +132,11 @@ def test_tools_that_the_template_does_not_read_are_an_error_row(tmp_path: Path):
     row = chat.row(tools=TOOLS, chat_template_kwargs={"tools": []})
     assert isinstance(row, RowError)
     assert row.code == "conflicting_keys"
+    many = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(2000)]
+    chat.format = ChatFormat("hermes", "none", True)
+    row = chat.row(tools=many, tool_choice="required")
+    assert isinstance(row, RowError)
+    assert row.message.startswith("tools: grammar has ")
     row = chat.row(response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
     assert isinstance(row, RowError)
     assert row.message.startswith("structured_outputs and response_format both say")

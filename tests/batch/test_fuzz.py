@@ -66,6 +66,7 @@ KEYS = (
         "bad_words",
     ),
     *("skip_special_tokens", "chat_template_kwargs", "echo", "stream", "tools", "model", "user", "top_logprobs", "zzz"),
+    *("tool_choice", "parallel_tool_calls", "response_format"),
 )
 
 

@@ -77,6 +77,16 @@ def test_a_parquet_file_has_columns_and_the_whole_line(tmp_path):
     assert [row["json"].encode() + b"\n" for row in rows] == LINES
 
 
+def test_a_message_without_content_has_no_text_in_parquet(tmp_path):
+    answer = json.loads(LINES[2])
+    answer["response"]["body"]["choices"][0]["message"]["content"] = None
+    with OutputFile.open(tmp_path / "out.parquet") as file:
+        file.write(json.dumps(answer).encode() + b"\n")
+    (row,) = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert row["outputs"][0]["text"] is None
+    assert json.loads(row["json"]) == answer
+
+
 def test_a_parquet_file_of_many_row_groups(tmp_path):
     lines = [json.dumps({**PLAIN, "index": index}).encode() + b"\n" for index in range(3000)]
     table = pyarrow.parquet.read_table(write(tmp_path / "out.parquet", lines))

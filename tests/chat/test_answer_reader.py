@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from chat_models import ADD, OBJECT, TOOLS
@@ -12,8 +14,9 @@ from spmd_worker.chat import answer_reader
 from spmd_worker.chat.answer_parts import ToolCall, object_members
 from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer
 from spmd_worker.chat.call_parsers import no_calls
-from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
+from spmd_worker.chat.chat_format import ChatFormat, chat_format_of, model_chat_format
 from spmd_worker.chat.chat_request import ChatRequest, chat_request
+from spmd_worker.config.schema import ModelOptions
 
 REQUEST = chat_request({"tools": TOOLS})
 CALL = ToolCall("add", '{"a": 1}')
@@ -263,5 +266,10 @@ def test_the_format_is_the_templates_unless_the_configuration_says_it():
 
 
 def test_tools_in_a_form_that_nobody_knows_are_said_once(caplog: pytest.LogCaptureFixture):
-    chat_format_of("auto", "auto", "{{ tools }}<tool_call><function=")
+    tokenizer: Any = SimpleNamespace(chat_template_source="{{ tools }}<tool_call><function=")
+    assert model_chat_format(ModelOptions(), tokenizer) == ChatFormat("none", "none", True)
     assert "model.tool_call_format says which" in caplog.text
+    caplog.clear()
+    assert model_chat_format(ModelOptions(tool_call_format="none"), tokenizer) == ChatFormat("none", "none", True)
+    assert model_chat_format(ModelOptions(), None) == ChatFormat()
+    assert caplog.text == ""

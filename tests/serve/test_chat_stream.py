@@ -109,6 +109,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHere]:
         yield served
 
 
+@pytest.mark.matrix
 def test_requests_with_tools_are_answered_whole_or_streamed_alike(server: ServedHere):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -131,6 +132,7 @@ def test_requests_with_tools_are_answered_whole_or_streamed_alike(server: Served
             assert json.loads(parsed.choices[0].message.content or "") in ({"a": 1}, {"a": 2})
 
 
+@pytest.mark.matrix
 def test_what_is_wrong_with_tools_is_a_refusal_of_the_request(server: ServedHere):
     status, body, _ = server.client.ask(CHAT, {"messages": USER, "tools": [{"type": "function"}]})
     assert status == 400

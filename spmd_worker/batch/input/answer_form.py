@@ -7,6 +7,7 @@ from spmd_worker.batch.row import Row
 from spmd_worker.chat.answer_grammar import AnswerGrammar
 from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_format import ChatFormat, prompt_opens_reasoning
+from spmd_worker.chat.chat_request import ChatRequest
 from spmd_worker.engine.validation import RequestError
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.messages import MessageProblem
@@ -34,7 +35,7 @@ def formed_sampling(row: Row, prompt: str | None, tokenizer: Tokenizer | None, f
     except MessageProblem as problem:
         raise RowProblem(problem.code, str(problem)) from None
     except ValueError as error:
-        raise RowProblem("invalid_value", str(error)[:500]) from None
+        raise RowProblem("invalid_value", f"{_key(row.request)}: {error}"[:500]) from None
 
 
 def form_problem(row: Row, problem: RequestError) -> str:
@@ -42,8 +43,12 @@ def form_problem(row: Row, problem: RequestError) -> str:
     words = str(problem)
     if row.request is None or not words.startswith(_ENGINE_KEY) or row.sampling.structured_outputs is not None:
         return words
-    key = "tools" if row.request.must_call else "response_format"
-    return f"{key}: {words.removeprefix(_ENGINE_KEY)}"
+    return f"{_key(row.request)}: {words.removeprefix(_ENGINE_KEY)}"
+
+
+def _key(request: ChatRequest) -> str:
+    """What asked for the form."""
+    return "tools" if request.must_call else "response_format"
 
 
 def answer_reader(
