@@ -29,7 +29,7 @@ def file_identities(folder: Path, inside: Sequence[str] = ()) -> list[list[str |
 
 def tensor_digests(folder: Path, inside: Sequence[str] = ()) -> dict[str, str]:
     """A digest of the contents of every tensor, by name: reads the whole checkpoint once, and what is `inside` too."""
-    digests = {}
+    digests: dict[str, str] = {}
     for each in ("", *inside):
         with Checkpoint.open(folder / each) as checkpoint:
             names = checkpoint.names()
