@@ -122,7 +122,7 @@ def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs
     assert answered(tmp_path, "last", EMBEDDED, "b.jsonl", max_num_batched_tokens=8, max_num_seqs=2) == rows
     # Vectors are in the log by their digests, and computed again they have the same.
     assert replay.main([str(tmp_path / "b.jsonl.run" / "steps.log"), "--with-model"]) == 0
-    assert re.search(r"([1-9]\d*) of  tokens equal", capsys.readouterr().out)
+    assert re.search(r"([1-9]\d*) of \1 tokens equal", capsys.readouterr().out)
     (tmp_path / "scored").mkdir()
     asked = [
         {"classify": TEXTS[0]},

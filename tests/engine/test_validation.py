@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,9 +48,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     check = RequestLimits.check
 
-    def noting(limits: RequestLimits, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> None:
+    def noting(limits: RequestLimits, prompt_token_ids: tuple[int, ...], *params: Any) -> None:
         lengths.append(len(prompt_token_ids))
-        check(limits, prompt_token_ids, sampling)
+        check(limits, prompt_token_ids, *params)
 
     monkeypatch.setattr(RequestLimits, "check", noting)
     return lengths
