@@ -30,7 +30,7 @@ class LLMEngine:
         self._names: dict[RequestId, str] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
         # A request may end before the thread that added it has noted its name.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> "LLMEngine":

@@ -120,7 +120,8 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
         )
     pooling = pooling or last_token_pooling(files.model_config.hidden_size)
     if options.classifier_from_token is not None:
-        pooling = _classifier_from_tokens(options.classifier_from_token, files, location)
+        classifier = _classifier_from_tokens(options.classifier_from_token, files, location)
+        pooling = replace(classifier, max_tokens=pooling.max_tokens)
     if options.pooling_type is not None:
         pooling = replace(pooling, pooling_type=options.pooling_type)
     return replace(pooling, is_matryoshka=True) if options.allow_any_dimensions else pooling

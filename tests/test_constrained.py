@@ -19,9 +19,11 @@ from spmd_worker.batch.job import run_job
 from spmd_worker.batch.run_dir.journal import RowJournal
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.grammar import forms
 from spmd_worker.grammar.row_grammar import RowGrammar
 from spmd_worker.grammar.step_masks import GrammarMasks
 from spmd_worker.sampling.token_masks import TokenMasks
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 SCARCE = {"num_blocks": 48, "block_size": 4, "max_model_len": 180, "max_num_seqs": 24}
 CASES = {
@@ -237,6 +239,46 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path):
             assert re.fullmatch("[a-z ]{30}", generate(llm, {"regex": "[a-z ]{30}"}, seed=seed).outputs[0].text)
 
 
+ADDED = "<tool_call>"
+
+
+@pytest.fixture(scope="module")
+def added(tmp_path_factory: pytest.TempPathFactory):
+    """A model to whose vocabulary a text was added, as no special token."""
+    path = tmp_path_factory.mktemp("added")
+    write_model(path)
+    content = json.loads((path / "tokenizer.json").read_text())
+    token_id = 1 + max(Tokenizer.open(path).vocabulary().values())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"].append({"id": token_id, "content": ADDED, **flags})
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    with open_model(path) as made:
+        yield made
+
+
+FORCED = {
+    "choice": ({"choice": [f"x{ADDED}1", f"x{ADDED}2"]}, rf"x{ADDED}[12]"),
+    "regex": ({"regex": f"x{ADDED}[12]"}, rf"x{ADDED}[12]"),
+    "json": ({"json": {"const": f"x{ADDED}"}}, rf'"x{ADDED}"'),
+    "lark": ({"grammar": f'start: %json {{"const": "x{ADDED}"}}'}, rf'"x{ADDED}"'),
+    "ebnf": ({"grammar": f'root ::= "x{ADDED}1"'}, rf"x{ADDED}1"),
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_a_text_that_is_a_token_too_may_be_all_that_can_follow(added: LLM, name: str):
+    form, expected = FORCED[name]
+    output = generate(added, form)
+    assert output.error is None
+    assert re.fullmatch(expected, output.outputs[0].text)
+
+
+def test_an_engine_that_forces_tokens_refuses_what_it_has_allowed(added: LLM, monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    monkeypatch.setattr(forms, "_NO_FORCING", "")
+    assert generate(added, {"choice": [f"y{ADDED}1", f"y{ADDED}2"]}).error_code == "grammar_failed"
+
+
 # Forms that cannot be had.
 
 REFUSED = {
@@ -252,6 +294,11 @@ REFUSED = {
         "schema too large",
     ),
     "deep": ({"json": "{}"}, "recursion limit exceeded"),
+    "rules": ({"grammar": "\n".join(f'r{number} ::= "x"' for number in range(501))}, "more than 500 rules in EBNF"),
+    "copies": (
+        {"json": {"properties": {str(number): {} for number in range(2000)}, "enum": [*range(9000)]}},
+        "9000 alternatives stand beside a schema of",
+    ),
 }
 deep: Any = {}
 for _ in range(150):
@@ -291,7 +338,8 @@ def test_a_job_has_forms_and_error_rows_and_goes_on_where_it_was_killed(tmp_path
     run_job(config, RankEnvironment())
     found = job_answers(tmp_path)
     codes = [answer["error"]["code"] for answer in found[: len(bad)]]
-    assert codes == ["grammar_refused"] * (len(REFUSED) - 1) + ["nested_too_deeply"] + ["invalid_value"] * 2
+    expected = ["nested_too_deeply" if name == "deep" else "grammar_refused" for name in REFUSED]
+    assert codes == [*expected, "invalid_value", "invalid_value"]
     for (_, is_of_form), answer in zip(FORMS.values(), found[len(bad) :], strict=True):
         (completion,) = answer["outputs"]
         assert is_of_form(completion["text"])

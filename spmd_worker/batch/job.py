@@ -338,9 +338,9 @@ def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_na
 
 
 def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int) -> None:
-    """The rows that are there, until so many run, or so many were looked at: a step may be due."""
+    """The rows that are there, until so many requests run, or so many rows were looked at: a step may be due."""
     for _ in range(most_unfinished):
-        if rows.has_ended or runner.num_rows >= most_unfinished or (found := rows.next_row()) is None:
+        if rows.has_ended or runner.num_requests >= most_unfinished or (found := rows.next_row()) is None:
             return
         answer = error_result(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
         if answer is not None:

@@ -1,6 +1,6 @@
 """Rows that are pooled, through one engine: a row is a request for each of its texts, and is answered when all are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from spmd_worker.batch.input.prompt_values import RowProblem
@@ -8,7 +8,7 @@ from spmd_worker.batch.input.row_parser import encode
 from spmd_worker.batch.output.pooling_body import pair_scores, pooled_record, pooling_body
 from spmd_worker.batch.output.row_answer import RowAnswer, error_result
 from spmd_worker.batch.output.row_writer import error_code_of, json_line, response_line
-from spmd_worker.batch.row import Row, RowError, TextPrompt, shape_of
+from spmd_worker.batch.row import Prompt, Row, RowError, TextPrompt, shape_of
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.validation import RequestError
 from spmd_worker.sequence.outputs import RequestOutput
@@ -79,11 +79,12 @@ class PooledRows:
             taken = taken_pooling(ask.params, config)
         except ValueError as error:
             raise RowProblem("invalid_value", str(error)) from None
-        prompts = ask.prompts
+        prompts: Iterable[Prompt] = ask.prompts
         if ask.num_firsts and config.task == "classify":
-            firsts, seconds = prompts[: ask.num_firsts], prompts[ask.num_firsts :]
+            firsts, seconds = ask.prompts[: ask.num_firsts], ask.prompts[ask.num_firsts :]
             firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-            prompts = tuple(TextPrompt(_text(first) + _text(second)) for first, second in zip(firsts, seconds))
+            # One at a time: the first that is too long ends it, before all are there.
+            prompts = (TextPrompt(_text(first) + _text(second)) for first, second in zip(firsts, seconds))
         parts = []
         for prompt in prompts:
             _, token_ids = encode(prompt, engine.tokenizer)

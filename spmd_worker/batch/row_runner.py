@@ -29,6 +29,11 @@ class RowRunner:
         return len(self._rows) + self._pooled.num_rows
 
     @property
+    def num_requests(self) -> int:
+        """Of the rows that run: a row that is pooled is one for each of its texts."""
+        return len(self._rows) + self._pooled.num_sequences
+
+    @property
     def num_sequences(self) -> int:
         """Of those rows, all their samples and texts."""
         return sum(row.sampling.num_sequences for row in self._rows.values()) + self._pooled.num_sequences

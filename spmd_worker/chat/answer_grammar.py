@@ -140,7 +140,9 @@ def _json_form(schema: Mapping[str, Any]) -> StructuredOutputsParams:
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': _SPACES, **schema}, ensure_ascii=False)}"
+    theirs = schema.get("x-guidance")
+    options = {**_SPACES, **theirs} if isinstance(theirs, Mapping) else _SPACES
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def _quoted(text: str) -> str:

@@ -15,7 +15,8 @@ class OneCaller:
     """Of one engine. A thread that is in a call may make others."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        # A finalizer or a signal's handler may abort a request in the thread that queues one.
+        self.lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._call, self._is_alone, self._depth = "", False, 0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from spmd_worker.engine.outputs import completion_output
 from spmd_worker.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from spmd_worker.sequence.sampling_params import RequestOutputKind
-from spmd_worker.sequence.sequence import Sequence, SequenceGroup
+from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 
@@ -71,8 +71,11 @@ class PartialOutputs:
         return completion
 
     def _cumulative(self, sequence: Sequence) -> CompletionOutput:
-        text = None if sequence.finish_reason else self._certain_text(sequence)
-        return completion_output(sequence.sample_index, sequence, self.tokenizer, text)
+        has_failed = sequence.finish_reason in (FinishReason.ERROR, FinishReason.FORM_ERROR)
+        text = None if sequence.finish_reason and not has_failed else self._certain_text(sequence)
+        completion = completion_output(sequence.sample_index, sequence, self.tokenizer, text)
+        # The request's error, when its other samples have ended, is the only end that is told.
+        return replace(completion, finish_reason=None) if has_failed else completion
 
     def _rest(self, completion: CompletionOutput) -> CompletionOutput:
         shown = self._shown.setdefault(completion.index, _Shown())

@@ -5,6 +5,7 @@ A compiled form is kept by its content; each row gets a copy of its own, lexer i
 work out is never spared, or charged to, another.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,7 +28,7 @@ LIMITS: Final = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     # States of the lexer of one row, 1 to 2 kB each.
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 10_000,
     # Symbols of all rules.
     "max_grammar_size": 500_000,
 }
@@ -63,19 +64,23 @@ class GrammarCompiler:
         self._open_tokenizer, self.vocab_size = open_tokenizer, vocab_size
         self._eos_token_ids = tuple([each for each in eos_token_ids if each < vocab_size])
         self._table: Any = None
+        # A server's requests are checked in another thread than the engine's.
+        self._lock = threading.Lock()
         self._compiled: dict[StructuredOutputsParams, RowGrammar | GrammarError] = {}
 
     def check(self, form: StructuredOutputsParams) -> None:
         """Raise GrammarError for a form in which no row can be answered: one that the engine does not know or would not
         enforce whole, that is beyond `LIMITS` from its first token on, or that no answer has.
         """
-        compiled = self._compile(form)
+        with self._lock:
+            compiled = self._compile(form)
         if isinstance(compiled, GrammarError):
             raise compiled
 
     def start(self, form: StructuredOutputsParams) -> RowGrammar:
         """A row's own state, before its first token. Raises GrammarError as `check` does."""
-        compiled = self._compile(form)
+        with self._lock:
+            compiled = self._compile(form)
         if isinstance(compiled, GrammarError):
             raise compiled
         return compiled.copy()

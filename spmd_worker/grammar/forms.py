@@ -3,7 +3,10 @@
 Made from the record alone, so every rank makes the same text of it. llguidance itself is needed for grammars in EBNF.
 """
 
+import contextlib
 import json
+import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 from spmd_worker.config.extras import refuse_without
@@ -11,6 +14,19 @@ from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 
 DEFAULT_WHITESPACE: Final = r"[ \t\n\r]{1,32}"
 """Between the parts of a JSON answer. Without a bound a model that likes spaces would never end."""
+
+_NO_FORCING: Final = '%llguidance {"no_forcing": true}\n'
+"""Where only one text can follow the engine would allow its tokenizer's tokens alone, and then refuse one that was
+added to the vocabulary (`<tool_call>` in a choice) as no text. So it allows all tokens that spell the text.
+"""
+
+_MOST_RULES: Final = 500
+"""Of a grammar in EBNF, which is converted in time that grows with their square."""
+
+
+_MOST_COPIED: Final = 4 << 20
+_ALTERNATIVES: Final = ("enum", "anyOf", "oneOf", "allOf")
+"""Each of these is put together with what stands beside it: so many characters of it are copied at most."""
 
 
 class GrammarError(ValueError):
@@ -36,16 +52,17 @@ def engine_grammar(form: StructuredOutputsParams) -> str:
     if form.json is not None or form.json_object:
         return _of_schema(form)
     if form.regex is not None:
-        return str(load_llguidance().LLMatcher.grammar_from_regex(form.regex))
+        return _unforced(str(load_llguidance().LLMatcher.grammar_from_regex(form.regex)))
     if form.choice is not None:
         # One terminal, in upper case: a rule of so many alternatives would be more than a row of the parser holds.
-        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choice))
+        return f"{_NO_FORCING}start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choice))
     assert form.grammar is not None, form
     return _as_lark(form.grammar)
 
 
 def _of_schema(form: StructuredOutputsParams) -> str:
     schema = json.loads(form.json) if form.json is not None else {"type": "object"}
+    _check_copies(schema)
     if form.disable_any_whitespace:
         options: dict[str, Any] = {"whitespace_flexible": False}
     else:
@@ -54,16 +71,55 @@ def _of_schema(form: StructuredOutputsParams) -> str:
     own = schema.get("x-guidance")
     is_said = form.disable_any_whitespace or form.whitespace_pattern is not None
     theirs = own if isinstance(own, dict) else {}
-    schema["x-guidance"] = theirs | options if is_said or not theirs else theirs
-    return json.dumps({"grammars": [{"json_schema": schema}]})
+    schema["x-guidance"] = theirs | options if is_said else _with_default(theirs, options)
+    return _unforced(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+
+def _schemas_in(grammar: str) -> Iterator[Any]:
+    for found in re.finditer(r"%json\s+(?=\{)", grammar):
+        # One that is no JSON is refused by the engine.
+        with contextlib.suppress(ValueError, RecursionError):
+            yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
+
+
+def _check_copies(schema: Any) -> None:
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        waiting += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        if not isinstance(each, dict):
+            continue
+        num = sum(len(each[key]) for key in _ALTERNATIVES if isinstance(each.get(key), list))
+        beside = {key: value for key, value in each.items() if key not in _ALTERNATIVES} if num > 1 else {}
+        if num * len(json.dumps(beside)) > _MOST_COPIED:
+            message = f"json: {num} alternatives stand beside a schema of {len(json.dumps(beside))} characters"
+            raise GrammarError("grammar_refused", f"{message}: that would be copied for each; make one of them smaller")
+
+
+def _with_default(theirs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    says_spaces = not theirs.keys().isdisjoint(("whitespace_flexible", "whitespace_pattern"))
+    return theirs if says_spaces else options | theirs
+
+
+def _unforced(grammar: str) -> str:
+    """The engine's own JSON, with a grammar more that nothing refers to: what one says of forcing is true of all."""
+    whole = json.loads(grammar)
+    whole["grammars"].append({"lark_grammar": f'{_NO_FORCING}start: ""'})
+    return json.dumps(whole)
 
 
 def _as_lark(grammar: str) -> str:
     """EBNF and GBNF define with `::=`, which Lark's syntax does not have outside a literal."""
     if "::=" not in grammar:
-        return grammar
+        for schema in _schemas_in(grammar):
+            _check_copies(schema)
+        is_engines_json = grammar.lstrip().startswith("{")
+        return grammar if is_engines_json else _NO_FORCING + grammar
+    if grammar.count("::=") > _MOST_RULES:
+        message = f"grammar has more than {_MOST_RULES} rules in EBNF: write it in Lark's syntax"
+        raise GrammarError("grammar_refused", message)
     convert = load_llguidance().gbnf_to_lark.any_to_lark
     try:
-        return str(convert(grammar))
+        return _NO_FORCING + str(convert(grammar))
     except Exception as error:  # of a parser that raises what comes: RecursionError, IndexError, its own
         raise GrammarError("grammar_refused", f"grammar is no EBNF that can be read: {error}") from None

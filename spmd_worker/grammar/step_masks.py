@@ -48,7 +48,7 @@ class GrammarMasks:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._states: dict[SequenceKey, RowGrammar] = {}
-        self._running: tuple[Thread, list[StepMasks | Exception]] | None = None
+        self._running: tuple[Thread, list[StepMasks | BaseException]] | None = None
 
     def __len__(self) -> int:
         """How many states are held."""
@@ -59,12 +59,12 @@ class GrammarMasks:
         assert self._running is None, "the masks of the last step were never taken"
         if not rows:
             return
-        found: list[StepMasks | Exception] = []
+        found: list[StepMasks | BaseException] = []
 
         def run() -> None:
             try:
                 found.append(self._masks(rows))
-            except Exception as error:  # raised again in the thread that waits for it
+            except BaseException as error:  # a panic of the engine is no Exception; raised again where it is waited for
                 found.append(error)
 
         thread = Thread(target=run, name="grammar masks", daemon=True)
@@ -77,7 +77,7 @@ class GrammarMasks:
             return None
         (thread, found), self._running = self._running, None
         thread.join()
-        if isinstance(found[0], Exception):
+        if isinstance(found[0], BaseException):
             raise found[0]
         return found[0]
 

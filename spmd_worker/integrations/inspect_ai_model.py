@@ -87,6 +87,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         self._exchange = RequestExchange(_MOST_SEQUENCES)
         self._loop = EngineLoop(engine, self._exchange, _DRAIN_S)
         self._asked: Counter[str] = Counter()
+        self._num_asked = 0
         self._thread = threading.Thread(target=self._step, name="spmd-inspect", daemon=True)
         self._thread.start()
         _open.append(self)
@@ -107,8 +108,9 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         body = self._body(input, config)
         name = content_name(_URL, body)
         self._asked[name] += 1
+        self._num_asked += 1
         custom_id = f"{name}:{self._asked[name]}"
-        row = self._reader.read(self._asked.total(), _URL, json.dumps(body).encode(), custom_id)
+        row = self._reader.read(self._num_asked, _URL, json.dumps(body).encode(), custom_id)
         if isinstance(row, RowError):
             if row.code == "prompt_too_long":
                 choice = ChatCompletionChoice(message=_message("", self.model_name), stop_reason="model_length")
@@ -154,6 +156,11 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         options |= {"stop": config.stop_seqs, "n": config.num_choices, "logit_bias": config.logit_bias}
         if config.logprobs:
             options |= {"logprobs": True, "top_logprobs": config.top_logprobs}
+        if config.response_schema is not None:
+            form = config.response_schema
+            schema = form.json_schema.model_dump(exclude_none=True)
+            wanted = {"name": form.name, "schema": schema, "strict": True}
+            options["response_format"] = {"type": "json_schema", "json_schema": wanted}
         given = {key: value for key, value in options.items() if value is not None}
         return {"messages": [_as_json(message) for message in messages], **given}
 

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.compat.engine_args import EngineArgs
-from spmd_worker.integrations.vllm_modules import StructuredOutputsParams, put_modules
+from spmd_worker.integrations.vllm_modules import put_modules
 from spmd_worker.llm import LLM
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.sequence.sampling_params import RequestOutputKind, SamplingParams
+from spmd_worker.sequence.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ MODULES: Final[dict[str, dict[str, Any]]] = {
         "SamplingParams": SamplingParams,
         "RequestOutputKind": RequestOutputKind,
         "StructuredOutputsParams": StructuredOutputsParams,
-        "GuidedDecodingParams": StructuredOutputsParams,
+        "GuidedDecodingParams": GuidedDecodingParams,
     },
     "vllm.pooling_params": {"PoolingParams": _absent("PoolingParams")},
     "vllm.lora": {},

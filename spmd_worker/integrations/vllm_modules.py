@@ -9,16 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-from spmd_worker.sequence.sampling_params import REFUSED
-
 _OURS: Final = "_is_of_spmd_worker"
-
-
-class StructuredOutputsParams:
-    """Constrained decoding, which does not exist here: raises ValueError."""
-
-    def __init__(self, **wanted: Any) -> None:
-        raise ValueError(f"structured_outputs={wanted!r} is refused: {REFUSED['structured_outputs']}")
 
 
 def put_modules(modules: Mapping[str, Mapping[str, Any]], importer: str) -> None:

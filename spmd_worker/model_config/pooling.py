@@ -116,6 +116,12 @@ def read_pooling(folder: Path, config: Mapping[str, Any], hidden_size: int, *, g
     """What the folder says, `config` being its config.json; None where it says nothing and the architecture
     `generates`. Raises ModelConfigError naming the file for what is not run.
     """
+    pools = not generates or (folder / _MODULES_FILE).exists()
+    for key, plain in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if pools and config.get(key) not in (None, plain):
+            raise ModelConfigError(
+                f"{folder / 'config.json'}: {key}={config[key]!r} is not run: a token sees those before it and no other"
+            )
     if not generates and any(str(name).endswith(CLASSIFIER) for name in config["architectures"]):
         return _classifier(config, folder / "config.json", hidden_size)
     if (folder / _MODULES_FILE).exists():
@@ -128,7 +134,9 @@ def pooling_files(folder: Path) -> list[Path]:
     tops = [folder / name for name in (_MODULES_FILE, "sentence_bert_config.json", "config_sentence_transformers.json")]
     if not tops[0].exists():
         return []
-    return [path for path in (*tops, *sorted(folder.glob("*_*/config.json"))) if path.exists()]
+    inside = [each.get("path") for each in _listed(tops[0])]
+    paths = (*tops, *(folder / name / "config.json" for name in inside if isinstance(name, str) and name))
+    return [path for path in paths if path.exists()]
 
 
 def _classifier(config: Mapping[str, Any], path: Path, hidden_size: int) -> PoolingConfig:
@@ -188,7 +196,7 @@ def _pooling_type(given: tuple[Mapping[str, Any], Path]) -> str:
     mode = settings.get("pooling_mode")
     modes = [mode] if isinstance(mode, str) else mode or [key for key in _OLD_MODES if settings.get(key) is True]
     known = {**_MODES, **_OLD_MODES}
-    types = [known.get(each, each) for each in modes] if isinstance(modes, list) else [modes]
+    types = [known.get(each) if isinstance(each, str) else None for each in modes] if isinstance(modes, list) else []
     if len(types) != 1 or types[0] not in POOLING_TYPES:
         raise ModelConfigError(f"{path}: pooling mode {modes!r} is not run: one of {', '.join(_MODES)} is")
     if settings.get("include_prompt", True) is not True:

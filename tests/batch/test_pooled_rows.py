@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from spmd_worker.batch.input.row_parser import parse_row
 from spmd_worker.batch.job import run_job
 from spmd_worker.batch.row import Row, RowError
+from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -139,6 +140,17 @@ def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs
         assert entry["score"] == pytest.approx(float(pair), abs=1e-5)
     assert refused["error"]["code"] == "wrong_runner"
     assert "classify, score, reward" in refused["error"]["message"]
+
+
+@pytest.mark.matrix
+def test_texts_are_admitted_as_they_can_run_and_not_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = RowRunner.step, []
+    monkeypatch.setattr(RowRunner, "step", lambda self: (seen.append(self.num_requests), step(self))[1])
+    rows = [openai(str(number), "embeddings", input=TEXTS * 4) for number in range(20)]
+    found = answered(tmp_path, "last", rows, max_num_seqs=4)
+    assert all(len(each["response"]["body"]["data"]) == 12 for each in found)
+    # Twice what runs at a time, and the row with which there are more.
+    assert max(seen) <= 2 * 4 + 12
 
 
 @pytest.mark.matrix

@@ -2,7 +2,7 @@
 
     examples/offline_inference/{basic/basic, basic/chat, prefix_caching, torchrun_example, rlhf_colocate}.py
 
-Read in vLLM 0.11. Where an example prints, what it would print is compared.
+Written after vLLM 0.11. Where an example prints, what it would print is compared.
 """
 
 import os

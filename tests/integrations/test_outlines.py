@@ -4,6 +4,7 @@ outlines itself is not installed here; docs/trainers.md says what was run with i
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -42,6 +43,21 @@ def test_what_it_asks_is_there_and_parameters_survive_its_copy():
         several = llm.chat(messages=[messages] * 2, sampling_params=copied, use_tqdm=False)
         assert [each.outputs[0].text for each in several] == [one.outputs[0].text] * 2
         assert llm.generate(prompts="add 3 4 =", sampling_params=copied, use_tqdm=False)[0].outputs[0].text
+
+
+@pytest.mark.usefixtures("_vllm")
+def test_an_output_type_is_a_form_of_the_answer():
+    importlib.import_module(MODULE)
+    names = importlib.import_module("vllm.sampling_params")
+    with LLM(MODEL, device="cpu", num_blocks=32) as llm:
+        given = names.SamplingParams(max_tokens=20, temperature=1.0)
+        form = names.StructuredOutputsParams(regex="[0-9]{2,4}x")
+        copied = names.SamplingParams(
+            **{name: getattr(given, name) for name in given.__struct_fields__ if name != "structured_outputs"},
+            structured_outputs=form,
+        )
+        (output,) = llm.generate(prompts="add 3 4 =", sampling_params=copied, use_tqdm=False)
+    assert re.fullmatch("[0-9]{2,4}x", output.outputs[0].text)
 
 
 @pytest.mark.usefixtures("_vllm")

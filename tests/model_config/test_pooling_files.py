@@ -8,7 +8,7 @@ import pytest
 
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config.model_config import ModelFiles, read_model_files
-from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.model_config.pooling import PoolingConfig, pooling_files
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
@@ -114,3 +114,19 @@ def test_modules_that_are_not_run_are_refused_by_name(tmp_path: Path, modules: A
 def test_encoders_are_refused_as_such(tmp_path: Path, architecture: str) -> None:
     with pytest.raises(ModelConfigError, match="it is an encoder"):
         read(tmp_path, architecture)
+
+
+@pytest.mark.parametrize("given", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_attention_to_later_tokens_is_refused_where_rows_are_pooled(tmp_path: Path, given: dict[str, Any]) -> None:
+    (key,) = given
+    with pytest.raises(
+        ModelConfigError, match=rf"config.json: {key}={given[key]} is not run: a token sees those before"
+    ):
+        read(tmp_path, modules=pooling({"pooling_mode": "mean"}), **given)
+
+
+def test_a_mode_of_another_type_is_refused_and_a_folder_of_any_name_is_compared(tmp_path: Path) -> None:
+    modules = [TRANSFORMER, ("pool", "sentence_transformers.models.Pooling", {"pooling_mode": [["mean"]]})]
+    with pytest.raises(ModelConfigError, match=r"pool/config.json: pooling mode \[\['mean'\]\] is not run"):
+        read(tmp_path, modules=modules)
+    assert tmp_path / "pool" / "config.json" in pooling_files(tmp_path)

@@ -23,6 +23,8 @@ _GZIP_LEVEL: Final = 6
 _ZSTD_LEVEL: Final = 3
 _PARQUET: Final = ".parquet"
 _PARQUET_ROWS: Final = 1024
+_PARQUET_BYTES: Final = 64 << 20
+"""A row group ends at so many rows, or bytes of lines."""
 
 
 VectorColumn = tuple[str, int]
@@ -162,11 +164,13 @@ class _ParquetSink:
         self._make_batch = pyarrow.RecordBatch.from_pylist
         self._writer = pyarrow.parquet.ParquetWriter(stream, self._schema, compression="zstd")
         self._lines: list[bytes] = []
+        self._num_bytes = 0
         self._num_rows = 0
 
     def write(self, line: bytes, /) -> None:
         self._lines.append(line)
-        if len(self._lines) == _PARQUET_ROWS:
+        self._num_bytes += len(line)
+        if len(self._lines) == _PARQUET_ROWS or self._num_bytes >= _PARQUET_BYTES:
             self._write_group()
 
     def close(self) -> None:
@@ -176,7 +180,7 @@ class _ParquetSink:
     def _write_group(self) -> None:
         rows = [parquet_row(self._num_rows + number, line, self._vectors) for number, line in enumerate(self._lines)]
         self._num_rows += len(rows)
-        self._lines = []
+        self._lines, self._num_bytes = [], 0
         if rows:
             self._writer.write_batch(self._make_batch(rows, schema=self._schema))
 
