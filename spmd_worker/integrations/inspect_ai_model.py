@@ -116,6 +116,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
                 choice = ChatCompletionChoice(message=_message("", self.model_name), stop_reason="model_length")
                 return ModelOutput(model=self.model_name, choices=[choice], error=row.message)
             raise ValueError(row.message)
+        assert isinstance(row.row, EncodedRow), "a chat is not pooled"
         output = await self._answer(row.row)
         if output.error is not None:
             raise RuntimeError(output.error)
@@ -144,7 +145,9 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
             request = OpenRequest(row, is_streamed=False, loop=asyncio.get_running_loop())
             self._exchange.submit(request)
             try:
-                return await self._exchange.newest(request)
+                output = await self._exchange.newest(request)
+                assert isinstance(output, RequestOutput), output
+                return output
             finally:
                 self._exchange.close(request)
         finally:

@@ -1,6 +1,7 @@
 """The ASGI application: OpenAI's paths, who may ask, how much, and what becomes of a client that leaves.
 
     POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/NAME, /health, /metrics
+    POST /v1/embeddings, /v1/score, /v1/rerank    of a model that pools
 
 Everything but /health needs the key. A request holds places from its headers on, so that at most so many bodies are in
 memory as there are places. Knows the engine only through the exchange.
@@ -17,17 +18,18 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
-from spmd_worker.batch.output.row_writer import error_code_of
-from spmd_worker.batch.row import RowError
+from spmd_worker.batch.output.row_writer import REFUSED
+from spmd_worker.batch.row import EncodedRow, RowError
 from spmd_worker.compat.metrics import Counter, Gauge, Metric
+from spmd_worker.sequence.outputs import RequestOutput
 from spmd_worker.serve.exchange import EndingError, NoPlaceError, OpenRequest, RequestExchange
 from spmd_worker.serve.openai_stream import (
     DONE,
     AnswerName,
     ChunkWriter,
-    answer_body,
     error_body,
     event,
+    response_body,
     status_of,
 )
 from spmd_worker.serve.request_reader import RequestReader, ServedRow
@@ -110,12 +112,19 @@ class ServerApp:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, request: "Request") -> AsgiApp:
-        """A completion or a chat completion, whole or streamed; and what is not here, as a row's error says it."""
+        """A completion or a chat completion, whole or streamed; vectors or scores; what is not here, as a row's error
+        says it.
+        """
         places = Places(self.exchange)
         try:
             places.take(1)
             served = await self._read(request)
-            places.take(served.row.sampling.num_sequences - 1)
+            most = self.exchange.most_sequences
+            if served.num_sequences > most:
+                message = f"the request is of {served.num_sequences} sequences, the server has places for {most}"
+                more = "ask for fewer at once (scheduler.max_num_seqs and serve.max_queued)"
+                raise _RefusedError("limit_exceeded", f"{message}: {more}")
+            places.take(served.num_sequences - 1)
         except (_RefusedError, NoPlaceError, EndingError) as error:
             places.free()
             return self.refusal(error)
@@ -277,9 +286,9 @@ class Answer:
     async def _answer_whole(self, request: OpenRequest, send: Send) -> bool:
         output = await self._app.exchange.newest(request)
         if output.error is None:
-            response = JsonResponse(answer_body(self._served.row, output, self._name), 200, self._headers())
+            response = JsonResponse(response_body(self._served.row, output, self._name), 200, self._headers())
         else:
-            code = error_code_of(output)
+            code = output.error_code or REFUSED
             self._app.count_refused(status_of(code))
             response = JsonResponse(error_body(code, output.error), status_of(code), self._headers())
         for message in response.messages():
@@ -289,11 +298,14 @@ class Answer:
     async def _stream(self, request: OpenRequest, send: Send) -> bool:
         headers = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
         await self._send(send, response_start(200, (*headers, *self._headers())))
-        writer = ChunkWriter(self._served.row, self._name, self._served.includes_usage)
+        row = self._served.row
+        assert isinstance(row, EncodedRow), "what is pooled is not streamed"
+        writer = ChunkWriter(row, self._name, self._served.includes_usage)
         while True:
             output = await self._app.exchange.newest(request)
+            assert isinstance(output, RequestOutput), output
             if output.error is not None:
-                code = error_code_of(output)
+                code = output.error_code or REFUSED
                 self._app.count_refused(status_of(code))
                 await self._send(send, response_part(event(error_body(code, output.error)), more_body=False))
                 return False

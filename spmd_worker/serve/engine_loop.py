@@ -8,6 +8,7 @@ import logging
 import time
 from typing import Final
 
+from spmd_worker.batch.pooled_rows import EncodedPooledRow, PooledOutput, admit_pooled
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.sequence.outputs import RequestOutput
@@ -26,7 +27,9 @@ class EngineLoop:
     def __init__(self, engine: LLMEngine, exchange: RequestExchange, drain_s: float) -> None:
         self._engine, self._exchange, self._drain_s = engine, exchange, drain_s
         self._requests: dict[RequestId, OpenRequest] = {}
-        self._numbers: dict[OpenRequest, RequestId] = {}
+        # Of a row that is pooled one for each text, in their order.
+        self._numbers: dict[OpenRequest, list[RequestId]] = {}
+        self._pooled: dict[OpenRequest, dict[RequestId, RequestOutput]] = {}
         self._partials: dict[RequestId, PartialOutputs] = {}
         # The other ranks wait for steps.
         self._patience_s = engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
@@ -72,44 +75,58 @@ class EngineLoop:
         arrived, closed, must_look = self._exchange.take()
         for request in arrived:
             self._admit(request)
-        numbers = [self._numbers[request] for request in closed if request in self._numbers]
+        numbers = [number for request in closed for number in self._numbers.get(request, ())]
         if numbers:
             self._engine.abort_request(numbers)
         return must_look
 
     def _admit(self, request: OpenRequest) -> None:
         row = request.row
+        if isinstance(row, EncodedPooledRow):
+            self._numbers[request], self._pooled[request] = admit_pooled(self._engine, row), {}
+            self._requests |= dict.fromkeys(self._numbers[request], request)
+            return
         try:
             number = self._engine.admit_request(
                 row.prompt_token_ids, row.sampling, prompt=row.prompt, custom_id=row.custom_id, index=row.index
             )
         except ValueError as error:
             # Of what only the engine knows, such as a bad word that is no token.
-            self._exchange.give([(request, _refused(request, error))])
+            refused = RequestOutput("", row.prompt, list(row.prompt_token_ids), finished=True, error=str(error))
+            self._exchange.give([(request, refused)])
             return
-        self._requests[number], self._numbers[request] = request, number
+        self._requests[number], self._numbers[request] = request, [number]
         if request.is_streamed:
             self._partials[number] = PartialOutputs(RequestOutputKind.CUMULATIVE, row.prompt, self._engine.tokenizer)
 
     def _step(self) -> None:
-        outputs = [(self._forget(output), output) for output in self._engine.step()]
+        steps = [self._ended(output) for output in self._engine.step()]
+        outputs = [ended for ended in steps if ended is not None]
         groups = self._engine.scheduler.queues.groups
         for number, partial in self._partials.items():
             request, group = self._requests[number], groups.get(number)
             # A reader that has not taken the last one gets all in the next.
             if request.output is None and group is not None:
-                output = partial.partial(group, None)
-                if output is not None:
-                    outputs.append((request, output))
+                part = partial.partial(group, None)
+                if part is not None:
+                    outputs.append((request, part))
         self._exchange.give(outputs)
         self._publish()
 
-    def _forget(self, output: RequestOutput) -> OpenRequest:
+    def _ended(self, output: RequestOutput) -> tuple[OpenRequest, RequestOutput | PooledOutput] | None:
+        """What the request gets; None while other texts of it are not pooled."""
         number = RequestId(int(output.request_id))
         request = self._requests.pop(number)
-        del self._numbers[request]
         self._partials.pop(number, None)
-        return request
+        found = self._pooled.get(request)
+        if found is None:
+            del self._numbers[request]
+            return request, output
+        found[number] = output
+        if len(found) < len(self._numbers[request]):
+            return None
+        del self._pooled[request]
+        return request, PooledOutput(tuple([found[each] for each in self._numbers.pop(request)]))
 
     def _end_all(self, reason: str) -> None:
         if not self._exchange.has_failed:
@@ -119,8 +136,3 @@ class EngineLoop:
 
     def _publish(self) -> None:
         self._exchange.metrics = self._engine.get_metrics()
-
-
-def _refused(request: OpenRequest, error: ValueError) -> RequestOutput:
-    prompt_token_ids = list(request.row.prompt_token_ids)
-    return RequestOutput("", request.row.prompt, prompt_token_ids, finished=True, error=str(error))

@@ -10,9 +10,11 @@ is slow finds more in it the next time, and costs the engine nothing meanwhile.
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from spmd_worker.batch.pooled_rows import EncodedPooledRow, PooledOutput
 from spmd_worker.batch.row import EncodedRow
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.sequence.outputs import RequestOutput
@@ -33,11 +35,11 @@ class EndingError(Exception):
 class OpenRequest:
     """A request that was accepted. `is_streamed`: its reader wants outputs before the last."""
 
-    row: EncodedRow
+    row: EncodedRow | EncodedPooledRow
     is_streamed: bool
     loop: asyncio.AbstractEventLoop
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    output: RequestOutput | None = None
+    output: RequestOutput | PooledOutput | None = None
     """The newest, until its reader takes it; under the exchange's lock."""
 
 
@@ -85,7 +87,7 @@ class RequestExchange:
             self._arrived.append(request)
             self._changed.notify_all()
 
-    async def newest(self, request: OpenRequest) -> RequestOutput:
+    async def newest(self, request: OpenRequest) -> RequestOutput | PooledOutput:
         """Wait for an output that was not read yet: all of the request so far."""
         await request.news.wait()
         with self._changed:
@@ -124,7 +126,7 @@ class RequestExchange:
             given_up, self._given_up = self._given_up, []
             return arrived, given_up, must_look
 
-    def give(self, outputs: list[tuple[OpenRequest, RequestOutput]]) -> None:
+    def give(self, outputs: Sequence[tuple[OpenRequest, RequestOutput | PooledOutput]]) -> None:
         """Put outputs into their requests' slots, and wake the readers whose slot was empty. After `fail` nothing."""
         with self._changed:
             if not self.has_failed:
@@ -157,7 +159,7 @@ class RequestExchange:
     def _has_news(self) -> bool:
         return bool(self._arrived or self._given_up or self.ending or self._must_look)
 
-    def _put(self, outputs: list[tuple[OpenRequest, RequestOutput]]) -> None:
+    def _put(self, outputs: Sequence[tuple[OpenRequest, RequestOutput | PooledOutput]]) -> None:
         woken = [request for request, _ in outputs if request in self._open and request.output is None]
         for request, output in outputs:
             request.output = output
@@ -172,5 +174,6 @@ def _wake(requests: list[OpenRequest]) -> None:
 
 
 def _failed(request: OpenRequest, reason: str) -> RequestOutput:
-    token_ids = list(request.row.prompt_token_ids)
-    return RequestOutput("", request.row.prompt, token_ids, finished=True, error=reason, error_code=FAILED)
+    row = request.row
+    prompt, token_ids = (None, []) if isinstance(row, EncodedPooledRow) else (row.prompt, list(row.prompt_token_ids))
+    return RequestOutput("", prompt, token_ids, finished=True, error=reason, error_code=FAILED)

@@ -18,6 +18,7 @@ from spmd_worker.batch.output.openai_body import (
     usage,
 )
 from spmd_worker.batch.output.row_writer import json_line
+from spmd_worker.batch.pooled_rows import EncodedPooledRow, PooledOutput, pooled_response
 from spmd_worker.batch.row import EncodedRow
 from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer, MarkedText
 from spmd_worker.chat.message import call_records
@@ -34,6 +35,7 @@ _STATUSES: Final = {
     "line_too_long": 413,
     "rate_limit_exceeded": 429,
     "non_finite_logits": 500,
+    "non_finite_vector": 500,
     "grammar_failed": 500,
     "extra_missing": 500,
     "server_error": 500,
@@ -70,8 +72,21 @@ class AnswerName:
     model: str
 
 
-def answer_body(row: EncodedRow, output: RequestOutput, name: AnswerName) -> JsonObject:
+def response_body(
+    row: EncodedRow | EncodedPooledRow, output: RequestOutput | PooledOutput, name: AnswerName
+) -> JsonObject:
     """The body of an answer that is not streamed."""
+    if isinstance(row, EncodedPooledRow):
+        assert isinstance(output, PooledOutput), output
+        body = pooled_response(row, output, name.model)
+        own = {"id": f"{row.row.kind}-{name.request}", "created": name.created}
+        return {key: own.get(key, value) for key, value in body.items()}
+    assert isinstance(output, RequestOutput), output
+    return answer_body(row, output, name)
+
+
+def answer_body(row: EncodedRow, output: RequestOutput, name: AnswerName) -> JsonObject:
+    """The same of a completion or a chat completion."""
     body = (chat_body if row.kind == "chat" else completion_body)(row, output, name.model)
     return {**body, "id": _body_id(row, name), "created": name.created}
 

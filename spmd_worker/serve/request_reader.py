@@ -14,6 +14,7 @@ from typing import Any, Final
 from spmd_worker.batch.input.openai_request import IGNORED_KEYS
 from spmd_worker.batch.input.prompt_values import RowProblem, refuse_unknown_keys, short
 from spmd_worker.batch.input.row_parser import parse_fields, resolve
+from spmd_worker.batch.pooled_rows import EncodedPooledRow, encode_pooled
 from spmd_worker.batch.row import EncodedRow, RowError
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.config.schema import RowLimits
@@ -31,9 +32,15 @@ _DIGEST_BYTES: Final = 16
 class ServedRow:
     """A request that can run. `includes_usage`: its stream ends with the numbers of tokens."""
 
-    row: EncodedRow
+    row: EncodedRow | EncodedPooledRow
     is_streamed: bool
     includes_usage: bool
+
+    @property
+    def num_sequences(self) -> int:
+        """Of the engine, at a time."""
+        row = self.row
+        return len(row.texts) if isinstance(row, EncodedPooledRow) else row.sampling.num_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +72,11 @@ class RequestReader:
         if isinstance(row, RowError):
             return row
         if row.pooling is not None:
-            message = f"url={short(url)}: a server generates; a job of a run with model.runner=pooling has such rows"
-            return RowError(index, custom_id, "openai", "unsupported_url", message)
+            if is_streamed:
+                message = "vectors and scores cannot be streamed: leave out stream"
+                return RowError(index, custom_id, "openai", "unsupported_value", message)
+            pooled = encode_pooled(row, self.tokenizer, self.engine_limits, self.limits)
+            return pooled if isinstance(pooled, RowError) else ServedRow(pooled, False, False)
         if is_streamed and row.sampling.prompt_logprobs is not None:
             message = "prompt_logprobs cannot be streamed: leave out stream, or prompt_logprobs"
             return RowError(index, custom_id, "openai", "unsupported_value", message)

@@ -59,11 +59,6 @@ def serve(
             f"replica; start one server for each"
         )
     resolved = read_run(config)
-    if resolved.model_config.pooling is not None:
-        raise ConfigError(
-            f"model.path={config.model.path} pools (model.runner): a server generates; vectors and scores come from "
-            f"rows of a job (/v1/embeddings, /v1/score, /v1/rerank) and from LLM.embed"
-        )
     if environment.is_launched:
         check_world_size(resolved.layout, environment.world_size)
     engine = start_engine(resolved, environment, watchdog)

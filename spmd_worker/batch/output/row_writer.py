@@ -14,6 +14,9 @@ from spmd_worker.batch.output.openai_body import (
 from spmd_worker.batch.row import EncodedRow, Row, RowError, shape_of
 from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput
 
+REFUSED: Final = "request_refused"
+"""The code of an error that has no code of its own."""
+
 _LINE_BREAKS: Final = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 """Characters at which some readers end a line; JSON allows them in strings, JSONL is better without."""
 
@@ -37,7 +40,7 @@ def response_line(row: EncodedRow | Row, body: JsonObject) -> bytes:
 
 def error_code_of(output: RequestOutput) -> str:
     """Of a request that has an error."""
-    return output.error_code or "request_refused"
+    return output.error_code or REFUSED
 
 
 def format_error(row: RowError) -> bytes:
