@@ -8,7 +8,8 @@ import logging
 import time
 from typing import Final
 
-from spmd_worker.batch.pooled_rows import EncodedPooledRow, PooledOutput, admit_pooled
+from spmd_worker.batch.pooled_row import EncodedPooledRow, PooledOutput
+from spmd_worker.batch.pooled_rows import admit_pooled
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.sequence.outputs import RequestOutput

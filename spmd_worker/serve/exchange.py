@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from spmd_worker.batch.pooled_rows import EncodedPooledRow, PooledOutput
+from spmd_worker.batch.pooled_row import EncodedPooledRow, PooledOutput
 from spmd_worker.batch.row import EncodedRow
 from spmd_worker.compat.metrics import Metric
 from spmd_worker.sequence.outputs import RequestOutput

@@ -18,7 +18,7 @@ from spmd_worker.batch.output.openai_body import (
     usage,
 )
 from spmd_worker.batch.output.row_writer import json_line
-from spmd_worker.batch.pooled_rows import EncodedPooledRow, PooledOutput, pooled_response
+from spmd_worker.batch.pooled_row import EncodedPooledRow, PooledOutput, pooled_response
 from spmd_worker.batch.row import EncodedRow
 from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer, MarkedText
 from spmd_worker.chat.message import call_records

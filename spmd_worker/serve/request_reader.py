@@ -14,7 +14,7 @@ from typing import Any, Final
 from spmd_worker.batch.input.openai_request import IGNORED_KEYS
 from spmd_worker.batch.input.prompt_values import RowProblem, refuse_unknown_keys, short
 from spmd_worker.batch.input.row_parser import parse_fields, resolve
-from spmd_worker.batch.pooled_rows import EncodedPooledRow, encode_pooled
+from spmd_worker.batch.pooled_row import EncodedPooledRow, encode_pooled
 from spmd_worker.batch.row import EncodedRow, RowError
 from spmd_worker.chat.chat_format import ChatFormat
 from spmd_worker.config.schema import RowLimits

@@ -12,7 +12,7 @@ from pooling_models import pooling_folder
 from serving import KEY, ServedHere
 from waiting import wait_until
 
-from spmd_worker.batch import pooled_rows
+from spmd_worker.batch import pooled_row
 from spmd_worker.batch.job import run_job
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
@@ -82,8 +82,8 @@ def test_the_comparison_sees_texts_in_another_order(
     server: ServedHere, expected: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
-    body = pooled_rows.pooling_body
-    monkeypatch.setattr(pooled_rows, "pooling_body", lambda row, outputs, *rest: body(row, outputs[::-1], *rest))
+    body = pooled_row.pooling_body
+    monkeypatch.setattr(pooled_row, "pooling_body", lambda row, outputs, *rest: body(row, outputs[::-1], *rest))
     found = [without_names(each) for each in answers(server)]
     assert [one == other for one, other in zip(found, expected)] == [True, False, False, True, True]
 
@@ -139,7 +139,7 @@ def test_a_server_that_ends_fails_what_is_open(tmp_path: Path) -> None:
     with ServedHere(model=pooling_folder("last"), max_queued=4, drain_s=0) as served, ThreadPoolExecutor(1) as pool:
         served.allow(0)
         found = pool.submit(served.client.ask, "/v1/embeddings", {"input": TEXTS})
-        wait_until(lambda: served.exchange.num_sequences == 3)
+        wait_until(lambda: len(served.exchange._open) == 1)
         served.exchange.fail("planted")
         status, body, _ = found.result()
         served.allow(None)
