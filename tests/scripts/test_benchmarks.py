@@ -44,12 +44,20 @@ def test_throughput_has_its_parts_its_floor_and_the_ids(rows: Path, tmp_path: Pa
     )
     for part in ("linear", "attention", "other kernels", "sample", "schedule", "lockstep"):
         assert parts[part] > 0, part
-    assert 0 < figures["floor_s"] < figures["split_generate_s"]
+    assert figures["floor_s"] > 0
     assert figures["floor_ratio"] == pytest.approx(figures["generate_s"] / figures["floor_s"], rel=0.1)
     beside = figures["beside_model"]
     assert (beside["sequences"], beside["steps"]) == (6, 4)
-    assert 0 < beside["median_ms"] <= beside["p90_ms"] < 1000 * figures["split_generate_s"] / figures["steps"]
+    assert 0 < beside["median_ms"] <= beside["p90_ms"]
     assert figures["job_s"] > figures["generate_s"]
+
+
+@pytest.mark.stress
+def test_the_floor_and_what_is_beside_the_model_are_less_than_what_is_measured(rows: Path):
+    """On a quiet machine: each is measured by itself."""
+    figures = json.loads(run("bench_throughput.py", MODEL, rows, *SETTINGS).stdout.splitlines()[-1])
+    assert figures["floor_s"] < figures["split_generate_s"]
+    assert figures["beside_model"]["p90_ms"] < 1000 * figures["split_generate_s"] / figures["steps"]
 
 
 @pytest.mark.matrix
