@@ -11,12 +11,12 @@ import constrained_rows
 import pytest
 import ranks
 from constrained_rows import EOS, FORMS, NUM_TOKENS, answers, check, open_model, rows, run, write_model
+from cut_jobs import Ended, end_after
 from run_folder import made_once
 
 import spmd_worker.scheduler.stop as stop_module
 from spmd_worker import LLM, PromptsRefusedError, SamplingParams
 from spmd_worker.batch.job import run_job
-from spmd_worker.batch.run_dir.journal import RowJournal
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.grammar import forms
@@ -356,21 +356,6 @@ def test_a_job_has_forms_and_error_rows_and_goes_on_where_it_was_killed(tmp_path
             run_job(config, RankEnvironment())
     run_job(config, RankEnvironment())
     assert (again / "out.jsonl").read_bytes() == whole
-
-
-class Ended(BaseException):
-    """As a process is that is killed: nothing of ours catches it."""
-
-
-def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
-    append = RowJournal.append
-
-    def counted(journal: RowJournal, key: int, answer: Any) -> None:
-        append(journal, key, answer)
-        if journal.num_rows >= num_rows:
-            raise Ended
-
-    monkeypatch.setattr(RowJournal, "append", counted)
 
 
 def test_a_limit_that_is_met_on_the_way_ends_the_row_alone(llm: LLM):

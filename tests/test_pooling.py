@@ -159,6 +159,7 @@ def test_rows_that_are_aborted_leave_nothing_behind() -> None:
     with LLM(pooling_folder("mean"), **{**SETTINGS, **WAYS["in chunks"]}) as llm:
         engine = llm.llm_engine
         plain = llm.embed(ids(PROMPTS[:1]), use_tqdm=False)[0].outputs
+        # `driver_worker` is of executors in this process, which this one is.
         pooling: RowPooling = engine.executor.driver_worker.model_runner._pooling  # type: ignore[attr-defined]
         request = _add(llm, PROMPTS[4])
         assert engine.step() + engine.step() == []

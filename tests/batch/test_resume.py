@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cut_jobs import Ended, end_after
 from ranks import REPOSITORY, CompletedRanks, run_forked, run_script
 
 import spmd_worker.batch.job as job_module
@@ -30,10 +31,6 @@ from spmd_worker.errors import ConfigError, JobError
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 40
 NUM_DONE = 10
-
-
-class Ended(BaseException):
-    """As a process is that is killed: nothing of ours catches it."""
 
 
 def config_of(folder: Path, **job: Any) -> RunConfig:
@@ -62,18 +59,6 @@ def run(config: RunConfig) -> dict[str, Any]:
 
 def run_dir(config: RunConfig) -> Path:
     return Path(f"{config.job.output}.run")
-
-
-def end_after(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
-    """The job ends when so many rows are in the journal."""
-    append = RowJournal.append
-
-    def counted(journal: RowJournal, key: int, answer: Any) -> None:
-        append(journal, key, answer)
-        if journal.num_rows >= num_rows:
-            raise Ended
-
-    monkeypatch.setattr(RowJournal, "append", counted)
 
 
 def ended_job(folder: Path, num_rows: int, **job: Any) -> RunConfig:
