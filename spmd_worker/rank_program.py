@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 
 from spmd_worker.config.compose import as_plain, as_yaml, named_sets
 from spmd_worker.config.schema import RunConfig
-from spmd_worker.distributed.cores import look_at_node, share_cores, take_share
+from spmd_worker.distributed.cores import look_at_node, share_cores, take_share, waiting_variables
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import DIVERGED_EXIT_CODE, ConfigError, SpmdError
 from spmd_worker.liveness.failure_diagnosis import is_secondary
@@ -179,6 +179,7 @@ def _end(error: Exception, environment: RankEnvironment, watchdog: Watchdog) -> 
 
 def _share_the_node(environment: RankEnvironment, is_on_gpu: bool, run_dir: Path | None) -> None:
     """Threads and cores for this rank, and where NCCL writes: both before torch computes or makes groups."""
+    os.environ.update(waiting_variables(os.environ))
     import torch
 
     share = share_cores(look_at_node(), environment.local_rank, environment.local_world_size, os.environ)

@@ -17,7 +17,7 @@ NATIVE = "native"
 WITHOUT_AMX = "native without AMX"
 EMULATED = "native with emulated AMX"
 ONEDNN = "native with oneDNN's products"
-EMULATE, LEAVE_OUT = "-DSPMD_EMULATED_AMX", "-DSPMD_WITHOUT_AMX"
+EMULATE, LEAVE_OUT, DELAY = "-DSPMD_EMULATED_AMX", "-DSPMD_WITHOUT_AMX", "-DSPMD_PLANTED_DELAYS"
 
 
 @functools.cache

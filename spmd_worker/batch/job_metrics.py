@@ -64,7 +64,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     }
     if len(leaders) > 1:
         metrics["replicas"] = [leader["replica"] for leader in leaders]
-    metrics |= _expert_metrics(values)
+    metrics |= _expert_metrics(values) | _thread_metrics(values)
     shares = busy_shares(stages_of(reports))
     if shares:
         metrics["stages"] = [
@@ -100,6 +100,23 @@ def _of_workers(engine: LLMEngine) -> dict[str, Any]:
         "peak_memory_bytes": engine.executor.peak_memory_bytes(),
         "stages": engine.stage_times(),
         "expert_loads": engine.expert_loads(),
+        "thread_waits": [waits for waits in engine.thread_waits() if waits],
+        "computed_s": engine.times.execute_s,
+    }
+
+
+def _thread_metrics(values: list[dict[str, Any]]) -> dict[str, Any]:
+    """How long the ranks' kernels waited for threads of their own, and the rank where that took most of its time."""
+    waits = [(each, value["computed_s"]) for value in values for each in value["thread_waits"]]
+    if not waits:
+        return {}
+    shares = [each["waited_s"] / computed_s for each, computed_s in waits if computed_s > 0]
+    return {
+        "thread_waits": {
+            "waited_s": sum(each["waited_s"] for each, _ in waits),
+            "lost_cores": sum(each["num_lost"] for each, _ in waits),
+            "largest_share": round(max(shares, default=0.0), 4),
+        }
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final, TextIO
 from tqdm import tqdm
 
 _DEFAULT_INTERVAL_S: Final = 10.0
+_MUCH_WAITING: Final = 0.2
 
 
 _UNKNOWN_COLUMNS, _UNKNOWN_LINES = 80, 24
@@ -160,6 +161,7 @@ def _facts(metrics: Mapping[str, Any]) -> list[tuple[str, str | None]]:
         ("steps", _count(metrics, "steps")),
         ("lockstep", _lockstep(metrics)),
         ("stages busy", _stages(metrics)),
+        ("waiting for cores", _waits(metrics)),
         ("experts", _experts(metrics)),
         ("preemptions", _preemptions(metrics)),
         ("host tier", _tier(metrics)),
@@ -182,6 +184,14 @@ def _stages(metrics: Mapping[str, Any]) -> str | None:
         return None
     shares = ", ".join(f"{stage['busy_share']:.0%}" for stage in stages)
     return f"{shares} (bubble {metrics['bubble_share']:.0%})"
+
+
+def _waits(metrics: Mapping[str, Any]) -> str | None:
+    """Only where it is much: other processes run on the cores."""
+    waits = metrics.get("thread_waits")
+    if not waits or waits["largest_share"] < _MUCH_WAITING or not waits["lost_cores"]:
+        return None
+    return f"{waits['largest_share']:.0%} of the time computed: other processes run on the same cores"
 
 
 def _experts(metrics: Mapping[str, Any]) -> str | None:

@@ -19,6 +19,7 @@ _OMP_VARIABLE: Final = "OMP_NUM_THREADS"
 _BINDING_VARIABLES: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _RANK_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 """What torchrun gives to each rank, and does not have itself."""
+_WAITING_VARIABLES: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 _TOPOLOGY: Final = "/sys/devices/system/cpu"
 
 
@@ -94,6 +95,13 @@ def take_share(share: CoreShare, set_num_threads: Callable[[int], None], *, bind
         except (OSError, AttributeError):
             # Forbidden here, or not Linux: the kernel places the threads.
             return
+
+
+def waiting_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """What to set before torch is imported, unless the user has said how OpenMP's threads wait: torch's sleep between
+    two of its own operations. Spinning, as they do by default, they would take the cores from the kernels' threads.
+    """
+    return {} if any(variables.get(name) for name in _WAITING_VARIABLES) else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def look_at_node() -> Node:

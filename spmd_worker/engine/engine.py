@@ -326,6 +326,10 @@ class LLMEngine:
         has_pipeline = self.config.parallel.pipeline_parallel_size > 1
         return self.executor.collective_rpc("get_stage_times") if has_pipeline else []
 
+    def thread_waits(self) -> list[dict[str, float]]:
+        """What the workers of this rank's executor waited for threads (`WorkerBase.get_thread_waits`)."""
+        return self.executor.collective_rpc("get_thread_waits")
+
     def expert_loads(self) -> list[dict[int, list[int]]]:
         """What the workers of this rank's executor counted (`WorkerBase.get_expert_loads`); empty without experts."""
         has_experts = any(layer.experts is not None for layer in self.resolved.model_config.layers)

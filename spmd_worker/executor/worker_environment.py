@@ -13,6 +13,7 @@ from typing import Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
+from spmd_worker.distributed.cores import waiting_variables
 from spmd_worker.distributed.network_interface import INTERFACE_VARIABLES, LOOPBACK, interface_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def process_environment(num_workers: int) -> dict[str, str]:
             num_workers,
             os.cpu_count() or 1,
         )
-    return inherited
+    return inherited | waiting_variables(inherited)
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -21,10 +21,7 @@
 
 #include "attention_amx.h"
 #include "exports.h"
-
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "team.h"
 
 namespace {
 
@@ -305,16 +302,15 @@ struct Attention {
     num_threads = int(std::min<int64_t>(num_threads, count));
     // An item fetches the beginning of the next one, so a thread takes a few in a row.
     const int64_t chunk = std::clamp<int64_t>(count / (std::max(num_threads, 1) * 8), 1, 8);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
+    run_by_team((count + chunk - 1) / chunk, num_threads, [&](Items& items) {
       int unit_rows = 0;
-#pragma omp for schedule(dynamic, chunk)
-      for (int64_t index = 0; index < count; ++index)
-        run(all[index], index + 1 < count ? &all[index + 1] : nullptr, unit_rows);
+      for (int64_t item = items.next(); item >= 0; item = items.next())
+        for (int64_t index = item * chunk; index < std::min(count, (item + 1) * chunk); ++index)
+          run(all[index], index + 1 < count ? &all[index + 1] : nullptr, unit_rows);
 #if defined(SPMD_HAS_AMX)
       if (unit_rows > 0) amx::release();
 #endif
-    }
+    });
   }
 };
 

@@ -29,8 +29,11 @@ _LOCK_TIMEOUT_S = 120.0
 _COMPILE_TIMEOUT_S = 300.0
 
 # Sums and products are fused only where the source says so, and never reordered: bits must not depend on the optimizer.
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-_OPTIONAL_FLAGS = (("-march={architecture}", "-fopenmp"), ("-fopenmp",), ())
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+_OPTIONAL_FLAGS = (("-march={architecture}",), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,7 @@ def _compile(
 
 
 def _run_compiler(compiler: Sequence[str], sources: Sequence[Path], architecture: str, output: Path) -> str | None:
-    """None, or why it failed. What a compiler may lack (native code, OpenMP) is tried first and then done without."""
+    """None, or why it failed. What a compiler may lack, native code, is tried first and then done without."""
     names = [str(source) for source in sources if source.suffix == ".cpp"]
     message = ""
     for optional in _OPTIONAL_FLAGS:

@@ -13,11 +13,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
 #include "exports.h"
 #include "argmax.h"
 #include "amx.h"
 #include "gemm.h"
+#include "team.h"
 
 #if defined(SPMD_HAS_AMX)
 
@@ -248,6 +250,8 @@ struct Worker {
   }
 
   void merge_argmax(int64_t num_rows) const {
+    static std::mutex is_merging;
+    const std::lock_guard<std::mutex> alone(is_merging);
     for (int64_t row = 0; row < num_rows; ++row) by_lane.merge(row, argmax->values[row], argmax->places[row]);
   }
 
@@ -278,18 +282,13 @@ struct Worker {
 void multiply_all(const Product& gemm, const RowArgmax* argmax, int num_threads) {
   const Cut cut(gemm, num_threads);
   const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_small)
-  {
+  run_by_team(cut.num_items(), is_small ? 1 : num_threads, [&](Items& items) {
     Worker worker(gemm, argmax);
-    // Each thread's in ascending order, which `LaneArgmax` relies on.
-#pragma omp for schedule(monotonic : dynamic, 1)
-    for (int64_t item = 0; item < cut.num_items(); ++item) worker.run(gemm, cut, item);
+    // In ascending order, which `LaneArgmax` relies on.
+    for (int64_t item = items.next(); item >= 0; item = items.next()) worker.run(gemm, cut, item);
     worker.finish();
-    if (argmax != nullptr) {
-#pragma omp critical(spmd_merge_argmax)
-      worker.merge_argmax(gemm.num_rows);
-    }
-  }
+    if (argmax != nullptr) worker.merge_argmax(gemm.num_rows);
+  });
 }
 
 }  // namespace

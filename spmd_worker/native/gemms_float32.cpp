@@ -17,6 +17,7 @@
 #include "exports.h"
 #include "amx.h"
 #include "gemm.h"
+#include "team.h"
 
 #if defined(SPMD_HAS_AMX)
 
@@ -218,17 +219,15 @@ void multiply_all(const Product& gemm, int num_threads) {
   const int64_t pairs_each = std::min((num_pairs + num_threads - 1) / num_threads, kPairs);
   const int64_t items_a_group = (num_pairs + pairs_each - 1) / pairs_each;
   const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_small)
-  {
+  run_by_team(num_row_groups * items_a_group, is_small ? 1 : num_threads, [&](Items& items) {
     Worker worker;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t number = 0; number < num_row_groups * items_a_group; ++number) {
+    for (int64_t number = items.next(); number >= 0; number = items.next()) {
       const int64_t row = number / items_a_group * rows_each, pair = number % items_a_group * pairs_each;
       worker.run(
           gemm, {row, std::min(gemm.num_rows, row + rows_each), pair, std::min(num_pairs, pair + pairs_each)});
     }
     if (worker.unit_rows > 0) amx::release();
-  }
+  });
 }
 
 }  // namespace

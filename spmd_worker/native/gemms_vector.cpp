@@ -11,11 +11,13 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <mutex>
 #include <utility>
 
 #include "argmax.h"
 #include "exports.h"
 #include "gemm.h"
+#include "team.h"
 
 #if defined(SPMD_AVX512)
 
@@ -180,6 +182,8 @@ struct Worker {
   }
 
   void merge_argmax() const {
+    static std::mutex is_merging;
+    const std::lock_guard<std::mutex> alone(is_merging);
     for (int64_t row = 0; row < gemm.num_rows; ++row) by_lane.merge(row, argmax->values[row], argmax->places[row]);
   }
 };
@@ -194,21 +198,16 @@ void multiply_all(const ProductOf<Element>& gemm, const RowArgmax* argmax, int n
   const int64_t rows_each = std::max<int64_t>(kRowsBytes / row_bytes, 1) * kRows;
   const int64_t num_row_groups = (gemm.num_rows + rows_each - 1) / rows_each;
   const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_small)
-  {
+  run_by_team(num_row_groups * items_a_group, is_small ? 1 : num_threads, [&](Items& items) {
     Worker<Element> worker(gemm, argmax);
-    // Each thread's in ascending order, which `LaneArgmax` relies on.
-#pragma omp for schedule(monotonic : dynamic, 1)
-    for (int64_t item = 0; item < num_row_groups * items_a_group; ++item) {
+    // In ascending order, which `LaneArgmax` relies on.
+    for (int64_t item = items.next(); item >= 0; item = items.next()) {
       const int64_t row = item / items_a_group * rows_each, end = std::min(gemm.num_rows, row + rows_each);
       const int64_t pair = item % items_a_group * pairs_each, end_pair = std::min(num_pairs, pair + pairs_each);
       for (int64_t each = pair; each < end_pair; ++each) worker.run_pair(row, end, each, each + 1);
     }
-    if (argmax != nullptr) {
-#pragma omp critical(spmd_merge_argmax)
-      worker.merge_argmax();
-    }
-  }
+    if (argmax != nullptr) worker.merge_argmax();
+  });
 }
 
 }  // namespace

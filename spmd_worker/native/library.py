@@ -9,7 +9,7 @@ import functools
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_worker.native.build import Built, build
 
@@ -65,12 +65,13 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "gemm": (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER, _POINTER, _POINTER), *(_INTEGER,) * 2),
     "argmax": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
 }
-# Of one dtype alone.
+# Of one dtype alone, or of none.
 _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
     "gemm_argmax_bfloat16": (
         *(_POINTER, _INTEGER, _INTEGER, _INTEGER),
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     ),
+    "team_counters": (_POINTER,),
 }
 _LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)
 _GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER)
@@ -107,6 +108,33 @@ class NativeLibrary:
     has_amx: bool
     gemm_dtypes: tuple[str, ...]
     functions: Mapping[str, Function]
+
+
+class TeamCounters(NamedTuple):
+    """What the threads of one process have computed together so far (team.h)."""
+
+    num_jobs: int
+    """Pieces of work that several threads shared."""
+    num_waits: int
+    """Those at whose end the calling thread waited for others."""
+    waited_s: float
+    """For so long in all."""
+    num_slept: int
+    """Those for which it waited longer than any item takes: another thread had lost its core."""
+
+
+def team_counters(library: NativeLibrary) -> TeamCounters:
+    """Of this process, as of now."""
+    numbers = (ctypes.c_int64 * 4)()
+    library.functions["team_counters"](ctypes.addressof(numbers))
+    num_jobs, num_waits, waited_ns, num_slept = numbers
+    return TeamCounters(num_jobs, num_waits, waited_ns / 1e9, num_slept)
+
+
+def thread_waits() -> TeamCounters:
+    """Of the library that this process computes with; zeros where it has none."""
+    library = native_library()
+    return TeamCounters(0, 0, 0.0, 0) if isinstance(library, str) else team_counters(library)
 
 
 @functools.cache

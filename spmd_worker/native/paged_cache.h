@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "rotate_row.h"
+#include "team.h"
 
 namespace {
 
@@ -132,8 +133,7 @@ void write_all(
   const int64_t num_heads = cache.num_kv_heads;
   // Below this many numbers a second thread costs more than it brings.
   const bool is_small = num_tokens * num_heads * cache.head_size < 4096;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && !is_small)
-  for (int64_t token = 0; token < num_tokens; ++token) {
+  each_by_team(num_tokens, is_small ? 1 : num_threads, [&](int64_t token) {
     typename Type::Element room[kMaxHeadSize];
     for (int64_t head = 0; head < num_heads; ++head) {
       const auto* row = key + token * key_token_stride + head * key_head_stride;
@@ -141,7 +141,7 @@ void write_all(
           cache, turned(row, cache.head_size, angles, token, room),
           value + token * value_token_stride + head * value_head_stride, blocks[token], int(head), int(offsets[token]));
     }
-  }
+  });
 }
 
 }  // namespace

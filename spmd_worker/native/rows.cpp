@@ -6,6 +6,7 @@
 #include "exports.h"
 #include "norm_rows.h"
 #include "rotate_row.h"
+#include "team.h"
 
 namespace {
 
@@ -18,23 +19,22 @@ template <class Element>
 void rms_norm(
     const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
     const Element* weight, float epsilon, Element* to, int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * num_heads * size >= kSmall)
-  for (int64_t token = 0; token < num_tokens; ++token)
+  each_by_team(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     for (int64_t head = 0; head < num_heads; ++head)
       norm_row(
           x + token * token_stride + head * head_stride, size, weight, epsilon, to + (token * num_heads + head) * size);
+  });
 }
 
 template <class Element>
 void add_rms_norm(
     Element* x, int64_t x_stride, Element* residual, int64_t residual_stride, int64_t num_tokens, int64_t size,
     const Element* weight, float epsilon, int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * size >= kSmall)
-  for (int64_t token = 0; token < num_tokens; ++token) {
+  each_by_team(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     Element* row = x + token * x_stride;
     const auto x_at = [&](int64_t place, int64_t count) { return load_some(row + place, count); };
     add_and_norm_row(x_at, residual + token * residual_stride, size, weight, epsilon, row);
-  }
+  });
 }
 
 template <class Element>
@@ -42,12 +42,12 @@ void full_norm(
     const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
     const Element* weight, const Element* bias, float epsilon, float offset, bool is_centred, Element* to,
     int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * num_heads * size >= kSmall)
-  for (int64_t token = 0; token < num_tokens; ++token)
+  each_by_team(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     for (int64_t head = 0; head < num_heads; ++head)
       full_norm_row(
           x + token * token_stride + head * head_stride, size, weight, bias, epsilon, offset, is_centred,
           to + (token * num_heads + head) * size);
+  });
 }
 
 // ---- rotary embedding ---------------------------------------------------------------------------------------------
@@ -58,12 +58,12 @@ void rotate(
     const Element* x, int64_t token_stride, int64_t head_stride, int64_t num_tokens, int64_t num_heads, int64_t size,
     const Element* cos, const Element* sin, Element* to, int64_t to_token_stride, int64_t num_threads) {
   const int64_t half = size / 2;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * num_heads * size >= kSmall)
-  for (int64_t token = 0; token < num_tokens; ++token)
+  each_by_team(num_tokens, num_tokens * num_heads * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     for (int64_t head = 0; head < num_heads; ++head)
       rotate_row(
           x + token * token_stride + head * head_stride, half, cos + token * half, sin + token * half,
           to + token * to_token_stride + head * size);
+  });
 }
 
 // ---- SiLU ---------------------------------------------------------------------------------------------------------
@@ -71,15 +71,14 @@ void rotate(
 template <class Element>
 void silu_and_mul(
     const Element* gate_up, int64_t stride, int64_t num_tokens, int64_t size, Element* to, int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * size >= kSmall)
-  for (int64_t token = 0; token < num_tokens; ++token) {
+  each_by_team(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     const Element* gates = gate_up + token * stride;
     for (int64_t place = 0; place < size; place += kLanes) {
       const int64_t count = size - place;
       const Floats gate = load_some(gates + place, count), up = load_some(gates + size + place, count);
       store_some(to + token * size + place, as_kept<Element>(silu(gate)) * up, count);
     }
-  }
+  });
 }
 
 // ---- other activations --------------------------------------------------------------------------------------------
@@ -89,8 +88,7 @@ template <class Element, class Activation>
 void activate_rows(
     const Element* x, int64_t stride, int64_t num_tokens, int64_t size, bool is_gate, Activation activation, Element* to,
     int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * size >= kSmall)
-  for (int64_t token = 0; token < num_tokens; ++token) {
+  each_by_team(num_tokens, num_tokens * size < kSmall ? 1 : num_threads, [&](int64_t token) {
     const Element* row = x + token * stride;
     for (int64_t place = 0; place < size; place += kLanes) {
       const int64_t count = size - place;
@@ -98,7 +96,7 @@ void activate_rows(
       if (is_gate) result = result * load_some(row + size + place, count);
       store_some(to + token * size + place, result, count);
     }
-  }
+  });
 }
 
 // `kind` 0 is SiLU, 1 GELU by way of tanh, 2 GELU, 3 ReLU, 4 its square.
@@ -164,9 +162,9 @@ template <class Element>
 void argmax(
     const Element* rows, int64_t stride, int64_t num_rows, int64_t count, float* values, int64_t* indices,
     int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * count >= kSmall)
-  for (int64_t row = 0; row < num_rows; ++row)
+  each_by_team(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
     row_argmax(rows + row * stride, count, values + row, indices + row);
+  });
 }
 
 }  // namespace

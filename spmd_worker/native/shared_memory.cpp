@@ -14,17 +14,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <climits>
 #include <cstddef>
-#include <ctime>
 
 #include "exports.h"
 #include "norm_rows.h"
+#include "waiting.h"
 
 #if defined(__linux__)
-#include <linux/futex.h>
 #include <poll.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 namespace {
@@ -70,28 +67,9 @@ constexpr int64_t kMostRanks = 64;
 constexpr int64_t kSleepNs = 20'000'000;  // between two looks at whether the process is there
 constexpr int64_t kTimedOut = -1;         // what functions return besides 0 and 1 + the place of a rank that has gone
 
-SPMD_INLINE int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
-
-SPMD_INLINE void pause_briefly() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 SPMD_INLINE bool has_come(const Line& line, uint32_t round) {
   // Rounds wrap around.
   return int32_t(line.round.load(std::memory_order_acquire) - round) >= 0;
-}
-
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-  timespec limit{0, kSleepNs};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
 }
 
 bool has_gone(int32_t process) {
@@ -102,8 +80,7 @@ bool has_gone(int32_t process) {
 void announce(Line& own, uint32_t round) {
   // Sequentially consistent with whoever goes to sleep: it sees the round, or is seen asleep.
   own.round.store(round);
-  if (own.num_sleepers.load() > 0)
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&own.round), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  if (own.num_sleepers.load() > 0) wake_all(own.round);
 }
 
 int64_t wait_for(const Group& group, Line& line, int64_t which, uint32_t round) {
@@ -122,7 +99,7 @@ int64_t wait_for(const Group& group, Line& line, int64_t which, uint32_t round) 
   while (true) {
     line.num_sleepers.fetch_add(1);
     const uint32_t seen = line.round.load();
-    if (int32_t(seen - round) < 0 && has_left.load() == 0) sleep_while(line.round, seen);
+    if (int32_t(seen - round) < 0 && has_left.load() == 0) sleep_while(line.round, seen, kSleepNs);
     line.num_sleepers.fetch_sub(1);
     if (has_come(line, round)) return 0;
     if (has_left.load() != 0 || has_gone(group.processes[which])) return has_come(line, round) ? 0 : 1 + which;
@@ -251,7 +228,7 @@ extern "C" int64_t spmd_shared_leave(SPMD_GROUP) {
   Line& own = group.line(rank);
   own.has_left.store(1);
   for (Line* line : {&own, &group.sent(rank), &group.taken(rank)})
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&line->round), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    wake_all(line->round);
   return 0;
 }
 

@@ -38,6 +38,7 @@ from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 from spmd_worker.models.weight_memory import WeightMemory
+from spmd_worker.native.library import TeamCounters, thread_waits
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.runner.largest_step import largest_step, prepared_step
 from spmd_worker.runner.model_runner import ModelRunner
@@ -79,6 +80,7 @@ class Worker(WorkerBase):
         self._mirror: Mirror | None = None
         self.model_runner: ModelRunner | None = None
         self._clock = StageClock(self.layout.pipeline_rank(environment.rank))
+        self._waits_before: TeamCounters | None = None
         self._profiler = TraceProfiler(environment.rank)
 
     def init_device(self) -> None:
@@ -170,6 +172,7 @@ class Worker(WorkerBase):
         # What was measured met experts too.
         for counts in self.get_expert_loads().values():
             counts[:] = [0] * len(counts)
+        self._waits_before = thread_waits() if self.device.type == "cpu" else None
 
     def initialize_host_tier(self, num_slots: int) -> None:
         """See `WorkerBase.initialize_host_tier`."""
@@ -215,6 +218,13 @@ class Worker(WorkerBase):
     def get_stage_times(self) -> dict[str, Any]:
         """See `WorkerBase.get_stage_times`."""
         return self._clock.report()
+
+    def get_thread_waits(self) -> dict[str, float]:
+        """See `WorkerBase.get_thread_waits`."""
+        if self._waits_before is None:
+            return {}
+        now, before = thread_waits(), self._waits_before
+        return {"waited_s": now.waited_s - before.waited_s, "num_lost": now.num_slept - before.num_slept}
 
     def get_expert_loads(self) -> dict[int, list[int]]:
         """See `WorkerBase.get_expert_loads`."""

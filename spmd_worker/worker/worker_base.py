@@ -144,6 +144,12 @@ class WorkerBase(ABC):
         """
         return StageClock(0).report()
 
+    def get_thread_waits(self) -> dict[str, float]:
+        """How long this rank's kernels waited for threads since the cache was made: `waited_s`, and `num_lost`, how
+        often so long that a thread must have lost its core to another process. Empty where it is not known.
+        """
+        return {}
+
     def get_expert_loads(self) -> dict[int, list[int]]:
         """By the number of each sparse layer, how many tokens have met each of its experts since the cache was made; of
         the ranks that share layers the first tells, of all.

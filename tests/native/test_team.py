@@ -1,0 +1,167 @@
+"""The threads of the compiled kernels: who computes an item, and when, changes no bit.
+
+In the library with delays, threads lose their cores at random in the midst of their items.
+"""
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from native_libraries import DELAY, compiled_with, native
+from paged_steps import Sizes, run, sequence, together
+from torch import Tensor
+from waiting import wait_until
+
+from spmd_worker.attention.cpu import CpuBackend
+from spmd_worker.kernels.cpu.native import CpuKernels
+from spmd_worker.native import build
+from spmd_worker.native.library import NativeLibrary, team_counters
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def numbers(*shape: int, dtype: torch.dtype = FLOAT32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def results_of(library: NativeLibrary, dtype: torch.dtype) -> list[Tensor]:
+    """Of every kind of kernel: products, gated and with the largest alone, norms, attention."""
+    kernels, x = CpuKernels(library), numbers(70, 576, dtype=dtype)
+    weight = numbers(1536, 576, dtype=dtype)
+    results = [
+        kernels.linear(x, kernels.pack(weight), None),
+        kernels.gated_linear(x, kernels.pack_gated(weight), None),
+        *kernels.linear_argmax(x, kernels.pack(weight), 1500),
+        kernels.rms_norm(x, weight[0], 1e-5),
+    ]
+    sizes = Sizes(dtype=dtype, group_size=3)
+    backend = CpuBackend(library, dtype, sizes.head_size, sizes.block_size)
+    results.append(run(backend, sequence(203, sizes), 100))
+    results += together(backend, [sequence(length, sizes, length) for length in (1, 64, 130, 17)], [1, 1, 66, 3])
+    return results
+
+
+def are_equal(results: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(results, others, strict=True))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_threads_that_lose_their_cores_change_no_bit(threads, dtype):
+    threads(1)
+    alone = results_of(native(), dtype)
+    delayed = compiled_with(DELAY)
+    before = team_counters(delayed)
+    for num_threads in (2, 3, 5) * 4:
+        threads(num_threads)
+        assert are_equal(results_of(delayed, dtype), alone), num_threads
+    after = team_counters(delayed)
+    assert after.num_jobs > before.num_jobs
+    assert after.num_slept > before.num_slept
+    assert after.waited_s > before.waited_s
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        pytest.param("_acquire) == count;", "_acquire) + 1 >= count;", id="the end"),
+        pytest.param("seen, seen + 1, std", "seen, seen + 2, std", id="an item"),
+    ],
+)
+def test_an_item_that_is_not_waited_for_is_seen(threads, right, wrong, tmp_path, monkeypatch):
+    """Negative control: a job that ends one item early, or leaves items out, has other results, or no end."""
+    sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "native"))
+    text = (sources / "team.cpp").read_text()
+    assert text.count(right) == 1
+    # Where items are left out the caller would wait for ever.
+    text = text.replace(right, wrong).replace("seen != count; seen = num_done_.load()) sleep", "false;) sleep")
+    (sources / "team.cpp").write_text(text)
+    monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
+    compiled_with.cache_clear()
+    planted = compiled_with(DELAY)
+    compiled_with.cache_clear()
+    threads(1)
+    alone = results_of(native(), BFLOAT16)
+    threads(3)
+    assert not all(are_equal(results_of(planted, BFLOAT16), alone) for _ in range(10))
+
+
+def test_two_callers_at_once_each_get_their_own(threads):
+    """One has the team; the other computes by itself meanwhile."""
+    kernels = CpuKernels(native())
+    packed = kernels.pack(numbers(1536, 576))
+    inputs = [numbers(70, 576) + number for number in range(4)]
+    threads(2)
+    expected = [kernels.linear(x, packed, None) for x in inputs]
+    results: list[list[Tensor]] = [[] for _ in inputs]
+
+    def ask(number: int) -> None:
+        results[number] = [kernels.linear(inputs[number], packed, None) for _ in range(30)]
+
+    callers = [threading.Thread(target=ask, args=(number,)) for number in range(len(inputs))]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join()
+    for result, right in zip(results, expected, strict=True):
+        assert len(result) == 30
+        assert all(torch.equal(each, right) for each in result)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="there is no list of threads")
+def test_the_teams_threads_take_no_signals(threads):
+    """Python's handlers run in the thread that a signal wakes."""
+    threads(2)
+    kernels = CpuKernels(native())
+    packed = kernels.pack(numbers(1536, 576))
+    kernels.linear(numbers(70, 576), packed, None)
+
+    def blocked() -> list[int]:
+        statuses = [(task / "status").read_text() for task in Path("/proc/self/task").iterdir()]
+        ours = [status for status in statuses if status.startswith("Name:\tspmd-team\n")]
+        return [int(status.partition("SigBlk:\t")[2].split()[0], 16) for status in ours]
+
+    wait_until(blocked)
+    terminate, interrupt = 1 << 14, 1 << 1
+    assert all(mask & terminate and mask & interrupt for mask in blocked())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_makes_threads_of_its_own(threads):
+    threads(2)
+    kernels = CpuKernels(native())
+    packed, x = kernels.pack(numbers(1536, 576)), numbers(70, 576)
+    expected = kernels.linear(x, packed, None).numpy().tobytes()
+    assert team_counters(native()).num_jobs > 0
+    child = os.fork()
+    if child == 0:
+        # No operation of torch's: the threads of its own did not survive the fork.
+        is_same = kernels.linear(x, packed, None).numpy().tobytes() == expected
+        os._exit(0 if is_same and team_counters(native()).num_jobs == 1 else 1)
+    ended: list[int] = []
+
+    def has_ended() -> bool:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        ended.extend([os.waitstatus_to_exitcode(status)] if pid else [])
+        return bool(pid)
+
+    try:
+        wait_until(has_ended)
+    finally:
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert ended == [0]
