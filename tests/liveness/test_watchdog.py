@@ -4,6 +4,7 @@ running. Ranks are threads here, in driven time.
 `tests/test_fault_matrix.py` breaks real ranks.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import pytest
 from driven_time import DrivenTime
 from made_up_store import MadeUpStore
 from our_logger import logger_as_it_was
-from waiting import wait_until
+from waiting import NotInTime, wait_until
 
 from spmd_worker.errors import ConfigError, RankFailedError, ReplicaDivergedError
 from spmd_worker.liveness import coordinated_shutdown as ending
@@ -67,7 +68,12 @@ class Ranks:
         for rank in ranks:
             self.all[rank].start()
         threads = [thread for rank in ranks for thread in (self.all[rank]._thread, self.all[rank]._exchange._thread)]
-        wait_until(lambda: all(self.time.takes_part(thread) for thread in threads))
+        try:
+            wait_until(lambda: all(self.time.takes_part(thread) for thread in threads))
+        except NotInTime as error:
+            faulthandler.dump_traceback(all_threads=True)
+            missing = [thread for thread in threads if not self.time.takes_part(thread)]
+            raise NotInTime(f"threads that have not waited: {missing} (their stacks are above)") from error
         self.wait_until(lambda: all(f"watch/heartbeat/{rank}" in self.store.values for rank in ranks))
 
     def stop(self) -> None:
