@@ -105,12 +105,9 @@ class Pooler(CheckpointLayer):
                 yield whole(f"{prefix}.bias", shape[:1], f"{prefix}.score_bias")
         if self.config.head is not None:
             yield whole(f"{prefix}.dense.weight", (size, size), f"{prefix}.dense")
-            named = {"dense.bias": self.dense_bias, "norm.weight": self.norm, "norm.bias": self.norm_bias}
-            for name, parameter in named.items():
-                if parameter is not None:
-                    yield whole(
-                        f"{prefix}.{name}", (size,), f"{prefix}.{name.replace('.weight', '').replace('.', '_')}"
-                    )
+            for name, own in (("dense.bias", "dense_bias"), ("norm.weight", "norm"), ("norm.bias", "norm_bias")):
+                if getattr(self, own) is not None:
+                    yield whole(f"{prefix}.{name}", (size,), f"{prefix}.{own}")
 
 
 def _product(weight: Tensor, x: Tensor) -> Tensor:
