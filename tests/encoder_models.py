@@ -96,13 +96,30 @@ def _write_tokenizer(folder: Path, kind: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
 
 
+@torch.no_grad()
+def _stir(model: Any) -> None:
+    """Random weights with which every token counts in every vector, and every score hangs on them."""
+    generator = torch.Generator().manual_seed(11)
+    fill(model, generator)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.lower().endswith("norm.weight"):
+            parameter.copy_((0.0 if isinstance(model, Gemma3TextModel) else 1.0) + 0.1 * noise)
+        elif name.endswith("bias"):
+            parameter.copy_(0.1 * noise)
+        elif "embeddings" in name:
+            parameter.copy_(noise * (1.0 if "word" in name or "tok_" in name else 0.3))
+        elif any(part in name for part in ("query", "key", "q_proj", "Wqkv", "classifier.weight", "out_proj")):
+            parameter.mul_(2.0)
+
+
 def _written(
     kind: str, model_class: Any, config_class: Any, sizes: Mapping[str, Any], **settings: Any
 ) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         torch.manual_seed(7)
         model = model_class(config_class(**{**sizes, **settings}))
-        fill(model, torch.Generator().manual_seed(11))
+        _stir(model)
         model.save_pretrained(folder)
         _write_tokenizer(folder, kind)
 

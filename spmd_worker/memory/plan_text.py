@@ -267,7 +267,7 @@ def _describe_steps(plan: MemoryPlan) -> list[str]:
     return [
         f"blocks     none: tokens of an encoder see all of their row, and nothing of it is kept; a step has {room} for "
         f"keys and values of one layer, which all layers use in turn",
-        f"steps      of {resolved.config.scheduler.max_num_batched_tokens:,} tokens (scheduler.max_num_batched_tokens), "
+        f"steps      {resolved.config.scheduler.max_num_batched_tokens:,} tokens (scheduler.max_num_batched_tokens), "
         f"rows whole, the longest of {resolved.max_model_len:,} (model.max_model_len)",
     ]
 
