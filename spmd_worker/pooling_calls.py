@@ -32,7 +32,7 @@ class PoolingCalls:
         self,
         call: str,
         task: str | None,
-        prompts: Prompt | Sequence[Prompt] | Callable[[], Sequence[Prompt]],
+        prompts: Prompt | Sequence[Prompt] | Callable[[], Sequence[Prompt | TextPair]],
         given: GivenParams,
         make: Callable[[list[float]], Pooled],
         *,
@@ -70,7 +70,7 @@ class PoolingCalls:
         are_pairs = config is None or config.task == "classify"
         num_firsts = 0
 
-        def prompts() -> list[str] | list[TextPair]:
+        def prompts() -> Sequence[str | TextPair]:
             nonlocal num_firsts
             firsts, seconds = _as_texts("text_1", text_1), _as_texts("text_2", text_2)
             num_firsts = len(firsts)

@@ -119,11 +119,10 @@ def _of_encoder(config: RunConfig, max_model_len: int) -> RunConfig:
         )
     if cache.num_blocks is not None:
         logger.info("cache.num_blocks=%d is ignored: an encoder has no cache", cache.num_blocks)
-    none = {"num_blocks": None, "swap_space_gib": 0.0, "host_tier_gib": 0.0, "enable_prefix_caching": False}
     return replace(
         config,
         scheduler=replace(scheduler, max_num_batched_tokens=tokens, enable_chunked_prefill=False),
-        cache=replace(cache, **none),
+        cache=replace(cache, num_blocks=None, swap_space_gib=0.0, host_tier_gib=0.0, enable_prefix_caching=False),
     )
 
 

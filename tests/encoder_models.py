@@ -46,7 +46,7 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 128,
     "eos_token_id": 2,
 }
-_ROBERTA = {**_COMMON, "max_position_embeddings": 130, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+_ROBERTA = {**_COMMON, "max_position_embeddings": 130, "type_vocab_size": 1, "layer_norm_eps": 0.05}
 _MODERN = {**_COMMON, "local_attention": 12, "pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "sep_token_id": 2}
 _GEMMA = {
     **_COMMON,
@@ -141,7 +141,7 @@ _GEMMA_MODEL = _written("gemma", Gemma3TextModel, Gemma3TextConfig, _GEMMA)
 
 ENCODERS: dict[str, Callable[[Path], None]] = {
     "bert": _BERT_MODEL,
-    "bert_masked": _written("bert", BertForMaskedLM, BertConfig, _COMMON, layer_norm_eps=1e-5, hidden_act="gelu_new"),
+    "bert_masked": _written("bert", BertForMaskedLM, BertConfig, _COMMON, layer_norm_eps=0.1, hidden_act="gelu_new"),
     "bert_labels": _written("bert", BertForSequenceClassification, BertConfig, _COMMON, num_labels=3),
     "bert_pairs": _written("bert", BertForSequenceClassification, BertConfig, _COMMON, num_labels=1),
     "roberta_labels": _written("roberta", RobertaForSequenceClassification, RobertaConfig, _ROBERTA, num_labels=3),
@@ -178,7 +178,8 @@ def encoder_folder(name: str) -> Path:
 
 
 @cache
-def _model(name: str) -> Any:
+def backbone(name: str) -> Any:
+    """transformers' model, with its head where the folder has scores."""
     kind = AutoModelForSequenceClassification if name in WITH_SCORES else AutoModel
     return kind.from_pretrained(encoder_folder(name), dtype=torch.float32, attn_implementation="eager").eval()
 
@@ -186,13 +187,13 @@ def _model(name: str) -> Any:
 @torch.no_grad()
 def hidden_states(name: str, prompt: list[int], num_first_tokens: int | None = None) -> Tensor:
     """[T, hidden] of a row alone."""
-    return _model(name)(**_inputs(prompt, num_first_tokens)).last_hidden_state[0]
+    return backbone(name)(**_inputs(prompt, num_first_tokens)).last_hidden_state[0]
 
 
 @torch.no_grad()
 def logits_of(name: str, prompt: list[int], num_first_tokens: int | None = None) -> Tensor:
     """[labels] of a row alone."""
-    return _model(name)(**_inputs(prompt, num_first_tokens)).logits[0]
+    return backbone(name)(**_inputs(prompt, num_first_tokens)).logits[0]
 
 
 def _inputs(prompt: list[int], num_first_tokens: int | None) -> dict[str, Tensor]:

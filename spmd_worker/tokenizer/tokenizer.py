@@ -173,7 +173,7 @@ class Tokenizer:
             lengths = _cut_lengths([len(encoding.ids) for encoding in encodings], max_tokens - num_special)
             for encoding, length in zip(encodings, lengths):
                 encoding.truncate(length)
-        whole = self._backend.post_process(*encodings)
+        whole = self._backend.post_process(encodings[0], encodings[1] if second is not None else None)
         types = list(whole.type_ids)
         num_first = types.index(1) if 1 in types else len(types)
         if any(each != int(index >= num_first) for index, each in enumerate(types)):

@@ -1,7 +1,7 @@
 """Rows of the table: encoders, whose tokens see all of their row, by the architecture without a head. See `table.py`.
 
 Each is compared with transformers and with sentence-transformers on checkpoints of its own
-(tests/models/test_encoders.py).
+(tests/test_encoders.py).
 """
 
 from dataclasses import replace
@@ -13,7 +13,8 @@ from spmd_worker.model_config.families.table import FAMILIES
 _QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
-def _bert_names(prefix: str, ignored_prefixes: tuple[str, ...], **head: str) -> Names:
+def _bert_names(prefix: str, head: str, head_dense: str, classifier: str) -> Names:
+    """`head` is that of a masked model, which is not run; the others are of one that classifies."""
     return Names(
         embedding=f"{prefix}embeddings.word_embeddings",
         positions=f"{prefix}embeddings.position_embeddings",
@@ -32,9 +33,11 @@ def _bert_names(prefix: str, ignored_prefixes: tuple[str, ...], **head: str) -> 
         },
         optional_prefix=prefix,
         ignored=("embeddings.position_ids", "embeddings.token_type_ids"),
-        ignored_prefixes=(f"{prefix}pooler.", *ignored_prefixes),
+        head=head,
+        ignored_prefixes=(f"{prefix}pooler.", f"{head}."),
         ending_aliases={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-        **head,
+        head_dense=head_dense,
+        classifier=classifier,
     )
 
 
@@ -69,9 +72,7 @@ _BERT_DEFAULTS: Final = {
 _BERT_REQUIRED: Final = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 _ROBERTA: Final[dict[str, Any]] = {
     **_BERT,
-    "names": _bert_names(
-        "roberta.", ("lm_head.",), head_dense="classifier.dense", classifier="classifier.out_proj", head="lm_head"
-    ),
+    "names": _bert_names("roberta.", "lm_head", "classifier.dense", "classifier.out_proj"),
     "position_offset": 2,
     "counts_offset": True,
     "required": {**_BERT_REQUIRED, "pad_token_id": 1},
@@ -82,7 +83,7 @@ ENCODERS: Final[dict[str, Family]] = {
     "BertModel": Family(
         **_BERT,
         models="BERT: all-MiniLM, bge, gte, e5, ms-marco cross-encoders",
-        names=_bert_names("bert.", ("cls.",), head_dense="bert.pooler.dense", classifier="classifier", head="cls"),
+        names=_bert_names("bert.", "cls", "bert.pooler.dense", "classifier"),
         required=_BERT_REQUIRED,
         defaults=_BERT_DEFAULTS,
     ),
@@ -150,6 +151,7 @@ ENCODERS: Final[dict[str, Family]] = {
         FAMILIES["Gemma3ForCausalLM"],
         models="EmbeddingGemma",
         names=replace(FAMILIES["Gemma3ForCausalLM"].names, optional_prefix="model."),
+        logit_cap_key="",
         required={"use_bidirectional_attention": True},
         defaults={**FAMILIES["Gemma3ForCausalLM"].defaults, "use_bidirectional_attention": False},
         is_encoder=True,
