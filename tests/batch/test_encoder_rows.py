@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cut_jobs import Ended, end_after
 from encoder_models import encoder_folder, logits_of
 from test_encoders import error, expected
 from test_pooled_rows import TEXTS, openai
 
 from spmd_worker.batch.job import run_job
+from spmd_worker.batch.pooled_rows import PooledRows
 from spmd_worker.config.schema import JobConfig, ModelOptions, RunConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -18,6 +20,11 @@ from spmd_worker.tools import replay
 
 def answered(folder: Path, name: str, rows: list[Any], **settings: Any) -> list[dict[str, Any]]:
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run(folder, name, **settings)
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def run(folder: Path, name: str, **settings: Any) -> None:
     config = RunConfig(
         model=ModelOptions(path=str(encoder_folder(name))),
         scheduler=SchedulerConfig(**settings),
@@ -25,7 +32,6 @@ def answered(folder: Path, name: str, rows: list[Any], **settings: Any) -> list[
         device="cpu",
     )
     run_job(config, RankEnvironment())
-    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.matrix
@@ -56,9 +62,20 @@ def test_pairs_are_ranked_and_what_the_log_holds_is_computed_again(
     assert "tokens equal" in capsys.readouterr().out
 
 
-@pytest.mark.stress
-def test_a_job_of_embeddings_has_the_same_bytes_in_other_steps(tmp_path: Path) -> None:
+@pytest.mark.matrix
+def test_a_job_of_embeddings_has_the_same_bytes_in_other_steps_and_after_it_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = [openai(str(number), "embeddings", input=[TEXTS[number % 3] * (1 + number % 7)]) for number in range(60)]
     rows = answered(tmp_path, "modern_dense", asked)
-    (tmp_path / "other").mkdir()
-    assert answered(tmp_path / "other", "modern_dense", asked, max_num_batched_tokens=300, max_num_seqs=3) == rows
+    folder = tmp_path / "other"
+    folder.mkdir()
+    with monkeypatch.context() as patch:
+        end_after(patch, 20)
+        with pytest.raises(Ended):
+            answered(folder, "modern_dense", asked, max_num_batched_tokens=300, max_num_seqs=3)
+    assert not (folder / "out.jsonl").exists()
+    admit, admitted = PooledRows.admit, []
+    monkeypatch.setattr(PooledRows, "admit", lambda self, row: (admitted.append(row), admit(self, row))[1])
+    assert answered(folder, "modern_dense", asked, max_num_batched_tokens=300, max_num_seqs=3) == rows
+    assert len(admitted) == 40
