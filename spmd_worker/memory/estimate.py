@@ -120,6 +120,8 @@ def activation_bytes(
     per_token = num_streams * model_config.hidden_size + max(
         attention, num_columns, _sparse_elements(model_config, layout)
     )
+    if model_config.is_encoder:
+        return num_tokens * per_token * DTYPE_BYTES[dtype]
     logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     return num_tokens * per_token * DTYPE_BYTES[dtype] + logits
 
