@@ -148,9 +148,12 @@ class Tokenizer:
         """
         if not _is_unicode(text):
             raise ValueError("the text holds half of a surrogate pair, which is no character")
+        return list(self._encoding(text, add_special_tokens).ids)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false":
-            return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_inside(
         self, first: str, second: str | None = None, max_tokens: int | None = None
@@ -165,7 +168,7 @@ class Tokenizer:
         texts = [first] if second is None else [first, second]
         if not all(map(_is_unicode, texts)):
             raise ValueError("the text holds half of a surrogate pair, which is no character")
-        encodings = [self._backend.encode(text, add_special_tokens=False) for text in texts]
+        encodings = [self._encoding(text, add_special_tokens=False) for text in texts]
         if max_tokens is not None:
             num_special = int(self._backend.num_special_tokens_to_add(second is not None))
             if max_tokens <= num_special:
