@@ -16,7 +16,7 @@ from tqdm import tqdm
 from spmd_worker.compat.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.chat import ChatOptions, ChatRenderer
-from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
+from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_prompt
 from spmd_worker.data_parallel.agreement import agree_on_call, agree_on_prompts
 from spmd_worker.data_parallel.own_prompts import OwnPrompt, Turns, answer_own
 from spmd_worker.data_parallel.prompts import RoundPrompt, answer_alone, answer_together
@@ -48,7 +48,7 @@ class PromptCalls:
         self._engine, self._replicas, self._turns = engine, replicas, turns
         self._chat_renderer: ChatRenderer | None = None
 
-    def encode(self, prompts: Prompt | Sequence[Prompt]) -> list[Encoded]:
+    def encode(self, prompts: Prompt | Sequence[Prompt | TextPair]) -> list[Encoded]:
         """Of one prompt or a list of them. Raises TypeError for what is neither."""
         return [encode_prompt(each, self._engine.need_tokenizer) for each in _as_list(prompts)]
 

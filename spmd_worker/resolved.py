@@ -82,6 +82,8 @@ def resolve(
 ) -> ResolvedRun:
     """As `resolve_run`, of files that were read already. Raises ConfigError."""
     location = location or ModelLocation(config.model.path or "", config.model.path or "")
+    if files.model_config.is_encoder:
+        config = _of_encoder(config, _max_model_len(config, files.model_config))
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
     return ResolvedRun(
         config=config,
@@ -100,6 +102,28 @@ def resolve_again(resolved: ResolvedRun, parallel: ParallelConfig) -> ResolvedRu
     """The same run over ranks divided in another way; no file is read. Raises ConfigError."""
     layout = _layout(parallel, resolved.model_config)
     return replace(resolved, config=replace(resolved.config, parallel=parallel), layout=layout)
+
+
+def _of_encoder(config: RunConfig, max_model_len: int) -> RunConfig:
+    """`config` for a model whose rows are computed whole and keep nothing for later. The budget of a step is raised to
+    what one row takes: whether a row is answered must not hang on how steps are cut.
+    """
+    scheduler, cache = config.scheduler, config.cache
+    tokens = max(scheduler.max_num_batched_tokens, max_model_len)
+    if tokens > scheduler.max_num_batched_tokens:
+        logger.info(
+            "scheduler.max_num_batched_tokens=%d is raised to model.max_model_len=%d: rows of an encoder are computed "
+            "whole; lower model.max_model_len if steps take too much memory",
+            scheduler.max_num_batched_tokens,
+            tokens,
+        )
+    if cache.num_blocks is not None:
+        logger.info("cache.num_blocks=%d is ignored: an encoder has no cache", cache.num_blocks)
+    return replace(
+        config,
+        scheduler=replace(scheduler, max_num_batched_tokens=tokens, enable_chunked_prefill=False),
+        cache=replace(cache, num_blocks=None, swap_space_gib=0.0, host_tier_gib=0.0, enable_prefix_caching=False),
+    )
 
 
 def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> PoolingConfig | None:
@@ -178,6 +202,8 @@ def _max_model_len(config: RunConfig, model_config: ModelConfig) -> int:
     own = model_config.pooling.max_tokens if model_config.pooling is not None else 0
     max_model_len = wanted or min(own or model_config.max_model_len, model_config.max_model_len)
     tokens = config.scheduler.max_num_batched_tokens
+    if model_config.is_encoder:
+        return max_model_len
     if not config.scheduler.enable_chunked_prefill and tokens < max_model_len:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens={tokens} cannot hold a prompt of model.max_model_len={max_model_len} "

@@ -57,3 +57,12 @@ MODEL_TYPES: Final = {
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
     "Dots1ForCausalLM": "dots1",
 }
+
+ENCODER_TYPES: Final = {
+    "BertModel": "bert",
+    "RobertaModel": "roberta",
+    "XLMRobertaModel": "xlm-roberta",
+    "CamembertModel": "camembert",
+    "ModernBertModel": "modernbert",
+    "Gemma3TextModel": "gemma3_text",
+}

@@ -27,6 +27,7 @@ class Sizes:
     window: int = 0
     score_cap: float = 0.0
     has_sinks: bool = False
+    sees_later: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -76,9 +77,10 @@ def formula(one: Sequence) -> Tensor:
     if one.sizes.score_cap:
         scores = (scores / one.sizes.score_cap).tanh() * one.sizes.score_cap
     positions = torch.arange(one.length)
-    is_visible = positions <= positions.unsqueeze(1)
+    distances = positions - positions.unsqueeze(1)
+    is_visible = distances <= (one.length if one.sizes.sees_later else 0)
     if one.sizes.window:
-        is_visible &= positions > positions.unsqueeze(1) - one.sizes.window
+        is_visible &= distances.abs() < one.sizes.window
     scores = scores.masked_fill(~is_visible, -math.inf)
     if one.sizes.sinks is not None:
         sinks = one.sizes.sinks.double().view(-1, 1, 1).expand(-1, one.length, 1)
@@ -142,6 +144,7 @@ def _step(
         block_tables=padded,
         token_blocks=torch.cat([table[at // block_size] for table, at in zip(tables, positions, strict=True)]),
         token_offsets=torch.cat(positions) % block_size,
+        sees_later=sequences[0].sizes.sees_later,
     )
     merged = torch.cat([one.merged[start:end] for one, (start, end) in zip(sequences, ranges, strict=True)])
     query, key, value = Sequence(merged, sequences[0].sizes).parts

@@ -46,7 +46,8 @@ class AttentionBackend(Protocol):
         score_cap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D].
+        """Attention of queries [T, Hq, D] over the cache, this step's keys included -> [T, Hq, D]: causal, but where
+        the metadata says that tokens see later ones.
 
         `window` 0 looks at everything before; otherwise at the last `window` keys, the query's own included. Where
         `score_cap` is above 0, scores are cap * tanh(score * scale / cap). `sinks`, float32 [Hq], are one more score
@@ -63,7 +64,8 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int,
     ) -> Tensor | None:
-        """Rotary embedding, `write` and `attend` in one, with the same results; None where there is no such call.
+        """Rotary embedding, `write` and causal `attend` in one, with the same results; None where there is no such
+        call.
 
         `projected` [T, (Hq + 2 * Hkv) * D] has each token's queries, keys and values and may be overwritten; `angles`
         are cosines and sines [T, D / 2] -> [T, Hq * D].

@@ -117,7 +117,7 @@ class CpuBackend:
             *(*rows, num_heads),
             *_AS_THEY_ARE,
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
-            *(scale, score_cap, window, None if sinks is None else sinks.data_ptr()),
+            *(scale, score_cap, window, _num_ahead(metadata, window), None if sinks is None else sinks.data_ptr()),
             *(output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
         )
         return output
@@ -133,6 +133,7 @@ class CpuBackend:
         window: int,
     ) -> Tensor:
         """See `AttentionBackend.attend_projected`. `angles` have the dtype of `projected`."""
+        assert not metadata.sees_later, "this call is causal"
         cache, checked = self._cache_arguments(layer_cache), self._check(metadata, layer_cache)
         num_kv_heads, size, num_tokens = cache[2], self._head_size, checked.num_tokens
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
@@ -165,6 +166,7 @@ class CpuBackend:
 
     def addresses(self, metadata: AttentionMetadata, layer_cache: Tensor) -> StepAddresses:
         """Of a step whose layers' caches are like `layer_cache`; good as long as no other step is asked for."""
+        assert not metadata.sees_later, "joined layers are causal"
         self._cache_arguments(layer_cache)
         checked = self._check(metadata, layer_cache)
         return StepAddresses(
@@ -216,6 +218,13 @@ class CpuLayers:
     ) -> Tensor:
         """See `attention.backend.JoinedLayers`."""
         return self._layers.run(residual, angles, cache, self._backend.addresses(metadata, cache[0]))
+
+
+def _num_ahead(metadata: AttentionMetadata, window: int) -> int:
+    """How many keys behind its own a token may see."""
+    if not metadata.sees_later:
+        return 0
+    return window - 1 if window else max(metadata.context_lengths, default=0)
 
 
 def _checked_sinks(sinks: Tensor, num_heads: int) -> Tensor:

@@ -15,7 +15,8 @@ class AttentionMetadata:
 
     `context_lengths[i]` counts the keys sequence i may look at, those of this step included (S numbers on the host).
     `block_tables` int64 [S, B], padded with zeros; `token_blocks` and `token_offsets` int64 [T]: the block that takes a
-    token's key and value, and the place inside it.
+    token's key and value, and the place inside it. `sees_later`: tokens see those behind them too, and a window is as
+    wide to that side; rows are whole then.
     """
 
     query_starts: tuple[int, ...]
@@ -23,3 +24,4 @@ class AttentionMetadata:
     block_tables: Tensor
     token_blocks: Tensor
     token_offsets: Tensor
+    sees_later: bool = False

@@ -45,7 +45,7 @@ class SdpaBackend:
             rows = slice(metadata.query_starts[index], metadata.query_starts[index + 1])
             first_key = _first_visible_key(num_keys, rows.stop - rows.start, window)
             keys, values, first_key = _gather(layer_cache, metadata.block_tables[index], first_key, num_keys)
-            arguments = (query[rows], keys, values, first_key, num_keys, scale, window)
+            arguments = (query[rows], keys, values, first_key, num_keys, scale, window, metadata.sees_later)
             is_written_down = score_cap > 0 or sinks is not None
             output[rows] = _attend_in_full(*arguments, score_cap, sinks) if is_written_down else _attend_one(*arguments)
         return output
@@ -83,7 +83,14 @@ def _gather(layer_cache: Tensor, table: Tensor, first_key: int, num_keys: int) -
 
 
 def _attend_one(
-    query: Tensor, keys: Tensor, values: Tensor, first_key: int, num_keys: int, scale: float, window: int
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first_key: int,
+    num_keys: int,
+    scale: float,
+    window: int,
+    sees_later: bool,
 ) -> Tensor:
     """One sequence: queries [T, Hq, D] at the end of keys [L, Hkv, D]."""
     num_queries, num_heads, head_size = query.shape
@@ -95,8 +102,9 @@ def _attend_one(
         return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, num_heads, head_size)
     q = query.transpose(0, 1).unsqueeze(0)
     is_whole = num_queries == num_keys and not window
-    mask = None if is_whole else _causal_mask(num_queries, num_keys, first_key, window, query.device)
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_whole, scale=scale, enable_gqa=True)
+    mask = None if is_whole else _mask(num_queries, num_keys, first_key, window, query.device, sees_later)
+    is_causal = is_whole and not sees_later
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -108,6 +116,7 @@ def _attend_in_full(
     num_keys: int,
     scale: float,
     window: int,
+    sees_later: bool,
     score_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -120,7 +129,7 @@ def _attend_in_full(
     scores = query.float().transpose(0, 1) @ k.transpose(1, 2) * scale
     if score_cap > 0:
         scores = (scores / score_cap).tanh() * score_cap
-    mask = _causal_mask(num_queries, num_keys, first_key, window, query.device)
+    mask = _mask(num_queries, num_keys, first_key, window, query.device, sees_later)
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, num_queries, 1)), -1)
@@ -128,9 +137,12 @@ def _attend_in_full(
     return (weights @ v).transpose(0, 1).to(query.dtype)
 
 
-def _causal_mask(num_queries: int, num_keys: int, first_key: int, window: int, device: torch.device) -> Tensor:
+def _mask(
+    num_queries: int, num_keys: int, first_key: int, window: int, device: torch.device, sees_later: bool
+) -> Tensor:
     """Bool [queries, keys], true where a query may look."""
     query_positions = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
     key_positions = torch.arange(first_key, num_keys, device=device).unsqueeze(0)
-    mask = key_positions <= query_positions
+    ahead = (window - 1 if window else num_keys) if sees_later else 0
+    mask = key_positions <= query_positions + ahead
     return mask & (key_positions > query_positions - window) if window else mask

@@ -31,7 +31,7 @@ def engine_metrics(
     return [
         Gauge("vllm:num_requests_running", num_running),
         Gauge("vllm:num_requests_waiting", num_waiting),
-        Gauge("vllm:kv_cache_usage_perc", num_used_blocks / num_blocks),
+        Gauge("vllm:kv_cache_usage_perc", num_used_blocks / num_blocks if num_blocks else 0.0),
         Counter("vllm:num_preemptions", counters.num_preemptions),
         Counter("vllm:prefix_cache_hits", counters.num_cached_prompt_tokens),
         Counter("vllm:prompt_tokens", counters.num_prompt_tokens),

@@ -1,6 +1,7 @@
 """The forms in which a prompt may come -> token ids."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from spmd_worker.errors import ConfigError
@@ -14,29 +15,53 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids")
 
 
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that are encoded as one prompt, as the tokenizer encodes a pair."""
+
+    first: str
+    second: str
+
+
 class Encoded:
     """A prompt as ids, or why it cannot be. `rope_regime` None is that of its length and parameters. `pooling` is as
-    `taken_pooling` leaves it, None for a prompt that is answered.
+    `taken_pooling` leaves it, None for a prompt that is answered. Of a `pair`, `num_first_tokens` are the first text's.
     """
 
-    __slots__ = ("error", "pooling", "rope_regime", "text", "token_ids")
+    __slots__ = ("error", "num_first_tokens", "pair", "pooling", "rope_regime", "text", "token_ids")
 
     def __init__(self, text: str | None, token_ids: tuple[int, ...], error: str | None = None) -> None:
         self.text, self.token_ids, self.error = text, token_ids, error
         self.rope_regime: int | None = None
         self.pooling: PoolingParams | None = None
+        self.pair: TextPair | None = None
+        self.num_first_tokens: int | None = None
 
 
 def encode_prompt(prompt: Any, need_tokenizer: Callable[[], Tokenizer]) -> Encoded:
     """`need_tokenizer` raises ConfigError where there is none; it is asked for text only."""
     if isinstance(prompt, Mapping):
         return _encode_mapping(prompt, need_tokenizer)
+    if isinstance(prompt, TextPair):
+        return encode_pair(prompt, need_tokenizer)
     if not isinstance(prompt, str):
         return _encode_ids(prompt)
     try:
         return Encoded(prompt, tuple(need_tokenizer().encode(prompt)))
     except (ConfigError, ValueError) as error:
         return Encoded(prompt, (), str(error))
+
+
+def encode_pair(pair: TextPair, need_tokenizer: Callable[[], Tokenizer], max_tokens: int | None = None) -> Encoded:
+    """As `encode_prompt`, of two texts; with `max_tokens`, cut as `Tokenizer.encode_inside` cuts."""
+    encoded = Encoded(None, ())
+    try:
+        token_ids, encoded.num_first_tokens = need_tokenizer().encode_inside(pair.first, pair.second, max_tokens)
+        encoded.token_ids = tuple(token_ids)
+    except (ConfigError, ValueError) as error:
+        encoded.error = str(error)
+    encoded.pair = pair
+    return encoded
 
 
 def _encode_mapping(prompt: Mapping[str, Any], need_tokenizer: Callable[[], Tokenizer]) -> Encoded:

@@ -93,7 +93,8 @@ class Attention(nn.Module):
         projected = self.qkv_proj(x)
         attended = None
         angles = None if self._rope is None else ropes[self._rope]
-        if is_fused and self.is_plain and angles is not None and angles.is_plain:
+        is_one_call = is_fused and self.is_plain and not metadata.sees_later
+        if is_one_call and angles is not None and angles.is_plain:
             attended = self._backend.attend_projected(
                 projected, (angles.cos, angles.sin), layer_cache, metadata, self.num_heads, self.scale, self.window
             )

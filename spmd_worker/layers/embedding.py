@@ -98,15 +98,29 @@ class VocabularyParallelEmbedding(CheckpointLayer):
 class PositionEmbedding(CheckpointLayer):
     """Learned positions (GPT-2): int64 [T] -> [T, hidden_size]. Whole on every rank."""
 
-    def __init__(self, context: LayerContext, num_positions: int, hidden_size: int, offset: int = 0) -> None:
-        """`num_positions` rows, of which the first `offset` are nobody's (OPT)."""
+    def __init__(
+        self, context: LayerContext, num_positions: int, hidden_size: int, offset: int = 0, unplaced_token: int = -1
+    ) -> None:
+        """`num_positions` rows, of which the first `offset` are nobody's (OPT). Tokens of the id `unplaced_token` have
+        the last of these, and those behind them count on without them (RoBERTa).
+        """
         super().__init__()
         self.num_positions, self.hidden_size, self._offset = num_positions, hidden_size, offset
+        self._unplaced_token = unplaced_token
         self.weight = context.parameter(num_positions, hidden_size)
 
-    def forward(self, positions: Tensor) -> Tensor:
-        """Positions are below the number of them."""
+    def forward(self, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """Positions are below the number of them. Rows with unplaced tokens must be whole."""
+        if self._unplaced_token >= 0:
+            positions = self._placed(positions, token_ids == self._unplaced_token)
         return F.embedding(positions + self._offset if self._offset else positions, self.weight)
+
+    def _placed(self, positions: Tensor, is_unplaced: Tensor) -> Tensor:
+        if not is_unplaced.any():
+            return positions
+        num_before = is_unplaced.cumsum(0) - is_unplaced.long()
+        firsts = torch.arange(len(positions), device=positions.device) - positions
+        return (positions - num_before + num_before[firsts]).masked_fill(is_unplaced, -1)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""

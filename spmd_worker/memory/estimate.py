@@ -53,8 +53,12 @@ def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and device != "cpu"
     has_head = model_config.pooling is None
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
-    tables = (num_tables * sizes.num_vocabulary_rows + stage.is_first * model_config.num_positions) * hidden
-    norm = model_config.num_norm_parameters * stage.is_last
+    num_others = stage.is_first * (model_config.num_positions + model_config.num_token_types)
+    tables = (num_tables * sizes.num_vocabulary_rows + num_others) * hidden
+    num_norms = stage.is_last * model_config.has_last_norm + stage.is_first * model_config.has_embedding_norm
+    norm = num_norms * model_config.norm_parameters
+    if model_config.is_encoder and model_config.pooling is not None and stage.is_last:
+        float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
     head_bias = sizes.num_vocabulary_rows * (model_config.has_head_bias and has_head) * stage.is_last
     return (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes
 
@@ -116,6 +120,8 @@ def activation_bytes(
     per_token = num_streams * model_config.hidden_size + max(
         attention, num_columns, _sparse_elements(model_config, layout)
     )
+    if model_config.is_encoder:
+        return num_tokens * per_token * DTYPE_BYTES[dtype]
     logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
     return num_tokens * per_token * DTYPE_BYTES[dtype] + logits
 
@@ -138,7 +144,7 @@ def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:
 
 
 def cache_spec(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, block_size: int) -> CacheSpec:
-    """One rank's share of the cache."""
+    """One rank's share of the cache. Layers of an encoder, which keep nothing, share that of a step."""
     sizes = rank_sizes(model_config, layout, rank)
-    num_layers = stage_of(layout, model_config, rank).num_layers
+    num_layers = 1 if model_config.is_encoder else stage_of(layout, model_config, rank).num_layers
     return CacheSpec(num_layers, sizes.num_kv_heads, model_config.head_size, DTYPE_BYTES[dtype], block_size)

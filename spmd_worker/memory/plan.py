@@ -29,7 +29,7 @@ _ESTIMATE_MARGIN: Final = 2
 def check_cache_setting(resolved: ResolvedRun) -> None:
     """Raise ConfigError when `cache.num_blocks` cannot hold one sequence; what is measured is checked once it is."""
     cache = resolved.config.cache
-    if cache.num_blocks is None:
+    if cache.num_blocks is None or resolved.model_config.is_encoder:
         return
     try:
         check_cache_holds_one_sequence(cache.num_blocks, cache.block_size, resolved.max_model_len)
@@ -79,8 +79,11 @@ def cache_spec_of(resolved: ResolvedRun, rank: int) -> CacheSpec:
 
 
 def size_rank(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) -> CacheSizing:
-    """Blocks of one rank, from a measurement or from `cache.num_blocks`."""
+    """Blocks of one rank, from a measurement or from `cache.num_blocks`; none of an encoder."""
     cache = resolved.config.cache
+    if resolved.model_config.is_encoder:
+        room = step_room(resolved, rank)
+        return CacheSizing(0, 0, f"no cache: tokens see all of their row; a step keeps {format_bytes(room)} for itself")
     return size_cache(
         cache_spec_of(resolved, rank),
         measurement,
@@ -90,6 +93,18 @@ def size_rank(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) 
         swap_space_bytes=resolve_swap_space_bytes(resolved),
         is_swap_space_on_device=resolved.device_type == "cpu",
     )
+
+
+def step_room(resolved: ResolvedRun, rank: int) -> int:
+    """Bytes of keys and values of an encoder's largest step, in one layer, whose memory all layers use in turn."""
+    return num_step_blocks(resolved) * cache_spec_of(resolved, rank).block_bytes
+
+
+def num_step_blocks(resolved: ResolvedRun) -> int:
+    """Blocks in which a step of an encoder finds room, however its tokens are shared among its sequences."""
+    scheduler, block_size = resolved.config.scheduler, resolved.config.cache.block_size
+    num_tokens = scheduler.max_num_batched_tokens
+    return num_tokens // block_size + min(num_tokens, scheduler.max_num_seqs)
 
 
 def is_estimate_enough(resolved: ResolvedRun, rank: int, measurement: MemoryMeasurement) -> bool:

@@ -23,6 +23,7 @@ from spmd_worker.memory.estimate import RankSizes, activation_bytes, expert_byte
 from spmd_worker.memory.plan import (
     cache_spec_of,
     check_weights_fit,
+    num_step_blocks,
     resolve_cache_need,
     resolve_swap_space_bytes,
     size_rank,
@@ -83,7 +84,7 @@ class MemoryPlan:
                 check_weights_fit(self.resolved, 0, self.resolved.layout.world_size, host.total_bytes())
             except ConfigError as error:
                 return str(error)
-        if self.num_blocks is None:
+        if self.num_blocks is None or self.resolved.model_config.is_encoder:
             return None
         cache = self.resolved.config.cache
         try:
@@ -104,7 +105,8 @@ def make_plan(resolved: ResolvedRun) -> MemoryPlan:
     num_ranks = resolved.layout.world_size
     shares = tuple(_share(resolved, rank) for rank in range(num_ranks))
     sizings: tuple[CacheSizing, ...] = ()
-    if resolved.device_type == "cpu" or resolved.config.cache.num_blocks is not None:
+    is_known = resolved.config.cache.num_blocks is not None or resolved.model_config.is_encoder
+    if resolved.device_type == "cpu" or is_known:
         total = host.available_bytes() // num_ranks
         sizings = tuple(_sizing(resolved, rank, share, total) for rank, share in enumerate(shares))
     return MemoryPlan(resolved, shares, sizings)
@@ -215,7 +217,8 @@ def _table(plan: MemoryPlan) -> list[str]:
 
 def _row(plan: MemoryPlan, share: RankShare, ranks: list[int]) -> tuple[str, ...]:
     sizes = share.sizes
-    cache = "measured" if plan.num_blocks is None else format_bytes(plan.num_blocks * share.block_bytes)
+    num_blocks = num_step_blocks(plan.resolved) if plan.resolved.model_config.is_encoder else plan.num_blocks
+    cache = "measured" if num_blocks is None else format_bytes(num_blocks * share.block_bytes)
     counts = (
         stage_of(plan.resolved.layout, plan.resolved.model_config, ranks[0]).num_layers,
         sizes.num_heads,
@@ -240,6 +243,8 @@ def _spans(ranks: list[int]) -> str:
 
 def _describe_cache(plan: MemoryPlan) -> list[str]:
     assert plan.num_blocks is not None, "the caller has sizings"
+    if plan.resolved.model_config.is_encoder:
+        return _describe_steps(plan)
     block_size, fewest = (
         plan.resolved.config.cache.block_size,
         min(plan.sizings, key=lambda each: each.num_device_blocks),
@@ -252,6 +257,18 @@ def _describe_cache(plan: MemoryPlan) -> list[str]:
         f"sequences  {_sequences(plan, plan.num_blocks)}",
         f"swap       {_swap_space(plan)}",
         *(f"{'why' if index == 0 else '':<11}{reason.strip()}" for index, reason in enumerate(reasons)),
+    ]
+
+
+def _describe_steps(plan: MemoryPlan) -> list[str]:
+    """In place of a cache."""
+    resolved = plan.resolved
+    room = format_bytes(num_step_blocks(resolved) * max(share.block_bytes for share in plan.shares))
+    return [
+        f"blocks     none: tokens of an encoder see all of their row, and nothing of it is kept; a step has {room} for "
+        f"keys and values of one layer, which all layers use in turn",
+        f"steps      {resolved.config.scheduler.max_num_batched_tokens:,} tokens (scheduler.max_num_batched_tokens), "
+        f"rows whole, the longest of {resolved.max_model_len:,} (model.max_model_len)",
     ]
 
 

@@ -20,10 +20,13 @@ SequenceState = tuple[tuple[int, ...], tuple[BlockId, ...], int]
 
 
 class Mirror:
-    """The sequences of every request that was scheduled and has not ended, in a cache of `num_blocks` device blocks."""
+    """The sequences of every request that was scheduled and has not ended, in a cache of `num_blocks` device blocks,
+    or, with 0, without one.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        assert min(num_blocks, block_size) >= 1, (num_blocks, block_size)
+        assert num_blocks >= 0, num_blocks
+        assert block_size >= 1, block_size
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._step: int | None = None

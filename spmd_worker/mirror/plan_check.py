@@ -20,7 +20,9 @@ from spmd_worker.sequence.step import StepPlan
 
 
 class PlanCheck:
-    """One check of one plan against `groups`, which were last brought to step `step` (None: to none yet)."""
+    """One check of one plan against `groups`, which were last brought to step `step` (None: to none yet). Where there
+    are no blocks, sequences are computed whole.
+    """
 
     def __init__(
         self, groups: Mapping[RequestId, MirroredGroup], num_blocks: int, block_size: int, step: int | None
@@ -243,7 +245,9 @@ class PlanCheck:
         """The chunk must lie inside the tokens and inside the blocks, and sample only at the end of the tokens."""
         request_id = request.request_id
         end = data.num_computed_tokens + data.num_scheduled_tokens
-        is_inside = 0 <= data.num_computed_tokens < end <= num_tokens and end <= num_blocks * self.block_size
+        has_room = end <= num_blocks * self.block_size if self.num_blocks else data.num_computed_tokens == 0
+        is_inside = 0 <= data.num_computed_tokens < end <= num_tokens and has_room
+        is_inside = is_inside and (self.num_blocks > 0 or end == num_tokens)
         most = request.sampling.num_sequences - data.sample_index if end == num_tokens else 0
         if is_inside and 0 <= data.num_samples <= most:
             return
@@ -254,7 +258,10 @@ class PlanCheck:
         if end > num_tokens:
             rule = f"at most {num_tokens - data.num_computed_tokens}, what is left of {num_tokens} tokens"
             _refuse(plan, request_id, data, "num_scheduled_tokens", data.num_scheduled_tokens, rule)
-        if end > num_blocks * self.block_size:
+        if not self.num_blocks and (data.num_computed_tokens, end) != (0, num_tokens):
+            rule = f"all of the {num_tokens} tokens at once, where there is no cache"
+            _refuse(plan, request_id, data, "num_scheduled_tokens", data.num_scheduled_tokens, rule)
+        if self.num_blocks and end > num_blocks * self.block_size:
             rule = f"enough blocks of {self.block_size} for {end} tokens"
             _refuse(plan, request_id, data, "block_ids", f"{num_blocks} blocks", rule)
         rule = f"0 at token {end} of {num_tokens}" if end != num_tokens else f"from 0 to {most}"

@@ -99,6 +99,8 @@ class LayerConfig:
     attention and feed-forward add. `is_parallel`: both look at what the layer was given, the feed-forward through the
     third norm or, without one, through the first. Queries, keys and values are bounded by `qkv_clip`, where above 0.
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
+    `norms_sums`: the norms after attention and after the feed-forward are of the stream with what they add to it, not
+    of that alone. The `window` of an encoder is as much to each side, the token itself counted in both.
     """
 
     num_heads: int
@@ -122,6 +124,7 @@ class LayerConfig:
     qkv_clip: float = 0.0
     has_sinks: bool = False
     experts: ExpertsConfig | None = None
+    norms_sums: bool = False
 
     @property
     def is_plain_wiring(self) -> bool:

@@ -5,7 +5,7 @@ layer. A model folder is data: code it carries (`auto_map`) is never run.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -15,10 +15,19 @@ from spmd_worker import files
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
 from spmd_worker.model_config.experts_reader import read_experts
+from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig, layer_elements
-from spmd_worker.model_config.pooling import PoolingConfig, decoder_of, pooling_files, read_pooling
+from spmd_worker.model_config.pooling import (
+    EncoderPooling,
+    HeadConfig,
+    PoolingConfig,
+    decoder_of,
+    encoder_of,
+    pooling_files,
+    read_pooling,
+)
 from spmd_worker.model_config.quantization import read_quantization
 from spmd_worker.model_config.rope import (
     STRETCHED_ROPE_TYPES,
@@ -30,7 +39,7 @@ from spmd_worker.model_config.rope import (
 )
 from spmd_worker.model_config.weight_format import Quantization
 
-__all__ = ["DTYPE_BYTES", "FAMILIES", "ModelConfig", "ModelFiles", "RopeParameters"]
+__all__ = ["DTYPE_BYTES", "ENCODERS", "FAMILIES", "ModelConfig", "ModelFiles", "RopeParameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +59,12 @@ _ACTIVATIONS: Final = {
 """By config.json's words: those on the right are what kernels know."""
 
 
+_POINTWISE: Final = tuple(name for name in _ACTIVATIONS if name != "xielu")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a decoder.
+    """Sizes of a decoder, or of an encoder.
 
     `norm` is the last one's. `ropes` are those that layers name. `num_positions` is the rows of a table of learned
     positions, 0 for none, of which the first `position_offset` are nobody's. Embeddings are multiplied by
@@ -61,6 +73,10 @@ class ModelConfig:
     the files have the weights where they are not plain; the model computes with them dequantised. `form` counts the
     forms of the architecture's row from 1, 0 is the row itself. With `pooling` the model gives vectors and has no head
     for tokens.
+
+    `is_encoder`: a token sees all of its row, so a row is computed whole, nothing of it is kept for later, and it has
+    no answer but a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1
+    where all have. With `has_embedding_norm` there is a norm before the layers, without `has_last_norm` none behind.
     """
 
     architecture: str
@@ -83,11 +99,16 @@ class ModelConfig:
     has_head_bias: bool = False
     form: int = 0
     pooling: PoolingConfig | None = None
+    is_encoder: bool = False
+    num_token_types: int = 0
+    unplaced_token: int = -1
+    has_embedding_norm: bool = False
+    has_last_norm: bool = True
 
     @property
     def names(self) -> Names:
         """What the checkpoint calls its tensors."""
-        family = FAMILIES[self.architecture]
+        family = family_of(self.architecture)
         return family.forms[self.form - 1].family.names if self.form else family.names
 
     @property
@@ -144,7 +165,7 @@ class ModelConfig:
     def num_embedding_parameters(self) -> int:
         """Embeddings, of positions too, and head together."""
         num_tables = 1 if self.has_tied_embeddings or self.pooling is not None else 2
-        tables = (self.vocab_size * num_tables + self.num_positions) * self.hidden_size
+        tables = (self.vocab_size * num_tables + self.num_positions + self.num_token_types) * self.hidden_size
         return tables + self.vocab_size * self.has_head_bias
 
     @property
@@ -166,7 +187,12 @@ class ModelConfig:
 
     @property
     def num_norm_parameters(self) -> int:
-        """The last norm."""
+        """The last norm, and that of embeddings."""
+        return (self.has_last_norm + self.has_embedding_norm) * self.norm_parameters
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one norm of the stream."""
         return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
 
 
@@ -202,8 +228,9 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     others = b"".join(_content(each) for each in pooling_files(model_folder))
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path)
-    generates = model_config.architecture in config["architectures"]
-    pooling = read_pooling(model_folder, config, model_config.hidden_size, generates=generates)
+    generates = model_config.architecture in config["architectures"] and not model_config.is_encoder
+    encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
+    pooling = read_pooling(model_folder, config, model_config.hidden_size, generates=generates, encoder=encoder)
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
@@ -227,15 +254,16 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
 
 def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     """`config` is the content of `path`, which is only named in errors."""
+    given = config
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
-    family = FAMILIES[architecture]
-    family = _family_of_text(family, config, path) if family.text_families else family
-    config = _text_part(config, path) if FAMILIES[architecture].is_text_part else config
+    family = family_of(architecture)
+    config = _text_part(config, path) if family.is_text_part else config
+    family = _family_of_text(family, given, path) if family.text_families else family
     form = _form(family, config)
     family = family.forms[form - 1].family if form else family
     reader = ConfigReader({**family.defaults, **config}, path, family.spelled)
     _check_required(reader, family)
-    max_positions = reader.count("max_position_embeddings", 2048)
+    max_positions = _max_positions(reader, family)
     layers, ropes = _layers(reader, family, max_positions)
     hidden_size = reader.count("hidden_size")
     vocab_size = reader.count("vocab_size")
@@ -263,7 +291,45 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         position_offset=family.position_offset,
         has_head_bias=family.has_head_bias,
         form=form,
+        is_encoder=family.is_encoder,
+        num_token_types=reader.count(family.token_types_key) if family.token_types_key else 0,
+        unplaced_token=family.position_offset - 1 if family.counts_offset else -1,
+        has_embedding_norm=family.has_embedding_norm,
+        has_last_norm=family.has_last_norm,
     )
+
+
+def family_of(architecture: str) -> Family:
+    """The row of an architecture that runs."""
+    return ENCODERS[architecture] if architecture in ENCODERS else FAMILIES[architecture]
+
+
+def _max_positions(reader: ConfigReader, family: Family) -> int:
+    """Tokens of the longest row."""
+    num_rows = reader.count("max_position_embeddings", 2048)
+    if not family.counts_offset:
+        return num_rows
+    least = family.position_offset + 1
+    return whole_number(num_rows, reader.where("max_position_embeddings"), least, MOST) - family.position_offset
+
+
+def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelConfig) -> EncoderPooling:
+    """What comes behind the layers of an encoder that classifies."""
+    family, has_types = family_of(model_config.architecture), model_config.num_token_types > 1
+    if family.classifier is None:
+        return EncoderPooling(None, "cls", has_types)
+    rule, reader = family.classifier, ConfigReader({**family.defaults, **config}, path, family.spelled)
+    activation, pooling_type = rule.activation, "cls"
+    if rule.activation_key:
+        activation = _known_activation(reader, rule.activation_key, reader.get(rule.activation_key), _POINTWISE)
+    if rule.pooling_key:
+        pooling_type = reader.get(rule.pooling_key)
+        if pooling_type not in ("cls", "mean"):
+            raise ModelConfigError(
+                f"{reader.where(rule.pooling_key)}={shown(pooling_type)} is not run: only cls and mean are"
+            )
+    norm = model_config.norm if rule.has_norm else None
+    return EncoderPooling(HeadConfig(activation, _bias(reader, rule.bias), norm), pooling_type, has_types)
 
 
 def _layers(
@@ -291,7 +357,7 @@ def _layers(
             reader.number(family.eps_key, family.eps),
             family.norm_offset,
             family.norm_rounds_once,
-            family.norm_has_bias,
+            _bias(reader, family.norm_has_bias),
             family.norm_has_weight,
         ),
         has_qkv_bias=_bias(reader, family.qkv_bias),
@@ -306,12 +372,17 @@ def _layers(
         is_parallel=is_parallel,
         qkv_clip=_number(reader, family.qkv_clip_key, 0.0),
         has_sinks=family.has_sinks,
+        norms_sums=family.norms_sums,
     )
     ropes = _ropes(reader, family, max_positions, head_size)
     windows = _sliding_windows(reader, family, num_layers)
     experts = read_experts(reader, family.experts, num_layers)
-    kinds = list(zip(windows, _ropes_of_layers(reader, family, windows), experts, strict=True))
-    layers = {kind: replace(layer, window=kind[0], rope=kind[1], experts=kind[2]) for kind in dict.fromkeys(kinds)}
+    norms = [(index > 0 or family.has_first_norm) and layer.norms[0] for index in range(num_layers)]
+    kinds = list(zip(windows, _ropes_of_layers(reader, family, windows), experts, norms, strict=True))
+    layers = {
+        kind: replace(layer, window=kind[0], rope=kind[1], experts=kind[2], norms=(kind[3], *layer.norms[1:]))
+        for kind in dict.fromkeys(kinds)
+    }
     return tuple(layers[kind] for kind in kinds), ropes
 
 
@@ -358,6 +429,7 @@ def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: 
 def _architecture(config: Mapping[str, Any], path: Path) -> str:
     names = config.get("architectures")
     known = [family for family in FAMILIES if isinstance(names, list) and family in names]
+    known = known or [family for family in ENCODERS if isinstance(names, list) and family in map(encoder_of, names)]
     known = known or [family for family in FAMILIES if isinstance(names, list) and family in map(decoder_of, names)]
     if not known:
         reasons = [
@@ -366,7 +438,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         why = f"is not run: {reasons[0]}" if reasons else "is not known"
         if config.get("auto_map"):
             why += ", and code from the model folder (auto_map) is never run"
-        raise ModelConfigError(f"{path}: architectures={shown(names)} {why}; known are {', '.join(FAMILIES)}")
+        known = [*FAMILIES, *ENCODERS]
+        raise ModelConfigError(f"{path}: architectures={shown(names)} {why}; known are {', '.join(known)}")
     return known[0]
 
 
@@ -439,10 +512,12 @@ def _activation(reader: ConfigReader, family: Family) -> str:
     name = family.activation_words.get(name, name) if isinstance(name, str) else name
     # It is a layer with weights, which no family has as a gate.
     known = [each for each in _ACTIVATIONS if each != "xielu" or not family.is_gated]
+    return _known_activation(reader, family.activation_key, name, known)
+
+
+def _known_activation(reader: ConfigReader, key: str, name: Any, known: Sequence[str]) -> str:
     if not isinstance(name, str) or name not in known:
-        raise ModelConfigError(
-            f"{reader.where(family.activation_key)}={shown(name)} is not supported; only {', '.join(known)} are"
-        )
+        raise ModelConfigError(f"{reader.where(key)}={shown(name)} is not supported; only {', '.join(known)} are")
     return _ACTIVATIONS[name]
 
 
@@ -463,6 +538,8 @@ def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> t
     if rule == "late_layers" and not reader.flag("use_sliding_window", False):
         return (0,) * num_layers
     window = reader.count("sliding_window")
+    # Of an encoder it is both sides together, without the token itself.
+    window = window // 2 + 1 if family.is_encoder else window
     layer_types = reader.get("layer_types")
     if layer_types is not None:
         _check_layer_types(layer_types, num_layers, reader.path)

@@ -6,12 +6,13 @@ Knows files and rules; `models/pooler.py` computes.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker import files
 from spmd_worker.errors import ModelConfigError
+from spmd_worker.model_config.layer_config import NormConfig
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ POOLING_TYPES: Final = ("last", "mean", "cls")
 
 CLASSIFIER: Final = "ForSequenceClassification"
 _BACKBONE: Final = "Model"
+_MASKED: Final = "ForMaskedLM"
 _MODULES_FILE: Final = "modules.json"
 _MOST_SIZE: Final = 2**20
 
@@ -52,6 +54,33 @@ class DenseConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """What an encoder that classifies has between the pooled vector and its scores: a dense layer, `activation` ("tanh"
+    or one of `ModelConfig`'s words), and a norm, or None.
+    """
+
+    activation: str
+    has_bias: bool
+    norm: NormConfig | None = None
+
+    def elements(self, hidden_size: int) -> int:
+        """Its parameters."""
+        norm = 0 if self.norm is None else self.norm.has_weight + self.norm.has_bias
+        return (hidden_size + self.has_bias + norm) * hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderPooling:
+    """What an encoder's family says: the head of one that classifies, what that is given (`pooling_type`), and whether
+    a pair's texts have types of their own.
+    """
+
+    head: HeadConfig | None
+    pooling_type: str
+    has_token_types: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingConfig:
     """What a run with the pooling runner gives for a row.
 
@@ -59,7 +88,9 @@ class PoolingConfig:
     `activation` of scores is "none", "sigmoid" or "softmax". With `label_token_ids`, (no, yes), the score is the
     difference of these tokens' logits. `matryoshka_dimensions` are the lengths to which vectors may be cut;
     `is_matryoshka`: any length. Vectors are `hidden_size` long before the `denses`. `max_tokens` of a row, 0 for as
-    many as the model takes.
+    many as the model takes. A `head` is before the scores of an encoder. `is_encoder`: texts that are scored together
+    are encoded as the tokenizer encodes a pair, not one text behind the other; `has_token_types`: the model is told
+    which token is of which.
     """
 
     task: str
@@ -73,6 +104,18 @@ class PoolingConfig:
     matryoshka_dimensions: tuple[int, ...] = ()
     is_matryoshka: bool = False
     max_tokens: int = 0
+    head: HeadConfig | None = None
+    has_score_bias: bool = False
+    is_encoder: bool = False
+    has_token_types: bool = False
+
+    @property
+    def num_float32_elements(self) -> int:
+        """Parameters of scores and of what is before them, float32 in every dtype."""
+        if self.label_token_ids or not self.num_labels:
+            return 0
+        head = 0 if self.head is None else self.head.elements(self.hidden_size)
+        return head + (self.hidden_size + self.has_score_bias) * self.num_labels
 
     @property
     def size(self) -> int:
@@ -107,15 +150,37 @@ def decoder_of(architecture: object) -> str | None:
     return None
 
 
+def encoder_of(architecture: object) -> str | None:
+    """The encoder, by the name of its backbone, that a model with or without a head is; None for other names."""
+    for suffix in (CLASSIFIER, _MASKED, _BACKBONE):
+        if isinstance(architecture, str) and architecture.endswith(suffix):
+            return f"{architecture.removesuffix(suffix)}{_BACKBONE}"
+    return None
+
+
+def mean_pooling(hidden_size: int) -> PoolingConfig:
+    """Of an encoder that says nothing of pooling: what sentence-transformers does with one."""
+    return PoolingConfig("embed", "mean", hidden_size)
+
+
 def last_token_pooling(hidden_size: int) -> PoolingConfig:
     """Of a model that says nothing of pooling."""
     return PoolingConfig("embed", "last", hidden_size, is_normalized=True)
 
 
-def read_pooling(folder: Path, config: Mapping[str, Any], hidden_size: int, *, generates: bool) -> PoolingConfig | None:
+def read_pooling(
+    folder: Path,
+    config: Mapping[str, Any],
+    hidden_size: int,
+    *,
+    generates: bool,
+    encoder: EncoderPooling | None = None,
+) -> PoolingConfig | None:
     """What the folder says, `config` being its config.json; None where it says nothing and the architecture
     `generates`. Raises ModelConfigError naming the file for what is not run.
     """
+    if encoder is not None:
+        return _of_encoder(folder, config, hidden_size, encoder)
     pools = not generates or (folder / _MODULES_FILE).exists()
     for key, plain in (("is_causal", True), ("use_bidirectional_attention", False)):
         if pools and config.get(key) not in (None, plain):
@@ -127,6 +192,20 @@ def read_pooling(folder: Path, config: Mapping[str, Any], hidden_size: int, *, g
     if (folder / _MODULES_FILE).exists():
         return _modules(folder, config, hidden_size)
     return None if generates else last_token_pooling(hidden_size)
+
+
+def _of_encoder(folder: Path, config: Mapping[str, Any], hidden_size: int, encoder: EncoderPooling) -> PoolingConfig:
+    if any(str(name).endswith(CLASSIFIER) for name in config["architectures"]):
+        if encoder.head is None:
+            raise ModelConfigError(f"{folder / 'config.json'}: architectures={config['architectures']} is not run")
+        plain = _classifier(config, folder / "config.json", hidden_size)
+        pooling = replace(plain, pooling_type=encoder.pooling_type, head=encoder.head, has_score_bias=True)
+    elif (folder / _MODULES_FILE).exists():
+        pooling = _modules(folder, config, hidden_size)
+    else:
+        logger.warning("%s says nothing of pooling: a row's vector is the mean of its tokens'", folder)
+        pooling = mean_pooling(hidden_size)
+    return replace(pooling, is_encoder=True, has_token_types=encoder.has_token_types)
 
 
 def pooling_files(folder: Path) -> list[Path]:

@@ -13,9 +13,10 @@ from typing import Final
 
 from spmd_worker.distributed.topology import Stage
 from spmd_worker.layers.weight_slice import Place, WeightSlice, nothing_of
-from spmd_worker.model_config.families.family import NORM_PLACES
+from spmd_worker.model_config.families.family import NORM_PLACES, Names
 from spmd_worker.model_config.layer_config import LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
+from spmd_worker.model_config.pooling import PoolingConfig
 
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
@@ -29,7 +30,7 @@ class CheckpointNames:
     def __init__(self, model_config: ModelConfig, stage: Stage) -> None:
         self._model_config, self._stage, self._names = model_config, stage, model_config.names
         names = self._names
-        pooling, self._score = model_config.pooling, "score.weight"
+        pooling, self._score = model_config.pooling, names.classifier
         self._has_score = pooling is not None and pooling.num_labels > 0 and not pooling.label_token_ids
         self._has_head = pooling is None or bool(pooling.label_token_ids)
         self._is_tied = model_config.has_tied_embeddings
@@ -37,10 +38,16 @@ class CheckpointNames:
         self._tops = {
             "model.embed_tokens": names.embedding,
             "model.embed_positions": names.positions,
+            "model.embed_token_types": names.token_types,
+            "model.embedding_norm": names.embedding_norm,
             "model.norm": names.norm,
             "lm_head": names.embedding if self._is_tied else names.head,
-            "pooler": "score",
+            "pooler": names.classifier,
+            "pooler.dense": names.head_dense,
+            "pooler.norm": names.head_norm,
         }
+        has_own_head = self._has_score and pooling is not None and pooling.head is not None
+        self._head_modules = (names.head_dense, names.head_norm, names.classifier) if has_own_head else ()
         norms = {ours: theirs for ours, theirs in zip(NORM_PLACES, names.norms) if theirs}
         self._parts = {**norms, **names.parts}
         self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
@@ -176,6 +183,8 @@ class CheckpointNames:
 
     def is_derived(self, name: str) -> bool:
         """Whether the tensor says nothing of the model that others of the checkpoint do not say."""
+        if name.rpartition(".")[0] in self._head_modules:
+            return False
         is_ignored = name.endswith(self._names.ignored) or name.startswith(self._names.ignored_prefixes)
         has_no_head = self._is_tied or not self._has_head
         is_head = name == self.head or (not self._has_head and name == f"{self._names.head}.bias")
@@ -194,14 +203,18 @@ class CheckpointNames:
             shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
         for index in range(config.num_layers):
             shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in like[index].items()}
+        if config.num_token_types:
+            shapes[f"{names.token_types}.weight"] = (config.num_token_types, hidden)
         leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
-        shapes |= {f"{names.norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
+        norms = {names.norm: config.has_last_norm, names.embedding_norm: config.has_embedding_norm}
+        for norm in [name for name, is_there in norms.items() if is_there]:
+            shapes |= {f"{norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
         if config.has_head_bias and config.pooling is None:
             shapes[f"{names.head}.bias"] = (config.vocab_size,)
         if not self._is_tied and self._has_head:
             shapes[self.head] = (config.vocab_size, hidden)
         if config.pooling is not None and self._has_score:
-            shapes[self._score] = (config.pooling.num_labels, hidden)
+            shapes |= head_shapes(config.pooling, names)
         assert own.items() <= shapes.items(), own.items() - shapes.items()
         return shapes
 
@@ -215,10 +228,26 @@ class CheckpointNames:
             index = int(layer[1])
             return index < self._model_config.num_layers and not stage.start <= index < stage.stop
         module = name.rpartition(".")[0]
-        if module in (self._names.embedding, self._names.positions):
+        names = self._names
+        if module in (names.embedding, names.positions, names.token_types, names.embedding_norm):
             return not stage.is_first
-        own_head = "score" if self._has_score else self._names.head
-        return not stage.is_last and module in (self._names.norm, own_head)
+        own_head = self._score if self._has_score else names.head
+        return not stage.is_last and module in (names.norm, own_head, *self._head_modules)
+
+
+def head_shapes(pooling: PoolingConfig, names: Names) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model that has scores, behind its layers."""
+    hidden, head = pooling.hidden_size, pooling.head
+    shapes: dict[str, tuple[int, ...]] = {f"{names.classifier}.weight": (pooling.num_labels, hidden)}
+    if pooling.has_score_bias:
+        shapes[f"{names.classifier}.bias"] = (pooling.num_labels,)
+    if head is not None:
+        shapes[f"{names.head_dense}.weight"] = (hidden, hidden)
+        has_bias = {names.head_dense: head.has_bias, names.head_norm: head.norm is not None and head.norm.has_bias}
+        shapes |= {f"{module}.bias": (hidden,) for module, is_there in has_bias.items() if is_there}
+        if head.norm is not None:
+            shapes[f"{names.head_norm}.weight"] = (hidden,)
+    return shapes
 
 
 def transposed(piece: WeightSlice) -> WeightSlice:

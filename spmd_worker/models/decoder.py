@@ -1,4 +1,4 @@
-"""The decoder stack that every family is: embedding, layers, norm, head.
+"""The stack that every family is, decoder or encoder: embedding, layers, norm, head.
 
 What families do differently is in `model_config/families/`, read into `ModelConfig` and one `LayerConfig` a layer; the
 modules are named as Llama's are, and `CheckpointNames` has what a family's checkpoint calls them. Knows architecture
@@ -32,6 +32,7 @@ from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_names import CheckpointNames
 from spmd_worker.models.checkpoint_view import CheckpointView
+from spmd_worker.models.encoder import PostNormLayer, TokenTypeEmbedding
 from spmd_worker.models.held_weights import HeldWeight, check_form, check_pair, check_tensor, held_weights
 from spmd_worker.models.pooler import Pooler
 from spmd_worker.models.weight_update import WeightUpdate
@@ -163,16 +164,21 @@ class DecoderStack(nn.Module):
             self._multiplier = _embedding_multiplier(model_config, context.dtype)
             if model_config.num_positions:
                 self.embed_positions = PositionEmbedding(
-                    context, model_config.num_positions, hidden_size, model_config.position_offset
+                    context,
+                    model_config.num_positions,
+                    hidden_size,
+                    model_config.position_offset,
+                    model_config.unplaced_token,
                 )
-        is_plain = all(layer.is_plain_wiring for layer in model_config.layers)
-        new_layer = DecoderLayer if is_plain else SandwichLayer
+            self._add_embeddings_of_encoder(context, model_config)
+        new_layer = _layer_class(model_config)
         self.layers = nn.ModuleList(
             new_layer(replace(context, layer=index), model_config.layers[index], hidden_size)
             for index in range(stage.start, stage.stop)
         )
-        if stage.is_last:
+        if stage.is_last and model_config.has_last_norm:
             self.norm = new_norm(context, hidden_size, model_config.norm)
+        self._has_norm = model_config.has_last_norm
         self._stage, self._has_positions = stage, model_config.num_positions > 0
         self._rotaries = tuple(
             RotaryEmbedding(rope, model_config.head_size, model_config.max_position_embeddings, context.device)
@@ -192,9 +198,10 @@ class DecoderStack(nn.Module):
         incoming: Tensor | None = None,
         *,
         is_fused: bool = True,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         """int64 [T] ids, positions and their rows' regimes (`Request.rope_regime`); `cache` [layers, blocks, ...] ->
-        [T, hidden].
+        [T, hidden]. `token_types`, int64 [T], where the model has types; None: all of the first.
 
         `incoming` is what the stage before gave, and every stage but the last gives to the next: the residual stream
         [T, hidden]. It becomes this stage's own.
@@ -204,7 +211,7 @@ class DecoderStack(nn.Module):
         or attention and gates with what is before them.
         """
         ropes = tuple([rotary.angles(positions, rope_regimes, self.dtype) for rotary in self._rotaries])
-        residual = self._embed(token_ids, positions) if self._stage.is_first else incoming
+        residual = self._embed(token_ids, positions, token_types) if self._stage.is_first else incoming
         assert residual is not None, "a stage after the first is given the residual stream"
         x = None
         assert len(self.layers) == len(cache), (len(self.layers), cache.shape)
@@ -216,18 +223,27 @@ class DecoderStack(nn.Module):
         if not self._stage.is_last:
             return residual if x is None else add_whole(self._group, x, residual)
         if x is None:
-            whole: Tensor = self.norm(residual)
+            whole: Tensor = self.norm(residual) if self._has_norm else residual
             return whole
         assert isinstance(self.norm, RMSNorm), "only plain norms leave something to add"
         hidden = self.norm.add_and_norm(x, residual)
         # Not memory of the group, which the next step's norms write to.
         return hidden if self._group.fast is None else hidden.clone()
 
-    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def _add_embeddings_of_encoder(self, context: LayerContext, model_config: ModelConfig) -> None:
+        hidden_size, num_types = model_config.hidden_size, model_config.num_token_types
+        self.embed_token_types = TokenTypeEmbedding(context, num_types, hidden_size) if num_types else None
+        has_norm = model_config.has_embedding_norm
+        self.embedding_norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
+
+    def _embed(self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
         x: Tensor = self.embed_tokens(token_ids)
         if self._multiplier != 1.0:
             x = x * self._multiplier
-        return x + self.embed_positions(positions) if self._has_positions else x
+        if self.embed_token_types is not None:
+            x = x + self.embed_token_types(torch.zeros_like(token_ids) if token_types is None else token_types)
+        x = x + self.embed_positions(positions, token_ids) if self._has_positions else x
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def join_layers(self) -> None:
         """Once the weights are packed: from now on they stay where they are."""
@@ -237,6 +253,12 @@ class DecoderStack(nn.Module):
         is_plain = len(self._rotaries) == 1 and self._rotaries[0].is_plain
         if weights and is_plain and len(weights) == len(self.layers):
             self.joined_layers = self._attention.join_layers(weights, layers[0].sizes(), self._group)
+
+
+def _layer_class(model_config: ModelConfig) -> type[DecoderLayer | SandwichLayer | PostNormLayer]:
+    if model_config.layers[0].norms_sums:
+        return PostNormLayer
+    return DecoderLayer if all(layer.is_plain_wiring for layer in model_config.layers) else SandwichLayer
 
 
 def _embedding_multiplier(model_config: ModelConfig, dtype: torch.dtype) -> float:
@@ -280,9 +302,11 @@ class DecoderForCausalLM(nn.Module):
         incoming: Tensor | None = None,
         *,
         is_fused: bool = True,
+        token_types: Tensor | None = None,
     ) -> Tensor:
         """See `DecoderStack.forward`."""
-        hidden: Tensor = self.model(token_ids, positions, rope_regimes, cache, metadata, incoming, is_fused=is_fused)
+        inputs = (token_ids, positions, rope_regimes, cache, metadata, incoming)
+        hidden: Tensor = self.model(*inputs, is_fused=is_fused, token_types=token_types)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -363,21 +387,22 @@ class DecoderForCausalLM(nn.Module):
         return self._names.shapes_of_all_stages(own, self._layer_shapes(own))
 
     def _layer_shapes(self, own: dict[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Of each layer of the model, tensors of a layer of its kind. There are dense ones and sparse ones; of a kind
-        that this stage does not have, one is made without memory.
+        """Of each layer of the model, tensors of a layer of its kind. There are dense ones and sparse ones, and some
+        lack a norm; of a kind that this stage does not have, one is made without memory.
         """
         layers, names, stage = self.model_config.layers, self.model_config.names, self.stage
-        of_kind: dict[ExpertsConfig | None, dict[str, tuple[int, ...]]] = {}
+        of_kind: dict[tuple[ExpertsConfig | None, tuple[bool, ...]], dict[str, tuple[int, ...]]] = {}
+        kinds = [(layer.experts, layer.norms) for layer in layers]
         for index in (*range(stage.start, stage.stop), *range(len(layers))):
-            if layers[index].experts in of_kind:
+            if kinds[index] in of_kind:
                 continue
             is_own = stage.start <= index < stage.stop
             shapes = own if is_own else self._shapes_without_memory(index)
             prefix = f"{names.layers}.{index}."
-            of_kind[layers[index].experts] = {
+            of_kind[kinds[index]] = {
                 name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)
             }
-        return {index: of_kind[layer.experts] for index, layer in enumerate(layers)}
+        return {index: of_kind[kind] for index, kind in enumerate(kinds)}
 
     def _shapes_without_memory(self, index: int) -> dict[str, tuple[int, ...]]:
         context = replace(self._context, device=torch.device("meta"))

@@ -6,7 +6,9 @@ alone. Whole on every rank of the last stage.
 H: hidden size; D: numbers of the vector; L: labels.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -16,10 +18,22 @@ from torch.nn import functional as F
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import WeightSlice, whole
-from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.model_config.pooling import HeadConfig, PoolingConfig
 
 HEAD: Final = "lm_head"
 """Our name of the head for tokens, of which a classifier from tokens takes two rows."""
+
+
+_FUNCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""Of one vector by itself, so each element has the same place in it always."""
 
 
 class Pooler(CheckpointLayer):
@@ -34,8 +48,20 @@ class Pooler(CheckpointLayer):
         if num_rows:
             empty = torch.empty(num_rows, config.hidden_size, dtype=torch.float32, device=context.device)
             self.score = nn.Parameter(empty, requires_grad=False)
+        self._take_head(context, config)
         # No parameters: what loads, drops and updates weights works on those of the checkpoint.
         self._denses: list[tuple[Tensor, Tensor | None, str]] = []
+
+    def _take_head(self, context: LayerContext, config: PoolingConfig) -> None:
+        """What an encoder has before its scores, and their bias."""
+        own, size, head = replace(context, dtype=torch.float32), config.hidden_size, config.head
+        self.score_bias = own.parameter(config.num_labels) if config.has_score_bias else None
+        if head is None:
+            return
+        self.dense = own.parameter(size, size)
+        self.dense_bias = own.parameter(size) if head.has_bias else None
+        self.norm = own.parameter(size) if head.norm is not None else None
+        self.norm_bias = own.parameter(size) if head.norm is not None and head.norm.has_bias else None
 
     def take_denses(self, weights: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """Weight [out, in] and bias [out] of each of `config.denses`, float32."""
@@ -49,12 +75,20 @@ class Pooler(CheckpointLayer):
         for weight, bias, activation in self._denses:
             x = _activated(_product(weight, x) if bias is None else _product(weight, x) + bias, activation)
         if self.config.task == "classify":
+            x = x if self.config.head is None else self._headed(x, self.config.head)
             scores = _product(self.score, x)
+            scores = scores if self.score_bias is None else scores + self.score_bias
             if self.config.label_token_ids:
                 scores = scores[1:] - scores[:1]
             return _activated(scores, self.config.activation) if activates else scores
         x = x if dimensions is None else x[:dimensions]
         return F.normalize(x, dim=0) if normalizes else x
+
+    def _headed(self, x: Tensor, head: HeadConfig) -> Tensor:
+        """[H] -> [H]."""
+        x = _product(self.dense, x)
+        x = _activated(x if self.dense_bias is None else x + self.dense_bias, head.activation)
+        return x if head.norm is None else F.layer_norm(x, x.shape, self.norm, self.norm_bias, head.norm.eps)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
@@ -67,6 +101,13 @@ class Pooler(CheckpointLayer):
         elif self.config.num_labels:
             shape = (self.config.num_labels, size)
             yield whole(f"{prefix}.weight", shape, f"{prefix}.score")
+            if self.score_bias is not None:
+                yield whole(f"{prefix}.bias", shape[:1], f"{prefix}.score_bias")
+        if self.config.head is not None:
+            yield whole(f"{prefix}.dense.weight", (size, size), f"{prefix}.dense")
+            for name, own in (("dense.bias", "dense_bias"), ("norm.weight", "norm"), ("norm.bias", "norm_bias")):
+                if getattr(self, own) is not None:
+                    yield whole(f"{prefix}.{name}", (size,), f"{prefix}.{own}")
 
 
 def _product(weight: Tensor, x: Tensor) -> Tensor:
@@ -77,6 +118,5 @@ def _product(weight: Tensor, x: Tensor) -> Tensor:
 def _activated(x: Tensor, activation: str) -> Tensor:
     if activation == "softmax":
         return torch.softmax(x, 0)
-    if activation == "tanh":
-        return torch.tanh(x)
-    return torch.sigmoid(x) if activation == "sigmoid" else x
+    function = _FUNCTIONS.get(activation)
+    return x if function is None else function(x)

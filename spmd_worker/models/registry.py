@@ -7,10 +7,10 @@ from typing import Final
 
 from spmd_worker.distributed.topology import Stage, whole_model
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
+from spmd_worker.model_config.model_config import ENCODERS, FAMILIES, ModelConfig
 from spmd_worker.models.decoder import DecoderForCausalLM
 
-MODEL_CLASSES: Final[dict[str, type[DecoderForCausalLM]]] = dict.fromkeys(FAMILIES, DecoderForCausalLM)
+MODEL_CLASSES: Final[dict[str, type[DecoderForCausalLM]]] = dict.fromkeys((*FAMILIES, *ENCODERS), DecoderForCausalLM)
 
 
 def build_model(context: LayerContext, model_config: ModelConfig, stage: Stage | None = None) -> DecoderForCausalLM:

@@ -57,6 +57,7 @@ struct Attention {
   float scale;  // of scores, to base 2
   float cap;    // of scores, to base 2; 0: none
   int64_t window;
+  int64_t ahead;  // how many keys behind its own a row sees; 0: attention is causal
   bool has_unit;
   const float* sinks = nullptr;  // one logit a query head, in no key's place; null: none
 
@@ -69,14 +70,20 @@ struct Attention {
 
   int64_t first_visible(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
 
-  Keys keys_of(const Item& item) const {
-    return {first_visible(position(item, item.first_row)), position(item, item.end_row - 1)};
+  int64_t last_visible(int sequence, int64_t position) const {
+    return ahead > 0 ? std::min(position + ahead, context_lengths[sequence] - 1) : position;
   }
 
-  Range visible_to(int64_t at, int64_t tile_number) const {
+  Keys keys_of(const Item& item) const {
+    return {
+        first_visible(position(item, item.first_row)),
+        last_visible(item.sequence, position(item, item.end_row - 1))};
+  }
+
+  Range visible_to(int sequence, int64_t at, int64_t tile_number) const {
     const int64_t start = tile_number * kTile;
     return {int(std::clamp<int64_t>(first_visible(at) - start, 0, kTile)),
-            int(std::clamp<int64_t>(at + 1 - start, 0, kTile))};
+            int(std::clamp<int64_t>(last_visible(sequence, at) + 1 - start, 0, kTile))};
   }
 
   // Of one row, in elements.
@@ -167,7 +174,7 @@ struct Attention {
     const int num_rows = int(std::min<int64_t>(kUnitRows, item.end_row - row));
     const int64_t place = row - item.first_row;
     Range visible[kUnitRows];
-    for (int r = 0; r < num_rows; ++r) visible[r] = visible_to(scratch.positions[place + r], number);
+    for (int r = 0; r < num_rows; ++r) visible[r] = visible_to(item.sequence, scratch.positions[place + r], number);
     const AttentionByUnit<Type> by_amx = {cache.head_size, scale, cap, scratch};
     if (unit_rows != num_rows) by_amx.set_up(unit_rows = num_rows);
     by_amx.run_rows(place, num_rows, visible, tile, next);
@@ -182,7 +189,7 @@ struct Attention {
     bool is_even = true, is_seen = false;
     const int64_t place = row - item.first_row;
     for (int r = 0; r < kRows; ++r) {
-      visible[r] = visible_to(scratch.positions[place + r], number);
+      visible[r] = visible_to(item.sequence, scratch.positions[place + r], number);
       is_even &= visible[r] == visible[0];
       is_seen |= !visible[r].is_empty();
     }
@@ -334,12 +341,14 @@ struct Attention {
       const int64_t* tables, int64_t table_stride, const Type::Element* queries, int64_t query_token_stride,           \
       int64_t query_head_stride, int64_t num_heads, const Type::Element* cos, const Type::Element* sin,                \
       const int64_t* query_starts, const int64_t* context_lengths, int64_t num_sequences, float scale, float cap,                                                                                 \
-      int64_t window, const float* sinks, Type::Element* output, int64_t may_use_unit, int64_t num_threads) {          \
+      int64_t window, int64_t ahead, const float* sinks, Type::Element* output, int64_t may_use_unit,                  \
+      int64_t num_threads) {                                                                                           \
     const float log2_of_e = 1.44269504088896340736f;                                                                   \
     const Attention<Type> attention = {                                                                                \
         {cache, block_stride, tables, table_stride, int(num_kv_heads), int(head_size), int(block_size)},               \
         queries, query_token_stride, query_head_stride, {cos, sin}, output, query_starts, context_lengths,             \
-        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, may_use_unit != 0 && amx::is_granted(), sinks};               \
+        int(num_heads), scale * log2_of_e, cap * log2_of_e, window, ahead, may_use_unit != 0 && amx::is_granted(),     \
+        sinks};                                                                                                        \
     attention.run_all(int(num_sequences), int(num_threads));                                                           \
   }
 

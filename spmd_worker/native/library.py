@@ -29,7 +29,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
         *(_POINTER, _INTEGER),
         *(*_STRIDED, _INTEGER, *_ANGLES),
         *(_POINTER, _POINTER, _INTEGER),
-        *(_FLOAT, _FLOAT, _INTEGER, _POINTER),
+        *(_FLOAT, _FLOAT, _INTEGER, _INTEGER, _POINTER),
         *(_POINTER, _INTEGER, _INTEGER),
     ),
     "full_norm": (

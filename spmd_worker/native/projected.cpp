@@ -21,8 +21,8 @@
         token_stride, head_size, cos, sin, blocks, offsets, num_tokens, num_threads);                                  \
     spmd_attend_##name(                                                                                                \
         cache, block_stride, num_kv_heads, head_size, block_size, tables, table_stride, projected, token_stride,       \
-        head_size, num_heads, cos, sin, query_starts, context_lengths, num_sequences, scale, 0.0f, window, nullptr,       \
-        output, may_use_unit, num_threads);                                                                            \
+        head_size, num_heads, cos, sin, query_starts, context_lengths, num_sequences, scale, 0.0f, window, 0,       \
+        nullptr, output, may_use_unit, num_threads);                                                                   \
   }
 
 SPMD_PROJECTED(float32, float)

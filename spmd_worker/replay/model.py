@@ -132,7 +132,7 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
             allow_nonfinite=True,
         ),
         executor=ExecutorConfig(backend="uniproc"),
-        cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks),
+        cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks or None),
         scheduler=SchedulerConfig(
             max_num_seqs=header.max_num_seqs,
             max_num_batched_tokens=header.max_num_batched_tokens,

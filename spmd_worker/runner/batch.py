@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kv_cache.block import num_blocks_for
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.grammar.step_masks import ConstrainedRow
 from spmd_worker.mirror.mirror import ScheduledSequence
@@ -30,7 +31,9 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward pass. Tensors int64 [T] on the device; `sample_rows` and `rows`: one entry a sample."""
+    """Input of one forward pass. Tensors int64 [T] on the device; `sample_rows` and `rows`: one entry a sample.
+    `token_types` None: all are of the first type.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -38,16 +41,22 @@ class Batch:
     attention: AttentionMetadata
     sample_rows: tuple[int, ...]
     rows: tuple[SampleRow, ...]
+    token_types: Tensor | None = None
 
 
-def build_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> Batch:
-    """Lay out a step. `scheduled` comes from the mirror, in plan order."""
+def build_batch(
+    scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device, *, is_encoder: bool = False
+) -> Batch:
+    """Lay out a step. `scheduled` comes from the mirror, in plan order. Rows of an encoder have blocks for this step
+    alone, one row's after another's.
+    """
     counts = [each.num_scheduled_tokens for each in scheduled]
     firsts = [each.sequence.num_computed_tokens for each in scheduled]
     starts = (0, *accumulate(counts))
     positions = _positions(firsts, counts, starts[-1])
     rope_regimes = np.repeat([each.sequence.request.rope_regime for each in scheduled], counts)
-    tables = _block_tables([each.sequence.block_ids for each in scheduled])
+    block_ids = _step_blocks(counts, block_size) if is_encoder else [each.sequence.block_ids for each in scheduled]
+    tables = _block_tables(block_ids)
     sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
     attention = AttentionMetadata(
         query_starts=starts,
@@ -55,7 +64,9 @@ def build_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device:
         block_tables=_to(tables, device),
         token_blocks=_to(tables[sequence_of_token, positions // block_size], device),
         token_offsets=_to(positions % block_size, device),
+        sees_later=is_encoder,
     )
+    types = _token_types(scheduled, counts) if is_encoder else None
     return Batch(
         token_ids=_to(_token_ids(scheduled), device),
         positions=_to(positions, device),
@@ -65,7 +76,23 @@ def build_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device:
             end - 1 for each, end in zip(scheduled, starts[1:], strict=True) for _ in range(each.num_samples)
         ),
         rows=tuple(_sample_rows(scheduled)),
+        token_types=None if types is None else _to(types, device),
     )
+
+
+def _step_blocks(counts: Sequence[int], block_size: int) -> list[range]:
+    ends = [*accumulate(num_blocks_for(count, block_size) for count in counts)]
+    return [range(start, end) for start, end in zip([0, *ends], ends)]
+
+
+def _token_types(scheduled: Sequence[ScheduledSequence], counts: Sequence[int]) -> Integers | None:
+    """int64 [T]: 0 in the first text of a pair, 1 in the second; None where no row is a pair with types."""
+    poolings = [each.sequence.request.pooling for each in scheduled]
+    firsts = [None if pooling is None else pooling.num_first_tokens for pooling in poolings]
+    if all(first is None for first in firsts):
+        return None
+    types = [np.arange(count) >= (count if first is None else first) for first, count in zip(firsts, counts)]
+    return np.concatenate(types).astype(np.int64)
 
 
 def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[ConstrainedRow]:

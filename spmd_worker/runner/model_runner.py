@@ -81,13 +81,18 @@ class ModelRunner:
         """
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
         self._clock.begin(step)
-        batch = build_batch(scheduled, self._block_size, self._device)
+        is_encoder = self.model.model_config.is_encoder
+        batch = build_batch(scheduled, self._block_size, self._device, is_encoder=is_encoder)
         if self._grammars is not None:
             self._grammars.begin(constrained_rows(scheduled))
         cache = self._cache_engine.device_cache
+        if is_encoder:
+            # What a layer writes, it alone reads, in this step: all use the same memory.
+            cache = cache.expand(self.model.stage.num_layers, *cache.shape[1:])
         incoming = None if self.model.stage.is_first else self._receive(len(batch.token_ids))
         tokens = (batch.token_ids, batch.positions, batch.rope_regimes)
-        hidden = self.model(*tokens, cache, batch.attention, incoming, is_fused=is_fused)
+        types = batch.token_types
+        hidden = self.model(*tokens, cache, batch.attention, incoming, is_fused=is_fused, token_types=types)
         if self._pooling is not None:
             pooled = self._pooling.pool(scheduled, batch.attention.query_starts, hidden)
             self._pending = _Forwarded(step, batch, None, None, (), pooled)

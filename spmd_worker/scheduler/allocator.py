@@ -35,7 +35,11 @@ class PreemptionPolicy:
 
 
 class Allocator:
-    """Brings sequences in and puts them out. `num_swapped` of them are on the host now."""
+    """Brings sequences in and puts them out. `num_swapped` of them are on the host now.
+
+    A cache without blocks is that of an encoder: sequences hold nothing, and are computed whole in the step in which
+    they join.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,8 @@ class Allocator:
         """Whether the whole of a sequence that waits finds room, not only what the next step computes of it: else
         half-computed prompts fill the cache and fight over it.
         """
+        if not self._cache.num_blocks:
+            return True
         if sequence.status is SequenceStatus.SWAPPED:
             hashes = self._named(sequence)
             return self._cache.can_swap_in(
@@ -98,6 +104,10 @@ class Allocator:
     def extend(self, sequence: Sequence, num_tokens: int) -> TableChange:
         """Room for the next `num_tokens` to be computed; those that fill a block can be found from now on."""
         first = sequence.num_computed_tokens
+        if not self._cache.num_blocks:
+            assert (first, num_tokens) == (0, sequence.num_tokens), (sequence.key, first, num_tokens)
+            sequence.num_computed_tokens = num_tokens
+            return TableChange(0, ())
         change = self._cache.extend(sequence.table, first, first + num_tokens)
         sequence.shares_tail = False
         sequence.num_computed_tokens += num_tokens

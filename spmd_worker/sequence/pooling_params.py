@@ -27,7 +27,9 @@ class PoolingParams:
 
     `task` is one of `TASKS`; None is what the model does. `dimensions` cuts a vector to its first numbers, before it is
     normalised. `normalize` and `use_activation` None are the model's own. `truncate_prompt_tokens` k keeps the last k
-    tokens, -1 as many as the model takes. `skip_reading_prefix_cache`: nothing of the row is taken from the cache.
+    tokens, -1 as many as the model takes; of texts that an encoder takes, the first beside special ones.
+    `skip_reading_prefix_cache`: nothing of the row is taken from the cache. `num_first_tokens`: the row is a pair of
+    texts, and the model is told so: so many are of the first.
     """
 
     task: str | None = None
@@ -36,13 +38,14 @@ class PoolingParams:
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
+    num_first_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError naming field, value and rule."""
         if self.task is not None and self.task not in TASKS:
             hint = ": one vector for each row is given, not one for each token" if self.task in _OTHER_TASKS else ""
             raise ValueError(f"task={self.task!r} must be one of {', '.join(TASKS)}{hint}")
-        for name in ("dimensions", "truncate_prompt_tokens"):
+        for name in ("dimensions", "truncate_prompt_tokens", "num_first_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ValueError(f"{name}={value!r} must be a whole number")
@@ -51,6 +54,8 @@ class PoolingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true, false or null")
         if self.dimensions is not None and not 1 <= self.dimensions < 2**31:
             raise ValueError(f"dimensions={self.dimensions} must be 1 or more")
+        if self.num_first_tokens is not None and not 0 <= self.num_first_tokens < 2**31:
+            raise ValueError(f"num_first_tokens={self.num_first_tokens} must be 0 or more")
         length = self.truncate_prompt_tokens
         if length is not None and length != -1 and not 1 <= length < 2**31:
             raise ValueError(f"truncate_prompt_tokens={length} must be a number of tokens, or -1 for the model's")
@@ -77,6 +82,8 @@ def taken_pooling(params: PoolingParams, config: PoolingConfig | None) -> Poolin
     task = params.task or (config.task if config is not None else "embed")
     check_task(task, config)
     assert config is not None, "of a run that pools"
+    if params.num_first_tokens is not None and not config.has_token_types:
+        raise ValueError(f"num_first_tokens={params.num_first_tokens} is refused: this model has no types of tokens")
     if params.dimensions is not None:
         _check_dimensions(params.dimensions, config)
     for name, other in (("normalize", "classify"), ("use_activation", "embed")):

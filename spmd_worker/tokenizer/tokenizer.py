@@ -148,9 +148,40 @@ class Tokenizer:
         """
         if not _is_unicode(text):
             raise ValueError("the text holds half of a surrogate pair, which is no character")
+        return list(self._encoding(text, add_special_tokens).ids)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) > _LONG_TEXT and os.environ.get(_PARALLELISM) == "false":
-            return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return self._backend.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_inside(
+        self, first: str, second: str | None = None, max_tokens: int | None = None
+    ) -> tuple[list[int], int]:
+        """Token ids of a text, or of two that are encoded as a pair, and how many of them are of the first text: those
+        of type 0, which are all where the tokenizer tells the two not apart.
+
+        Of more than `max_tokens` the ends of the texts are left out, never special tokens: of a pair, so much that both
+        are of one length, or the shorter is whole. Raises ValueError for text that is not Unicode, and where special
+        tokens alone are more.
+        """
+        texts = [first] if second is None else [first, second]
+        if not all(map(_is_unicode, texts)):
+            raise ValueError("the text holds half of a surrogate pair, which is no character")
+        encodings = [self._encoding(text, add_special_tokens=False) for text in texts]
+        if max_tokens is not None:
+            num_special = int(self._backend.num_special_tokens_to_add(second is not None))
+            if max_tokens <= num_special:
+                raise ValueError(f"{max_tokens} tokens leave no room for text beside {num_special} special ones")
+            lengths = _cut_lengths([len(encoding.ids) for encoding in encodings], max_tokens - num_special)
+            for encoding, length in zip(encodings, lengths):
+                encoding.truncate(length)
+        whole = self._backend.post_process(encodings[0], encodings[1] if second is not None else None)
+        types = list(whole.type_ids)
+        num_first = types.index(1) if 1 in types else len(types)
+        if any(each != int(index >= num_first) for index, each in enumerate(types)):
+            raise ValueError(f"the tokenizer gives the types {sorted(set(types))} in an order that no model here takes")
+        return list(whole.ids), num_first
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids without a token (a model's padding) give no text, invalid UTF-8 gives U+FFFD."""
@@ -300,6 +331,19 @@ class IncrementalDecoder:
     def _decode(self, token_ids: Sequence[int]) -> str:
         # Invisible tokens are gone already; special ones that are left are wanted.
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _cut_lengths(lengths: list[int], most: int) -> list[int]:
+    """As the library cuts the longest first: what is left of texts that may have `most` tokens together."""
+    if len(lengths) == 1:
+        return [min(lengths[0], most)]
+    shorter, longer = sorted(lengths)
+    if shorter + longer <= most:
+        return lengths
+    longer = shorter if shorter > most else max(shorter, most - shorter)
+    if shorter + longer > most:
+        shorter, longer = most // 2, most - most // 2
+    return [longer, shorter] if lengths[0] > lengths[1] else [shorter, longer]
 
 
 def _prompt_context(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:

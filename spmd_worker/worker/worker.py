@@ -32,7 +32,13 @@ from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory import host
 from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
 from spmd_worker.memory.estimate import activation_bytes
-from spmd_worker.memory.plan import cache_spec_of, check_weights_fit, is_estimate_enough, size_rank
+from spmd_worker.memory.plan import (
+    cache_spec_of,
+    check_weights_fit,
+    is_estimate_enough,
+    num_step_blocks,
+    size_rank,
+)
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.models.decoder import DecoderForCausalLM
@@ -143,16 +149,21 @@ class Worker(WorkerBase):
         return cache_spec_of(self.resolved, self.environment.rank)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """Measures unless `cache.num_blocks` says; the reason in words is in `sizing`."""
-        measurement = self._measure() if self.config.cache.num_blocks is None else MemoryMeasurement(0, 0, 0, 0)
+        """Measures unless `cache.num_blocks` says, or the model is an encoder; the reason in words is in `sizing`."""
+        needs_measuring = self.config.cache.num_blocks is None and not self.model_config.is_encoder
+        measurement = self._measure() if needs_measuring else MemoryMeasurement(0, 0, 0, 0)
         self.sizing = size_rank(self.resolved, self.environment.rank, measurement)
         logger.info("%s", self.sizing.reason)
         return self.sizing.num_device_blocks, self.sizing.num_host_blocks
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Raises ConfigError when the cache cannot hold one sequence of `max_model_len`, saying which setting to
-        change.
+        change. An encoder has memory for the keys and values of a step instead.
         """
+        if self.model_config.is_encoder:
+            assert (num_device_blocks, num_host_blocks) == (0, 0), (num_device_blocks, num_host_blocks)
+            self._start_on(self._new_cache_engine(num_step_blocks(self.resolved), 0), num_device_blocks)
+            return
         is_profiled = self.config.cache.num_blocks is None
         try:
             check_cache_holds_one_sequence(
@@ -164,11 +175,15 @@ class Worker(WorkerBase):
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        self._cache_engine = self._new_cache_engine(num_device_blocks, num_host_blocks)
-        self._cache_engine.allocate(host_reserve.offered())
+        self._start_on(self._new_cache_engine(num_device_blocks, num_host_blocks), num_device_blocks)
+
+    def _start_on(self, engine: CacheEngine, num_device_blocks: int) -> None:
+        """`num_device_blocks` are the scheduler's."""
+        self._cache_engine = engine
+        engine.allocate(host_reserve.offered())
         host_reserve.offer(None)
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
-        self.model_runner = self._new_runner(self._cache_engine, self._clock)
+        self.model_runner = self._new_runner(engine, self._clock)
         # What was measured met experts too.
         for counts in self.get_expert_loads().values():
             counts[:] = [0] * len(counts)
@@ -336,7 +351,8 @@ class Worker(WorkerBase):
         is_pooling = self.model_config.pooling is not None
         # Backbones alone are written without the name of what holds them.
         own_prefix = f"{names.layers.partition('.')[0]}." if is_pooling else ""
-        checkpoint.add_prefix(names.optional_prefix or own_prefix, besides=(f"{names.head}.", "score."))
+        besides = (f"{names.head}.", f"{names.classifier}.")
+        checkpoint.add_prefix(names.optional_prefix or own_prefix, besides=besides)
         checkpoint.look_inside(model.places)
         quantization = self.model_config.quantization
         return checkpoint if quantization is None else DequantisedCheckpoint.open(checkpoint, quantization)

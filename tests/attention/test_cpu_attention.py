@@ -313,3 +313,29 @@ def test_what_is_not_supported_is_said_in_words():
     assert isinstance(cpu_backend_or_reason(BFLOAT16, 80, 2), CpuBackend)
     with pytest.raises(ValueError, match="multiples of 16"):
         CpuBackend(library_for(NATIVE), FLOAT32, 72, 16)
+
+
+BOTH_WAYS = [
+    pytest.param(window, marks=[] if window == 50 else pytest.mark.matrix if window == 0 else pytest.mark.stress)
+    for window in (50, 0, 1, 2, 64, 65, 150)
+]
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("window", BOTH_WAYS)
+def test_attention_both_ways_agrees_with_the_formula_and_a_row_hangs_on_its_own_length(instruction_set, dtype, window):
+    sizes = Sizes(dtype=dtype, num_kv_heads=1, group_size=3, head_size=48, window=window, sees_later=True)
+    lengths = (7, 64, 131)
+    rows, backend = [sequence(length, sizes, seed=length) for length in lengths], backend_for(instruction_set, sizes)
+    alone = [run(backend, one, WHOLE) for one in rows]
+    assert all(is_close(result, formula(one), dtype) for result, one in zip(alone, rows, strict=True))
+    assert all(map(torch.equal, together(backend, rows, list(lengths)), alone))
+    assert all(map(torch.equal, together(backend, rows[::-1], list(lengths[::-1])), alone[::-1]))
+    other = replace(rows[-1], sizes=replace(sizes, block_size=2))
+    assert torch.equal(run(backend_for(instruction_set, other.sizes), other, WHOLE), alone[-1])
+    if dtype == FLOAT32:
+        assert is_close(run(SdpaBackend(), rows[-1], WHOLE), alone[-1].double(), dtype)
+    # The control: causal attention is something else.
+    causal = replace(rows[-1], sizes=replace(sizes, sees_later=False))
+    assert window == 1 or not is_close(alone[-1], formula(causal), dtype)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from hostile_configs import Broken, broken, real
-from model_types import MODEL_TYPES
+from model_types import ENCODER_TYPES, MODEL_TYPES
 from stress_seed import SEED
 
 from spmd_worker.config.schema import ModelOptions, RunConfig
@@ -24,7 +24,7 @@ from spmd_worker.errors import SpmdError
 from spmd_worker.layers.rotary import RotaryEmbedding
 from spmd_worker.memory.plan_text import describe_plan, make_plan
 from spmd_worker.model_config import config_reader
-from spmd_worker.model_config.model_config import FAMILIES, model_config_of
+from spmd_worker.model_config.model_config import ENCODERS, FAMILIES, family_of, model_config_of
 from spmd_worker.resolved import resolve_run
 
 MOST_BYTES = 2**30
@@ -109,7 +109,7 @@ def keys_of(case: Broken) -> set[str]:
     changed = {str(key) for path in case.changed for key in path if isinstance(key, str)}
     config = json.loads(case.text)
     (architecture,) = config["architectures"]
-    before = {*FAMILIES[architecture].defaults, *keys(real(architecture, Random(0)))}
+    before = {*family_of(architecture).defaults, *keys(real(architecture, Random(0)))}
     return {key for key in {*changed, *before, *keys(config)} if len(key) > 1}
 
 
@@ -119,6 +119,7 @@ def drawn(seed: int, number: int) -> Broken:
 
 def test_every_family_is_among_the_real_ones():
     assert set(MODEL_TYPES) == set(FAMILIES)
+    assert set(ENCODER_TYPES) == set(ENCODERS)
 
 
 @pytest.mark.stress
@@ -149,6 +150,17 @@ def check_all(num_cases: int, folder: Path) -> list[str | None]:
         with bounded():
             refusals.append(check(case, folder))
     return refusals
+
+
+@pytest.mark.stress
+def test_broken_configs_of_encoders_are_read_or_refused_in_one_sentence_in_bounded_work(tmp_path: Path):
+    use_once(tmp_path)
+    num_refused = 0
+    for number in range(300):
+        case = broken(list(ENCODER_TYPES), Random(f"{SEED} encoder {number}"))
+        with bounded():
+            num_refused += check(case, tmp_path) is not None
+    assert num_refused > 100
 
 
 @pytest.mark.stress

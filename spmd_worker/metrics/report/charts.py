@@ -149,7 +149,7 @@ def _fullest(frame: Frame) -> Series | None:
     """Where columns' means hide how full it was at times."""
     fullest = [float(column.max_blocks_used) for column in frame.columns]
     hidden = sum(fullest) - sum(frame.means("num_blocks_used"))
-    if hidden < _WORTH_A_LINE * frame.totals.num_blocks * len(fullest):
+    if hidden <= _WORTH_A_LINE * frame.totals.num_blocks * len(fullest):
         return None
     return Series("in use, at the fullest", PEAK, fullest)
 

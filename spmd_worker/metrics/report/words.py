@@ -45,6 +45,8 @@ def summary_figures(totals: Totals, metrics: Mapping[str, Any]) -> list[Figure]:
 
 def diagnosis(totals: Totals, metrics: Mapping[str, Any]) -> str:
     """Two or three sentences: what the cache did to this run."""
+    if not totals.num_blocks:
+        return "There is no cache: rows of an encoder are computed whole, and nothing of them is kept."
     cache = f"The cache of {count(totals.num_blocks, 'block')}"
     often = (
         f"{share(totals.nearly_full_us, totals.wall_us)} of the time at least {share(NEARLY_FULL, 1)} of it was in use"

@@ -32,7 +32,9 @@ class Names:
 
     Names of experts have {} for the number in `parts`, which may hold whole names too. `stacked` are the tensors of
     experts that are not separate; of separate ones transformers has stacked tensors in memory, see `CheckpointNames`.
-    `ignores_later_layers`: files may have layers beyond the model's, which speculate.
+    `ignores_later_layers`: files may have layers beyond the model's, which speculate. `embedding_norm` and
+    `token_types` are of encoders; so are `head_dense` and `head_norm`, which come before `classifier`, the scores of a
+    model that classifies. Endings in `ending_aliases` are what older files have for those on the right.
     """
 
     embedding: str = "model.embed_tokens"
@@ -52,9 +54,18 @@ class Names:
     layer_aliases: Mapping[str, str] = field(default_factory=dict)
     stacked: tuple[StackedTensor, ...] = ()
     ignores_later_layers: bool = False
+    embedding_norm: str = ""
+    token_types: str = ""
+    classifier: str = "score"
+    head_dense: str = ""
+    head_norm: str = ""
+    ending_aliases: Mapping[str, str] = field(default_factory=dict)
 
     def canonical(self, name: str) -> str:
         """`name`, or that of which it is an alias."""
+        for ending, ours in self.ending_aliases.items():
+            if name.endswith(ending):
+                name = name.removesuffix(ending) + ours
         for beginning, ours in self.aliases.items():
             if name.startswith(beginning):
                 return ours + name.removeprefix(beginning)
@@ -65,6 +76,20 @@ class Names:
             if rest.startswith(beginning):
                 return f"{self.layers}.{index}.{ours}{rest.removeprefix(beginning)}"
         return name
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierFamily:
+    """What is between the hidden states of an encoder and its scores: a dense layer with `activation`, or what
+    `activation_key` says, and a norm where `has_norm`. It is given the first token's, or with `pooling_key` what that
+    says. `bias` of the dense layer is as of `Family`.
+    """
+
+    activation: str = "tanh"
+    activation_key: str = ""
+    pooling_key: str = ""
+    bias: bool | str = True
+    has_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +126,12 @@ class Family:
     families; by `model_type` of the text, the architecture whose row says all but names. The first where it says none.
     `turned_size_key`: how many numbers of a head are turned, in older files. `forms` are other rows of the
     architecture, of which a file takes the first that is for it.
+
+    `is_encoder`: tokens see those behind them too, and half of `sliding_window` is to each side. `norms_sums` is as in
+    `LayerConfig`. Without `has_first_norm` the first layer has none before attention, without `has_last_norm` there is
+    none behind the layers; with `has_embedding_norm` there is one before them. `token_types_key`: how many types of
+    token have embeddings. `counts_offset`: `max_position_embeddings` counts the rows that are nobody's, and tokens of
+    the last one's number have no position. `classifier` is the head of an encoder that classifies.
     """
 
     models: str = "Llama 2, 3 and 3.x, and what is built like them"
@@ -111,7 +142,7 @@ class Family:
     norm_kind: str = "rms"
     norm_offset: float = 0.0
     norm_rounds_once: bool = False
-    norm_has_bias: bool = False
+    norm_has_bias: bool | str = False
     eps_key: str = "rms_norm_eps"
     qk_norm: str = "none"
     default_head_size: int = 0
@@ -160,6 +191,14 @@ class Family:
     experts: ExpertsFamily | None = None
     turned_size_key: str = ""
     forms: "tuple[Form, ...]" = ()
+    is_encoder: bool = False
+    norms_sums: bool = False
+    has_first_norm: bool = True
+    has_last_norm: bool = True
+    has_embedding_norm: bool = False
+    token_types_key: str = ""
+    counts_offset: bool = False
+    classifier: ClassifierFamily | None = None
 
 
 @dataclass(frozen=True, slots=True)

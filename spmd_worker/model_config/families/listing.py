@@ -2,18 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 
+from spmd_worker.model_config.families.encoder_rows import ENCODERS
 from spmd_worker.model_config.families.family import Family
 from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.quantization import READ_METHODS
 
 
 def describe_families() -> str:
-    """Two tables in Markdown: architectures that run, and known ones that do not, with the reason."""
+    """Tables in Markdown: architectures that run, encoders, and known ones that do not, with the reason."""
     runs = [(name, family.models, _refusals(family)) for name, family in FAMILIES.items()]
+    encoders = [(name, family.models, _refusals(family)) for name, family in ENCODERS.items()]
     refused = [(", ".join(names), reason) for reason, names in REFUSED.items()]
     return "\n".join(
         [
             *_table(("architecture", "models", "refused where config.json has"), runs),
+            "",
+            *_table(("encoder, which pools", "models", "refused where config.json has"), encoders),
+            "",
+            "Encoders run with the heads ForSequenceClassification and, without it, ForMaskedLM.",
             "",
             *_table(("not run", "because"), refused),
             "",

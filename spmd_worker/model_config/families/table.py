@@ -369,7 +369,8 @@ _LATENT: Final = "its layers have experts and attention over a latent cache"
 _RECURRENT: Final = "some of its layers have a recurrent state, which is no paged cache"
 _ALIBI: Final = "its attention knows positions by biases (alibi)"
 _IMAGES: Final = "it takes images; for text alone give the checkpoint of its language model"
-_ENCODER: Final = "it is an encoder, or has one"
+_RELATIVE: Final = "its attention knows positions by their distance, as learned biases"
+_HAS_ENCODER: Final = "it is a decoder beside an encoder"
 
 REFUSED: Final[dict[str, tuple[str, ...]]] = {
     _EXPERTS: (*("Llama4ForCausalLM", "PhimoeForCausalLM", "BailingMoeForCausalLM"),),
@@ -380,11 +381,7 @@ REFUSED: Final[dict[str, tuple[str, ...]]] = {
         *("LlavaForConditionalGeneration", "Gemma4ForConditionalGeneration"),
         *("Glm4vForConditionalGeneration", "MllamaForConditionalGeneration", "Llama4ForConditionalGeneration"),
     ),
-    _ENCODER: (
-        *("BertModel", "BertForMaskedLM", "XLMRobertaModel", "ModernBertModel", "T5ForConditionalGeneration"),
-        *("BertForSequenceClassification", "RobertaForSequenceClassification", "ModernBertForSequenceClassification"),
-        *("XLMRobertaForSequenceClassification", "RobertaModel", "MPNetModel", "Gemma3TextModel", "T5EncoderModel"),
-        *("BartForConditionalGeneration", "WhisperForConditionalGeneration"),
-    ),
+    _RELATIVE: ("MPNetModel", "T5EncoderModel"),
+    _HAS_ENCODER: (*("T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration"),),
 }
 """Known architectures that do not run, by the reason."""

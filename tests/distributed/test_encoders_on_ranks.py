@@ -1,0 +1,40 @@
+"""Encoders on several ranks: stages and replicas give one rank's bits, shards its numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_pooling_on_ranks
+from encoder_models import encoder_folder
+from test_pooling_on_ranks import PROMPTS, SETTINGS, answers
+
+from spmd_worker import LLM
+
+NAMES = ("bert_mean", "xlm_pairs", "modern_labels", "gemma_dense")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix),
+        pytest.param("data_parallel_size", marks=pytest.mark.stress),
+        pytest.param("tensor_parallel_size", marks=pytest.mark.stress),
+    ],
+)
+def test_two_ranks_give_one_ranks_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    monkeypatch.setattr(test_pooling_on_ranks, "pooling_folder", encoder_folder)
+    names = NAMES[:2] if layout == "pipeline_parallel_size" else NAMES
+    settings: dict[str, Any] = {"max_model_len": 64}
+    monkeypatch.setattr(test_pooling_on_ranks, "SETTINGS", {**SETTINGS, **settings})
+    done = test_pooling_on_ranks.run(tmp_path, 2, names=names, **{layout: 2})
+    assert done.returncode == 0, done.output
+    first, second = answers(tmp_path, 2)
+    assert first == second
+    for name in names:
+        with LLM(encoder_folder(name), device="cpu", **{**SETTINGS, **settings}) as llm:
+            outputs = llm.encode([{"prompt_token_ids": each} for each in PROMPTS], use_tqdm=False)
+        alone = [output.outputs.data for output in outputs]
+        if layout != "tensor_parallel_size":
+            assert first[name] == alone, name
+        for ours, theirs in zip(first[name], alone, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5), name

@@ -1,0 +1,204 @@
+"""Small random encoders, written by transformers, with tokenizers that encode pairs as the family's do; and what
+transformers makes of a row.
+
+`ENCODERS` has a folder for each family and head. Knows nothing of the runtime under test.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pooling_models import SIZES, write_modules
+from reference_models import fill
+from run_folder import made_once
+from tokenizer_folders import CORPUS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
+    ModernBertModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaModel,
+)
+
+PAD = {"bert": 0, "roberta": 1, "xlm": 1, "modern": 0, "gemma": 0}
+_COMMON: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": SIZES["hidden_size"],
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+}
+_ROBERTA = {**_COMMON, "max_position_embeddings": 130, "type_vocab_size": 1, "layer_norm_eps": 0.05}
+_MODERN = {**_COMMON, "local_attention": 12, "pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "sep_token_id": 2}
+_GEMMA = {
+    **_COMMON,
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 14,
+    "use_bidirectional_attention": True,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def _write_tokenizer(folder: Path, kind: str) -> None:
+    """Byte-level, with the family's own special tokens around a text and between two."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "<pad>", "</s>", "<mask>"] if PAD[kind] else ["<pad>", "<s>", "</s>", "<mask>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    pairs = {
+        "bert": "<s> $A </s> $B:1 </s>:1",
+        "modern": "<s> $A </s> $B </s>",
+        "gemma": "<s> $A </s> <s> $B </s>",
+    }
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair=pairs.get(kind, "<s> $A </s> </s> $B </s>"),
+        special_tokens=[(each, tokenizer.token_to_id(each)) for each in ("<s>", "</s>")],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    inputs = ["input_ids", *(["token_type_ids"] if kind == "bert" else []), "attention_mask"]
+    names = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "pad_token": "<pad>"}
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 128,
+        "model_input_names": inputs,
+        **names,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+@torch.no_grad()
+def _stir(model: Any) -> None:
+    """Random weights with which every token counts in every vector, and every score hangs on them."""
+    generator = torch.Generator().manual_seed(11)
+    fill(model, generator)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.lower().endswith("norm.weight"):
+            parameter.copy_((0.0 if isinstance(model, Gemma3TextModel) else 1.0) + 0.1 * noise)
+        elif name.endswith("bias"):
+            parameter.copy_(0.1 * noise)
+        elif "embeddings" in name:
+            parameter.copy_(noise * (1.0 if "word" in name or "tok_" in name else 0.3))
+        elif any(part in name for part in ("query", "key", "q_proj", "Wqkv", "classifier.weight", "out_proj")):
+            parameter.mul_(2.0)
+
+
+def _written(
+    kind: str, model_class: Any, config_class: Any, sizes: Mapping[str, Any], **settings: Any
+) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        torch.manual_seed(7)
+        model = model_class(config_class(**{**sizes, **settings}))
+        _stir(model)
+        model.save_pretrained(folder)
+        _write_tokenizer(folder, kind)
+
+    return write
+
+
+def _with_modules(write: Callable[[Path], None], pooling: Mapping[str, Any], *kinds: str) -> Callable[[Path], None]:
+    def write_both(folder: Path) -> None:
+        write(folder)
+        write_modules(folder, dict(pooling), *kinds, max_seq_length=100)
+
+    return write_both
+
+
+_BERT_MODEL = _written("bert", BertModel, BertConfig, _COMMON)
+_XLM_MODEL = _written("xlm", XLMRobertaModel, XLMRobertaConfig, _ROBERTA)
+_MODERN_MODEL = _written("modern", ModernBertModel, ModernBertConfig, _MODERN)
+_GEMMA_MODEL = _written("gemma", Gemma3TextModel, Gemma3TextConfig, _GEMMA)
+
+ENCODERS: dict[str, Callable[[Path], None]] = {
+    "bert": _BERT_MODEL,
+    "bert_masked": _written("bert", BertForMaskedLM, BertConfig, _COMMON, layer_norm_eps=0.1, hidden_act="gelu_new"),
+    "bert_labels": _written("bert", BertForSequenceClassification, BertConfig, _COMMON, num_labels=3),
+    "bert_pairs": _written("bert", BertForSequenceClassification, BertConfig, _COMMON, num_labels=1),
+    "roberta_labels": _written("roberta", RobertaForSequenceClassification, RobertaConfig, _ROBERTA, num_labels=3),
+    "xlm": _XLM_MODEL,
+    "xlm_pairs": _written("xlm", XLMRobertaForSequenceClassification, XLMRobertaConfig, _ROBERTA, num_labels=1),
+    "modern": _MODERN_MODEL,
+    "modern_labels": _written("modern", ModernBertForSequenceClassification, ModernBertConfig, _MODERN, num_labels=3),
+    "modern_pairs": _written(
+        "modern",
+        ModernBertForSequenceClassification,
+        ModernBertConfig,
+        _MODERN,
+        num_labels=1,
+        classifier_pooling="mean",
+        classifier_bias=True,
+        norm_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        classifier_activation="silu",
+    ),
+    "gemma": _GEMMA_MODEL,
+    # Folders of sentence-transformers.
+    "bert_mean": _with_modules(_BERT_MODEL, {"pooling_mode_mean_tokens": True}, "Normalize"),
+    "xlm_cls": _with_modules(_XLM_MODEL, {"pooling_mode_cls_token": True}, "Normalize"),
+    "modern_dense": _with_modules(_MODERN_MODEL, {"pooling_mode": "mean"}, "Dense", "Normalize"),
+    "gemma_dense": _with_modules(_GEMMA_MODEL, {"pooling_mode_mean_tokens": True}, "Dense", "Normalize"),
+}
+WITH_SCORES = tuple(name for name in ENCODERS if name.endswith(("_labels", "_pairs")))
+
+
+def encoder_folder(name: str) -> Path:
+    """The folder of this name, written once a run."""
+    return made_once(f"encoder-{name}", ENCODERS[name])
+
+
+@cache
+def backbone(name: str) -> Any:
+    """transformers' model, with its head where the folder has scores."""
+    kind = AutoModelForSequenceClassification if name in WITH_SCORES else AutoModel
+    return kind.from_pretrained(encoder_folder(name), dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def hidden_states(name: str, prompt: list[int], num_first_tokens: int | None = None) -> Tensor:
+    """[T, hidden] of a row alone."""
+    return backbone(name)(**_inputs(prompt, num_first_tokens)).last_hidden_state[0]
+
+
+@torch.no_grad()
+def logits_of(name: str, prompt: list[int], num_first_tokens: int | None = None) -> Tensor:
+    """[labels] of a row alone."""
+    return backbone(name)(**_inputs(prompt, num_first_tokens)).logits[0]
+
+
+def _inputs(prompt: list[int], num_first_tokens: int | None) -> dict[str, Tensor]:
+    inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.int64)}
+    if num_first_tokens is not None:
+        types = [int(index >= num_first_tokens) for index in range(len(prompt))]
+        inputs["token_type_ids"] = torch.tensor([types])
+    return inputs

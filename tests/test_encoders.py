@@ -1,0 +1,316 @@
+"""Encoders: the numbers that transformers gives, the same bits however rows are computed together, pairs as the
+tokenizer encodes them, and a run that keeps no cache and says so.
+"""
+
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from encoder_models import ENCODERS, WITH_SCORES, backbone, encoder_folder, hidden_states, logits_of
+from reference_models import random_prompt
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoTokenizer
+
+from spmd_worker import LLM, PoolingParams
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.config.schema import ParallelConfig
+from spmd_worker.distributed.communicator import single_group
+from spmd_worker.distributed.topology import layout_of, stage_of
+from spmd_worker.errors import ConfigError, ModelConfigError
+from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.layers.context import LayerContext
+from spmd_worker.layers.embedding import PositionEmbedding
+from spmd_worker.memory.estimate import weights_bytes
+from spmd_worker.memory.plan_text import describe_plan, make_plan
+from spmd_worker.mirror.mirror import Mirror, MirrorError
+from spmd_worker.model_config.families.encoder_rows import ENCODERS as ROWS
+from spmd_worker.model_config.families.family import Family
+from spmd_worker.model_config.model_config import family_of, model_config_of, read_model_files
+from spmd_worker.models.registry import build_model
+from spmd_worker.sequence.metadata import SequenceGroupMetadata
+from spmd_worker.sequence.step import StepPlan
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+# With the padding token inside, of RoBERTa's positions and of BERT's; longer than every window.
+PROMPTS = [random_prompt(40, 1), [17, 1, 0, 40, 5], random_prompt(90, 2), [12], random_prompt(17, 3)]
+RAW = PoolingParams(use_activation=False)
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 100, "max_num_batched_tokens": 100, "max_num_seqs": 4}
+WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"max_num_seqs": 1},
+    "all at once": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
+    "in other blocks": {"block_size": 64},
+}
+PAIRS = [("hello world", "the cache"), ("naïve café", "hello " * 30), ("a text about the scheduler " * 9, "x")]
+
+every = pytest.mark.parametrize("name", [name for name in ENCODERS if name != "bert_mean"])
+
+
+def ids(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": prompt} for prompt in prompts]
+
+
+def pooled(name: str, **settings: Any) -> list[list[float]]:
+    with LLM(encoder_folder(name), **{**SETTINGS, **settings}) as llm:
+        outputs = llm.encode(ids(PROMPTS), RAW if name in WITH_SCORES else None, use_tqdm=False)
+    return [output.outputs.data for output in outputs]
+
+
+@cache
+def plainly_pooled(name: str) -> list[list[float]]:
+    return pooled(name)
+
+
+@torch.no_grad()
+def expected(name: str, prompt: list[int]) -> Tensor:
+    """By transformers, and what comes behind by hand."""
+    if name in WITH_SCORES:
+        return logits_of(name, prompt)
+    states = hidden_states(name, prompt)
+    x = states[0] if name == "xlm_cls" else states.mean(0)
+    if name.endswith("_dense"):
+        from safetensors.torch import load_file
+
+        weights = load_file(encoder_folder(name) / "2_Dense" / "model.safetensors")
+        x = torch.tanh(F.linear(x, weights["linear.weight"], weights["linear.bias"]))
+    return F.normalize(x, dim=0) if name.endswith(("_mean", "_cls", "_dense")) else x
+
+
+def error(ours: list[float], theirs: Tensor) -> float:
+    """As a share of the largest number, where that is above 1."""
+    assert len(ours) == len(theirs)
+    return float((torch.tensor(ours) - theirs).abs().max() / theirs.abs().max().clamp(min=1))
+
+
+def worst_error(name: str) -> float:
+    return max(error(ours, expected(name, prompt)) for ours, prompt in zip(plainly_pooled(name), PROMPTS, strict=True))
+
+
+def test_vectors_are_those_of_transformers_and_one_rows_bits_do_not_hang_on_its_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert worst_error("bert_mean") < 1e-5
+    assert pooled("bert_mean", **WAYS["one by one"]) == plainly_pooled("bert_mean")
+    # The control of both: tokens that see only what is before them.
+    monkeypatch.setattr("spmd_worker.runner.batch.AttentionMetadata", replace_sees_later)
+    causal = pooled("bert_mean")
+    assert max(error(ours, expected("bert_mean", prompt)) for ours, prompt in zip(causal, PROMPTS)) > 1e-3
+
+
+def replace_sees_later(**given: Any) -> Any:
+    from spmd_worker.attention.metadata import AttentionMetadata
+
+    return AttentionMetadata(**{**given, "sees_later": False})
+
+
+@pytest.mark.matrix
+@every
+def test_numbers_are_those_of_transformers(name: str) -> None:
+    assert worst_error(name) < 1e-5
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_has_the_same_bits_however_steps_are_cut(way: str) -> None:
+    for name in ("bert_mean", "xlm_cls", "modern_pairs", "gemma_dense"):
+        assert pooled(name, **WAYS[way]) == plainly_pooled(name), name
+        kept = pooled(name, dtype="bfloat16")
+        assert pooled(name, dtype="bfloat16", **WAYS[way]) == kept, name
+
+
+@pytest.mark.parametrize(
+    "name", ["bert_pairs", *[pytest.param(each, marks=pytest.mark.matrix) for each in ("xlm_pairs", "modern_pairs")]]
+)
+def test_pairs_are_scored_as_transformers_tokenizes_and_scores_them(name: str) -> None:
+    theirs = AutoTokenizer.from_pretrained(encoder_folder(name))
+    firsts, seconds = [list(each) for each in zip(*PAIRS, strict=True)]
+    with LLM(encoder_folder(name), **{**SETTINGS, "max_model_len": 128}) as llm:
+        assert llm.supported_tasks == ("classify", "score", "reward")
+        outputs = llm.score(firsts, seconds, truncate_prompt_tokens=24, use_tqdm=False)
+        raw = llm.score(firsts[0], seconds[:1], pooling_params=RAW, use_tqdm=False)
+        with pytest.raises(ValueError, match=r"prompt has \d+ tokens"):
+            llm.score(firsts[0], "hello world " * 200, use_tqdm=False)
+    for output, pair in zip(outputs, PAIRS, strict=True):
+        inputs = theirs(*pair, truncation="longest_first", max_length=24)
+        assert output.prompt_token_ids == inputs["input_ids"]
+        types = inputs.get("token_type_ids")
+        first = None if types is None else types.index(1)
+        logits = logits_of(name, inputs["input_ids"], first)
+        assert abs(output.outputs.score - float(logits.sigmoid())) < 1e-5
+        if name == "bert_pairs":
+            # The control: the same without types.
+            assert abs(output.outputs.score - float(logits_of(name, inputs["input_ids"]).sigmoid())) > 1e-3
+    assert len({round(output.outputs.score, 3) for output in outputs}) == len(PAIRS), "scores hang on their texts"
+    logits = logits_of(name, raw[0].prompt_token_ids, theirs(*PAIRS[0])["token_type_ids"].index(1) if first else None)
+    assert abs(raw[0].outputs.score - float(logits)) < 1e-5
+
+
+def test_the_positions_of_roberta_leave_padding_tokens_out_within_their_row() -> None:
+    class Context:
+        @staticmethod
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.arange(shape[0]).float().view(shape), requires_grad=False)
+
+    token_ids = torch.tensor([5, 1, 7, 1, 1, 8, 1, 9, 6])
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3])
+    taken = PositionEmbedding(Context, 12, 1, 2, 1)(positions, token_ids).squeeze(1)  # type: ignore[arg-type]
+    assert taken.tolist() == [2, 1, 3, 1, 1, 2, 1, 3, 4]
+    plain = PositionEmbedding(Context, 12, 1, 2)(positions, token_ids).squeeze(1)  # type: ignore[arg-type]
+    assert plain.tolist() == [2, 3, 4, 5, 6, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("most", [None, 3, 4, 5, 7, 12, 40])
+def test_texts_are_cut_as_the_library_cuts_them(most: int | None) -> None:
+    ours, theirs = Tokenizer.open(encoder_folder("bert")), AutoTokenizer.from_pretrained(encoder_folder("bert"))
+    options = {} if most is None else {"truncation": "longest_first", "max_length": most}
+    assert ours.encode_inside("hello world " * 9, None, most)[0] == theirs("hello world " * 9, **options)["input_ids"]
+    for pair in (*PAIRS, ("x", "hello " * 30)):
+        if most == 3:
+            with pytest.raises(ValueError, match="3 tokens leave no room for text beside 3 special ones"):
+                ours.encode_inside(*pair, most)
+            continue
+        token_ids, num_first = ours.encode_inside(*pair, most)
+        inputs = theirs(*pair, **options)
+        assert token_ids == inputs["input_ids"]
+        assert inputs["token_type_ids"] == [0] * num_first + [1] * (len(token_ids) - num_first)
+
+
+def test_a_step_holds_the_longest_row_and_the_plan_says_that_there_is_no_cache() -> None:
+    with LLM(encoder_folder("bert"), device="cpu", max_num_batched_tokens=8, max_num_seqs=2, num_blocks=3) as llm:
+        (output,) = llm.embed(ids([random_prompt(128, 4)]), use_tqdm=False)
+        engine = llm.llm_engine
+        resolved, cache_manager = engine.resolved, engine.scheduler.cache
+        assert (cache_manager.num_blocks, engine.config.scheduler.max_num_batched_tokens) == (0, 128)
+        with pytest.raises(ValueError, match=r"129 tokens but model\.max_model_len is 128"):
+            llm.embed(ids([random_prompt(129, 4)]), use_tqdm=False)
+        with pytest.raises(ValueError, match="this run pools"):
+            llm.generate("x", use_tqdm=False)
+    assert error(output.outputs.embedding, hidden_states("bert", random_prompt(128, 4)).mean(0)) < 1e-5
+    lines = describe_plan(make_plan(resolved)).splitlines()
+    # 128 tokens fill 8 blocks of 16, and each of two rows may begin one more.
+    assert any(line.startswith("blocks     none: ") and "80.0 KiB" in line for line in lines), lines
+    assert not any(line.startswith(("swap", "refused")) for line in lines), lines
+
+
+def test_a_mirror_without_a_cache_takes_whole_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[StepPlan] = []
+    take = Mirror.apply
+    monkeypatch.setattr(Mirror, "apply", lambda self, plan: (plans.append(plan), take(self, plan))[1])
+    with LLM(encoder_folder("bert"), **SETTINGS) as llm:
+        llm.embed(ids(PROMPTS), use_tqdm=False)
+        llm.llm_engine.scheduler.check_integrity()
+    monkeypatch.undo()
+    first, seen = next(plan for plan in plans if plan.groups), Mirror(0, 16)
+    (group, *others) = first.groups
+    assert isinstance(group, SequenceGroupMetadata)
+    (data,) = group.sequences
+    assert (data.block_ids, data.num_computed_tokens, data.num_samples) == ((), 0, 1)
+    for change in ({"num_scheduled_tokens": 7, "num_samples": 0}, {"block_ids": (0,)}):
+        other = replace(data, **change)  # type: ignore[arg-type]  # a table has no types
+        num_tokens = first.num_tokens - data.num_scheduled_tokens + other.num_scheduled_tokens
+        wrong = replace(first, groups=(replace(group, sequences=(other,)), *others), num_tokens=num_tokens)
+        with pytest.raises(MirrorError, match=r"at once, where there is no cache|the mirror expects from 0 to -1"):
+            seen.apply(wrong)
+    seen.apply(first)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given", "words"),
+    [
+        ("Gemma3TextModel", {}, "use_bidirectional_attention=False is not supported"),
+        ("BertModel", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
+        ("XLMRobertaModel", {"pad_token_id": 0}, "pad_token_id=0 is not supported"),
+        ("XLMRobertaModel", {"max_position_embeddings": 2}, "max_position_embeddings=2 must be a whole number from 3"),
+        ("BertForTokenClassification", {}, "is not known"),
+        ("MPNetModel", {}, "positions by their distance"),
+    ],
+)
+def test_what_is_no_encoder_of_these_is_refused(
+    architecture: str, given: dict[str, Any], words: str, tmp_path: Any
+) -> None:
+    with pytest.raises(ModelConfigError, match=words):
+        model_config_of({"architectures": [architecture], **given}, tmp_path / "config.json")
+
+
+def test_an_encoder_does_not_generate() -> None:
+    with pytest.raises(ConfigError, match="a model without a head for tokens"):
+        LLM(encoder_folder("bert_masked"), runner="generate", **SETTINGS)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("architecture", ROWS)
+def test_each_entry_of_a_row_is_noticed_when_it_is_llamas(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the table: each entry alone taken out of its row is an error, or other numbers."""
+    names = [
+        name for name in ENCODERS if read_model_files(encoder_folder(name)).model_config.architecture == architecture
+    ]
+    if architecture == "CamembertModel":
+        # The same row, so the same files.
+        assert replace(ROWS[architecture], models="") == replace(ROWS["XLMRobertaModel"], models="")
+        return
+    row, plain, silent = family_of(architecture), Family(), []
+    for field in fields(Family):
+        if getattr(row, field.name) == getattr(plain, field.name) or field.name in UNSEEN:
+            continue
+        monkeypatch.setitem(ROWS, architecture, replace(row, **{field.name: getattr(plain, field.name)}))
+        if not any(_is_noticed(name) for name in names):
+            silent.append(field.name)
+    monkeypatch.setitem(ROWS, architecture, row)
+    assert not any(_is_noticed(name) for name in names)
+    assert silent == ([] if architecture == "ModernBertModel" else UNSEEN_OF.get(architecture, ["spelled"]))
+
+
+UNSEEN = ("models", "defaults", "required", "full_attention_every", "full_attention_every_key", "full_attention_first")
+"""For people, what files of new releases have in any case, and what is refused, as another test sees."""
+
+UNSEEN_OF = {"Gemma3TextModel": ["mlp_bias", "default_head_size"]}
+"""Of the others: keys that are not there, which nobody looks for."""
+
+
+def _is_noticed(name: str) -> bool:
+    try:
+        found = pooled(name)
+    except Exception:  # whatever is wrong with a row that is wrong
+        return True
+    return not max(error(ours, expected(name, prompt)) for ours, prompt in zip(found, PROMPTS, strict=True)) < 1e-5
+
+
+@pytest.mark.matrix
+@every
+def test_the_plan_counts_the_weights_that_each_stage_holds(name: str) -> None:
+    config = read_model_files(encoder_folder(name)).model_config
+    for num_stages in (1, 2):
+        layout = layout_of(ParallelConfig(1, num_stages))
+        for rank in range(num_stages):
+            context = LayerContext(
+                single_group(), ReferenceKernels(), SdpaBackend(), torch.bfloat16, torch.device("meta")
+            )
+            model = build_model(context, config, stage_of(layout, config, rank))
+            held = sum(each.nbytes for each in model.parameters())
+            assert held == weights_bytes(config, layout, rank, "bfloat16", "cpu"), (num_stages, rank)
+    if not name.endswith("_labels") and not name.endswith("_pairs"):
+        whole = sum(each.numel() for each in _transformers_parameters(name))
+        assert config.num_parameters == whole
+
+
+def _transformers_parameters(name: str) -> list[Tensor]:
+    """Of the backbone, without the pooler, of which a vector makes no use."""
+    model = backbone(name)
+    return [each for key, each in model.named_parameters() if not key.startswith("pooler.")]
+
+
+@pytest.mark.matrix
+def test_weights_are_shown_and_taken_by_the_files_names() -> None:
+    for name in ("bert_labels", "modern_pairs"):
+        with LLM(encoder_folder(name), **SETTINGS) as llm:
+            before = llm.encode(ids(PROMPTS[:2]), RAW, use_tqdm=False)
+            (held,) = llm.apply_model(
+                lambda model: {key: each.detach().clone() for key, each in model.named_parameters()}
+            )
+            with llm.weight_update() as load:
+                for key, each in held.items():
+                    load(key, each)
+            after = llm.encode(ids(PROMPTS[:2]), RAW, use_tqdm=False)
+        assert [each.outputs.data for each in after] == [each.outputs.data for each in before]
