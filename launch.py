@@ -25,7 +25,7 @@ from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
 from spmd_worker.errors import ConfigError, SpmdError
 from spmd_worker.model_config.families.listing import describe_families
-from spmd_worker.rank_program import CONF, CommandParser, describe_keys, fail, run_rank, write_report
+from spmd_worker.rank_program import CONF, CommandParser, describe_keys, fail, prepare_torch, run_rank, write_report
 from spmd_worker.resolved import ResolvedRun, find_model, resolve_run
 from spmd_worker.version import version
 
@@ -154,6 +154,7 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     # A download may take hours: before anything watches the ranks.
     find_model(config)
     resolved = prefault_cache(config, environment)
+    prepare_torch()
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.batch.job import run_job
     from spmd_worker.batch.run_dir.job_files import run_dir_of

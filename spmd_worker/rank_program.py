@@ -99,6 +99,12 @@ class Drain:
     limit_s: float
 
 
+def prepare_torch() -> None:
+    """Before torch is imported: how its threads wait. Without effect in a process that has imported it."""
+    if "torch" not in sys.modules:
+        os.environ.update(waiting_variables(os.environ))
+
+
 def run_rank(
     config: RunConfig,
     environment: RankEnvironment,
@@ -179,7 +185,6 @@ def _end(error: Exception, environment: RankEnvironment, watchdog: Watchdog) -> 
 
 def _share_the_node(environment: RankEnvironment, is_on_gpu: bool, run_dir: Path | None) -> None:
     """Threads and cores for this rank, and where NCCL writes: both before torch computes or makes groups."""
-    os.environ.update(waiting_variables(os.environ))
     import torch
 
     share = share_cores(look_at_node(), environment.local_rank, environment.local_world_size, os.environ)

@@ -19,6 +19,7 @@ from spmd_worker.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.kernels.cpu.layers import NativeLayers, StepAddresses, join_layers
 from spmd_worker.kernels.cpu.native import NATIVE_DTYPES, dtype_name
 from spmd_worker.native.library import NativeLibrary, native_library
+from spmd_worker.native.threads import num_threads
 
 MAX_HEAD_SIZE = 256
 _HEAD_SIZE_STEP = 16
@@ -90,7 +91,7 @@ class CpuBackend:
             *self._row_arguments(value, shape),
             *_AS_THEY_ARE,
             *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr()),
-            *(checked.num_tokens, torch.get_num_threads()),
+            *(checked.num_tokens, num_threads()),
         )
 
     def attend(
@@ -118,7 +119,7 @@ class CpuBackend:
             *_AS_THEY_ARE,
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
             *(scale, score_cap, window, _num_ahead(metadata, window), None if sinks is None else sinks.data_ptr()),
-            *(output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
+            *(output.data_ptr(), self._may_use_unit, num_threads()),
         )
         return output
 
@@ -154,7 +155,7 @@ class CpuBackend:
             *(angles[0].data_ptr(), angles[1].data_ptr()),
             *(checked.token_blocks.data_ptr(), checked.token_offsets.data_ptr(), num_tokens),
             *(checked.query_starts.data_ptr(), checked.context_lengths.data_ptr(), len(checked.context_lengths)),
-            *(scale, window, output.data_ptr(), self._may_use_unit, torch.get_num_threads()),
+            *(scale, window, output.data_ptr(), self._may_use_unit, num_threads()),
         )
         return output
 

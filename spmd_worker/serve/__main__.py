@@ -24,7 +24,16 @@ from spmd_worker.config.compose import as_yaml, compose_run
 from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
 from spmd_worker.errors import ConfigError, SpmdError
-from spmd_worker.rank_program import CONF, CommandParser, Drain, describe_keys, fail, run_rank, write_report
+from spmd_worker.rank_program import (
+    CONF,
+    CommandParser,
+    Drain,
+    describe_keys,
+    fail,
+    prepare_torch,
+    run_rank,
+    write_report,
+)
 from spmd_worker.resolved import find_model
 from spmd_worker.serve.exchange import RequestExchange
 from spmd_worker.serve.http_server import MORE_CONNECTIONS, bind, is_loopback, require_server
@@ -108,6 +117,7 @@ def _run(config: RunConfig, environment: RankEnvironment, api_key: str | None) -
         )
     # A download may take hours: before anything watches the ranks.
     find_model(config)
+    prepare_torch()
     # Imported here because it brings torch, which help does without.
     from spmd_worker.serve.server import Listener, serve
 

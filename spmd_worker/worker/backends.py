@@ -12,7 +12,7 @@ from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.kernels.api import Kernels
-from spmd_worker.kernels.cpu.native import cpu_kernels
+from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels
 from spmd_worker.kernels.reference import ReferenceKernels
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,11 @@ def choose_backends(
         return kernels, attention
     _say_once(attention)
     return kernels, SdpaBackend()
+
+
+def computes_alone(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Whether a step's products are the compiled kernels', so that torch's own threads have little to do."""
+    return isinstance(kernels, CpuKernels) and kernels.has_products(dtype)
 
 
 def arithmetic_of(attention: AttentionBackend) -> str:

@@ -3,6 +3,7 @@
 A step is a plan in and token ids out.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,6 +46,7 @@ from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 from spmd_worker.models.weight_memory import WeightMemory
 from spmd_worker.native.library import TeamCounters, thread_waits
+from spmd_worker.native.threads import torch_alone, torchs_threads_sleep
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.runner.largest_step import largest_step, prepared_step
 from spmd_worker.runner.model_runner import ModelRunner
@@ -56,7 +58,7 @@ from spmd_worker.weights.dense_files import dummy_denses, read_denses
 from spmd_worker.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.weights.dummy import fill_dummy
 from spmd_worker.weights.loader import load_weights, load_whole
-from spmd_worker.worker.backends import arithmetic_of, choose_backends
+from spmd_worker.worker.backends import arithmetic_of, choose_backends, computes_alone
 from spmd_worker.worker.device import choose_device
 from spmd_worker.worker.inspection import describe_model
 from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WakingUp, WorkerSleep
@@ -216,14 +218,25 @@ class Worker(WorkerBase):
             self._tier_engine.load(plan.block_ops.transfer, plan.block_ops.load)
         if not scheduled:
             return StepResult(plan.step, finished_transfers=self._take_finished_transfers())
-        self.model_runner.forward(plan.step, scheduled)
+        with self._threads():
+            self.model_runner.forward(plan.step, scheduled)
         return None
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         """See `WorkerBase.sample_tokens`; grammars are this worker's own, so their output must be None."""
         assert grammar_output is None, grammar_output
         assert self.model_runner is not None, "execute_model comes first"
-        return replace(self.model_runner.sample(), finished_transfers=self._take_finished_transfers())
+        with self._threads(is_torchs=True):
+            result = self.model_runner.sample()
+        return replace(result, finished_transfers=self._take_finished_transfers())
+
+    def _threads(self, *, is_torchs: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Around what a step computes. `is_torchs`: with torch's own operations, most of it."""
+        assert self._kernels is not None, "load_model comes first"
+        is_alone = computes_alone(self._kernels, getattr(torch, self.resolved.dtype)) and not (
+            is_torchs and torchs_threads_sleep()
+        )
+        return torch_alone() if is_alone else contextlib.nullcontext()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """See `WorkerBase.get_supported_tasks`."""

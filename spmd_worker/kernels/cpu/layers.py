@@ -21,6 +21,7 @@ from spmd_worker.distributed.shared_memory import SharedMemoryGroup
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.kernels.cpu.native import are_gated_panels, are_panels, dtype_name
 from spmd_worker.native.library import NativeLibrary
+from spmd_worker.native.threads import num_threads
 
 _TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name != "window")
 
@@ -117,7 +118,7 @@ class NativeLayers:
             *(residual.data_ptr(), *(each.data_ptr() for each in (*work, *angles))),
             *(cache.data_ptr(), cache.stride(0), cache.stride(1), step.tables, step.table_stride),
             *(step.token_blocks, step.token_offsets, step.query_starts, step.context_lengths),
-            *(step.num_sequences, num_tokens, torch.get_num_threads()),
+            *(step.num_sequences, num_tokens, num_threads()),
         )
         ranks = None if fast is None else ctypes.byref(_Ranks(*fast.addresses()))
         num_layers, each_call = len(cache), max(1, _TOKENS_A_CALL // max(1, num_tokens))

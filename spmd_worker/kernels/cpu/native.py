@@ -14,6 +14,7 @@ from torch import Tensor
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.cpu.linear import PackedKernels
 from spmd_worker.native.library import NativeLibrary, native_library
+from spmd_worker.native.threads import num_threads
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -57,6 +58,10 @@ class CpuKernels(PackedKernels):
         }
         of_gemm = library.functions["gemm_argmax_bfloat16"]
         self._functions["gemm_argmax", torch.bfloat16] = of_gemm
+
+    def has_products(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this dtype are packed for the library's own products."""
+        return dtype_name(dtype) in self._gemm_dtypes
 
     def pack(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack`. In panels where the library's products take them, else as `PackedKernels` does."""
@@ -115,7 +120,7 @@ class CpuKernels(PackedKernels):
         values, indices = _argmax_scratch(x.shape[0])
         self._functions["gemm_argmax", x.dtype](
             *(x.data_ptr(), x.stride(0), *x.shape, weight.data_ptr(), num_outputs, count),
-            *(values.data_ptr(), indices.data_ptr(), torch.get_num_threads()),
+            *(values.data_ptr(), indices.data_ptr(), num_threads()),
         )
         return values, indices
 
@@ -138,7 +143,7 @@ class CpuKernels(PackedKernels):
         _check_whole(output, (x.shape[0], num_outputs // 2 if is_gated else num_outputs))
         self._functions["gemm", x.dtype](
             *(x.data_ptr(), x.stride(0), *x.shape, panels.data_ptr(), num_outputs),
-            *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, torch.get_num_threads()),
+            *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated, num_threads()),
         )
         return output
 
@@ -148,9 +153,7 @@ class CpuKernels(PackedKernels):
         _check_whole(weight, x.shape[-1:])
         rows = _rows(x)
         output = torch.empty(x.shape, dtype=x.dtype)
-        self._functions["rms_norm", x.dtype](
-            *rows.arguments, weight.data_ptr(), eps, output.data_ptr(), torch.get_num_threads()
-        )
+        self._functions["rms_norm", x.dtype](*rows.arguments, weight.data_ptr(), eps, output.data_ptr(), num_threads())
         return output
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -162,7 +165,7 @@ class CpuKernels(PackedKernels):
         assert x.stride(1) == residual.stride(1) == 1, (x.stride(), residual.stride())
         self._functions["add_rms_norm", x.dtype](
             *(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
-            *(x.shape[0], x.shape[1], weight.data_ptr(), eps, torch.get_num_threads()),
+            *(x.shape[0], x.shape[1], weight.data_ptr(), eps, num_threads()),
         )
         return x
 
@@ -179,7 +182,7 @@ class CpuKernels(PackedKernels):
         output = torch.empty(x.shape, dtype=x.dtype)
         self._functions["full_norm", x.dtype](
             *(*rows.arguments, weight.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(eps, offset, is_centred, output.data_ptr(), torch.get_num_threads()),
+            *(eps, offset, is_centred, output.data_ptr(), num_threads()),
         )
         return output
 
@@ -193,7 +196,7 @@ class CpuKernels(PackedKernels):
         output = torch.empty(x.shape, dtype=x.dtype)
         self._functions["rotate", x.dtype](
             *(*rows.arguments, cos.data_ptr(), sin.data_ptr()),
-            *(output.data_ptr(), x.shape[1] * x.shape[2], torch.get_num_threads()),
+            *(output.data_ptr(), x.shape[1] * x.shape[2], num_threads()),
         )
         return output
 
@@ -206,7 +209,7 @@ class CpuKernels(PackedKernels):
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = torch.empty((num_tokens, size), dtype=gate_up.dtype)
         self._functions["silu_and_mul", gate_up.dtype](
-            gate_up.data_ptr(), gate_up.stride(0), num_tokens, size, output.data_ptr(), torch.get_num_threads()
+            gate_up.data_ptr(), gate_up.stride(0), num_tokens, size, output.data_ptr(), num_threads()
         )
         return output
 
@@ -226,7 +229,7 @@ class CpuKernels(PackedKernels):
         output = torch.empty((x.shape[0], size), dtype=x.dtype)
         self._functions["activate", x.dtype](
             *(x.data_ptr(), x.stride(0), x.shape[0], size, is_gate, _ACTIVATIONS.index(activation)),
-            *(output.data_ptr(), torch.get_num_threads()),
+            *(output.data_ptr(), num_threads()),
         )
         return output
 
@@ -237,9 +240,7 @@ class CpuKernels(PackedKernels):
         assert cap > 0, cap
         x = _with_whole_rows(x)
         output = torch.empty(x.shape, dtype=x.dtype)
-        self._functions["bound", x.dtype](
-            *(x.data_ptr(), x.stride(0), *x.shape, cap, output.data_ptr(), torch.get_num_threads())
-        )
+        self._functions["bound", x.dtype](*(x.data_ptr(), x.stride(0), *x.shape, cap, output.data_ptr(), num_threads()))
         return output
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,7 +253,7 @@ class CpuKernels(PackedKernels):
         values, indices = _argmax_scratch(num_rows)
         self._functions["argmax", rows.dtype](
             *(rows.data_ptr(), rows.stride(0), num_rows, count),
-            *(values.data_ptr(), indices.data_ptr(), torch.get_num_threads()),
+            *(values.data_ptr(), indices.data_ptr(), num_threads()),
         )
         return values, indices
 
