@@ -9,6 +9,7 @@ from spmd_worker.sequence.outputs import (
     NON_FINITE_LOGITS,
     NON_FINITE_VECTOR,
     CompletionOutput,
+    Logprob,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
@@ -177,5 +178,6 @@ def _spelled(logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None) -> Tok
     if logprobs is None or tokenizer is None:
         return logprobs
     return {
-        token_id: entry._replace(decoded_token=tokenizer.token_text(token_id)) for token_id, entry in logprobs.items()
+        token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token_id))
+        for token_id, entry in logprobs.items()
     }
