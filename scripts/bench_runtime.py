@@ -1,12 +1,14 @@
-"""What the control path costs: admission and preemption, the cache's bookkeeping, agreeing on a step, the journal.
+"""What the control path costs: admission and preemption, the cache's bookkeeping, agreeing on a step, the journal,
+log-probabilities.
 
     python scripts/bench_runtime.py admission [--share 0.3] [--rows 256]
     python scripts/bench_runtime.py cache [--blocks 1000,1000000] [--rounds 400]
     python scripts/bench_runtime.py lockstep [--ranks 2,4] [--sequences 16,256,1024] [--steps 300]
     python scripts/bench_runtime.py journal MODEL WORKLOAD [KEY=VALUE...] [--pairs N]
+    torchrun --nproc-per-node 2 scripts/bench_runtime.py logprobs MODEL [--logprobs 0] [--rows 256] [--pairs N]
 
-Each prints a table and, as its last line, one JSON object; NAME --help says what is measured. Only `journal` runs a
-model.
+Each prints a table and, as its last line, one JSON object; NAME --help says what is measured. Only `journal` and
+`logprobs` run a model.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from control_path.admission import bench_admission
 from control_path.cache import bench_cache
 from control_path.journal import bench_journal
 from control_path.lockstep import bench_lockstep
+from control_path.logprobs import bench_logprobs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,6 +56,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     journal.add_argument("workload", type=Path, help="a JSONL file of rows")
     journal.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="as launch.py takes them")
     journal.add_argument("--pairs", type=int, default=5, help="runs of each kind (default 5)")
+    logprobs = add("logprobs", bench_logprobs)
+    logprobs.add_argument("model", type=Path, help="a Hugging Face model folder")
+    for name, default in (("logprobs", 0), ("rows", 256), ("prompt-tokens", 64), ("tokens", 128), ("pairs", 5)):
+        logprobs.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    logprobs.add_argument("--temperature", type=float, default=1.0, help="default 1")
+    logprobs.add_argument("--dtype", default="auto", help="default auto")
+    logprobs.add_argument("--num-blocks", type=int, help="default: by the memory there is")
     return parser.parse_args(arguments)
 
 

@@ -1,13 +1,15 @@
 """Tokens per second through the server, against `LLM.generate` on the same rows and ranks.
 
     python scripts/bench_serve.py MODEL [--rows 256] [--prompt-tokens 64] [--tokens 128] [--concurrency 256]
-                                  [--rounds 3] [--tp 2] [--pp 1] [--dtype auto] [--num-blocks N] [--streamed]
+                                  [--turns 3] [--rounds 1] [--tp 2] [--pp 1] [--dtype auto] [--num-blocks N]
+                                  [--streamed]
 
-Rows are random token ids, greedy, and run to their last token. Both sides run under torchrun with `tp * pp` ranks:
-first `LLM.generate` with all rows in a call, then the server, asked by `--concurrency` connections of this process,
-which shares the machine with it; fewer of them than rows run fewer rows at once than generate does. Each side has a
-round before the measured ones, of which the median counts. The last line is one JSON object; `ratio` is the server's
-tokens per second over generate's, to be at least 0.95.
+Rows are random token ids, greedy, and run to their last token. Both sides run under torchrun with `tp * pp` ranks, one
+at a time and in turns: `LLM.generate` with all rows in a call, and the server, asked by `--concurrency` connections of
+this process, which shares the machine with it; fewer of them than rows run fewer rows at once than generate does. In
+each turn a side is started anew and has a round before the measured ones, of which the median counts. The last line is
+one JSON object; `ratio` is the median over the turns of the server's tokens per second over generate's, to be at least
+0.95.
 """
 
 import argparse
@@ -37,26 +39,28 @@ def main(arguments: list[str] | None = None) -> int:
         generate(options)
         return 0
     words = sys.argv[1:] if arguments is None else arguments
-    own = [str(Path(__file__).resolve()), *words, "--generate"]
-    done = subprocess.run([*torchrun(options), *own], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(FIGURES)]
-    generated_s = json.loads(lines[0].removeprefix(FIGURES))
-    served_s = serve(options)
     num_tokens = options.rows * options.tokens
-    rates = {name: num_tokens / statistics.median(s) for name, s in (("generate", generated_s), ("serve", served_s))}
-    for name, rate in rates.items():
-        print(f"{name:<9} {rate:10,.1f} output tokens/s")
+    rates: dict[str, list[float]] = {"generate": [], "serve": []}
+    for number in range(options.turns):
+        # Which is first changes, because the machine warms up, or something else starts on it.
+        for side in ("serve", "generate") if number % 2 else ("generate", "serve"):
+            seconds = serve(options) if side == "serve" else start_generate(options, words)
+            rates[side].append(num_tokens / statistics.median(seconds))
+        generated, served = rates["generate"][-1], rates["serve"][-1]
+        print(f"output tokens/s   generate {generated:10,.1f}   serve {served:10,.1f}   ratio {served / generated:.4f}")
+    ratio = statistics.median(own / other for own, other in zip(rates["serve"], rates["generate"], strict=True))
     figures = {"rows": options.rows, "output_tokens": num_tokens, "concurrency": options.concurrency}
-    more = {"is_streamed": options.streamed, "tokens_per_second": rates, "ratio": rates["serve"] / rates["generate"]}
-    print(json.dumps({**figures, **more}))
+    print(json.dumps({**figures, "is_streamed": options.streamed, "tokens_per_second": rates, "ratio": ratio}))
     return 0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    for name, default in (("rows", 256), ("prompt-tokens", 64), ("tokens", 128), ("concurrency", 256), ("rounds", 3)):
+    for name, default in (("rows", 256), ("prompt-tokens", 64), ("tokens", 128), ("concurrency", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
@@ -77,6 +81,14 @@ def prompts_of(options: argparse.Namespace, round_number: int) -> list[list[int]
     chance = random.Random(round_number)
     vocabulary = range(config.get("text_config", config)["vocab_size"])
     return [chance.choices(vocabulary, k=options.prompt_tokens) for _ in range(options.rows)]
+
+
+def start_generate(options: argparse.Namespace, words: list[str]) -> list[float]:
+    """Seconds of the measured rounds."""
+    own = [str(Path(__file__).resolve()), *words, "--generate"]
+    done = subprocess.run([*torchrun(options), *own], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(FIGURES)]
+    return list(json.loads(line.removeprefix(FIGURES)))
 
 
 def generate(options: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ Knows names of instruction sets. Knows nothing of what is tested.
 
 import dataclasses
 import functools
+import importlib
 import platform
 from pathlib import Path
 
@@ -81,3 +82,9 @@ def library_for(instruction_set: str) -> NativeLibrary:
     library = native_library(instruction_set)
     assert isinstance(library, NativeLibrary), library
     return library
+
+
+def use(instruction_set: str) -> None:
+    """From now on models of this process compute with this library."""
+    for module in ("attention.cpu", "kernels.cpu.native"):
+        importlib.import_module(f"spmd_worker.{module}").native_library = lambda: library_for(instruction_set)

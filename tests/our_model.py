@@ -3,7 +3,7 @@
 Knows how a worker loads and how a batch is built. Knows nothing of transformers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 from kv_cache.block import BlockId, num_blocks_for
 from spmd_worker.config.schema import ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.errors import SpmdError
 from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.decoder import DecoderForCausalLM
@@ -51,6 +52,20 @@ def prompt_logits(
         for index, logits in run.step(chunk, next(turns)):
             parts[index].append(logits)
     return [torch.cat(each) for each in parts]
+
+
+def is_noticed(
+    folders: Iterable[Path], logits_of: Callable[[Path], list[Tensor]], is_right: Callable[[list[Tensor]], bool]
+) -> bool:
+    """Whether a change of how files are read shows: a folder is refused, ends in an error, or has other logits."""
+    for folder in folders:
+        try:
+            logits = logits_of(folder)
+        except (SpmdError, AssertionError, KeyError, RuntimeError, IndexError):
+            return True
+        if not is_right(logits):
+            return True
+    return False
 
 
 @dataclass(slots=True)

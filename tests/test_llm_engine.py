@@ -13,6 +13,7 @@ from reference_models import checkpoint_folder, mixed_prompts, write_text_checkp
 from spmd_worker import LLM, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.errors import ConfigError
+from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=4)
@@ -153,6 +154,22 @@ def test_partial_outputs_put_together_are_the_whole(engine: LLMEngine, name: str
             assert joined[key, each.index] == replace(each, logprobs=each.logprobs or [])
     assert (num_outputs == 0) == (params.best_of is not None)
     params.output_kind = RequestOutputKind.FINAL_ONLY
+
+
+def test_a_partial_output_costs_what_is_new_in_it(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):
+    """Every log-probability so far was spelled anew in each step: a stream's cost grew with its length's square."""
+    spelled: list[int] = []
+    token_text = Tokenizer.token_text
+    monkeypatch.setattr(
+        Tokenizer, "token_text", lambda self, token: (spelled.append(token), token_text(self, token))[1]
+    )
+    params = replace(GREEDY, max_tokens=40, logprobs=0, output_kind=RequestOutputKind.CUMULATIVE)
+    add(engine, {"a": "hello world"}, params)
+    outputs = drain(engine)
+    assert [len(output.outputs[0].logprobs or []) for output in outputs] == list(range(1, 41))
+    # Once as they come, and once for the last output, which is made as where nothing is streamed.
+    ids = outputs[-1].outputs[0].token_ids
+    assert spelled == ids[:-1] + ids
 
 
 def test_the_comparison_sees_text_that_may_become_a_stop_string(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):

@@ -1,11 +1,12 @@
-"""TRL's GRPOTrainer on a tiny random Qwen2, with completions by this package. A short run that shows a sync is exact.
+"""TRL's GRPOTrainer on a tiny random model, with completions by this package. A short run that shows a sync is exact.
 
     python -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py
     torchrun --nproc-per-node 2 -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py --tp 2 --sleep
     torchrun --nproc-per-node 2 -m spmd_worker.integrations.trl scripts/trainers/grpo_tiny.py --tp 2 --tools
 
 After each step it prints the mean difference between the engine's log-probabilities of what it sampled and those of
-the trainer's own forward pass, with the weights of the sync before (`sampling/sampling_logp_difference` of TRL's log).
+the trainer's own forward pass, with the weights of the sync before (`sampling/sampling_logp_difference` of TRL's log),
+and the least and the largest importance ratio that TRL makes of it.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -28,13 +29,15 @@ TEMPLATE = """
 {{- '<eos>' }}{% endfor %}
 {%- if add_generation_prompt %}a:{% endif %}"""
 DIFFERENCES = [f"sampling/sampling_logp_difference/{kind}" for kind in ("mean", "max")]
-SHOWN = ["step", "reward", *DIFFERENCES, "tools/call_frequency"]
+RATIOS = [f"sampling/importance_sampling_ratio/{kind}" for kind in ("min", "max")]
+SHOWN = ["step", "reward", *DIFFERENCES, *RATIOS, "tools/call_frequency"]
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, kind: str) -> None:
     """Two layers, 258 ids, the same random weights each time."""
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=len(LETTERS) + len(SPECIAL),
         hidden_size=64,
         intermediate_size=128,
@@ -42,13 +45,13 @@ def write_model(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        tie_word_embeddings=kind == "qwen2",
         initializer_range=0.1,  # so that a step of the optimiser changes what is likely
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
     )
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *LETTERS])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -91,6 +94,7 @@ def share_of_vowels(completions: list[Any], **_: Any) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=["qwen2", "qwen3", "llama"], default="qwen2", help="Qwen2's head is tied")
     parser.add_argument("--tp", type=int, default=1, help="tensor_parallel_size of the engine")
     parser.add_argument("--sleep", action="store_true", help="give the engine's memory back while the trainer trains")
     parser.add_argument("--steps", type=int, default=4)
@@ -101,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     with TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        write_model(folder)
+        write_model(folder, options.model)
         train(folder, Path(scratch) / "out", options)
 
 
@@ -156,7 +160,7 @@ def train(folder: Path, output: Path, options: argparse.Namespace) -> None:
     trainer.train()
     if trainer.accelerator.is_main_process:
         for entry in trainer.state.log_history:
-            found = [f"{name} {entry[name]:.3g}" for name in SHOWN if name in entry]
+            found = [f"{name} {entry[name]:{'.7f' if name in RATIOS else '.3g'}}" for name in SHOWN if name in entry]
             sys.stdout.write(", ".join(found) + "\n" if "reward" in entry else "")
 
 

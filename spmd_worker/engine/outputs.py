@@ -2,12 +2,14 @@
 
 import math
 import struct
+from collections.abc import Iterable
 
 from spmd_worker.sequence.outputs import (
     GRAMMAR_FAILED,
     NON_FINITE_LOGITS,
     NON_FINITE_VECTOR,
     CompletionOutput,
+    Logprob,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
@@ -129,22 +131,31 @@ def _improbability(sequence: Sequence) -> float:
 
 
 def completion_output(
-    index: int, sequence: Sequence, tokenizer: Tokenizer | None, text: str | None = None
+    index: int,
+    sequence: Sequence,
+    tokenizer: Tokenizer | None,
+    text: str | None = None,
+    logprobs: list[TokenLogprobs] | None = None,
 ) -> CompletionOutput:
-    """A sequence as it stands; `text` where it is known."""
+    """A sequence as it stands; `text` and `logprobs` where they are known."""
     sampling = sequence.request.sampling
     # Sequences that are only ranked have log-probabilities too.
-    entries = sequence.logprobs if sampling.logprobs is not None else []
-    logprobs = [spelled for each in entries if (spelled := _spelled(each, tokenizer)) is not None]
+    if logprobs is None and sampling.logprobs is not None:
+        logprobs = spelled_logprobs(sequence.logprobs, tokenizer)
     return CompletionOutput(
         index=index,
         text=_text(sequence, tokenizer) if text is None else text,
         token_ids=sequence.output_token_ids if sequence.finish_reason else list(sequence.output_token_ids),
         cumulative_logprob=sequence.cumulative_logprob if sampling.needs_logprobs else None,
-        logprobs=logprobs if sampling.logprobs is not None else None,
+        logprobs=logprobs,
         finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,
         stop_reason=sequence.stop_reason,
     )
+
+
+def spelled_logprobs(entries: Iterable[TokenLogprobs], tokenizer: Tokenizer | None) -> list[TokenLogprobs]:
+    """With the text of each token, where there is a tokenizer."""
+    return [spelled for each in entries if (spelled := _spelled(each, tokenizer)) is not None]
 
 
 def _text(sequence: Sequence, tokenizer: Tokenizer | None) -> str:
@@ -167,5 +178,6 @@ def _spelled(logprobs: TokenLogprobs | None, tokenizer: Tokenizer | None) -> Tok
     if logprobs is None or tokenizer is None:
         return logprobs
     return {
-        token_id: entry._replace(decoded_token=tokenizer.token_text(token_id)) for token_id, entry in logprobs.items()
+        token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token_id))
+        for token_id, entry in logprobs.items()
     }

@@ -6,8 +6,8 @@ stop string, are held back.
 
 from dataclasses import dataclass, field, replace
 
-from spmd_worker.engine.outputs import completion_output
-from spmd_worker.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from spmd_worker.engine.outputs import completion_output, spelled_logprobs
+from spmd_worker.sequence.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from spmd_worker.sequence.sampling_params import RequestOutputKind
 from spmd_worker.sequence.sequence import FinishReason, Sequence, SequenceGroup
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
@@ -15,11 +15,14 @@ from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 @dataclass(slots=True)
 class _Shown:
-    """Of one sequence: how much its last outputs had, and its text as far as it is certain."""
+    """Of one sequence: how much its last outputs had, its text as far as it is certain, and its log-probabilities with
+    their tokens' text. What is decoded and spelled once is kept: a step costs what is new in it.
+    """
 
     decoder: IncrementalDecoder | None = None
     num_decoded: int = 0
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_tokens: int = 0
     num_characters: int = 0
 
@@ -73,7 +76,9 @@ class PartialOutputs:
     def _cumulative(self, sequence: Sequence) -> CompletionOutput:
         has_failed = sequence.finish_reason in (FinishReason.ERROR, FinishReason.FORM_ERROR)
         text = None if sequence.finish_reason and not has_failed else self._certain_text(sequence)
-        completion = completion_output(sequence.sample_index, sequence, self.tokenizer, text)
+        completion = completion_output(
+            sequence.sample_index, sequence, self.tokenizer, text, self._spelled_logprobs(sequence)
+        )
         # The request's error, when its other samples have ended, is the only end that is told.
         return replace(completion, finish_reason=None) if has_failed else completion
 
@@ -87,6 +92,14 @@ class PartialOutputs:
             token_ids=completion.token_ids[tokens:],
             logprobs=None if completion.logprobs is None else completion.logprobs[tokens:],
         )
+
+    def _spelled_logprobs(self, sequence: Sequence) -> list[TokenLogprobs] | None:
+        if sequence.request.sampling.logprobs is None:
+            return None
+        spelled = self._shown.setdefault(sequence.sample_index, _Shown()).logprobs
+        spelled += spelled_logprobs(sequence.logprobs[len(spelled) :], self.tokenizer)
+        # An output is its reader's, who may be in another thread.
+        return list(spelled)
 
     def _certain_text(self, sequence: Sequence) -> str:
         """What the text of a running sequence begins with, however it goes on."""

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.sampling.logprobs import entries_of, likeliest
+from spmd_worker.sampling.row_blocks import row_blocks
 from spmd_worker.sequence.outputs import TokenLogprobs
-
-_ROWS_AT_ONCE = 8
-"""Whose comparisons are summed in one go: they stay in the caches of a core."""
 
 
 def log_masses(logits: Tensor, columns: Tensor, largest: Tensor, temperatures: Tensor, group: GroupHandle) -> Tensor:
@@ -25,10 +23,14 @@ def log_masses(logits: Tensor, columns: Tensor, largest: Tensor, temperatures: T
     `columns` int64 [K] are those of this shard's largest logits; `largest` float64 [K] are the vocabulary's;
     `temperatures` float32 [K, 1].
     """
-    values = (logits.float() - largest.float().unsqueeze(1)) / temperatures
-    # Not logsumexp, whose order of summing depends on the number of rows.
-    normalised = torch.log_softmax(values, dim=-1)
-    best, least = (each.gather(1, columns.unsqueeze(1)).squeeze(1).double() for each in (values, normalised))
+    at_largest = []
+    for rows in row_blocks(logits):
+        values = (logits[rows].float() - largest[rows].float().unsqueeze(1)) / temperatures[rows]
+        # Not logsumexp, whose order of summing depends on the number of rows.
+        normalised = torch.log_softmax(values, dim=-1)
+        places = columns[rows].unsqueeze(1)
+        at_largest.append(torch.cat([each.gather(1, places) for each in (values, normalised)], dim=1))
+    best, least = torch.cat(at_largest).double().unbind(1)
     # A shard that owns no token, or none that can be sampled, has no log-softmax.
     own = torch.where(best == -torch.inf, 0.0, torch.exp(best - least))
     return group.all_gather(own).cumsum(dim=0)[-1].log()
@@ -67,11 +69,13 @@ def shard_logprobs(
         return result
 
     reported = logprobs_of(torch.cat((values.unsqueeze(1), pairs[:, :, 0]), dim=1))
+    # At once: a view and a list of its own for each row take longer than all that is done with them.
+    listed: list[list[list[float]]] = pairs.tolist()
     entries = []
     for index, (token_id, (logprob, *others)) in enumerate(zip(token_ids, reported, strict=True)):
         merged = sorted(
             (-value, int(likely_id), other)
-            for (value, likely_id), other in zip(pairs[index].tolist(), others, strict=True)
+            for (value, likely_id), other in zip(listed[index], others, strict=True)
             if likely_id >= 0
         )
         likely = [(likely_id, other) for _, likely_id, other in merged[: nums_likeliest[index]]]
@@ -83,6 +87,8 @@ def _candidates(logits: Tensor, counts: list[int], first_id: int) -> Tensor:
     """Float64 [K, n, 2]: logit and id of this shard's likeliest tokens in each row; id -1 where there are no more."""
     found = torch.full((len(counts), max(counts), 2), -1.0, dtype=torch.float64)
     for index, count in enumerate(counts):
+        if count == 0:
+            continue
         pairs = [(value, token_id + first_id) for token_id, value in likeliest(logits[index], count)]
         if pairs:
             found[index, : len(pairs)] = torch.tensor(pairs, dtype=torch.float64)
@@ -92,5 +98,4 @@ def _candidates(logits: Tensor, counts: list[int], first_id: int) -> Tensor:
 def _num_above(logits: Tensor, values: Tensor) -> Tensor:
     """[K, Vs], float64 [K] of the same logits' dtype -> int64 [K]: how many of each row's logits are larger."""
     limits = values.to(logits.dtype).unsqueeze(1)
-    starts = range(0, len(logits), _ROWS_AT_ONCE)
-    return torch.cat([(logits[s : s + _ROWS_AT_ONCE] > limits[s : s + _ROWS_AT_ONCE]).sum(dim=-1) for s in starts])
+    return torch.cat([(logits[rows] > limits[rows]).sum(dim=-1) for rows in row_blocks(logits)])

@@ -127,9 +127,8 @@ class ChunkWriter:
             return self._read_choice(completion, self.row.reader)
         is_first = completion.index not in self._sent
         sent = self._sent.get(completion.index) or _Sent()
-        part = replace(completion, text=completion.text[sent.num_characters :])
-        if completion.logprobs is not None:
-            part = replace(part, logprobs=completion.logprobs[sent.num_tokens :] or None)
+        logprobs = None if completion.logprobs is None else completion.logprobs[sent.num_tokens :] or None
+        part = replace(completion, text=completion.text[sent.num_characters :], logprobs=logprobs)
         is_end = completion.finish_reason is not None and not sent.has_ended
         if not (part.text or part.logprobs or is_end):
             return None

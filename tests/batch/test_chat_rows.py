@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from chat_checkpoints import write_chat_model
 from chat_models import CHAT_MODELS, TOOLS, write_chat_tokenizer
+from jobs_of_rows import answers_of_job, openai_row
 from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter
 
 from spmd_worker.batch.input.row_parser import parse_row, resolve
-from spmd_worker.batch.job import run_job
 from spmd_worker.batch.output.row_writer import format_result
 from spmd_worker.batch.row import EncodedRow, RowError
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RowLimits, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestLimits
 from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -186,24 +185,13 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("job")
     rows = [
-        {
-            "custom_id": f"{name} {seed}",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {"messages": USER, "max_tokens": 150, "seed": seed, **body},
-        }
+        openai_row(
+            f"{name} {seed}", "/v1/chat/completions", {"messages": USER, "max_tokens": 150, "seed": seed, **body}
+        )
         for name, body in BODIES.items()
         for seed in range(4)
     ]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    config = RunConfig(
-        model=ModelOptions(path=str(chat_folder), dtype="float32"),
-        cache=CacheConfig(num_blocks=256),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl")),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
-    return {(line := json.loads(text))["custom_id"]: line for text in (folder / "out.jsonl").read_text().splitlines()}
+    return {answer["custom_id"]: answer for answer in answers_of_job(folder, chat_folder, rows)}
 
 
 def choices(answers: dict[str, Any], name: str) -> Iterator[Any]:

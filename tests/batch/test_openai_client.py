@@ -4,17 +4,12 @@ The job is a real one: a model of random weights, plain and chat rows with log-p
 all kinds, and rows that cannot run.
 """
 
-import json
-
 import pytest
 import ranks
+from jobs_of_rows import answers_of_job, openai_row
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter
-
-from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 
@@ -54,17 +49,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         body = {"model": "demo", "max_tokens": 8, **bodies[index // 2 % len(bodies)]}
         if "max_completion_tokens" in body:
             del body["max_tokens"]
-        rows.append({"custom_id": f"row {index}", "method": "POST", "url": url, "body": body})
-    rows[50] = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", "input": "text"}}
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    config = RunConfig(
-        model=ModelOptions(path=str(MODEL), dtype="float32"),
-        cache=CacheConfig(num_blocks=256),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl")),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
-    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+        rows.append(openai_row(f"row {index}", url, body))
+    rows[50] = openai_row("e", "/v1/embeddings", {"model": "m", "input": "text"})
+    return answers_of_job(folder, MODEL, rows)
 
 
 PARSERS = {"text_completion": TypeAdapter(Completion), "chat.completion": TypeAdapter(ChatCompletion)}

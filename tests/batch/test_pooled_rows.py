@@ -9,16 +9,15 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from jobs_of_rows import answers_of_job, openai_row
 from openai.types import CreateEmbeddingResponse
 from pooling_models import SIZES, pooling_folder, reference_logits_of_labels, reference_vector
 from pydantic import TypeAdapter
 
 from spmd_worker.batch.input.row_parser import parse_row
-from spmd_worker.batch.job import run_job
 from spmd_worker.batch.row import Row, RowError
 from spmd_worker.batch.row_runner import RowRunner
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
-from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.config.schema import SchedulerConfig
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.tools import replay
@@ -27,7 +26,7 @@ TEXTS = ["hello world", "the cache", "naïve café 你好"]
 
 
 def openai(custom_id: str, url: str, **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": f"/v1/{url}", "body": body}
+    return openai_row(custom_id, f"/v1/{url}", body)
 
 
 EMBEDDED = [
@@ -52,18 +51,9 @@ EMBEDDED = [
 def answered(
     folder: Path, name: str, rows: list[Any], output: str = "out.jsonl", **settings: Any
 ) -> list[dict[str, Any]]:
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    config = RunConfig(
-        model=ModelOptions(path=str(pooling_folder(name))),
-        cache=CacheConfig(num_blocks=64),
-        scheduler=SchedulerConfig(**settings),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / output), step_log=True),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
-    if output.endswith("jsonl"):
-        return [json.loads(line) for line in (folder / output).read_text().splitlines()]
-    return pyarrow.parquet.read_table(folder / output).to_pylist()
+    scheduler = SchedulerConfig(**settings)
+    given = {"dtype": "auto", "num_blocks": 64, "scheduler": scheduler, "step_log": True}
+    return answers_of_job(folder, pooling_folder(name), rows, output, **given)
 
 
 def token_ids(text: str) -> list[int]:

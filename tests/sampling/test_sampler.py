@@ -16,6 +16,7 @@ import spmd_worker.sampling.shard_logprobs as shard_module
 from spmd_worker.config.schema import LOGPROBS_MODES
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.layers.embedding import VocabularyShard
+from spmd_worker.sampling import row_blocks
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
 from spmd_worker.sequence.outputs import TokenLogprobs
@@ -227,6 +228,17 @@ def test_logprobs_of_shards_are_those_of_the_whole_and_the_same_on_every_rank(si
     for index in (0, 1, 2, 6, len(rows) - 1):
         (alone, _) = sharded(logits[index : index + 1], [rows[index]], size, mode)[:2]
         assert alone.logprobs == first.logprobs[index : index + 1], "to the last bit"
+
+
+@pytest.mark.parametrize("numbers", [1, 500, 3000])
+def test_how_many_rows_are_taken_at_once_changes_no_bit(numbers: int, monkeypatch: pytest.MonkeyPatch):
+    logits, rows = reporting(torch.bfloat16)
+    expected = sharded(logits, rows, 2)
+    monkeypatch.setattr(row_blocks, "_NUMBERS_AT_ONCE", numbers)
+    assert sharded(logits, rows, 2) == expected
+    blocks = row_blocks.row_blocks(logits)
+    assert [index for block in blocks for index in range(len(rows))[block]] == list(range(len(rows)))
+    assert len(blocks) == math.ceil(len(rows) / max(1, numbers // VOCAB_SIZE))
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])

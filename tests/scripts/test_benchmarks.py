@@ -112,6 +112,30 @@ def test_admission_shows_that_a_watermark_saves_computing_again(monkeypatch: pyt
     assert all(share == 0 for (_, mode, _), share in recomputed.items() if mode == "swap")
 
 
+@pytest.mark.matrix
+def test_log_probabilities_are_compared_on_the_same_rows(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    sizes = ("--rows", "4", "--prompt-tokens", "6", "--tokens", "5", "--pairs", "2", "--num-blocks", "32")
+    assert import_module("bench_runtime").main(["logprobs", str(MODEL), *sizes]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (figures["output_tokens"], figures["ranks"], figures["logprobs"]) == (20, 1, 0)
+    ratios = [own / other for own, other in zip(figures["with"], figures["without"], strict=True)]
+    assert figures["overhead"] == pytest.approx(sum(ratios) / 2 - 1, abs=1e-3)
+
+
+def test_the_servers_ratio_is_the_median_of_turns_in_which_either_is_first(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    bench, order = import_module("bench_serve"), list[str]()
+    seconds = {"serve": iter([[2.0], [1.0, 1.0, 9.0], [4.0]]), "generate": iter([[1.0], [0.9], [3.0]])}
+    monkeypatch.setattr(bench, "serve", lambda _: (order.append("serve"), next(seconds["serve"]))[1])
+    monkeypatch.setattr(bench, "start_generate", lambda *_: (order.append("generate"), next(seconds["generate"]))[1])
+    assert bench.main([str(MODEL), "--rows", "6", "--tokens", "2"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert order == ["generate", "serve", "serve", "generate", "generate", "serve"]
+    assert figures["tokens_per_second"] == {"generate": [12.0, 12 / 0.9, 4.0], "serve": [6.0, 12.0, 3.0]}
+    assert figures["ratio"] == pytest.approx(0.75)
+
+
 @pytest.mark.stress
 def test_lockstep_has_a_row_for_each_number_of_ranks_and_sequences():
     done = run("bench_runtime.py", "lockstep", "--ranks", "2", "--sequences", "4,16", "--steps", "5")

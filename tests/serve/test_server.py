@@ -13,12 +13,10 @@ from itertools import count
 from typing import Any
 
 import pytest
+from jobs_of_rows import answers_of_job, openai_row
 from serving import JSON, KEY, MODEL, Client, ServedHere, joined, read_events, without_names
 from waiting import LIMIT_S, wait_until
 
-from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.serve import __main__ as command
 from spmd_worker.serve import app, http_server, request_reader
 from spmd_worker.serve.http_server import HttpServer, bind
@@ -58,20 +56,8 @@ def client(server: ServedHere) -> Client:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[JSON]:
     """What a job writes for the same bodies."""
     folder = tmp_path_factory.mktemp("job")
-    rows = [
-        {"custom_id": f"row {index}", "method": "POST", "url": url, "body": body}
-        for index, (url, body) in enumerate(REQUESTS)
-    ]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    config = RunConfig(
-        model=ModelOptions(path=str(MODEL), dtype="float32"),
-        cache=CacheConfig(num_blocks=256),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl")),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
-    answers = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    return [without_names(answer["response"]["body"]) for answer in answers]
+    rows = [openai_row(f"row {index}", url, body) for index, (url, body) in enumerate(REQUESTS)]
+    return [without_names(answer["response"]["body"]) for answer in answers_of_job(folder, MODEL, rows)]
 
 
 def ask_all(client: Client, how: Callable[[int], JSON], order: list[int]) -> list[JSON]:

@@ -1,6 +1,5 @@
 """A server of a model that pools: bodies are those of a job's rows, and OpenAI's client takes them."""
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,14 +7,12 @@ from typing import Any
 
 import openai
 import pytest
+from jobs_of_rows import answers_of_job, openai_row
 from pooling_models import pooling_folder
 from serving import KEY, ServedHere
 from waiting import wait_until
 
 from spmd_worker.batch import pooled_row
-from spmd_worker.batch.job import run_job
-from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
-from spmd_worker.distributed.environment import RankEnvironment
 
 pytestmark = pytest.mark.matrix
 
@@ -45,20 +42,9 @@ def without_names(body: dict[str, Any]) -> dict[str, Any]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What a job writes for the same bodies."""
     folder = tmp_path_factory.mktemp("job")
-    rows = [
-        {"custom_id": str(number), "method": "POST", "url": url, "body": body}
-        for number, (url, body) in enumerate(REQUESTS)
-    ]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    config = RunConfig(
-        model=ModelOptions(path=str(pooling_folder("last")), dtype="float32"),
-        cache=CacheConfig(num_blocks=64),
-        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / "out.jsonl")),
-        device="cpu",
-    )
-    run_job(config, RankEnvironment())
-    lines = (folder / "out.jsonl").read_text().splitlines()
-    return [without_names(json.loads(line)["response"]["body"]) for line in lines]
+    rows = [openai_row(str(number), url, body) for number, (url, body) in enumerate(REQUESTS)]
+    answers = answers_of_job(folder, pooling_folder("last"), rows, num_blocks=64)
+    return [without_names(answer["response"]["body"]) for answer in answers]
 
 
 def answers(server: ServedHere) -> list[dict[str, Any]]:

@@ -1,0 +1,43 @@
+"""Rows as a job of this process: what it answers them. Knows nothing of what answers should be."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+from spmd_worker.batch.job import run_job
+from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SchedulerConfig
+from spmd_worker.distributed.environment import RankEnvironment
+
+
+def openai_row(custom_id: str, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of a batch in OpenAI's format."""
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def answers_of_job(
+    folder: Path,
+    model: Path,
+    rows: Iterable[Any],
+    output: str = "out.jsonl",
+    *,
+    dtype: str = "float32",
+    num_blocks: int = 256,
+    scheduler: SchedulerConfig | None = None,
+    step_log: bool = False,
+) -> list[dict[str, Any]]:
+    """The job's output in `folder`, in the rows' order; `output` is a name that ends with .jsonl or .parquet."""
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = RunConfig(
+        model=ModelOptions(path=str(model), dtype=dtype),
+        cache=CacheConfig(num_blocks=num_blocks),
+        scheduler=scheduler or SchedulerConfig(),
+        job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / output), step_log=step_log),
+        device="cpu",
+    )
+    run_job(config, RankEnvironment())
+    if output.endswith(".parquet"):
+        return list(pyarrow.parquet.read_table(folder / output).to_pylist())
+    return [json.loads(line) for line in (folder / output).read_text().splitlines()]
