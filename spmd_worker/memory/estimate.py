@@ -53,7 +53,10 @@ def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     shares_rows = model_config.has_tied_embeddings and stage.is_first and stage.is_last and device != "cpu"
     has_head = model_config.pooling is None
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
-    tables = (num_tables * sizes.num_vocabulary_rows + stage.is_first * model_config.num_positions) * hidden
+    tables = num_tables * sizes.num_vocabulary_rows * model_config.embedding_size
+    tables += stage.is_first * model_config.num_positions * hidden
+    # Every rank of a group has the whole of a projection, on the stage of its table.
+    tables += (stage.is_first + stage.is_last) * model_config.num_projection_parameters
     norm = model_config.num_norm_parameters * stage.is_last
     head_bias = sizes.num_vocabulary_rows * (model_config.has_head_bias and has_head) * stage.is_last
     return (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes

@@ -93,12 +93,14 @@ class LayerConfig:
     `window` is what attention looks back at, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None where
     positions are not turned. `scale` multiplies attention scores, which `score_cap`, where above 0, then bounds:
     cap * tanh(score / cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "each_head" (each by
-    itself, with weights of its own) or "flat" (all heads as one row). `norms` says which of the four places have one.
+    itself, with weights of its own and no biases) or "flat" (all heads as one row). `norms` says which of the four
+    places have one.
     `activation` is one of `kernels.api.Kernels.activate`, or "xielu", which has four numbers of its own;
     without `is_gated` it is between two products, not a gate beside the first. `residual_multiplier` is of what
     attention and feed-forward add. `is_parallel`: both look at what the layer was given, the feed-forward through the
     third norm or, without one, through the first. Queries, keys and values are bounded by `qkv_clip`, where above 0.
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
+    `norms_sums`: the second and the fourth norm are of the residual stream with the part, and take its place.
     """
 
     num_heads: int
@@ -122,6 +124,7 @@ class LayerConfig:
     qkv_clip: float = 0.0
     has_sinks: bool = False
     experts: ExpertsConfig | None = None
+    norms_sums: bool = False
 
     @property
     def is_plain_wiring(self) -> bool:
@@ -151,7 +154,7 @@ def layer_elements(
         biases += (num_gates * num_columns + hidden_size) * layer.has_mlp_bias
     norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     if layer.qk_norm in ("head", "head_after_rope"):
-        norms += 2 * size
+        norms += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
     elif layer.qk_norm == "each_head":
         norms += (num_heads + num_kv_heads) * size
     elif layer.qk_norm == "flat":

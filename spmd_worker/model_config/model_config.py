@@ -60,7 +60,8 @@ class ModelConfig:
     `logit_divisor` and, where `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` says how
     the files have the weights where they are not plain; the model computes with them dequantised. `form` counts the
     forms of the architecture's row from 1, 0 is the row itself. With `pooling` the model gives vectors and has no head
-    for tokens.
+    for tokens. Embeddings, and what the head is given, are `own_embedding_size` wide and projected to and from the
+    hidden size; 0 where they are as wide. Without `has_last_norm` nothing norms what the last layer gives.
     """
 
     architecture: str
@@ -83,12 +84,19 @@ class ModelConfig:
     has_head_bias: bool = False
     form: int = 0
     pooling: PoolingConfig | None = None
+    own_embedding_size: int = 0
+    has_last_norm: bool = True
 
     @property
     def names(self) -> Names:
         """What the checkpoint calls its tensors."""
         family = FAMILIES[self.architecture]
         return family.forms[self.form - 1].family.names if self.form else family.names
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of an embedding, and of what the head is given."""
+        return self.own_embedding_size or self.hidden_size
 
     @property
     def num_layers(self) -> int:
@@ -142,10 +150,15 @@ class ModelConfig:
 
     @property
     def num_embedding_parameters(self) -> int:
-        """Embeddings, of positions too, and head together."""
+        """Embeddings, of positions too, their projections and head together."""
         num_tables = 1 if self.has_tied_embeddings or self.pooling is not None else 2
-        tables = (self.vocab_size * num_tables + self.num_positions) * self.hidden_size
-        return tables + self.vocab_size * self.has_head_bias
+        tables = self.vocab_size * num_tables * self.embedding_size + self.num_positions * self.hidden_size
+        return tables + 2 * self.num_projection_parameters + self.vocab_size * self.has_head_bias
+
+    @property
+    def num_projection_parameters(self) -> int:
+        """Of the matrix between embeddings and layers, and of that between layers and logits; 0 for none."""
+        return self.own_embedding_size * self.hidden_size
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
@@ -167,7 +180,7 @@ class ModelConfig:
     @property
     def num_norm_parameters(self) -> int:
         """The last norm."""
-        return self.hidden_size * (self.norm.has_weight + self.norm.has_bias)
+        return self.hidden_size * (self.norm.has_weight + self.norm.has_bias) * self.has_last_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +216,7 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path)
     generates = model_config.architecture in config["architectures"]
-    pooling = read_pooling(model_folder, config, model_config.hidden_size, generates=generates)
+    pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates)
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
@@ -263,7 +276,14 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         position_offset=family.position_offset,
         has_head_bias=family.has_head_bias,
         form=form,
+        own_embedding_size=_own_embedding_size(reader, family, hidden_size),
+        has_last_norm=family.names.norm != "",
     )
+
+
+def _own_embedding_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
+    size = reader.count(family.embedding_size_key, hidden_size) if family.embedding_size_key else hidden_size
+    return 0 if size == hidden_size else size
 
 
 def _layers(
@@ -306,6 +326,7 @@ def _layers(
         is_parallel=is_parallel,
         qkv_clip=_number(reader, family.qkv_clip_key, 0.0),
         has_sinks=family.has_sinks,
+        norms_sums=family.norms_sums,
     )
     ropes = _ropes(reader, family, max_positions, head_size)
     windows = _sliding_windows(reader, family, num_layers)
@@ -389,7 +410,9 @@ def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Fa
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if not isinstance(kind, str | None) or kind not in (*kinds, None):
         raise ModelConfigError(f"{path}: text_config.model_type={shown(kind)} is not run; only {', '.join(kinds)} are")
-    return FAMILIES[next(iter(kinds.values())) if kind is None else kinds[kind]]
+    kind = next(iter(kinds)) if kind is None else kind
+    row = FAMILIES[kinds[kind]]
+    return replace(row, defaults={**family.text_defaults.get(kind, {}), **row.defaults})
 
 
 def _form(family: Family, config: Mapping[str, Any]) -> int:
@@ -404,13 +427,6 @@ def _check_required(reader: ConfigReader, family: Family) -> None:
     for key, value in family.required.items():
         if reader.get(key, value) != value:
             raise ModelConfigError(f"{reader.where(key)}={shown(reader.get(key))} is not supported; only {value!r} is")
-    for key, same in family.equal.items():
-        value = reader.get(same)
-        if reader.get(key, value) != value:
-            raise ModelConfigError(
-                f"{reader.where(key)}={shown(reader.get(key))} is not supported; only {shown(value)}, which {same} "
-                f"has, is"
-            )
 
 
 def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:

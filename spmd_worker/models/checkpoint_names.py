@@ -38,6 +38,8 @@ class CheckpointNames:
             "model.embed_tokens": names.embedding,
             "model.embed_positions": names.positions,
             "model.norm": names.norm,
+            "model.project_in": names.project_in,
+            "model.project_out": names.project_out,
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": "score",
         }
@@ -70,6 +72,9 @@ class CheckpointNames:
         whole_name = self._parts.get(f"{part}.{leaf}")
         if whole_name is not None:
             yield replace(piece, checkpoint_name=f"{self._names.layers}.{index}.{whole_name}")
+            return
+        if "{}" in self._parts.get(part, ""):
+            yield from _row_by_row(piece, f"{self._names.layers}.{index}.{self._parts[part]}.{leaf}")
             return
         fused = self._fused.get(part)
         inside = (piece,) if fused is None else self._inside(piece, part, fused, self._model_config.layers[index])
@@ -189,19 +194,22 @@ class CheckpointNames:
         """
         config, names = self._model_config, self._names
         hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.vocab_size, config.embedding_size)}
         if config.num_positions:
             shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
         for index in range(config.num_layers):
             shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in like[index].items()}
-        leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
+        leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias} if config.has_last_norm else {}
         shapes |= {f"{names.norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
+        if config.num_projection_parameters:
+            shapes[f"{names.project_in}.weight"] = (hidden, config.embedding_size)
+            shapes[f"{names.project_out}.weight"] = (config.embedding_size, hidden)
         if config.has_head_bias and config.pooling is None:
             shapes[f"{names.head}.bias"] = (config.vocab_size,)
         if not self._is_tied and self._has_head:
-            shapes[self.head] = (config.vocab_size, hidden)
+            shapes[self.head] = (config.vocab_size, config.embedding_size)
         if config.pooling is not None and self._has_score:
-            shapes[self._score] = (config.pooling.num_labels, hidden)
+            shapes[self._score] = (config.pooling.num_labels, config.embedding_size)
         assert own.items() <= shapes.items(), own.items() - shapes.items()
         return shapes
 
@@ -215,10 +223,28 @@ class CheckpointNames:
             index = int(layer[1])
             return index < self._model_config.num_layers and not stage.start <= index < stage.stop
         module = name.rpartition(".")[0]
-        if module in (self._names.embedding, self._names.positions):
+        if module in (self._names.embedding, self._names.positions, self._names.project_in):
             return not stage.is_first
         own_head = "score" if self._has_score else self._names.head
-        return not stage.is_last and module in (self._names.norm, own_head)
+        return not stage.is_last and module in (self._names.norm, self._names.project_out, own_head)
+
+
+def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:
+    """Each row of a matrix that the checkpoint has as so many tensors, named by number."""
+    (num_rows, *shape), ((start, stop), *columns) = piece.checkpoint_shape, piece.source
+    (first, _), *others = piece.destination
+    for row in range(num_rows):
+        name, at = pattern.format(row), first + row - start
+        if not start <= row < stop:
+            yield nothing_of(name, tuple(shape))
+            continue
+        yield replace(
+            piece,
+            checkpoint_name=name,
+            checkpoint_shape=tuple(shape),
+            source=tuple(columns),
+            destination=((at, at + 1), *others),
+        )
 
 
 def transposed(piece: WeightSlice) -> WeightSlice:
