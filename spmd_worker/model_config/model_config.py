@@ -210,7 +210,8 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     generation_text = _content(generation_path) if generation_path.exists() else b""
     config = _json_object(text, path)
     generation = _json_object(generation_text, generation_path) if generation_text else {}
-    if "eos_token_id" in generation:
+    # Null there is what config.json says.
+    if generation.get("eos_token_id") is not None:
         config["eos_token_id"] = generation["eos_token_id"]
     others = b"".join(_content(each) for each in pooling_files(model_folder))
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
@@ -506,9 +507,19 @@ def _check_layer_types(layer_types: Any, num_layers: int, path: Path) -> None:
 
 
 def _checkpoint_dtype(reader: ConfigReader) -> str:
-    dtype = reader.get("dtype", reader.get("torch_dtype", "float32"))
-    name = str(dtype).removeprefix("torch.")
-    return name if name in DTYPE_BYTES else "float32"
+    """Float32 where the file says nothing, and, which is said, where it names a type that no run computes in."""
+    key = "dtype" if reader.get("dtype") is not None else "torch_dtype"
+    given = reader.get(key, "float32")
+    if not isinstance(given, str):
+        raise ModelConfigError(f"{reader.where(key)}={shown(given)} must be the name of a type, such as bfloat16")
+    name = given.removeprefix("torch.")
+    if name in DTYPE_BYTES:
+        return name
+    logger.warning(
+        "%s=%s is not one of %s: model.dtype=auto takes float32, set model.dtype to compute in another",
+        *(reader.where(key), shown(given), ", ".join(DTYPE_BYTES)),
+    )
+    return "float32"
 
 
 def _eos_token_ids(reader: ConfigReader, vocab_size: int) -> tuple[int, ...]:

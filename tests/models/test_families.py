@@ -281,6 +281,16 @@ def test_a_row_is_the_same_bits_however_it_is_computed(name: str, dtype: str):
             assert (llm.llm_engine.counters.num_preemptions > 0) == (way != "chunks")
 
 
+@pytest.mark.stress
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_chunks_of_any_size_give_the_bits_of_whole_prompts(name: str, dtype: str):
+    model = load_model(family_folder(name), dtype=dtype)
+    whole = prompt_logits(model, PROMPTS)
+    for chunk in (1, 7, 16):
+        assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk), whole)), chunk
+
+
 DENSE_FAMILIES = [name for name, family in FAMILIES.items() if family.experts is None]
 """Those with experts are in test_expert_rows.py."""
 FIRST_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
