@@ -188,6 +188,7 @@ def test_end_of_sequence_ids_of_generation_config_replace_those_of_config(tmp_pa
     assert ids("1") == (3,)
     assert ids("2", {"eos_token_id": [4, 5]}) == (4, 5)
     assert ids("3", {"top_p": 0.5}) == (3,)
+    assert ids("4", {"eos_token_id": None}) == (3,), "null hides nothing"
 
 
 def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
