@@ -128,13 +128,16 @@ MASKS: Final = {
 """What older files have and no model reads."""
 WITHOUT_KV_HEADS: Final = ("GPTNeoX", "Falcon", "OPT", "GPTBigCode")
 
-_SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "cohere_plus", "apertus", "gpt_neox", "opt")
+_SEEN_IN_LAYOUTS: Final = (
+    *("hunyuan", "ministral3", "olmo", "cohere2"),
+    *("cohere_plus", "apertus", "gpt_neox", "opt_350m"),
+)
 """One of each kind of layer that others do not have: norms after rotation, growing queries, bounds of projections,
 layers without rotation beside others, feed-forwards beside attention, norms with weights of each head, activations that
-are learned, tensors by head, positions from the third row on.
+are learned, tensors by head, positions from the third row on with norms of sums.
 """
-_SIMILAR: Final = ("stablelm_norms", "opt_350m_untied", "opt_without_last_norm", "llava_next", "llava_onevision")
-SIMILAR: Final = (*_SIMILAR, "vipllava", "internvl", "idefics3", "smolvlm")
+VARIANTS: Final = ("stablelm_norms", "opt_350m_untied", "opt_without_last_norm")
+SIMILAR: Final = (*VARIANTS, "llava_next", "llava_onevision", "vipllava", "internvl", "idefics3", "smolvlm")
 """Cases of rows that are of two others: all of them is in the stress tier, but for logits and what files leave out."""
 CAME_LAST: Final = (
     *("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_checkpoints import CAME_LAST, DENSE_CASES, LIKE_OTHERS, SIMILAR
+from dense_checkpoints import CAME_LAST, DENSE_CASES, LIKE_OTHERS, SIMILAR, VARIANTS
 from family_checkpoints import ALL_CASES, OLDER_ROPES, WITH_IMAGES, family_folder, family_reference, thinned_folder
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
@@ -84,7 +84,7 @@ def new_model(
     return model
 
 
-@quick(*(name for name in ALL_CASES if name not in CAME_LAST))
+@quick(*(name for name in ALL_CASES if name not in CAME_LAST), slow=VARIANTS)
 def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     model = load_model(family_folder(name))
     assert worst_error(name, prompt_logits(model, PROMPTS)) < TOLERANCE
