@@ -12,8 +12,8 @@ from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
 
 
 def families(*quick: str) -> list[Any]:
-    """All architectures as parameters of a test: those that came last, but for `quick` ones, in the tier of layouts, and
-    text parts that are rows of others, but for the first and LLaVA's, in that of stress.
+    """All architectures as parameters of a test. But for `quick` ones those that came last are in the tier of layouts,
+    and text parts that are rows of others, without the first two, in that of stress.
     """
     sparse = {name for name, family in FAMILIES.items() if family.experts} - {"Qwen2MoeForCausalLM"}
     first, second, *others = TEXT_PART_ROWS
