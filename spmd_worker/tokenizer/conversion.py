@@ -75,7 +75,8 @@ def _difference(text: str, path: Path) -> str | None:
         model = SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError):
         return None
-    proto = sentencepiece_model_pb2.ModelProto()
+    messages: Any = sentencepiece_model_pb2  # made when it is imported, so no type says what is there
+    proto = messages.ModelProto()
     proto.ParseFromString(path.read_bytes())
     kind, theirs = json.loads(text)["model"]["type"], _MODELS.get(proto.trainer_spec.model_type)
     if kind != theirs:
