@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 from dense_checkpoints import CAME_LAST, DENSE_CASES, LIKE_OTHERS, SIMILAR, VARIANTS
-from family_checkpoints import ALL_CASES, OLDER_ROPES, WITH_IMAGES, family_folder, family_reference, thinned_folder
+from family_checkpoints import (
+    ALL_CASES,
+    OLDER_ROPES,
+    WITH_IMAGES,
+    family_folder,
+    family_reference,
+    stir,
+    thinned_folder,
+)
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
 from our_model import load_model, prompt_logits
@@ -20,7 +28,7 @@ from reference_models import random_prompt, reference_greedy, relative_error
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, OPTForSequenceClassification
 from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
@@ -524,3 +532,34 @@ def test_an_epsilon_that_is_a_constant_of_the_class_is_seen_in_logits(
 ):
     monkeypatch.setitem(FAMILIES, architecture, replace(FAMILIES[architecture], eps=1e-6))
     assert is_noticed(name)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["opt_350m", "stablelm_12b"])
+def test_a_stage_knows_the_tensors_of_the_other_one(name: str):
+    folder = family_folder(name)
+    whole = new_model(folder).checkpoint_shapes
+    for stage in (Stage(0, 1, is_first=True, is_last=False), Stage(1, 2, is_first=False, is_last=True)):
+        assert new_model(folder, stage=stage).checkpoint_shapes == whole
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("pooling_type", ["last", "mean"])
+def test_a_classifier_of_projected_embeddings_scores_as_transformers_does(pooling_type: str, tmp_path: Path):
+    """Its scores and its vectors are as wide as an embedding, not as a layer."""
+    config = AutoConfig.from_pretrained(family_folder("opt_350m"), num_labels=3)
+    model = OPTForSequenceClassification(config).float().eval()
+    stir(model)
+    model.save_pretrained(tmp_path)
+    rows = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    if pooling_type == "mean":
+        with LLM(family_folder("opt_350m"), runner="pooling", pooling_type="mean", num_blocks=60) as llm:
+            outputs = llm.embed(rows, use_tqdm=False)
+        assert [len(output.outputs.embedding) for output in outputs] == [32] * len(rows)
+        return
+    with LLM(tmp_path, num_blocks=60) as llm:
+        outputs = llm.classify(rows, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0].softmax(0)
+        assert output.outputs.probs == pytest.approx(expected.tolist(), abs=1e-5)
