@@ -136,9 +136,10 @@ _SEEN_IN_LAYOUTS: Final = (
 layers without rotation beside others, feed-forwards beside attention, norms with weights of each head, activations that
 are learned, tensors by head, positions from the third row on with norms of sums.
 """
-VARIANTS: Final = ("stablelm_norms", "opt_350m_untied", "opt_without_last_norm")
-SIMILAR: Final = (*VARIANTS, "llava_next", "llava_onevision", "vipllava", "internvl", "idefics3", "smolvlm")
-"""Cases of rows that are of two others: all of them is in the stress tier, but for logits and what files leave out."""
+VARIANTS: Final = ("stablelm_norms", "opt_350m_untied", "opt_without_last_norm", "vipllava", "idefics3")
+"""All of these is in the stress tier, but for what notices a row's entries and what files leave out."""
+SIMILAR: Final = (*VARIANTS, "llava_next", "llava_onevision", "internvl", "smolvlm")
+"""Of these their logits are in the tier of layouts too."""
 CAME_LAST: Final = (
     *("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm"),
     *("stablelm_12b", "phi_norms", "opt_350m", "llava", *SIMILAR),
