@@ -142,7 +142,7 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
             "%s says nothing of pooling: a row's vector is the last token's, normalised; see model.pooling_type",
             location.folder,
         )
-    pooling = pooling or last_token_pooling(files.model_config.hidden_size)
+    pooling = pooling or last_token_pooling(files.model_config.embedding_size)
     if options.classifier_from_token is not None:
         classifier = _classifier_from_tokens(options.classifier_from_token, files, location)
         pooling = replace(classifier, max_tokens=pooling.max_tokens)
@@ -168,7 +168,7 @@ def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: Mode
     return PoolingConfig(
         "classify",
         "last",
-        config.hidden_size,
+        config.embedding_size,
         num_labels=1,
         activation="sigmoid",
         label_token_ids=tuple(found),

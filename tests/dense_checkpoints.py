@@ -98,11 +98,26 @@ DENSE_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "falcon": ("Falcon", {**_SHORT, "ffn_hidden_size": 80, "bias": True}),
     "gpt_bigcode": ("GPTBigCode", {"n_inner": 80}),
     "opt": ("OPT", {**_SHORT, "ffn_dim": 80}),
+    "stablelm_12b": (
+        "StableLm",
+        {**_SHORT, "qk_layernorm": True, "use_parallel_residual": True, "num_key_value_heads": 2},
+    ),
+    "stablelm_norms": ("StableLm", {**_SHORT, "qk_layernorm": True, "use_qkv_bias": True}),
+    "phi_norms": ("Phi", {**_SHORT, "qk_layernorm": True}),
+    "opt_350m": ("OPT", {**_SHORT, "ffn_dim": 80, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt_350m_untied": (
+        "OPT",
+        {**_SHORT, "ffn_dim": 80, "word_embed_proj_dim": 96, "tie_word_embeddings": False},
+    ),
+    "opt_without_last_norm": (
+        "OPT",
+        {**_SHORT, "ffn_dim": 80, "_remove_final_layer_norm": True, "word_embed_proj_dim": 32},
+    ),
 }
 """Family of transformers, and what its configuration is made with besides the sizes that all have."""
 
 OLDER_DENSE_ROPES: Final = ("olmo3_stretched", "stablelm", "phi", "nemotron", "gpt_neox", "gpt_neox_serial", "hunyuan")
-SMALL_TABLES: Final = ("olmo", "opt")
+SMALL_TABLES: Final = ("olmo", "opt", "opt_350m")
 DROPPED_PREFIXES: Final = {"GPT2": "transformer.", "OPT": "model."}
 """What names begin with, and do not in some files."""
 MASKS: Final = {
@@ -113,16 +128,27 @@ MASKS: Final = {
 """What older files have and no model reads."""
 WITHOUT_KV_HEADS: Final = ("GPTNeoX", "Falcon", "OPT", "GPTBigCode")
 
-_SEEN_IN_LAYOUTS: Final = ("hunyuan", "ministral3", "olmo", "cohere2", "cohere_plus", "apertus", "gpt_neox", "opt")
+_SEEN_IN_LAYOUTS: Final = (
+    *("hunyuan", "ministral3", "olmo", "cohere2"),
+    *("cohere_plus", "apertus", "gpt_neox", "opt_350m"),
+)
 """One of each kind of layer that others do not have: norms after rotation, growing queries, bounds of projections,
 layers without rotation beside others, feed-forwards beside attention, norms with weights of each head, activations that
-are learned, tensors by head, positions from the third row on.
+are learned, tensors by head, positions from the third row on with norms of sums.
 """
-CAME_LAST: Final = ("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm")
+VARIANTS: Final = ("stablelm_norms", "opt_350m_untied", "opt_without_last_norm", "vipllava", "idefics3")
+"""All of these is in the stress tier, but for what notices a row's entries and what files leave out."""
+SIMILAR: Final = (*VARIANTS, "llava_next", "llava_onevision", "internvl", "smolvlm")
+"""Of these their logits are in the tier of layouts too."""
+CAME_LAST: Final = (
+    *("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm"),
+    *("stablelm_12b", "phi_norms", "opt_350m", "llava", *SIMILAR),
+)
 """Cases that are compared in the tier of layouts and not before."""
 LIKE_OTHERS: Final = (
     *("mistral3", "mistral3_ministral", "gemma2_head_size", "gemma3_kinds", "gemma_older_word", "smollm3_layers"),
-    *("gpt2_inner", "qwen2_vl", "qwen3_vl", "gemma3_images", "seed_oss"),
+    *("gpt2_inner", "qwen2_vl", "qwen3_vl", "gemma3_images", "seed_oss", "llava"),
+    *(name for name in SIMILAR if name not in DENSE_CASES),
     *(name for name in DENSE_CASES if name not in _SEEN_IN_LAYOUTS),
 )
 """Cases whose layers have nothing that no other's have: their layouts are in the stress tier."""

@@ -67,6 +67,7 @@ def load(
     config: ModelConfig | None = None,
     layout: ExpertLayout | None = None,
     kernels: Kernels | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[DecoderForCausalLM, LoadReport]:
     """Packed by nobody."""
     config = config or read_model_files(folder).model_config
@@ -74,7 +75,7 @@ def load(
         group or single_group(),
         kernels or ReferenceKernels(),
         SdpaBackend(),
-        torch.float32,
+        dtype,
         torch.device("cpu"),
         layout,
     )

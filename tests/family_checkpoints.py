@@ -107,6 +107,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_TEXT = {"num_hidden_layers": 2}
+_CLIP = {**_VISION, "image_size": 28, "patch_size": 14, "projection_dim": 32}
+_OF_CLIP = {"vision_config": {**_CLIP, "model_type": "clip_vision_model"}}
+_OF_SIGLIP = {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 500.0}}
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3_images": (
@@ -134,6 +138,29 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3VL",
         {**_SECTIONS, "head_dim": 32},
         {"vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0]}},
+    ),
+    "llava": ("Llava", {**_TEXT, "model_type": "llama", "attention_bias": True}, _OF_CLIP),
+    "llava_next": ("LlavaNext", {**_TEXT, "model_type": "mistral", "head_dim": 32, "sliding_window": 5}, _OF_CLIP),
+    "llava_onevision": ("LlavaOnevision", {**_TEXT, "model_type": "qwen2"}, _OF_SIGLIP),
+    "vipllava": (
+        "VipLlava",
+        {**_TEXT, "model_type": "llama"},
+        {"vision_config": {**_CLIP, "num_hidden_layers": 2}, "vision_feature_layer": [-1, 0]},
+    ),
+    "internvl": (
+        "InternVL",
+        {**_TEXT, "model_type": "qwen3", "head_dim": 32},
+        {"vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]}},
+    ),
+    "idefics3": (
+        "Idefics3",
+        {**_TEXT, "model_type": "llama"},
+        {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}},
+    ),
+    "smolvlm": (
+        "SmolVLM",
+        {**_TEXT, "model_type": "llama"},
+        {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}, "tie_word_embeddings": True},
     ),
 }
 """Models that take images: family, `text_config`, and what is beside it."""
@@ -214,7 +241,10 @@ def _thin_with_images(full: Path, folder: Path, name: str) -> None:
     shutil.copytree(full, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
+    kind = config["text_config"]["model_type"]
     defaults = getattr(transformers, f"{WITH_IMAGES[name][0]}Config")().text_config.to_dict()
+    if defaults["model_type"] != kind:
+        defaults = transformers.AutoConfig.for_model(kind).to_dict()
     text = {key: value for key, value in config["text_config"].items() if value != defaults.get(key)}
     text.pop("layer_types", None)
     if "mrope_section" in config["text_config"]["rope_parameters"]:

@@ -7,14 +7,19 @@ import pytest
 
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
+from spmd_worker.model_config.families.text_part_rows import TEXT_PART_ROWS
 from spmd_worker.model_config.model_config import FAMILIES, ModelConfig
 
 
 def families(*quick: str) -> list[Any]:
-    """All architectures as parameters of a test: those that came last, but for `quick` ones, in the tier of layouts."""
+    """All architectures as parameters of a test. But for `quick` ones those that came last are in the tier of layouts,
+    and text parts that are rows of others, without the first two, in that of stress.
+    """
     sparse = {name for name, family in FAMILIES.items() if family.experts} - {"Qwen2MoeForCausalLM"}
-    later = {*RMS_ROWS, *LAYER_NORM_ROWS, *sparse, "Mistral3ForConditionalGeneration"} - set(quick)
-    return [pytest.param(each, marks=pytest.mark.matrix if each in later else ()) for each in FAMILIES]
+    first, second, *others = TEXT_PART_ROWS
+    marks = dict.fromkeys([*RMS_ROWS, *LAYER_NORM_ROWS, *sparse, first, second], pytest.mark.matrix)
+    marks |= dict.fromkeys(others, pytest.mark.stress)
+    return [pytest.param(each, marks=() if each in quick else marks.get(each, ())) for each in FAMILIES]
 
 
 def spelled(architecture: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from spmd_worker.worker.worker import Worker
 BLOCK_SIZE = 16
 
 
-def load_model(folder: Path, model_config: ModelConfig | None = None) -> DecoderForCausalLM:
-    """The model of a folder on one rank, float32; another `shape` than the folder's own reads its weights wrongly."""
-    config = RunConfig(model=ModelOptions(path=str(folder), dtype="float32"), device="cpu")
+def load_model(folder: Path, model_config: ModelConfig | None = None, dtype: str = "float32") -> DecoderForCausalLM:
+    """The model of a folder on one rank; another `shape` than the folder's own reads its weights wrongly."""
+    config = RunConfig(model=ModelOptions(path=str(folder), dtype=dtype), device="cpu")
     resolved = resolve_run(config, "cpu")
     worker = Worker(replace(resolved, model_config=model_config or resolved.model_config), RankEnvironment())
     worker.init_device()

@@ -127,6 +127,7 @@ def job(folder: Path, name: str, output: str) -> list[str]:
         "model.path": expert_folder(name) if name in EXPERT_CASES else family_folder(name),
         "model.dtype": "float32",
         "device": "cpu",
+        "model.max_model_len": 96,
         "cache.num_blocks": 64,
         "job.commit_rows": 1,
         "scheduler.max_num_seqs": 3,

@@ -105,7 +105,7 @@ def balanced_layers(model_config: ModelConfig, num_stages: int) -> tuple[int, ..
     is the larger.
     """
     counts = [1] * num_stages
-    table = model_config.vocab_size * model_config.hidden_size
+    table = model_config.vocab_size * model_config.embedding_size + model_config.num_projection_parameters
     extra = [0] * num_stages
     extra[0] += table
     extra[-1] += table

@@ -71,8 +71,9 @@ class Attention(nn.Module):
         self.q_norm: Norm | HeadNorms | None = norms[0]
         self.k_norm: Norm | HeadNorms | None = norms[1]
         if layer.qk_norm == "each_head":
-            self.q_norm = HeadNorms(context, layer.num_heads, (first_head, end_head), head_size, layer.norm)
-            self.k_norm = HeadNorms(context, layer.num_kv_heads, (first_kv_head, end_kv_head), head_size, layer.norm)
+            norm = replace(layer.norm, has_bias=False)
+            self.q_norm = HeadNorms(context, layer.num_heads, (first_head, end_head), head_size, norm)
+            self.k_norm = HeadNorms(context, layer.num_kv_heads, (first_kv_head, end_kv_head), head_size, norm)
 
     @property
     def is_plain(self) -> bool:

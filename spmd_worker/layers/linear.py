@@ -110,6 +110,23 @@ class ActivatedLinear(ColumnParallelLinear):
         return self._kernels.activate(outputs, self._activation) if self._activation else outputs
 
 
+class ReplicatedLinear(PackedLayer):
+    """[T, input_size] -> [T, output_size], without a bias, whole on every rank."""
+
+    def __init__(self, context: LayerContext, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.input_size, self.output_size, self._kernels = input_size, output_size, context.kernels
+        self.weight = context.parameter(output_size, input_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, input_size] -> [T, output_size]."""
+        return self._kernels.linear(x, self.weight, None)
+
+    def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """`prefix` is this layer's name."""
+        yield whole(f"{prefix}.weight", (self.output_size, self.input_size), f"{prefix}.weight")
+
+
 class RowParallelLinear(PackedLayer):
     """[T, inputs of this rank] -> this rank's part of [T, output_size]: the sum over the tensor-parallel group is made
     with what follows (`RMSNorm.add_and_norm`).

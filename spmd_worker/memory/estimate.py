@@ -54,7 +54,9 @@ def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     has_head = model_config.pooling is None
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
     num_others = stage.is_first * (model_config.num_positions + model_config.num_token_types)
-    tables = (num_tables * sizes.num_vocabulary_rows + num_others) * hidden
+    tables = num_tables * sizes.num_vocabulary_rows * model_config.embedding_size + num_others * hidden
+    # Every rank of a group has the whole of a projection, on the stage of its table.
+    tables += (stage.is_first + stage.is_last) * model_config.num_projection_parameters
     num_norms = stage.is_last * model_config.has_last_norm + stage.is_first * model_config.has_embedding_norm
     norm = num_norms * model_config.norm_parameters
     if model_config.is_encoder and model_config.pooling is not None and stage.is_last:

@@ -93,14 +93,16 @@ class LayerConfig:
     `window` is what attention looks back at, tokens, 0 for all; `rope` the index in `ModelConfig.ropes`, None where
     positions are not turned. `scale` multiplies attention scores, which `score_cap`, where above 0, then bounds:
     cap * tanh(score / cap). `qk_norm` is "none", "head" (each head by itself), "head_after_rope", "each_head" (each by
-    itself, with weights of its own) or "flat" (all heads as one row). `norms` says which of the four places have one.
+    itself, with weights of its own and no biases) or "flat" (all heads as one row). `norms` says which of the four
+    places have one.
     `activation` is one of `kernels.api.Kernels.activate`, or "xielu", which has four numbers of its own;
     without `is_gated` it is between two products, not a gate beside the first. `residual_multiplier` is of what
     attention and feed-forward add. `is_parallel`: both look at what the layer was given, the feed-forward through the
     third norm or, without one, through the first. Queries, keys and values are bounded by `qkv_clip`, where above 0.
     `has_sinks`: each head has one more score, of a key without a value. `experts` None: the feed-forward is dense.
-    `norms_sums`: the norms after attention and after the feed-forward are of the stream with what they add to it, not
-    of that alone. The `window` of an encoder is as much to each side, the token itself counted in both.
+    `norms_sums`: the norms after attention and after the feed-forward (the second and the fourth) are of the stream
+    with what they add to it, and take its place. The `window` of an encoder is as much to each side, the token itself
+    counted in both.
     """
 
     num_heads: int
@@ -154,7 +156,7 @@ def layer_elements(
         biases += (num_gates * num_columns + hidden_size) * layer.has_mlp_bias
     norms = sum(layer.norms) * hidden_size * (layer.norm.has_weight + layer.norm.has_bias)
     if layer.qk_norm in ("head", "head_after_rope"):
-        norms += 2 * size
+        norms += 2 * size * (layer.norm.has_weight + layer.norm.has_bias)
     elif layer.qk_norm == "each_head":
         norms += (num_heads + num_kv_heads) * size
     elif layer.qk_norm == "flat":

@@ -72,11 +72,12 @@ class ModelConfig:
     `logit_divisor` and, where `logit_cap` is above 0, bounded by it: cap * tanh(logit / cap). `quantization` says how
     the files have the weights where they are not plain; the model computes with them dequantised. `form` counts the
     forms of the architecture's row from 1, 0 is the row itself. With `pooling` the model gives vectors and has no head
-    for tokens.
+    for tokens. Embeddings, and what the head is given, are `own_embedding_size` wide and projected to and from the
+    hidden size; 0 where they are as wide. Without `has_last_norm` nothing norms what the last layer gives.
 
     `is_encoder`: a token sees all of its row, so a row is computed whole, nothing of it is kept for later, and it has
     no answer but a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1
-    where all have. With `has_embedding_norm` there is a norm before the layers, without `has_last_norm` none behind.
+    where all have. With `has_embedding_norm` there is a norm before the layers.
     """
 
     architecture: str
@@ -103,6 +104,7 @@ class ModelConfig:
     num_token_types: int = 0
     unplaced_token: int = -1
     has_embedding_norm: bool = False
+    own_embedding_size: int = 0
     has_last_norm: bool = True
 
     @property
@@ -110,6 +112,11 @@ class ModelConfig:
         """What the checkpoint calls its tensors."""
         family = family_of(self.architecture)
         return family.forms[self.form - 1].family.names if self.form else family.names
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of an embedding, and of what the head is given."""
+        return self.own_embedding_size or self.hidden_size
 
     @property
     def num_layers(self) -> int:
@@ -163,10 +170,16 @@ class ModelConfig:
 
     @property
     def num_embedding_parameters(self) -> int:
-        """Embeddings, of positions too, and head together."""
+        """Embeddings, of positions too, their projections and head together."""
         num_tables = 1 if self.has_tied_embeddings or self.pooling is not None else 2
-        tables = (self.vocab_size * num_tables + self.num_positions + self.num_token_types) * self.hidden_size
-        return tables + self.vocab_size * self.has_head_bias
+        tables = self.vocab_size * num_tables * self.embedding_size
+        tables += (self.num_positions + self.num_token_types) * self.hidden_size
+        return tables + 2 * self.num_projection_parameters + self.vocab_size * self.has_head_bias
+
+    @property
+    def num_projection_parameters(self) -> int:
+        """Of the matrix between embeddings and layers, and of that between layers and logits; 0 for none."""
+        return self.own_embedding_size * self.hidden_size
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
@@ -223,14 +236,15 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     generation_text = _content(generation_path) if generation_path.exists() else b""
     config = _json_object(text, path)
     generation = _json_object(generation_text, generation_path) if generation_text else {}
-    if "eos_token_id" in generation:
+    # Null there is what config.json says.
+    if generation.get("eos_token_id") is not None:
         config["eos_token_id"] = generation["eos_token_id"]
     others = b"".join(_content(each) for each in pooling_files(model_folder))
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path)
     generates = model_config.architecture in config["architectures"] and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
-    pooling = read_pooling(model_folder, config, model_config.hidden_size, generates=generates, encoder=encoder)
+    pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
@@ -295,7 +309,8 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         num_token_types=reader.count(family.token_types_key) if family.token_types_key else 0,
         unplaced_token=family.position_offset - 1 if family.counts_offset else -1,
         has_embedding_norm=family.has_embedding_norm,
-        has_last_norm=family.has_last_norm,
+        has_last_norm=family.has_last_norm and family.names.norm != "",
+        own_embedding_size=_own_embedding_size(reader, family, hidden_size),
     )
 
 
@@ -330,6 +345,11 @@ def _encoder_pooling(config: Mapping[str, Any], path: Path, model_config: ModelC
             )
     norm = model_config.norm if rule.has_norm else None
     return EncoderPooling(HeadConfig(activation, _bias(reader, rule.bias), norm), pooling_type, has_types)
+
+
+def _own_embedding_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
+    size = reader.count(family.embedding_size_key, hidden_size) if family.embedding_size_key else hidden_size
+    return 0 if size == hidden_size else size
 
 
 def _layers(
@@ -462,7 +482,9 @@ def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Fa
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if not isinstance(kind, str | None) or kind not in (*kinds, None):
         raise ModelConfigError(f"{path}: text_config.model_type={shown(kind)} is not run; only {', '.join(kinds)} are")
-    return FAMILIES[next(iter(kinds.values())) if kind is None else kinds[kind]]
+    kind = next(iter(kinds)) if kind is None else kind
+    row = FAMILIES[kinds[kind]]
+    return replace(row, defaults={**family.text_defaults.get(kind, {}), **row.defaults})
 
 
 def _form(family: Family, config: Mapping[str, Any]) -> int:
@@ -477,13 +499,6 @@ def _check_required(reader: ConfigReader, family: Family) -> None:
     for key, value in family.required.items():
         if reader.get(key, value) != value:
             raise ModelConfigError(f"{reader.where(key)}={shown(reader.get(key))} is not supported; only {value!r} is")
-    for key, same in family.equal.items():
-        value = reader.get(same)
-        if reader.get(key, value) != value:
-            raise ModelConfigError(
-                f"{reader.where(key)}={shown(reader.get(key))} is not supported; only {shown(value)}, which {same} "
-                f"has, is"
-            )
 
 
 def _head_size(reader: ConfigReader, family: Family, hidden_size: int, num_heads: int) -> int:
@@ -567,9 +582,19 @@ def _check_layer_types(layer_types: Any, num_layers: int, path: Path) -> None:
 
 
 def _checkpoint_dtype(reader: ConfigReader) -> str:
-    dtype = reader.get("dtype", reader.get("torch_dtype", "float32"))
-    name = str(dtype).removeprefix("torch.")
-    return name if name in DTYPE_BYTES else "float32"
+    """Float32 where the file says nothing, and, which is said, where it names a type that no run computes in."""
+    key = "dtype" if reader.get("dtype") is not None else "torch_dtype"
+    given = reader.get(key, "float32")
+    if not isinstance(given, str):
+        raise ModelConfigError(f"{reader.where(key)}={shown(given)} must be the name of a type, such as bfloat16")
+    name = given.removeprefix("torch.")
+    if name in DTYPE_BYTES:
+        return name
+    logger.warning(
+        "%s=%s is not one of %s: model.dtype=auto takes float32, set model.dtype to compute in another",
+        *(reader.where(key), shown(given), ", ".join(DTYPE_BYTES)),
+    )
+    return "float32"
 
 
 def _eos_token_ids(reader: ConfigReader, vocab_size: int) -> tuple[int, ...]:

@@ -41,6 +41,8 @@ class CheckpointNames:
             "model.embed_token_types": names.token_types,
             "model.embedding_norm": names.embedding_norm,
             "model.norm": names.norm,
+            "model.project_in": names.project_in,
+            "model.project_out": names.project_out,
             "lm_head": names.embedding if self._is_tied else names.head,
             "pooler": names.classifier,
             "pooler.dense": names.head_dense,
@@ -77,6 +79,9 @@ class CheckpointNames:
         whole_name = self._parts.get(f"{part}.{leaf}")
         if whole_name is not None:
             yield replace(piece, checkpoint_name=f"{self._names.layers}.{index}.{whole_name}")
+            return
+        if "{}" in self._parts.get(part, ""):
+            yield from _row_by_row(piece, f"{self._names.layers}.{index}.{self._parts[part]}.{leaf}")
             return
         fused = self._fused.get(part)
         inside = (piece,) if fused is None else self._inside(piece, part, fused, self._model_config.layers[index])
@@ -198,7 +203,7 @@ class CheckpointNames:
         """
         config, names = self._model_config, self._names
         hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.vocab_size, config.embedding_size)}
         if config.num_positions:
             shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
         for index in range(config.num_layers):
@@ -209,10 +214,13 @@ class CheckpointNames:
         norms = {names.norm: config.has_last_norm, names.embedding_norm: config.has_embedding_norm}
         for norm in [name for name, is_there in norms.items() if is_there]:
             shapes |= {f"{norm}.{leaf}": (hidden,) for leaf, is_there in leaves.items() if is_there}
+        if config.num_projection_parameters:
+            shapes[f"{names.project_in}.weight"] = (hidden, config.embedding_size)
+            shapes[f"{names.project_out}.weight"] = (config.embedding_size, hidden)
         if config.has_head_bias and config.pooling is None:
             shapes[f"{names.head}.bias"] = (config.vocab_size,)
         if not self._is_tied and self._has_head:
-            shapes[self.head] = (config.vocab_size, hidden)
+            shapes[self.head] = (config.vocab_size, config.embedding_size)
         if config.pooling is not None and self._has_score:
             shapes |= head_shapes(config.pooling, names)
         assert own.items() <= shapes.items(), own.items() - shapes.items()
@@ -229,10 +237,10 @@ class CheckpointNames:
             return index < self._model_config.num_layers and not stage.start <= index < stage.stop
         module = name.rpartition(".")[0]
         names = self._names
-        if module in (names.embedding, names.positions, names.token_types, names.embedding_norm):
+        if module in (names.embedding, names.positions, names.token_types, names.embedding_norm, names.project_in):
             return not stage.is_first
         own_head = self._score if self._has_score else names.head
-        return not stage.is_last and module in (names.norm, own_head, *self._head_modules)
+        return not stage.is_last and module in (names.norm, names.project_out, own_head, *self._head_modules)
 
 
 def head_shapes(pooling: PoolingConfig, names: Names) -> dict[str, tuple[int, ...]]:
@@ -248,6 +256,24 @@ def head_shapes(pooling: PoolingConfig, names: Names) -> dict[str, tuple[int, ..
         if head.norm is not None:
             shapes[f"{names.head_norm}.weight"] = (hidden,)
     return shapes
+
+
+def _row_by_row(piece: WeightSlice, pattern: str) -> Iterator[WeightSlice]:
+    """Each row of a matrix that the checkpoint has as so many tensors, named by number."""
+    (num_rows, *shape), ((start, stop), *columns) = piece.checkpoint_shape, piece.source
+    (first, _), *others = piece.destination
+    for row in range(num_rows):
+        name, at = pattern.format(row), first + row - start
+        if not start <= row < stop:
+            yield nothing_of(name, tuple(shape))
+            continue
+        yield replace(
+            piece,
+            checkpoint_name=name,
+            checkpoint_shape=tuple(shape),
+            source=tuple(columns),
+            destination=((at, at + 1), *others),
+        )
 
 
 def transposed(piece: WeightSlice) -> WeightSlice:

@@ -25,6 +25,7 @@ from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.embedding import PositionEmbedding, VocabularyParallelEmbedding, VocabularyParallelHead
 from spmd_worker.layers.experts import SparseFeedForward, new_feed_forward
 from spmd_worker.layers.feed_forward import FeedForward
+from spmd_worker.layers.linear import ReplicatedLinear
 from spmd_worker.layers.norm import Norm, RMSNorm, add_whole, new_norm
 from spmd_worker.layers.rotary import Angles, RotaryEmbedding
 from spmd_worker.layers.weight_slice import PaddingSlice, Place, WeightSlice
@@ -32,7 +33,7 @@ from spmd_worker.model_config.layer_config import ExpertsConfig, LayerConfig
 from spmd_worker.model_config.model_config import ModelConfig
 from spmd_worker.models.checkpoint_names import CheckpointNames
 from spmd_worker.models.checkpoint_view import CheckpointView
-from spmd_worker.models.encoder import PostNormLayer, TokenTypeEmbedding
+from spmd_worker.models.encoder import TokenTypeEmbedding
 from spmd_worker.models.held_weights import HeldWeight, check_form, check_pair, check_tensor, held_weights
 from spmd_worker.models.pooler import Pooler
 from spmd_worker.models.weight_update import WeightUpdate
@@ -118,7 +119,7 @@ class SandwichLayer(nn.Module):
         norms = [new_norm(context, hidden_size, layer.norm) if is_there else None for is_there in layer.norms]
         self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
         self._multiplier, self._group = layer.residual_multiplier, context.tensor_group
-        self._is_parallel = layer.is_parallel
+        self._is_parallel, self._norms_sums = layer.is_parallel, layer.norms_sums
 
     def forward(
         self,
@@ -145,8 +146,11 @@ class SandwichLayer(nn.Module):
         return x if self.post_attention_layernorm is None else self.post_attention_layernorm(residual)
 
     def _add(self, part: Tensor, norm: Norm | None, residual: Tensor) -> None:
-        x = _normed(norm, self._group.all_reduce(part))
+        x = self._group.all_reduce(part)
+        x = x if self._norms_sums else _normed(norm, x)
         residual.add_(x if self._multiplier == 1.0 else x * self._multiplier)
+        if self._norms_sums:
+            residual.copy_(_normed(norm, residual))
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:
@@ -160,7 +164,9 @@ class DecoderStack(nn.Module):
         super().__init__()
         hidden_size = model_config.hidden_size
         if stage.is_first:
-            self.embed_tokens = VocabularyParallelEmbedding(context, model_config.vocab_size, hidden_size)
+            self.embed_tokens = VocabularyParallelEmbedding(
+                context, model_config.vocab_size, model_config.embedding_size
+            )
             self._multiplier = _embedding_multiplier(model_config, context.dtype)
             if model_config.num_positions:
                 self.embed_positions = PositionEmbedding(
@@ -176,9 +182,9 @@ class DecoderStack(nn.Module):
             new_layer(replace(context, layer=index), model_config.layers[index], hidden_size)
             for index in range(stage.start, stage.stop)
         )
-        if stage.is_last and model_config.has_last_norm:
-            self.norm = new_norm(context, hidden_size, model_config.norm)
-        self._has_norm = model_config.has_last_norm
+        has_norm = stage.is_last and model_config.has_last_norm
+        self.norm = new_norm(context, hidden_size, model_config.norm) if has_norm else None
+        self.project_in, self.project_out = _projections(context, model_config, stage)
         self._stage, self._has_positions = stage, model_config.num_positions > 0
         self._rotaries = tuple(
             RotaryEmbedding(rope, model_config.head_size, model_config.max_position_embeddings, context.device)
@@ -223,8 +229,8 @@ class DecoderStack(nn.Module):
         if not self._stage.is_last:
             return residual if x is None else add_whole(self._group, x, residual)
         if x is None:
-            whole: Tensor = self.norm(residual) if self._has_norm else residual
-            return whole
+            whole = _normed(self.norm, residual)
+            return whole if self.project_out is None else self.project_out(whole)
         assert isinstance(self.norm, RMSNorm), "only plain norms leave something to add"
         hidden = self.norm.add_and_norm(x, residual)
         # Not memory of the group, which the next step's norms write to.
@@ -240,6 +246,8 @@ class DecoderStack(nn.Module):
         x: Tensor = self.embed_tokens(token_ids)
         if self._multiplier != 1.0:
             x = x * self._multiplier
+        if self.project_in is not None:
+            x = self.project_in(x)
         if self.embed_token_types is not None:
             x = x + self.embed_token_types(torch.zeros_like(token_ids) if token_types is None else token_types)
         x = x + self.embed_positions(positions, token_ids) if self._has_positions else x
@@ -255,10 +263,17 @@ class DecoderStack(nn.Module):
             self.joined_layers = self._attention.join_layers(weights, layers[0].sizes(), self._group)
 
 
-def _layer_class(model_config: ModelConfig) -> type[DecoderLayer | SandwichLayer | PostNormLayer]:
-    if model_config.layers[0].norms_sums:
-        return PostNormLayer
+def _layer_class(model_config: ModelConfig) -> type[DecoderLayer | SandwichLayer]:
     return DecoderLayer if all(layer.is_plain_wiring for layer in model_config.layers) else SandwichLayer
+
+
+def _projections(
+    context: LayerContext, model_config: ModelConfig, stage: Stage
+) -> tuple[ReplicatedLinear | None, ReplicatedLinear | None]:
+    """Before the layers of the first stage and after those of the last, where embeddings are of another size."""
+    size, hidden_size = model_config.own_embedding_size, model_config.hidden_size
+    first = ReplicatedLinear(context, size, hidden_size) if size and stage.is_first else None
+    return first, ReplicatedLinear(context, hidden_size, size) if size and stage.is_last else None
 
 
 def _embedding_multiplier(model_config: ModelConfig, dtype: torch.dtype) -> float:
@@ -285,7 +300,7 @@ class DecoderForCausalLM(nn.Module):
             self.lm_head = VocabularyParallelHead(
                 context,
                 model_config.vocab_size,
-                model_config.hidden_size,
+                model_config.embedding_size,
                 tied_to,
                 divisor=model_config.logit_divisor,
                 cap=model_config.logit_cap,

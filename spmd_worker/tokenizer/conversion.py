@@ -1,15 +1,29 @@
 """A tokenizer.json out of the files that older tokenizers have: `vocab.json` with `merges.txt`, or `tokenizer.model`.
 
 transformers' own converter makes it, where transformers is installed; nothing is downloaded, no code of the folder is
-executed, and nothing is written.
+executed, and nothing is written. That converter goes by the class that the folder names, not by what a SentencePiece
+model says of itself, so that what it made of one is compared with it.
 """
 
+import json
 from pathlib import Path
 from typing import Any, Final
+
+from tokenizers import Tokenizer
 
 from spmd_worker.errors import TokenizerError
 
 _KINDS: Final = (("vocab.json", "merges.txt"), ("tokenizer.model",))
+_SENTENCEPIECE: Final = "tokenizer.model"
+_MODELS: Final = {1: "Unigram", 2: "BPE"}
+"""SentencePiece's numbers (`TrainerSpec.ModelType`), and what the same is called in a tokenizer.json."""
+_TEXTS: Final = (
+    *("hello world", "two  spaces, three   here", "trailing ", "tab\tx", "a\nb\n\nc", "na\u00efve caf\u00e9 2026"),
+    *("\u4f60\u597d \u4e16\u754c \U0001f600", "\uff21\uff22 \u00bd \ufb01ne", "x = [1, 2];", "Hello, World!"),
+)
+"""What SentencePiece models differ in: prefixes, spaces, characters that are others' forms, bytes, digits. None begins
+with a space, of which transformers keeps one fewer than SentencePiece.
+"""
 
 
 def older_files(folder: Path) -> tuple[str, ...]:
@@ -27,13 +41,49 @@ def converted(folder: Path) -> bytes | None:
     try:
         from transformers import AutoTokenizer
 
+        if _SENTENCEPIECE in names:
+            import sentencepiece.sentencepiece_model_pb2  # noqa: F401  # said by its name where it is not installed
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        return str(tokenizer.backend_tokenizer.to_str()).encode()
+        text = str(tokenizer.backend_tokenizer.to_str())
+        difference = _difference(text, folder / _SENTENCEPIECE) if _SENTENCEPIECE in names else None
     except ModuleNotFoundError as error:
-        why = f"{error.name}, which converts it, is not installed"
+        package = str(error.name).partition(".")[0]
+        module = "protobuf" if package == "google" else package
+        why = f"{module}, which converts it, is not installed"
     except Exception as error:  # a converter for every kind of file raises whatever its libraries do
         why = f"transformers cannot convert it here ({type(error).__name__}: {str(error)[:200].partition(chr(10))[0]})"
+    else:
+        if difference is None:
+            return text.encode()
+        raise TokenizerError(
+            f"{folder} has {' and '.join(names)} and no tokenizer.json, and by tokenizer_config.json transformers "
+            f"makes {difference}: name the model's own class there, as tokenizer_class, or give a tokenizer.json"
+        )
     raise TokenizerError(
         f"{folder} has {' and '.join(names)} and no tokenizer.json, and {why}: text prompts need one, made with python "
         f"-c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )
+
+
+def _difference(text: str, path: Path) -> str | None:
+    """What of the tokenizer.json `text` is otherwise than in the model of `path`; None where nothing is, or where the
+    file is of another kind than SentencePiece's, which only the converter knows.
+    """
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    try:
+        model = SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError):
+        return None
+    messages: Any = sentencepiece_model_pb2  # made when it is imported, so no type says what is there
+    proto = messages.ModelProto()
+    proto.ParseFromString(path.read_bytes())
+    kind, theirs = json.loads(text)["model"]["type"], _MODELS.get(proto.trainer_spec.model_type)
+    if kind != theirs:
+        return f"a {kind} model of one that is {theirs or 'of another kind'}"
+    tokenizer = Tokenizer.from_str(text)
+    for each in _TEXTS:
+        ids, wanted = tokenizer.encode(each, add_special_tokens=False).ids, model.encode(each)
+        if ids != wanted:
+            return f"one that gives the ids {ids[:8]} for {each!r}, where {path.name} itself gives {wanted[:8]}"
+    return None

@@ -135,6 +135,7 @@ OPTIONAL = {
     "matplotlib": ("spmd_worker.metrics.report.drawing",),
     "lm_eval": ("spmd_worker.integrations.lm_eval_model",),
     "transformers": ("spmd_worker.compat.script_tokenizer", "spmd_worker.tokenizer.conversion"),
+    "sentencepiece": ("spmd_worker.tokenizer.conversion",),
     "trl": ("spmd_worker.integrations.trl", "spmd_worker.integrations.swift"),
     "inspect_ai": ("spmd_worker.integrations.inspect_ai_model",),
     "llguidance": ("spmd_worker.grammar.forms",),

@@ -1,5 +1,5 @@
 """Families whose layers are more than Llama's, on two ranks that share memory: tensor-parallel answers are one rank's
-to 1e-4, those of two stages bit for bit. One launch does all, because starting ranks takes seconds.
+to 1e-4, those of two stages bit for bit, also in bfloat16. One launch does all, because starting ranks takes seconds.
 """
 
 import json
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import ranks
 from dense_checkpoints import LIKE_OTHERS
+from expert_checkpoints import CASES as EXPERT_CASES
+from expert_checkpoints import expert_folder
 from family_checkpoints import ALL_CASES, family_folder
 from reference_models import random_prompt
 
@@ -38,9 +40,13 @@ for name, folder in job["folders"].items():
 """
 
 
-def one_rank(name: str) -> list[Any]:
+def folder_of(name: str) -> Path:
+    return expert_folder(name) if name in EXPERT_CASES else family_folder(name)
+
+
+def one_rank(name: str, dtype: str) -> list[Any]:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
-    with LLM(family_folder(name), **SETTINGS) as llm:
+    with LLM(folder_of(name), **{**SETTINGS, "dtype": dtype}) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     return [
         [each.outputs[0].token_ids, [entry.logprob for step in each.outputs[0].logprobs for entry in step.values()]]
@@ -48,17 +54,21 @@ def one_rank(name: str) -> list[Any]:
     ]
 
 
-def check(names: list[str], tmp_path: Path) -> None:
-    folders = {name: str(family_folder(name)) for name in names}
-    job = {"folders": folders, "prompts": PROMPTS, "settings": SETTINGS, "layouts": LAYOUTS}
+def check(names: list[str], tmp_path: Path, dtype: str = "float32", *layouts: str) -> None:
+    """In all layouts where none is named; in bfloat16 ranks' sums of parts are others than one rank's."""
+    folders = {name: str(folder_of(name)) for name in names}
+    chosen = {layout: LAYOUTS[layout] for layout in layouts or LAYOUTS}
+    job = {"folders": folders, "prompts": PROMPTS, "settings": {**SETTINGS, "dtype": dtype}, "layouts": chosen}
     (tmp_path / "job.json").write_text(json.dumps(job))
     done = ranks.run_ranks(ANSWERS, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
     assert done.returncode == 0, done.output
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     for name in names:
-        expected = one_rank(name)
+        expected = one_rank(name, dtype)
         assert first[f"{name} pipeline"] == expected, name
+        if "tensor" not in chosen:
+            continue
         for (ids, logprobs), (their_ids, their_logprobs) in zip(first[f"{name} tensor"], expected, strict=True):
             assert ids == their_ids, name
             assert logprobs == pytest.approx(their_logprobs, abs=1e-4), name
@@ -72,3 +82,14 @@ def test_families_with_each_kind_of_layer_on_two_ranks(tmp_path: Path):
 @pytest.mark.stress
 def test_families_whose_layers_others_have_too_on_two_ranks(tmp_path: Path):
     check(list(LIKE_OTHERS), tmp_path)
+
+
+@pytest.mark.stress
+def test_families_with_experts_on_two_ranks(tmp_path: Path):
+    check(list(EXPERT_CASES), tmp_path)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_two_stages_in_bfloat16_give_the_bits_of_one(kind: str, tmp_path: Path):
+    check(list(ALL_CASES if kind == "dense" else EXPERT_CASES), tmp_path, "bfloat16", "pipeline")

@@ -1,5 +1,7 @@
 """Bytes by arithmetic against the parameters of real models, for every family, number of ranks and dtype."""
 
+from typing import Any
+
 import pytest
 import torch
 from model_configs import families, spelled, with_layers
@@ -139,13 +141,27 @@ def test_parameters_are_counted_without_the_padding_of_the_vocabulary(architectu
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_norms_of_each_head_are_shared_out_with_the_heads(size: int):
-    model_config = new_shape("CohereForCausalLM", use_qk_norm=True)
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("CohereForCausalLM", {"use_qk_norm": True}),
+        ("StableLmForCausalLM", {"qk_layernorm": True}),
+        ("PhiForCausalLM", {"qk_layernorm": True, "head_dim": 8}),
+        ("OPTForCausalLM", {"do_layer_norm_before": False, "word_embed_proj_dim": 80}),
+    ],
+)
+def test_norms_and_projections_that_few_files_have_are_counted(architecture: str, keys: dict[str, Any], size: int):
+    model_config = new_shape(architecture, **keys)
     for rank in range(size):
         counted = weights_bytes(model_config, RankLayout(size), rank, "float32", "cuda")
         assert counted == parameter_bytes(model_config, size, rank, "float32")
-    plain = new_shape("CohereForCausalLM", use_qk_norm=False)
-    assert model_config.num_parameters > plain.num_parameters
+    assert model_config.num_parameters > new_shape(architecture).num_parameters
+    layout = RankLayout(1, 2, 1, (1, 2))
+    for rank, stage in enumerate(
+        (Stage(0, 1, is_first=True, is_last=False), Stage(1, 3, is_first=False, is_last=True))
+    ):
+        counted = weights_bytes(model_config, layout, rank, "float32", "cuda")
+        assert counted == parameter_bytes(model_config, 1, 0, "float32", stage)
 
 
 def test_the_share_of_a_rank_in_numbers():

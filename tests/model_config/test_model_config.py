@@ -188,6 +188,7 @@ def test_end_of_sequence_ids_of_generation_config_replace_those_of_config(tmp_pa
     assert ids("1") == (3,)
     assert ids("2", {"eos_token_id": [4, 5]}) == (4, 5)
     assert ids("3", {"top_p": 0.5}) == (3,)
+    assert ids("4", {"eos_token_id": None}) == (3,), "null hides nothing"
 
 
 def test_end_of_sequence_ids_that_the_vocabulary_does_not_have_are_left_out():
@@ -229,14 +230,23 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
             {"architectures": ["FalconForCausalLM"], "new_decoder_architecture": True, "num_ln_in_parallel_attn": 3},
             ["num_ln_in_parallel_attn=3", "only 2"],
         ),
-        ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, ["qk_layernorm=True", "only False"]),
+        ({"architectures": ["PhiForCausalLM"], "qk_layernorm": 1, "head_dim": 8}, ["qk_layernorm=1", "true or false"]),
         (
-            {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False},
-            ["do_layer_norm_before=False", "only True"],
+            {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": "no"},
+            ["do_layer_norm_before='no'", "only True"],
         ),
         (
-            {"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 512},
-            ["word_embed_proj_dim=512", "which hidden_size has"],
+            {
+                "architectures": ["OPTForCausalLM"],
+                "do_layer_norm_before": False,
+                "layer_norm_elementwise_affine": False,
+            },
+            ["layer_norm_elementwise_affine=False", "only True"],
+        ),
+        ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 0}, ["word_embed_proj_dim=0", "whole number"]),
+        (
+            {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "gemma2"}},
+            ["text_config.model_type='gemma2'", "only llama, mistral, qwen2, qwen3 are"],
         ),
         (
             {
@@ -316,6 +326,25 @@ ROPES = [
     {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
     {"full_attention": LLAMA3, "sliding_attention": {"rope_type": "default"}},
 ]
+
+
+def test_a_type_that_no_run_computes_in_is_said_and_what_names_none_is_refused(caplog: pytest.LogCaptureFixture):
+    """Any text was float32, without a word."""
+    for key in ("dtype", "torch_dtype"):
+        for word in ("float64", "auto", "float8_e4m3fn", "bf16"):
+            caplog.clear()
+            assert shape_of(**{key: word}).dtype == "float32"
+            (said,) = [record.getMessage() for record in caplog.records]
+            assert said.startswith(f"{PATH}: {key}={word!r} is not one of float32, bfloat16, float16: model.dtype=auto")
+        for value in (3, ["bfloat16"], {"": "bfloat16"}, True):
+            with pytest.raises(ModelConfigError, match=rf"{key}=.* must be the name of a type, such as bfloat16"):
+                shape_of(**{key: value})
+    caplog.clear()
+    assert shape_of().dtype == shape_of(dtype=None).dtype == "float32"
+    assert (
+        shape_of(torch_dtype="torch.bfloat16").dtype == shape_of(dtype="bfloat16", torch_dtype="x").dtype == "bfloat16"
+    )
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("architecture", families("HunYuanDenseV1ForCausalLM", "Mistral3ForConditionalGeneration"))

@@ -158,3 +158,133 @@ def test_rules_of_gptqmodel_that_leave_modules_plain_are_heeded():
     found = read({**GPTQ, "dynamic": {r"-:.*\.mlp\.gate$": {}}})
     assert found.format_of("model.layers.0.mlp.gate") is None
     assert found.format_of("model.layers.0.mlp.gate_proj") is not None
+
+
+ARGUMENTS = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": None,
+    "num_bits": 8,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "channel",
+    "symmetric": True,
+    "type": "int",
+}
+TOKENS = {**ARGUMENTS, "dynamic": True, "strategy": "token", "observer": None}
+DENSE = {"format": "dense", "global_sparsity": 0.14, "ignore": [], "sparsity_structure": "unstructured", "targets": []}
+
+
+def on_the_hub(kind: str, **weights: Any) -> dict[str, Any]:
+    """As llm-compressor writes it, every key."""
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
+    return {
+        "config_groups": {"group_0": {**group, "weights": {**ARGUMENTS, **weights}}},
+        "format": kind,
+        "global_compression_ratio": 1.24,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": DENSE,
+        "transform_config": {},
+        "version": "0.12.2",
+    }
+
+
+def with_inputs(config: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    group = {**config["config_groups"]["group_0"], "input_activations": inputs}
+    return {**config, "config_groups": {"group_0": group}}
+
+
+CACHE = {**ARGUMENTS, "type": "float", "strategy": "tensor"}
+HUB: dict[str, tuple[dict[str, Any], str]] = {
+    "W8A8": (with_inputs(on_the_hub("int-quantized"), TOKENS), "8-bit integers with one scale a row"),
+    "W8A8 static": (
+        with_inputs(on_the_hub("int-quantized"), {**ARGUMENTS, "strategy": "tensor", "symmetric": False}),
+        "8-bit integers with one scale a row",
+    ),
+    "FP8 dynamic": (
+        with_inputs(on_the_hub("float-quantized", type="float"), {**TOKENS, "type": "float"}),
+        "FP8 with one scale a row",
+    ),
+    "FP8, cache too": (
+        {**on_the_hub("float-quantized", type="float", strategy="tensor"), "kv_cache_scheme": CACHE},
+        "FP8 with one scale a tensor",
+    ),
+    "FP8 block": (
+        on_the_hub("float-quantized", type="float", strategy="block", block_structure=[128, 128]),
+        "FP8 in blocks of 128 x 128",
+    ),
+    "W4A16": (
+        on_the_hub("pack-quantized", num_bits=4, strategy="group", group_size=128, actorder="weight"),
+        "4-bit integers in groups of 128",
+    ),
+    "W4A16 asymmetric": (
+        on_the_hub("pack-quantized", num_bits=4, strategy="group", group_size=128, symmetric=False),
+        "4-bit integers in groups of 128",
+    ),
+    "each group its own": (
+        {
+            **on_the_hub("mixed-precision"),
+            "config_groups": {"a": {**on_the_hub("")["config_groups"]["group_0"], "format": "int-quantized"}},
+        },
+        "8-bit integers with one scale a row",
+    ),
+    "GPTQ": (
+        {
+            "bits": 4,
+            "damp_percent": 0.01,
+            "desc_act": False,
+            "group_size": 128,
+            "model_file_base_name": None,
+            "modules_in_block_to_quantize": None,
+            "quant_method": "gptq",
+            "static_groups": False,
+            "sym": True,
+            "true_sequential": True,
+            "use_exllama": True,
+            "exllama_config": {"version": 1},
+            "tokenizer": None,
+        },
+        "4-bit integers in groups of 128",
+    ),
+    "GPTQ 8 bits": (
+        {"bits": 8, "desc_act": True, "group_size": 128, "quant_method": "gptq", "sym": False},
+        "8-bit integers in groups of 128 (act-order)",
+    ),
+    "AWQ": (
+        {
+            "bits": 4,
+            "group_size": 128,
+            "modules_to_not_convert": None,
+            "quant_method": "awq",
+            "version": "GEMM",
+            "zero_point": True,
+            "backend": "autoawq",
+            "do_fuse": False,
+        },
+        "4-bit integers in groups of 128",
+    ),
+    "FP8, cache too, older": (
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": ["lm_head"],
+            "kv_cache_scheme": "static",
+        },
+        "FP8 with one scale a tensor or a row",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_configs_as_the_hub_has_them_are_read(name: str):
+    """Key by key as their writers leave them; what is said of activations and caches changes no weight."""
+    config, words = HUB[name]
+    found = read(config)
+    assert found.words == f"{words} ({config['quant_method']})"
+    is_listed = "lm_head" in [*config.get("ignore", ()), *config.get("ignored_layers", ())]
+    assert (found.format_of("lm_head") is None) == is_listed
+    assert found.format_of("model.layers.3.mlp.down_proj") is not None

@@ -1,9 +1,15 @@
-"""Folders with the files of older tokenizers: converted by transformers where it is installed, else refused."""
+"""Folders with the files of older tokenizers: converted by transformers where it is installed, else refused.
 
+Models of SentencePiece are trained here, and compared with SentencePiece itself, which nobody here wrote.
+"""
+
+import io
 import json
 import logging
 import sys
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from tokenizer_folders import CHATML, write_byte_level
@@ -70,4 +76,103 @@ def test_files_that_cannot_be_converted_are_refused_with_the_reason(tmp_path: Pa
     (tmp_path / "tokenizer.model").write_bytes(b"\x00nothing")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     with pytest.raises(TokenizerError, match=r"has tokenizer\.model and no tokenizer\.json, and transformers cannot"):
+        Tokenizer.open(tmp_path)
+
+
+CORPUS = [
+    "hello world, this is a text about the cache and the scheduler.",
+    "naïve café 你好 世界 😀 12345 x",
+    "the quick brown fox  jumps over\tthe lazy dog",
+    "Ⅳ ﬁne ½ ＡＢＣ",
+] * 20
+AS_LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_digits": True}
+AS_LLAMA |= {"byte_fallback": True, "vocab_size": 400}
+AS_GEMMA = {**AS_LLAMA, "add_dummy_prefix": False, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+AS_T5 = {"vocab_size": 130, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+def train(kind: str, **settings: Any) -> bytes:
+    """A model of SentencePiece, of this kind."""
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    settings = {"character_coverage": 1.0, "hard_vocab_limit": False, "minloglevel": 3, **settings}
+    SentencePieceTrainer.train(sentence_iterator=iter(CORPUS), model_writer=model, model_type=kind, **settings)
+    return model.getvalue()
+
+
+def write_model(folder: Path, model: bytes, tokenizer_class: str, **tokens: str) -> Path:
+    (folder / "tokenizer.model").write_bytes(model)
+    (folder / "tokenizer_config.json").write_text(json.dumps({**TOKENS, **tokens, "tokenizer_class": tokenizer_class}))
+    return folder
+
+
+def many_texts() -> list[str]:
+    """None begins with a space, none has a token that stands for none."""
+    random, characters = Random(3), "abcdehlortuw  \n,.é你好😀1½Ａﬁ\t"
+    drawn = ["".join(random.choice(characters) for _ in range(random.randrange(1, 20))) for _ in range(200)]
+    texts = [*TEXTS[:2], *CORPUS[:4], "two  spaces", "trailing ", "x\r\ny", "e\u0301", "…", *drawn]
+    return [text for text in texts if text.strip() and not text[0].isspace()]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("kind", "settings", "tokenizer_class"),
+    [("bpe", AS_LLAMA, "LlamaTokenizer"), ("bpe", AS_GEMMA, "GemmaTokenizer"), ("unigram", AS_T5, "T5Tokenizer")],
+)
+def test_ids_of_a_sentencepiece_model_are_its_own_and_transformers(
+    kind: str, settings: dict[str, Any], tokenizer_class: str, tmp_path: Path
+):
+    from sentencepiece import SentencePieceProcessor
+    from transformers import AutoTokenizer
+
+    model = train(kind, **settings)
+    ours = Tokenizer.open(write_model(tmp_path, model, tokenizer_class, pad_token="<pad>"))
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    processor = SentencePieceProcessor(model_proto=model)
+    texts = many_texts()
+    assert len(texts) > 150
+    for text in texts:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text)
+        assert theirs.encode(text, add_special_tokens=False) == processor.encode(text)
+        own = [token for token in ids if token not in (processor.bos_id(), processor.eos_id())]
+        assert own == processor.encode(text), text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert len(ours.encode(CORPUS[0])) < 0.8 * len(CORPUS[0]), "pieces count"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("kind", "settings", "tokenizer_class", "words"),
+    [
+        ("unigram", AS_LLAMA, "LlamaTokenizer", "makes a BPE model of one that is Unigram: name the model's own class"),
+        ("bpe", AS_LLAMA, "GemmaTokenizer", "for 'hello world', where tokenizer.model itself gives"),
+        ("bpe", {**AS_LLAMA, "remove_extra_whitespaces": True}, "LlamaTokenizer", "for 'two  spaces, three   here', "),
+        ("bpe", {**AS_LLAMA, "normalization_rule_name": "nmt_nfkc"}, "LlamaTokenizer", "itself gives ["),
+        ("bpe", AS_LLAMA, "PreTrainedTokenizerFast", "for 'hello world', where tokenizer.model itself gives"),
+    ],
+)
+def test_what_transformers_makes_otherwise_than_the_model_is_refused(
+    kind: str, settings: dict[str, Any], tokenizer_class: str, words: str, tmp_path: Path
+):
+    """It goes by the class, and gave other ids without a word: of a unigram model as Llama's two texts of five."""
+    write_model(tmp_path, train(kind, **settings), tokenizer_class)
+    with pytest.raises(TokenizerError, match=r"has tokenizer\.model and no tokenizer\.json") as caught:
+        Tokenizer.open(tmp_path)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["sentencepiece", "google.protobuf"])
+@pytest.mark.matrix
+def test_without_what_reads_a_sentencepiece_model_its_package_is_named(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_model(tmp_path, train("bpe", **AS_LLAMA), "LlamaTokenizer")
+    for name in [name for name in sys.modules if name.startswith(("sentencepiece", "google.protobuf"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    package = module.removeprefix("google.")
+    with pytest.raises(TokenizerError, match=rf"and {package}, which converts it, is not installed: text prompts need"):
         Tokenizer.open(tmp_path)

@@ -35,6 +35,9 @@ class Names:
     `ignores_later_layers`: files may have layers beyond the model's, which speculate. `embedding_norm` and
     `token_types` are of encoders; so are `head_dense` and `head_norm`, which come before `classifier`, the scores of a
     model that classifies. Endings in `ending_aliases` are what older files have for those on the right.
+
+    A module of a layer with {} in its name in `parts` has each row of ours in a tensor of its own, by its number.
+    `project_in` and `project_out` are between embeddings, or logits, and layers, where these are of another size.
     """
 
     embedding: str = "model.embed_tokens"
@@ -60,6 +63,8 @@ class Names:
     head_dense: str = ""
     head_norm: str = ""
     ending_aliases: Mapping[str, str] = field(default_factory=dict)
+    project_in: str = ""
+    project_out: str = ""
 
     def canonical(self, name: str) -> str:
         """`name`, or that of which it is an alias."""
@@ -113,8 +118,8 @@ class Family:
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
-    must have one value if they are there, `equal` those that must have another key's. With `qk_norm_key`, false there
-    is no norm of queries and keys. `experts` None: every layer is dense.
+    must have one value if they are there. With `qk_norm_key`, false there is no norm of queries and keys. `experts`
+    None: every layer is dense.
 
     `eps` is that of norms where no key says. `is_parallel`, `qkv_clip_key` are as in `LayerConfig`, `norm_has_weight`
     as in `NormConfig`; `has_one_norm_in_parallel`: the feed-forward has none of its own then. `rope_layers` says which
@@ -124,6 +129,8 @@ class Family:
     `full_attention_first`: of every `full_attention_every` layers the first is the full one, not the last.
     `logit_multiplier_key` is the inverse of `logit_divisor_key`. `text_families`: the text part is one of several
     families; by `model_type` of the text, the architecture whose row says all but names. The first where it says none.
+    `text_defaults` is, by `model_type` too, what keys of the text mean that are left out beside what the row says.
+    `embedding_size_key` is how wide embeddings are, projected to the hidden size.
     `turned_size_key`: how many numbers of a head are turned, in older files. `forms` are other rows of the
     architecture, of which a file takes the first that is for it.
 
@@ -171,7 +178,6 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
-    equal: Mapping[str, str] = field(default_factory=dict)
     eps: float = 1e-6
     is_parallel: bool | str = False
     has_one_norm_in_parallel: bool = False
@@ -190,9 +196,11 @@ class Family:
     has_sinks: bool = False
     experts: ExpertsFamily | None = None
     turned_size_key: str = ""
+    text_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    norms_sums: bool = False
+    embedding_size_key: str = ""
     forms: "tuple[Form, ...]" = ()
     is_encoder: bool = False
-    norms_sums: bool = False
     has_first_norm: bool = True
     has_last_norm: bool = True
     has_embedding_norm: bool = False

@@ -64,6 +64,45 @@ _NEWER_FALCON: Final[dict[str, Any]] = {
 }
 _NEWER_FALCON_NAMES: Final = replace(_FALCON_NAMES, by_kv_head=("self_attention.query_key_value",))
 
+_OPT_NAMES: Final = Names(
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    layers="model.decoder.layers",
+    norm="model.decoder.final_layer_norm",
+    norms=("self_attn_layer_norm", "", "final_layer_norm", ""),
+    parts={"self_attn.o_proj": "self_attn.out_proj", "mlp.up_proj": "fc1", "mlp.down_proj": "fc2"},
+    optional_prefix="model.",
+    project_in="model.decoder.project_in",
+    project_out="model.decoder.project_out",
+)
+_OPT: Final[dict[str, Any]] = {
+    "qkv_bias": "enable_bias",
+    "output_bias": "enable_bias",
+    "mlp_bias": "enable_bias",
+    "norm_kind": "layer",
+    "norm_has_bias": True,
+    "eps_key": "",
+    "eps": 1e-5,
+    "has_rope": False,
+    "position_offset": 2,
+    "activation_key": "activation_function",
+    "is_gated": False,
+    "spelled": {"intermediate_size": "ffn_dim", "num_key_value_heads": "", "head_dim": ""},
+    "embedding_size_key": "word_embed_proj_dim",
+    "defaults": {
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "ffn_dim": 3072,
+        "num_attention_heads": 12,
+        "activation_function": "relu",
+        "enable_bias": True,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    },
+}
+_OPT_REQUIRED: Final = {"layer_norm_elementwise_affine": True}
+
 LAYER_NORM_ROWS: Final[dict[str, Family]] = {
     "OlmoForCausalLM": Family(
         models="OLMo 1",
@@ -126,6 +165,12 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
     "StableLmForCausalLM": Family(
         **_LAYER_NORM,
         models="StableLM 3B, StableLM 2",
+        names=Names(
+            parts={
+                "self_attn.q_norm": "self_attn.q_layernorm.norms.{}",
+                "self_attn.k_norm": "self_attn.k_layernorm.norms.{}",
+            }
+        ),
         norm_has_bias=True,
         qkv_bias="use_qkv_bias",
         output_bias=False,
@@ -134,7 +179,8 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         has_one_norm_in_parallel=True,
         may_have_partial_rope=True,
         spelled={"head_dim": ""},
-        required={"qk_layernorm": False},
+        qk_norm="each_head",
+        qk_norm_key="qk_layernorm",
         defaults={
             "num_key_value_heads": 32,
             "max_position_embeddings": 4096,
@@ -149,7 +195,13 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         names=Names(
             norm="model.final_layernorm",
             norms=_ONE_NORM,
-            parts={"self_attn.o_proj": "self_attn.dense", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+            parts={
+                "self_attn.o_proj": "self_attn.dense",
+                "self_attn.q_norm": "self_attn.q_layernorm",
+                "self_attn.k_norm": "self_attn.k_layernorm",
+                "mlp.up_proj": "mlp.fc1",
+                "mlp.down_proj": "mlp.fc2",
+            },
         ),
         norm_has_bias=True,
         qkv_bias=True,
@@ -159,7 +211,8 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         is_gated=False,
         may_have_partial_rope=True,
         has_head_bias=True,
-        required={"qk_layernorm": False},
+        qk_norm="head",
+        qk_norm_key="qk_layernorm",
         defaults={
             "layer_norm_eps": 1e-5,
             "hidden_act": "gelu_new",
@@ -272,44 +325,24 @@ LAYER_NORM_ROWS: Final[dict[str, Family]] = {
         },
     ),
     "OPTForCausalLM": Family(
-        models="OPT, but for 350M, whose norms come after and whose embeddings are projected",
-        names=Names(
-            embedding="model.decoder.embed_tokens",
-            positions="model.decoder.embed_positions",
-            layers="model.decoder.layers",
-            norm="model.decoder.final_layer_norm",
-            norms=("self_attn_layer_norm", "", "final_layer_norm", ""),
-            parts={"self_attn.o_proj": "self_attn.out_proj", "mlp.up_proj": "fc1", "mlp.down_proj": "fc2"},
-            optional_prefix="model.",
+        **_OPT,
+        models="OPT: 125M to 66B",
+        names=_OPT_NAMES,
+        required={**_OPT_REQUIRED, "do_layer_norm_before": True, "_remove_final_layer_norm": False},
+        forms=(
+            Form(
+                {"do_layer_norm_before": False},
+                Family(
+                    **_OPT,
+                    names=replace(_OPT_NAMES, norm="", norms=("", "self_attn_layer_norm", "", "final_layer_norm")),
+                    norms_sums=True,
+                    required=_OPT_REQUIRED,
+                ),
+            ),
+            Form(
+                {"_remove_final_layer_norm": True},
+                Family(**_OPT, names=replace(_OPT_NAMES, norm=""), required=_OPT_REQUIRED),
+            ),
         ),
-        qkv_bias="enable_bias",
-        output_bias="enable_bias",
-        mlp_bias="enable_bias",
-        norm_kind="layer",
-        norm_has_bias=True,
-        eps_key="",
-        eps=1e-5,
-        has_rope=False,
-        position_offset=2,
-        activation_key="activation_function",
-        is_gated=False,
-        spelled={"intermediate_size": "ffn_dim", "num_key_value_heads": "", "head_dim": ""},
-        required={
-            "do_layer_norm_before": True,
-            "_remove_final_layer_norm": False,
-            "layer_norm_elementwise_affine": True,
-        },
-        equal={"word_embed_proj_dim": "hidden_size"},
-        defaults={
-            "vocab_size": 50272,
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "ffn_dim": 3072,
-            "num_attention_heads": 12,
-            "activation_function": "relu",
-            "enable_bias": True,
-            "tie_word_embeddings": True,
-            "eos_token_id": 2,
-        },
     ),
 }

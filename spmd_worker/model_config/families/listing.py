@@ -40,7 +40,6 @@ def _refusals(family: Family) -> str:
     telling = {key for form in family.forms for key in form.where}
     required = {key: value for key, value in family.required.items() if key not in telling}
     found = [f"{key} other than {str(value).lower()}" for key, value in required.items()]
-    found += [f"{key} other than {same}" for key, same in family.equal.items()]
     if family.has_rope and not family.may_have_partial_rope:
         found.append("partial_rotary_factor other than 1")
     return ", ".join(found) or "-"

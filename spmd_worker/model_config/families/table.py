@@ -11,13 +11,7 @@ from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
-
-
-def _inside(names: Names, prefix: str) -> Names:
-    """The names of a model that is a part of another."""
-    tops = {name: prefix + getattr(names, name) for name in ("embedding", "layers", "norm", "head")}
-    return replace(names, **tops)  # type: ignore[arg-type]  # texts, all of them
-
+from spmd_worker.model_config.families.text_part_rows import LANGUAGE_MODEL, OTHER_INPUT, TEXT_PART_ROWS, inside
 
 _QWEN_DEFAULTS: Final = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
 _MISTRAL_DEFAULTS: Final = {
@@ -103,12 +97,6 @@ _GLM: Final[dict[str, Any]] = {
         "attention_bias": True,
         "eos_token_id": [151329, 151336, 151338],
     },
-}
-_LANGUAGE_MODEL: Final = {
-    "model.language_model.": "language_model.model.",
-    "model.vision_tower.": "vision_tower.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-    "lm_head.": "language_model.lm_head.",
 }
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -235,21 +223,11 @@ FAMILIES: Final[dict[str, Family]] = {
         **_GEMMA3,
         models="Gemma 3, the text of 4B to 27B",
         names=replace(
-            _inside(_GEMMA_NAMES, "language_model."),
-            ignored_prefixes=("vision_tower.", "multi_modal_projector."),
-            aliases=_LANGUAGE_MODEL,
+            inside(_GEMMA_NAMES, "language_model."),
+            ignored_prefixes=OTHER_INPUT,
+            aliases=LANGUAGE_MODEL,
         ),
         is_text_part=True,
-    ),
-    "Mistral3ForConditionalGeneration": Family(
-        models="Mistral Small 3.1 and 3.2, Ministral 3, the text",
-        names=replace(
-            _inside(Names(), "language_model."),
-            ignored_prefixes=("vision_tower.", "multi_modal_projector."),
-            aliases=_LANGUAGE_MODEL,
-        ),
-        is_text_part=True,
-        text_families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     ),
     "Qwen2VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2-VL, the text"),
     "Qwen2_5_VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2.5-VL, the text"),
@@ -359,6 +337,7 @@ FAMILIES: Final[dict[str, Family]] = {
             "eos_token_id": 50256,
         },
     ),
+    **TEXT_PART_ROWS,
     **RMS_ROWS,
     **LAYER_NORM_ROWS,
     **EXPERT_FAMILIES,
@@ -378,7 +357,8 @@ REFUSED: Final[dict[str, tuple[str, ...]]] = {
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
-        *("LlavaForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+        *("Gemma4ForConditionalGeneration", "PaliGemmaForConditionalGeneration"),
+        "AyaVisionForConditionalGeneration",
         *("Glm4vForConditionalGeneration", "MllamaForConditionalGeneration", "Llama4ForConditionalGeneration"),
     ),
     _RELATIVE: ("MPNetModel", "T5EncoderModel"),
