@@ -1,6 +1,7 @@
 """Kernels of a GPU, interpreted on CPU tensors: run in a process of its own, where TRITON_INTERPRET is set in time.
 
     TRITON_INTERPRET=1 python tests/kernels/triton_cases.py       prints {case: what went wrong, or ""}
+    python tests/kernels/triton_cases.py cuda                     the same on a GPU
 
 Right indices, masks, dtypes and order of joins. In float16 and float32 only: the interpreter truncates where a GPU
 rounds to bfloat16, and multiplies bfloat16's bit patterns as integers. Matmuls are numpy's here, so a GPU's bits,
@@ -9,6 +10,7 @@ registers and races are not seen. Tiles are cut down: as many cases with a few k
 
 import json
 import math
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -29,7 +31,7 @@ class Step:
     """Sequences in a paged cache whose blocks lie in random order. What no sequence has written is NaN."""
 
     def __init__(self, lengths: list[int], heads: Heads, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(sum(lengths))
+        generator = torch.Generator(torch.get_default_device()).manual_seed(sum(lengths))
         self.num_heads, num_kv_heads, size = heads
         counts = [-(-length // BLOCK) for length in lengths]
         order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
@@ -229,7 +231,8 @@ def run(case: Callable[[], None]) -> str:
 
 
 def main() -> None:
-    assert is_interpreted(), "set TRITON_INTERPRET=1"
+    torch.set_default_device("cuda" if "cuda" in sys.argv else "cpu")
+    assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
     torch.set_num_threads(1)
     attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
     matmul.FLOAT32 = matmul.Tile(32, 16, 32, 4, 2)
