@@ -152,7 +152,11 @@ NEED_OPTIONAL = (
     "spmd_worker.integrations.swift",
 )
 """Modules that are nothing without one of them, and that no other module imports."""
-IN_OPTIONAL_LANGUAGE = ("spmd_worker.kernels.triton", "spmd_worker.attention.triton")
+IN_OPTIONAL_LANGUAGE = (
+    "spmd_worker.kernels.triton",
+    "spmd_worker.attention.triton",
+    "spmd_worker.worker.triton_worker",
+)
 """Modules and folders of code in an optional package's language, nothing without it: imported when a module is, but
 where they are needed and not before by all others.
 """

@@ -59,9 +59,9 @@ def test_what_a_part_ends_with_is_read_and_what_it_found_counts():
 
 def test_a_part_that_takes_too_long_is_ended_and_the_others_go_on():
     check = gpu_check()
-    found = check.run(check.Part("hangs", ["-c", "print('began', flush=True); import time; time.sleep(600)"], 2.0))
+    found = check.run(check.Part("hangs", ["-c", "import time; time.sleep(600)"], 2.0))
     assert found["returncode"] != 0
-    assert found["result"] == ["began", "ended after 2 s"]
+    assert found["result"][-1] == "ended after 2 s"
 
 
 def test_all_parts_fit_into_ten_minutes(tmp_path: Path):
