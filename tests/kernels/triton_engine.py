@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from spmd_worker import LLM, SamplingParams
+from spmd_worker.errors import ConfigError
 from spmd_worker.kernels.triton import attention_kernels, matmul
 
 CONFIG = {
@@ -72,6 +73,14 @@ def answers(folder: Path, worker: str | None, *, alone: bool = False, **settings
     return found, preempted
 
 
+def refusal(folder: Path, dtype: str) -> str:
+    try:
+        LLM(folder, dtype=dtype, device="cpu", load_format="dummy", worker_cls=WORKER, num_blocks=64).close()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -85,6 +94,7 @@ def main() -> None:
         chunked, _ = answers(folder, WORKER, max_num_batched_tokens=16, max_num_seqs=8)
         preempted, num_preempted = answers(folder, WORKER, num_blocks=11)
         alone, _ = answers(folder, WORKER, alone=True)
+        refused = refusal(folder, "bfloat16")
     ids = [[row[0] for row in each] for each in (expected, whole)]
     print(
         json.dumps(
@@ -93,6 +103,7 @@ def main() -> None:
                 "same bits in chunks": chunked == whole,
                 "same bits preempted": preempted == whole,
                 "same bits alone": alone == whole,
+                "bfloat16 is refused": "interpreter has no bfloat16: use model.dtype=float32" in refused,
                 "control: other kernels have other bits": expected != whole,
                 "control: rows were preempted": num_preempted > 0,
             }

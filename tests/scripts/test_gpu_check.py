@@ -79,5 +79,5 @@ def test_the_same_code_runs_without_a_gpu_and_ends_in_one_json_object():
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["is_ok"]
-    assert list(report["parts"]) == ["probe", "kernels", "tests", "compare", "benchmark tiny"]
+    assert list(report["parts"]) == ["probe", "kernels", "tests", "compare", "benchmark tiny", "benchmark tiny, triton"]
     assert report["parts"]["probe"]["result"]["failed"] == []

@@ -39,9 +39,9 @@ def plan_items(
     """
     rows, segment = attention_kernels.ROWS, attention_kernels.SEGMENT
     assert 0 < group <= rows, f"{group} query heads a key-value head are more than {rows}"
-    work = WorkItems([], [], 0)
-    items, joins, partial = work.items, work.joins, 0
-    per_tile = rows // group
+    items: list[list[int]] = []
+    joins: list[list[int]] = []
+    partial, per_tile = 0, rows // group
     for index, length in enumerate(lengths):
         start, stop = query_starts[index], query_starts[index + 1]
         for token in range(start, stop, per_tile):
@@ -153,7 +153,7 @@ def attend_constants(
     *,
     is_capped: bool = False,
     has_sinks: bool = False,
-) -> dict[str, int | bool]:
+) -> dict[str, int]:
     """Constexprs of `attention_kernels.attend`."""
     return {
         "KV_HEADS": num_kv_heads,
@@ -169,13 +169,13 @@ def attend_constants(
     }
 
 
-def attend_options(device_capability: tuple[int, int], head_size: int) -> dict[str, int | bool]:
+def attend_options(device_capability: tuple[int, int], head_size: int) -> dict[str, int]:
     """Of a launch of `attention_kernels.attend`. Where 4 warps spill, 8 share out a tile; bits are a chip's own."""
     is_small = head_size <= _SMALL_HEAD and device_capability[0] == _BLACKWELL
     return attention_kernels.LAUNCH | {"num_warps": 4 if is_small or device_capability == _HOPPER else 8}
 
 
-def join_constants(num_heads: int, head_size: int, *, has_sinks: bool = False) -> dict[str, int | bool]:
+def join_constants(num_heads: int, head_size: int, *, has_sinks: bool = False) -> dict[str, int]:
     """Constexprs of `attention_kernels.join_partials`."""
     sizes = {"HEADS": num_heads, "HEADS_PADDED": power_of_two(num_heads)}
     return {**sizes, "D": head_size, "DP": power_of_two(head_size), "SINKS": has_sinks}

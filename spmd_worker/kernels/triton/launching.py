@@ -17,7 +17,7 @@ def num_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
     """Of a persistent kernel on `device`."""
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
-    return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
+    return per_multiprocessor * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache

@@ -23,11 +23,11 @@ class Tile:
     num_warps: int
     num_stages: int
 
-    def constants(self, has_bias: bool) -> dict[str, int | bool]:
+    def constants(self, has_bias: bool) -> dict[str, int]:
         """The kernels' constexprs."""
         return {"BM": self.rows, "BN": self.columns, "BK": self.inputs, "GROUP": 8, "BIAS": has_bias}
 
-    def options(self) -> dict[str, int | bool]:
+    def options(self) -> dict[str, int]:
         """Of the launch."""
         return matmul_kernels.LAUNCH | {"num_warps": self.num_warps, "num_stages": self.num_stages}
 

@@ -8,7 +8,7 @@ from spmd_worker.kernels.triton.launching import power_of_two
 _WIDE_ROW = 2048
 
 
-def row_options(width: int) -> dict[str, int | bool]:
+def row_options(width: int) -> dict[str, int]:
     """Of a launch over rows of `width`. Warps share out a row's sum, so they follow its width alone."""
     return row_kernels.LAUNCH | {"num_warps": 8 if power_of_two(width) > _WIDE_ROW else 4}
 
