@@ -47,8 +47,9 @@ def arithmetic_of(attention: AttentionBackend, device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     words = [f"torch {torch.__version__} on {torch.cuda.get_device_name(device)} (sm_{major}{minor})"]
     words += [f"{name} {version}" for name in _GPU_LIBRARIES if (version := _installed_version(name))]
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's own is not typed
     precision = torch.get_float32_matmul_precision()
-    return ", ".join([*words, f"cuDNN {torch.backends.cudnn.version()}", f"float32 products: {precision}"])
+    return ", ".join([*words, f"cuDNN {cudnn}", f"float32 products: {precision}"])
 
 
 def _installed_version(name: str) -> str | None:
