@@ -9,11 +9,12 @@ from ranks import REPOSITORY
 from torch.distributed import distributed_c10d
 
 from spmd_worker.attention.sdpa import SdpaBackend
-from spmd_worker.config.schema import ModelOptions, RunConfig
+from spmd_worker.config.schema import ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed import groups
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ConfigError
 from spmd_worker.resolved import resolve_run
+from spmd_worker.worker import worker as worker_module
 from spmd_worker.worker.backends import arithmetic_of
 from spmd_worker.worker.worker import Worker
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
@@ -53,10 +54,11 @@ class FakeCuda:
         return self
 
 
-def new_worker(dtype: str = "bfloat16") -> Worker:
+def new_worker(dtype: str = "bfloat16", num_ranks: int = 1) -> Worker:
     model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype)
-    resolved = resolve_run(RunConfig(model=model, device="cuda"), "cuda")
-    return Worker(resolved, RankEnvironment(local_rank=3))
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks)
+    resolved = resolve_run(RunConfig(model=model, parallel=parallel, device="cuda"), "cuda")
+    return Worker(resolved, RankEnvironment(world_size=num_ranks, local_rank=3))
 
 
 def test_bfloat16_needs_a_chip_that_has_it_and_no_emulation(monkeypatch: pytest.MonkeyPatch):
@@ -80,6 +82,17 @@ def test_a_worker_computes_on_its_own_device_and_leaves_the_process_its(monkeypa
     with pytest.raises(AssertionError):
         wrapper.execute_method("sample_tokens")
     assert (cuda.notes[1:], cuda.current) == (["checked on 3"], 0)
+
+
+@pytest.mark.parametrize("is_callers", [False, True])
+def test_the_process_gets_the_device_for_good_only_where_the_world_is_ours(
+    monkeypatch: pytest.MonkeyPatch, is_callers: bool
+):
+    cuda = FakeCuda().install(monkeypatch)
+    monkeypatch.setattr(worker_module, "join_groups", lambda *arguments: cuda.notes.append(f"joined on {cuda.current}"))
+    monkeypatch.setattr(worker_module.dist, "is_initialized", lambda: is_callers)
+    new_worker(num_ranks=2).init_device()
+    assert cuda.notes == [*([] if is_callers else ["set 3"]), 3, "joined on 3"]
 
 
 def test_ranks_on_other_devices_or_versions_have_another_arithmetic(monkeypatch: pytest.MonkeyPatch):
