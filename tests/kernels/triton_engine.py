@@ -92,7 +92,7 @@ def main() -> None:
         expected, _ = answers(folder, None)
         whole, _ = answers(folder, WORKER)
         chunked, _ = answers(folder, WORKER, max_num_batched_tokens=16, max_num_seqs=8)
-        preempted, num_preempted = answers(folder, WORKER, num_blocks=33, block_size=4)
+        preempted, num_preempted = answers(folder, WORKER, num_blocks=66, block_size=2)
         alone, _ = answers(folder, WORKER, alone=True)
         refused = refusal(folder, "bfloat16")
     ids = [[row[0] for row in each] for each in (expected, whole)]
