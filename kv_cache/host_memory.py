@@ -8,7 +8,8 @@ Shapes: device_cache [num_layers, num_device_blocks, *block_shape],
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -26,9 +27,11 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class HostMemory(Protocol):
-    """Zero-filled at first. `tensor` is what it holds."""
+    """Zero-filled at first."""
 
-    tensor: Tensor
+    @property
+    def tensor(self) -> Tensor:
+        """What it holds."""
 
     def move_out(self, pairs: Pairs) -> None:
         """(device block, host block): returns when the blocks are in `tensor`."""
@@ -40,7 +43,7 @@ class HostMemory(Protocol):
 def new_host_memory(device_cache: Tensor, num_blocks: int) -> HostMemory:
     """Host memory for `num_blocks` blocks of a cache."""
     if device_cache.is_cuda and num_blocks > 0:
-        return _new_cuda_host_memory(device_cache, num_blocks)
+        return LazyHostMemory(partial(_new_cuda_host_memory, device_cache, num_blocks))
     return PlainHostMemory(device_cache, num_blocks)
 
 
@@ -56,6 +59,37 @@ def _new_cuda_host_memory(device_cache: Tensor, num_blocks: int) -> "CudaHostMem
     # Memory that is freed while the side stream still reads or writes it is not handed out before that ends.
     device_cache.record_stream(stream)
     return CudaHostMemory(device_cache, tensor, staging, stream, staging_read)
+
+
+class LazyHostMemory:
+    """Made when the first block moves: pinning gigabytes takes seconds, and most jobs never swap."""
+
+    def __init__(self, make: Callable[[], HostMemory]) -> None:
+        self._make = make
+        self._made: HostMemory | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """See `HostMemory.tensor`."""
+        return self._memory.tensor
+
+    def move_out(self, pairs: Pairs) -> None:
+        """See `HostMemory.move_out`."""
+        if pairs:
+            self._memory.move_out(pairs)
+
+    def move_in(self, pairs: Pairs) -> None:
+        """See `HostMemory.move_in`."""
+        if pairs:
+            self._memory.move_in(pairs)
+
+    @property
+    def _memory(self) -> HostMemory:
+        if self._made is None:
+            # A tensor born in inference mode could not be written outside it.
+            with torch.inference_mode(False):
+                self._made = self._make()
+        return self._made
 
 
 class PlainHostMemory:

@@ -20,7 +20,7 @@ def mixed_prompts(count: int) -> list[str]:
     return [f"copy {' '.join('abcdefghij'[: 1 + index % 10])} {index} =" for index in range(count)]
 
 
-def token_ids(device: str, prompts: list[str], **settings: int) -> list[list[int]]:
+def token_ids(device: str, prompts: list[str], **settings: int | str) -> list[list[int]]:
     with LLM(MODEL, device=device, num_blocks=512, **settings) as llm:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
@@ -32,6 +32,14 @@ def test_the_model_that_ships_says_the_same_on_the_gpu_as_on_the_cpu():
     assert token_ids("cuda", prompts) == expected
     # Cut into small pieces and preempted for want of blocks, as on the CPU.
     assert token_ids("cuda", prompts, max_num_seqs=8, max_num_batched_tokens=16) == expected
+
+
+@pytest.mark.gpu
+def test_our_kernels_say_what_the_cpu_says_whole_and_in_pieces():
+    prompts, worker = mixed_prompts(64), "spmd_worker.worker.triton_worker.TritonWorker"
+    expected = token_ids("cpu", prompts)
+    assert token_ids("cuda", prompts, worker_cls=worker) == expected
+    assert token_ids("cuda", prompts, worker_cls=worker, max_num_seqs=8, max_num_batched_tokens=16) == expected
 
 
 @pytest.mark.gpu

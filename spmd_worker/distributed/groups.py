@@ -6,6 +6,8 @@ only those are destroyed.
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -77,18 +79,27 @@ def _join_all(
 
     def join(groups: list[list[int]], backend: str) -> GroupHandle:
         everywhere = in_every_engine(groups, layout, environment.world_size)
-        return _join_one(everywhere, environment.rank, backend, timeout)
+        return _join_one(everywhere, environment.rank, backend, timeout, device)
 
-    tensor, pipeline = (join(groups, data_backend) for groups in (layout.tensor_groups(), layout.pipeline_groups()))
-    control = join(replicas, "gloo")
-    return ParallelGroups(
-        layout=layout,
-        tensor=tensor,
-        pipeline=pipeline,
-        control=control,
-        engine=control if len(replicas) == 1 else join([list(range(layout.world_size))], "gloo"),
-        owns_world=owns_world,
-    )
+    with _without_splits():
+        tensor, pipeline = (join(groups, data_backend) for groups in (layout.tensor_groups(), layout.pipeline_groups()))
+        control = join(replicas, "gloo")
+        engine = control if len(replicas) == 1 else join([list(range(layout.world_size))], "gloo")
+    return ParallelGroups(layout, tensor, pipeline, control, engine, owns_world)
+
+
+@contextmanager
+def _without_splits() -> Iterator[None]:
+    """In a world that is bound to a device torch makes groups by splitting NCCL's communicator, in which the ranks that
+    a group leaves out must take part: for groups of gloo it has these split and the members not, and they wait for each
+    other (torch 2.13, distributed_c10d.py, `_new_process_group_helper`). Unbound, a group is its members' affair.
+    """
+    world = distributed_c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _join_world(device: torch.device, timeout: timedelta) -> None:
@@ -105,13 +116,14 @@ def _join_world(device: torch.device, timeout: timedelta) -> None:
         "timeout": timeout,
     }
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **where)
+        dist.init_process_group("cpu:gloo,cuda:nccl", **where)
     else:
         dist.init_process_group("gloo", **where)
 
 
-def _join_one(groups: list[list[int]], rank: int, backend: str, timeout: timedelta) -> GroupHandle:
+def _join_one(
+    groups: list[list[int]], rank: int, backend: str, timeout: timedelta, device: torch.device
+) -> GroupHandle:
     """Every rank makes every group (torch.distributed demands it) and keeps the one it is in."""
     mine = single_group(rank)
     for ranks in groups:
@@ -120,6 +132,9 @@ def _join_one(groups: list[list[int]], rank: int, backend: str, timeout: timedel
         group = dist.new_group(ranks, backend=backend, timeout=timeout)
         if rank in ranks:
             mine = GroupHandle(ranks=tuple(ranks), rank=ranks.index(rank), group=group)
+    if backend == "nccl" and mine.group is not None:
+        # NCCL connects in the first collective: here, where all ranks make their groups in one order.
+        dist.all_reduce(torch.zeros(1, device=device), group=mine.group)
     return mine
 
 

@@ -51,11 +51,12 @@ def profile_host(measurement: MemoryMeasurement, largest_step: PreparedStep) -> 
 
 
 def measure_cuda(
-    device: torch.device, weights: int, free_at_start: int, largest_step: PreparedStep
+    device: torch.device, weights: int, free_at_start: int, reserved_at_start: int, largest_step: PreparedStep
 ) -> MemoryMeasurement:
     """Run the largest step once and see what our allocator held beyond the weights.
 
-    `free_at_start` bytes were free on the device before this rank took any, so co-tenants are not counted as ours.
+    `free_at_start` bytes were free on the device before this rank took any, so co-tenants are not counted as ours;
+    `reserved_at_start` our allocator held already, a trainer's in this process.
     """
     with largest_step as run:
         torch.cuda.synchronize(device)
@@ -66,7 +67,7 @@ def measure_cuda(
         activations = max(torch.cuda.max_memory_allocated(device) - before, 0)
         reserved = torch.cuda.memory_reserved(device)
         free_now, _ = torch.cuda.mem_get_info(device)
-    outside = max(free_at_start - free_now - reserved, 0)
+    outside = max(free_at_start - free_now - (reserved - reserved_at_start), 0)
     torch.cuda.empty_cache()
     return MemoryMeasurement(free_at_start, weights, activations, outside, "measured")
 

@@ -31,7 +31,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward pass. Tensors int64 [T] on the device; `sample_rows` and `rows`: one entry a sample.
+    """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]; `rows`: one entry a sample.
     `token_types` None: all are of the first type.
     """
 
@@ -39,7 +39,7 @@ class Batch:
     positions: Tensor
     rope_regimes: Tensor
     attention: AttentionMetadata
-    sample_rows: tuple[int, ...]
+    sample_rows: Tensor
     rows: tuple[SampleRow, ...]
     token_types: Tensor | None = None
 
@@ -72,9 +72,7 @@ def build_batch(
         positions=_to(positions, device),
         rope_regimes=_to(rope_regimes.astype(np.int64), device),
         attention=attention,
-        sample_rows=tuple(
-            end - 1 for each, end in zip(scheduled, starts[1:], strict=True) for _ in range(each.num_samples)
-        ),
+        sample_rows=_to(np.repeat(np.array(starts[1:]) - 1, [each.num_samples for each in scheduled]), device),
         rows=tuple(_sample_rows(scheduled)),
         token_types=None if types is None else _to(types, device),
     )

@@ -48,14 +48,29 @@ def largest_step(
     return tuple(scheduled)
 
 
+def longest_chunk(
+    max_num_batched_tokens: int, max_model_len: int, block_size: int, num_blocks: int
+) -> tuple[ScheduledSequence, ...]:
+    """The chunk for which attention holds most, where it holds anything of a row's length: as many tokens as a step may
+    have, at the end of the longest row. The row's blocks take turns in the `num_blocks` that there are.
+    """
+    num_tokens = max(1, min(max_num_batched_tokens, max_model_len - 1))
+    first = max(max_model_len - 1 - num_tokens, 0)
+    request = Request(RequestId(0), (0,) * (first + num_tokens), _REPORTED, stream=0)
+    blocks = [BlockId(index % num_blocks) for index in range(num_blocks_for(first + num_tokens, block_size))]
+    sequence = MirroredSequence(request, 0, [], blocks, first, num_tokens)
+    return (ScheduledSequence(sequence, num_tokens, num_samples=1),)
+
+
 @contextmanager
 def prepared_step(
     model: DecoderForCausalLM,
     engine: CacheEngine,
     new_runner: Callable[[CacheEngine], ModelRunner],
-    scheduled: Sequence[ScheduledSequence],
+    *steps: Sequence[ScheduledSequence],
 ) -> Iterator[Callable[[], None]]:
-    """Run `scheduled` on a cache of its own, whose memory is taken on entering and given back on leaving.
+    """Run `steps`, one after the other, on a cache of their own, whose memory is taken on entering and given back on
+    leaving.
 
     `engine` is not allocated yet. It may have fewer layers than the model: as many run, and the model has all of them
     again on leaving. Layers are alike and follow each other, so a few hold at their fullest what all do.
@@ -69,8 +84,9 @@ def prepared_step(
 
         def run() -> None:
             runner = new_runner(engine)
-            runner.forward(0, scheduled)
-            runner.sample()
+            for scheduled in steps:
+                runner.forward(0, scheduled)
+                runner.sample()
 
         yield run
     finally:

@@ -102,7 +102,7 @@ class ModelRunner:
             self._clock.end()
             self._pending = _Forwarded(step, batch, None, None, ())
             return
-        sampled = hidden[torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)]
+        sampled = hidden[batch.sample_rows]
         is_greedy = all(row.is_plainly_greedy for row in batch.rows)
         largest = self.model.argmax_logits(sampled) if is_greedy else None
         logits = None if is_greedy else self.model.compute_logits(sampled)

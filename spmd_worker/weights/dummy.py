@@ -6,7 +6,9 @@ or rank enters, and no generator of the host is read or written. Follows "Parall
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from math import prod, sqrt
 
@@ -29,11 +31,15 @@ _MAX_GAP_ELEMENTS = _BLOCK_ELEMENTS
 _MAX_BUFFER_ELEMENTS = 1 << 22
 
 
-@torch.no_grad()
 def fill_dummy(
-    model: nn.Module, slices: Sequence[WeightSlice], paddings: Sequence[PaddingSlice], seed: int = 0
+    model: nn.Module,
+    slices: Sequence[WeightSlice],
+    paddings: Sequence[PaddingSlice],
+    seed: int = 0,
+    num_threads: int = 1,
 ) -> None:
-    """Fill every parameter with random weights of reasonable scale, converted from float32. Idempotent.
+    """Fill every parameter with random weights of reasonable scale, converted from float32. Idempotent. The values do
+    not depend on `num_threads`, which share out the blocks of each tensor.
 
     Matrices ~ N(0, 1 / fan_in) with fan_in the last dimension, embeddings and lm_head with a deviation of 0.02,
     weights of norms around 1 with a deviation of 0.1, other vectors (biases) around 0 with a deviation of 0.1.
@@ -41,17 +47,29 @@ def fill_dummy(
     """
     parameters = parameters_by_name(model)
     check_parameters(slices, paddings, shapes_of(parameters))
-    for piece in slices:
-        if piece.is_empty:
-            continue
-        stream = NormalStream(piece.checkpoint_name, seed, piece.checkpoint_shape)
-        *leading, num_outputs, num_inputs = (1, *piece.checkpoint_shape)
-        turned = (*leading, num_inputs, num_outputs)[1:]
-        mean, std = mean_and_std(piece.checkpoint_name, turned if piece.is_transposed else piece.checkpoint_shape)
-        for block in split_region(piece.checkpoint_shape, piece.source, _MAX_BUFFER_ELEMENTS):
-            values = torch.from_numpy(stream.region(block)).mul(std).add(mean)
-            copy_block(parameters[piece.parameter_name], piece, block, values)
-    fill_paddings(parameters, paddings)
+    pieces = [piece for piece in slices if not piece.is_empty]
+    # numpy and torch let other threads run while they fill and copy.
+    with ThreadPoolExecutor(num_threads, "dummy-weights") as threads, torch.no_grad():
+        for piece in pieces:
+            blocks = list(split_region(piece.checkpoint_shape, piece.source, _MAX_BUFFER_ELEMENTS))
+            # Neighbours are one thread's: they share blocks of the generator.
+            each = -(-len(blocks) // num_threads)
+            runs = [blocks[start : start + each] for start in range(0, len(blocks), each)]
+            fill = partial(_fill_blocks, parameters[piece.parameter_name], piece, seed)
+            # A thread alone would only be waited for.
+            list(threads.map(fill, runs) if len(runs) > 1 else map(fill, runs))
+        fill_paddings(parameters, paddings)
+
+
+@torch.no_grad()
+def _fill_blocks(parameter: nn.Parameter, piece: WeightSlice, seed: int, blocks: list[Rectangle]) -> None:
+    stream = NormalStream(piece.checkpoint_name, seed, piece.checkpoint_shape)
+    *leading, num_outputs, num_inputs = (1, *piece.checkpoint_shape)
+    turned = (*leading, num_inputs, num_outputs)[1:]
+    mean, std = mean_and_std(piece.checkpoint_name, turned if piece.is_transposed else piece.checkpoint_shape)
+    for block in blocks:
+        values = torch.from_numpy(stream.region(block)).mul(std).add(mean)
+        copy_block(parameter, piece, block, values)
 
 
 def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:

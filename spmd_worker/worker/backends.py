@@ -5,6 +5,7 @@ Says once a process, in the log, when it must take something slower or less exac
 
 import logging
 from functools import cache
+from importlib import metadata
 
 import torch
 
@@ -14,6 +15,8 @@ from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels
 from spmd_worker.kernels.reference import ReferenceKernels
+
+_GPU_LIBRARIES = ("triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +41,27 @@ def computes_alone(kernels: Kernels, dtype: torch.dtype) -> bool:
     return isinstance(kernels, CpuKernels) and kernels.has_products(dtype)
 
 
-def arithmetic_of(attention: AttentionBackend) -> str:
-    """In which order numbers are added, in words: ranks that differ in it compute different bits."""
-    return attention.arithmetic if isinstance(attention, CpuBackend) else "torch"
+def arithmetic_of(attention: AttentionBackend, device: torch.device) -> str:
+    """In which order numbers are added, in words: ranks that differ in it compute different bits. A GPU's libraries and
+    compilers choose by device and version. The sources of kernels are compared with the rest of the code.
+    """
+    if isinstance(attention, CpuBackend):
+        return attention.arithmetic
+    if device.type != "cuda":
+        return "torch"
+    major, minor = torch.cuda.get_device_capability(device)
+    words = [f"torch {torch.__version__} on {torch.cuda.get_device_name(device)} (sm_{major}{minor})"]
+    words += [f"{name} {version}" for name in _GPU_LIBRARIES if (version := _installed_version(name))]
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's own is not typed
+    precision = torch.get_float32_matmul_precision()
+    return ", ".join([*words, f"cuDNN {cudnn}", f"float32 products: {precision}"])
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @cache

@@ -5,13 +5,16 @@ A step is a plan in and token ids out.
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kv_cache import host_reserve
@@ -48,7 +51,7 @@ from spmd_worker.models.weight_memory import WeightMemory
 from spmd_worker.native.library import TeamCounters, thread_waits
 from spmd_worker.native.threads import torch_alone, torchs_threads_sleep
 from spmd_worker.resolved import ResolvedRun
-from spmd_worker.runner.largest_step import largest_step, prepared_step
+from spmd_worker.runner.largest_step import largest_step, longest_chunk, prepared_step
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -77,7 +80,7 @@ class Worker(WorkerBase):
         self.device = torch.device("cpu")
         self.groups: ParallelGroups | None = None
         self.sizing: CacheSizing | None = None
-        self._free_at_start = 0
+        self._free_at_start = self._reserved_at_start = 0
         self._kernels: Kernels | None = None
         self._attention: AttentionBackend | None = None
         self._model: DecoderForCausalLM | None = None
@@ -94,14 +97,26 @@ class Worker(WorkerBase):
     def init_device(self) -> None:
         """Raises ConfigError for a device or dtype that this machine does not have."""
         self.device = choose_device(self.config.device, self.environment.local_rank)
+        timeout_s = self.config.executor.timeout_s
         if self.device.type == "cuda":
             self._check_cuda_dtype()
-            self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
-        timeout_s = self.config.executor.timeout_s
-        self.groups = join_groups(self.layout, self.environment, self.device, timeout_s)
+            if self.layout.world_size > 1 and not dist.is_initialized():
+                # The world will be ours, and with it the process.
+                torch.cuda.set_device(self.device)
+        with self.on_device():
+            if self.device.type == "cuda":
+                self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
+                self._reserved_at_start = torch.cuda.memory_reserved(self.device)
+            self.groups = join_groups(self.layout, self.environment, self.device, timeout_s)
         if self.device.type == "cpu":
             tensor, pipeline = (share_memory(each, timeout_s) for each in (self.groups.tensor, self.groups.pipeline))
             self.groups = replace(self.groups, tensor=tensor, pipeline=pipeline)
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """See `WorkerBase.on_device`. torch's operators find the device of their tensors; launches of Triton, pinned
+        memory and what others call take the current one.
+        """
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def load_model(self) -> None:
         """Raises ConfigError, before anything is allocated, for weights that no memory here can hold, and
@@ -109,9 +124,7 @@ class Worker(WorkerBase):
         """
         assert self.groups is not None, "init_device comes first"
         self._check_weights_fit()
-        self._kernels, self._attention = choose_backends(
-            self.device, getattr(torch, self.resolved.dtype), self.model_config.head_size, self.config.cache.block_size
-        )
+        self._kernels, self._attention = self._choose_backends()
         context = LayerContext(
             tensor_group=self.groups.tensor,
             kernels=self._kernels,
@@ -123,7 +136,7 @@ class Worker(WorkerBase):
         model = build_model(context, self.model_config, stage_of(self.layout, self.model_config, self.environment.rank))
         slices, paddings = model.weight_slices(), model.padding_slices()
         if self.config.model.load_format == "dummy":
-            fill_dummy(model, slices, paddings)
+            fill_dummy(model, slices, paddings, num_threads=self._num_loading_threads())
         else:
             with self._open_checkpoint(self.resolved.model_folder, model) as checkpoint:
                 report = load_weights(
@@ -266,7 +279,7 @@ class Worker(WorkerBase):
     def get_arithmetic(self) -> str:
         """See `WorkerBase.get_arithmetic`."""
         assert self._attention is not None, "load_model comes first"
-        return arithmetic_of(self._attention)
+        return arithmetic_of(self._attention, self.device)
 
     def prepare_start_profile(self, folder: str) -> Path:
         """Worker event `start_profile`: see `TraceProfiler`."""
@@ -439,8 +452,18 @@ class Worker(WorkerBase):
     def _take_finished_transfers(self) -> tuple[int, ...]:
         return self._tier_engine.finished() if self._tier_engine is not None else ()
 
+    def _choose_backends(self) -> tuple[Kernels, AttentionBackend]:
+        dtype, head_size = getattr(torch, self.resolved.dtype), self.model_config.head_size
+        return choose_backends(self.device, dtype, head_size, self.config.cache.block_size)
+
+    def _num_loading_threads(self) -> int:
+        """Of this rank's share of the cores; on the CPU those that it computes with."""
+        if self.device.type == "cpu":
+            return torch.get_num_threads()
+        return max(1, len(os.sched_getaffinity(0)) // self.environment.local_world_size)
+
     def _check_cuda_dtype(self) -> None:
-        if self.resolved.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
+        if self.resolved.dtype == "bfloat16" and torch.cuda.get_device_capability(self.device) < (8, 0):
             name = torch.cuda.get_device_name(self.device)
             raise ConfigError(f"model.dtype=bfloat16 is not supported by {name}: use float16 or float32")
 
@@ -454,7 +477,8 @@ class Worker(WorkerBase):
         model = self.get_model()
         weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
         if self.device.type == "cuda":
-            return measure_cuda(self.device, weights, self._free_at_start, self._largest_step())
+            at_start = (self._free_at_start, self._reserved_at_start)
+            return measure_cuda(self.device, weights, *at_start, self._largest_step())
         assert self.groups is not None, "init_device comes first"
         scheduler, rank = self.config.scheduler, self.environment.rank
         estimate = activation_bytes(
@@ -473,19 +497,20 @@ class Worker(WorkerBase):
         return profile_host(measurement, self._largest_step())
 
     def _largest_step(self) -> PreparedStep:
-        """All layers on CUDA; on the CPU, where each takes its time, the first two."""
-        scheduler = self.config.scheduler
-        scheduled = largest_step(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs,
-            self.max_model_len,
-            self.config.cache.block_size,
-            self.model_config.pooling,
-        )
+        """All layers on CUDA, and a second step, of attention's largest chunk; on the CPU, where each layer takes its
+        time, the first two.
+        """
+        scheduler, block_size = self.config.scheduler, self.config.cache.block_size
+        max_tokens, pooling = scheduler.max_num_batched_tokens, self.model_config.pooling
+        scheduled = largest_step(max_tokens, scheduler.max_num_seqs, self.max_model_len, block_size, pooling)
         assert self._model is not None, "load_model comes first"
         num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
-        engine = self._new_cache_engine(num_blocks, 0, max_layers=2 if self.device.type == "cpu" else None)
-        return prepared_step(self._model, engine, self._new_runner, scheduled)
+        is_on_cpu = self.device.type == "cpu"
+        engine = self._new_cache_engine(num_blocks, 0, max_layers=2 if is_on_cpu else None)
+        # What pools counts a row's tokens from its beginning, and the CPU's attention holds nothing of a row's length.
+        has_chunk = not is_on_cpu and pooling is None
+        chunk = [longest_chunk(max_tokens, self.max_model_len, block_size, num_blocks)] if has_chunk else []
+        return prepared_step(self._model, engine, self._new_runner, scheduled, *chunk)
 
     def _new_cache_engine(
         self, num_device_blocks: int, num_host_blocks: int, max_layers: int | None = None

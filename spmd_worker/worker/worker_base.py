@@ -19,6 +19,7 @@ None of them may use a collective: a rank that refuses would leave the others wa
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kv_cache.cache_spec import CacheSpec
@@ -49,6 +50,12 @@ class WorkerBase(ABC):
     @abstractmethod
     def init_device(self) -> None:
         """Choose the device, check the dtype, join the groups and keep them in `groups`."""
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Within it this rank's device is the process's current one, which it need not be in a world of the caller's:
+        every call of a `WorkerWrapper` runs in it. By default nothing changes.
+        """
+        return nullcontext()
 
     @abstractmethod
     def load_model(self) -> None:

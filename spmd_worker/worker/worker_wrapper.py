@@ -88,7 +88,8 @@ class WorkerWrapper:
         if function is None or method.startswith("_"):
             raise AttributeError(f"rank {self.global_rank}: a worker has no method {method!r}")
         try:
-            return function(*args, **kwargs)
+            with self.worker.on_device():
+                return function(*args, **kwargs)
         except Exception as error:
             # Other failures are exchanged between the ranks, and the engine reports them once. When a rank has left,
             # the others fail too, of which there is one line for all.

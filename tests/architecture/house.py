@@ -139,6 +139,10 @@ OPTIONAL = {
     "trl": ("spmd_worker.integrations.trl", "spmd_worker.integrations.swift"),
     "inspect_ai": ("spmd_worker.integrations.inspect_ai_model",),
     "llguidance": ("spmd_worker.grammar.forms",),
+    "triton": tuple(
+        f"spmd_worker.kernels.triton.{name}"
+        for name in ("attention_kernels", "matmul_kernels", "row_kernels", "launching")
+    ),
     "huggingface_hub": ("spmd_worker.integrations.trl", "spmd_worker.model_config.hub"),
 }
 """Packages of extras: the modules that may import them, where they are needed and not before."""
@@ -149,6 +153,14 @@ NEED_OPTIONAL = (
     "spmd_worker.integrations.swift",
 )
 """Modules that are nothing without one of them, and that no other module imports."""
+IN_OPTIONAL_LANGUAGE = (
+    "spmd_worker.kernels.triton",
+    "spmd_worker.attention.triton",
+    "spmd_worker.worker.triton_worker",
+)
+"""Modules and folders of code in an optional package's language, nothing without it: imported when a module is, but
+where they are needed and not before by all others.
+"""
 COMPOSITION_NAMES = ("hydra", "omegaconf", "yaml")
 COMPOSITION_MODULES = ("spmd_worker.config.compose",)
 
@@ -197,6 +209,28 @@ REPLICA_FORBIDDEN_BUILTINS = {
     "hash": "differs between processes",
     "id": "differs between processes",
 }
+
+COMPUTES_ON_DEVICE = tuple(
+    f"spmd_worker.{name}" for name in ("runner", "attention", "layers", "sampling", "kernels.triton")
+)
+"""Where a step is computed: the host must not wait for the device in the middle of it."""
+READS_BACK = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "bincount", "synchronize")
+"""Methods for which the host waits until the device has done everything that is queued."""
+COPIES_AND_WAITS = ("torch.tensor", "torch.as_tensor")
+"""With `device=`, a copy that waits; `torch.from_numpy(...).to(device, non_blocking=True)` does not."""
+_EXPERTS = "experts are called one by one, after their tokens were counted"
+_ANSWER = "a vector is the answer of a row that ends"
+_SAMPLER = "this sampler's host code decides"
+MAY_READ_BACK = {
+    "spmd_worker.layers.experts": {"bincount": (1, _EXPERTS), "tolist": (1, _EXPERTS)},
+    "spmd_worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},
+    "spmd_worker.sampling.filters": {"tensor": (1, _SAMPLER)},
+    "spmd_worker.sampling.logprobs": {"nonzero": (1, _SAMPLER), "tolist": (2, _SAMPLER)},
+    "spmd_worker.sampling.processors": {"tensor": (2, _SAMPLER), "unique": (2, _SAMPLER)},
+    "spmd_worker.sampling.sampler": {"tensor": (1, _SAMPLER), "tolist": (5, _SAMPLER)},
+    "spmd_worker.sampling.shard_logprobs": {"tensor": (1, _SAMPLER), "tolist": (3, _SAMPLER)},
+}
+"""How often a module does so today, and why; one more is found, and one less has to be said here."""
 
 
 def room_index(module: str) -> int | None:

@@ -70,7 +70,10 @@ def _third_party_problem(module: Module, found: Import) -> str | None:
 def _optional_problem(module: Module, found: Import, top: str) -> str | None:
     if module.name not in house.OPTIONAL[top]:
         return f"{top} is optional and for {' and '.join(house.OPTIONAL[top])} only"
-    is_late = not found.runs_on_import or module.name in house.NEED_OPTIONAL
+    is_nothing_without = module.name in house.NEED_OPTIONAL or house.is_within_any(
+        module.name, house.IN_OPTIONAL_LANGUAGE
+    )
+    is_late = not found.runs_on_import or is_nothing_without
     return None if is_late else f"{top} is optional: import it where it is needed"
 
 
@@ -85,6 +88,9 @@ def _first_party_problem(module: Module, found: Import, target: str) -> str | No
         return f"the names of {house.FACADE}/__init__.py are for users: import the module that defines them"
     if target in house.NEED_OPTIONAL:
         return f"{target} is for users who have its optional package"
+    is_own = house.is_within_any(module.name, house.IN_OPTIONAL_LANGUAGE)
+    if house.is_within_any(target, house.IN_OPTIONAL_LANGUAGE) and found.runs_on_import and not is_own:
+        return f"{target} is in the language of an optional package: import it where it is needed"
     own_index, target_index = house.room_index(module.name), house.room_index(target)
     if target_index is None:
         return f"{target} stands nowhere in the house"

@@ -78,10 +78,13 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def read_modules(root: Path) -> dict[str, Module]:
+def read_modules(
+    root: Path, packages: tuple[str, ...] = PACKAGES, entry_points: tuple[str, ...] = ENTRY_POINTS
+) -> dict[str, Module]:
     """Every module of the packages and launch.py under `root`, by dotted name, in the order of their paths."""
-    paths = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
-    paths += [path for name in ENTRY_POINTS if (path := root / f"{name}.py").is_file()]
+    folders = [root / package.replace(".", "/") for package in packages]
+    paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    paths += [path for name in entry_points if (path := root / f"{name}.py").is_file()]
     with _no_garbage():
         modules = [_read_module(root, path) for path in paths]
     return {module.name: module for module in modules}

@@ -147,6 +147,21 @@ def test_a_target_in_yaml_is_found(tmp_path: Path):
     assert found == ["conf/model/m.yaml:2: _target_ is forbidden: YAML holds values only"]
 
 
+def test_code_in_an_optional_language_is_imported_late_by_all_others(tmp_path: Path):
+    kernels, room = "spmd_worker/kernels/triton/matmul_kernels.py", "spmd_worker/kernels"
+    files = {
+        **{f"{folder}/__init__.py": "" for folder in (room, f"{room}/triton", "spmd_worker/worker")},
+        kernels: DOC + "import triton\n",
+        f"{room}/triton/matmul.py": DOC + "import spmd_worker.kernels.triton.matmul_kernels\n",
+        "spmd_worker/worker/late.py": DOC + "def f():\n    import spmd_worker.kernels.triton.matmul\n",
+        "spmd_worker/worker/early.py": DOC + "import spmd_worker.kernels.triton.matmul\n",
+        "spmd_worker/worker/own.py": DOC + "def f():\n    import triton\n",
+    }
+    early, own = import_violations(plant(tmp_path, files))
+    assert early.startswith("spmd_worker/worker/early.py:3: spmd_worker.kernels.triton.matmul is in the language of an")
+    assert own.startswith("spmd_worker/worker/own.py:4: triton is optional and for spmd_worker.kernels.triton.")
+
+
 def test_the_entry_points_may_import_every_room_late_or_for_types(tmp_path: Path):
     code = "+\nif TYPE_CHECKING:\n    from spmd_worker.llm import LLM\n\n\ndef late():\n    import torch\n"
     assert import_violations(plant(tmp_path, {"launch.py": code, "spmd_worker/__init__.py": code})) == []

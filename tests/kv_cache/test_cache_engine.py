@@ -305,6 +305,25 @@ def staged(monkeypatch):
     return engine, notes
 
 
+def test_pinned_memory_is_taken_when_the_first_block_moves_and_once():
+    made = []
+
+    def make():
+        made.append(torch.is_inference_mode_enabled())
+        return host_memory.PlainHostMemory(torch.zeros(1, 4, 2), 3)
+
+    memory = host_memory.LazyHostMemory(make)
+    with torch.inference_mode():
+        memory.move_out(())
+        memory.move_in(())
+        assert made == []
+        memory.move_out(((1, 0),))
+    assert made == [False], "what is made in inference mode cannot be written outside it"
+    memory.tensor[:] = 7
+    memory.move_in(((0, 1),))
+    assert made == [False]
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=st.lists(steps(NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS), min_size=1, max_size=4))
 def test_blocks_that_go_through_staging_memory_arrive_where_the_contract_says(staged, history):

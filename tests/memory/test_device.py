@@ -143,7 +143,10 @@ class FakeCuda:
         self.peak = self.allocated
 
 
-def measure(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cotenant_before: int) -> MemoryMeasurement:
+def measure(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cotenant_before: int, trainers: int = 0
+) -> MemoryMeasurement:
+    """`trainers` bytes were reserved in this process before."""
     fakes = {
         "synchronize": lambda device: None,
         "reset_peak_memory_stats": cuda.reset_peak,
@@ -163,7 +166,7 @@ def measure(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cotenant_before: in
         cuda.allocated -= GIB
         cuda.calls.append("left")
 
-    return measure_cuda(DEVICE, 16 * GIB, 80 * GIB - cotenant_before, prepared())
+    return measure_cuda(DEVICE, 16 * GIB, 80 * GIB - cotenant_before - trainers, trainers, prepared())
 
 
 def test_on_a_quiet_device_every_share_is_what_it_is(monkeypatch: pytest.MonkeyPatch):
@@ -172,6 +175,13 @@ def test_on_a_quiet_device_every_share_is_what_it_is(monkeypatch: pytest.MonkeyP
     # The gibibyte that the step's own cache took is no activation, and is given back before the real cache comes.
     assert measured == MemoryMeasurement(60 * GIB, 16 * GIB, 3 * GIB, GIB // 2, "measured")
     assert cuda.calls == ["step", "left", "emptied"]
+
+
+def test_what_a_trainer_has_reserved_in_this_process_hides_nothing_of_what_is_outside(monkeypatch: pytest.MonkeyPatch):
+    """It was free for nobody at the start: taken off once more, NCCL's buffers vanished from the sum."""
+    cuda = FakeCuda(allocated=(16 + 10) * GIB)
+    measured = measure(cuda, monkeypatch, cotenant_before=20 * GIB, trainers=10 * GIB)
+    assert measured == MemoryMeasurement(50 * GIB, 16 * GIB, 3 * GIB, GIB // 2, "measured")
 
 
 def test_what_a_co_tenant_takes_meanwhile_is_not_given_to_the_cache(monkeypatch: pytest.MonkeyPatch):

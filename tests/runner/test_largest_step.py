@@ -8,7 +8,7 @@ from torch import nn
 
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_spec import CacheSpec
-from spmd_worker.runner.largest_step import largest_step, prepared_step
+from spmd_worker.runner.largest_step import largest_step, longest_chunk, prepared_step
 
 CPU = torch.device("cpu")
 
@@ -47,6 +47,26 @@ def test_as_many_layers_run_as_the_cache_has_and_the_model_gets_all_of_them_back
     assert model.model.layers is layers
     with pytest.raises(AssertionError, match="not allocated"):
         _ = engine.device_cache
+
+
+def test_several_steps_run_one_after_the_other(model):
+    engine = new_engine(5)
+    runner = Runner(model, engine)
+    with prepared_step(model, engine, lambda _: runner, largest_step(4, 4, 10, 2), longest_chunk(4, 10, 2, 3)) as run:
+        run()
+    assert runner.seen == [(0, 4, 5, 5), "sampled", (0, 1, 5, 5), "sampled"]
+
+
+@pytest.mark.parametrize(("max_tokens", "max_len", "first"), [(64, 1000, 935), (2048, 50, 0), (1, 2, 0)])
+def test_the_longest_chunk_stands_at_the_end_of_the_longest_row_in_the_blocks_that_there_are(
+    max_tokens, max_len, first
+):
+    (chunk,) = longest_chunk(max_tokens, max_len, block_size=16, num_blocks=3)
+    sequence = chunk.sequence
+    assert (sequence.num_computed_tokens, chunk.num_scheduled_tokens) == (first, max_len - 1 - first)
+    assert len(sequence.block_ids) == -(-(max_len - 1) // 16)
+    assert set(sequence.block_ids) <= {0, 1, 2}
+    assert chunk.num_samples == 1
 
 
 def test_a_step_that_fails_leaves_the_model_whole_and_no_cache(model):

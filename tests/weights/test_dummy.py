@@ -180,3 +180,19 @@ def test_a_model_of_tens_of_millions_of_weights_is_filled_in_a_few_seconds():
     start_s = time.perf_counter()
     fill_dummy(model, [whole("w.weight", (20_000, 1000), "w")], [])
     assert time.perf_counter() - start_s < 10
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 16])
+def test_threads_share_out_a_tensor_and_change_no_value(monkeypatch, num_threads):
+    monkeypatch.setattr(dummy, "_MAX_BUFFER_ELEMENTS", 1 << 12)
+    runs = []
+    fill_blocks = dummy._fill_blocks
+    monkeypatch.setattr(dummy, "_fill_blocks", lambda *args: (runs.append(len(args[-1])), fill_blocks(*args)))
+    filled = []
+    for threads in (1, num_threads):
+        model, slices = build(0, 1)
+        fill_dummy(model, slices, [], num_threads=threads)
+        filled.append([each.data for each in model.parameters()])
+    assert len(runs) > 2 * len(SHAPES)
+    for alone, shared in zip(*filled, strict=True):
+        assert torch.equal(alone, shared)

@@ -1,0 +1,200 @@
+"""What a GPU has to show, part by part, each in a process of its own and within its time: see gpu_check.sh.
+
+    python scripts/gpu_check.py [--dry]
+
+Prints what the parts print and, last, one JSON object: {"device", "python", "torch", "triton", "parts": {part:
+{"returncode", "seconds", "result"}}, "is_ok"}. `result` is the JSON object that a part ends with, or its last lines.
+Exits with 1 when a part failed. Installs nothing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED = ("torch", "triton", "numpy", "hydra", "omegaconf", "yaml", "tokenizers", "jinja2", "tqdm")
+BENCHMARKS = {
+    "llama-135m-like": (576, 1536, 30, 9, 3, 64, 49152),
+    "qwen2.5-0.5b-like": (896, 4864, 24, 14, 2, 64, 151936),
+    "llama-3.1-8b-like": (4096, 14336, 32, 32, 8, 128, 128256),
+}
+"""Hidden size, intermediate size, layers, query heads, key-value heads, head size, vocabulary."""
+LARGEST = "llama-3.1-8b-like"
+TRITON = "executor.worker_cls=spmd_worker.worker.triton_worker.TritonWorker"
+DRY_BENCHMARK = {"tiny": (64, 96, 2, 4, 2, 16, 320)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command and the seconds that it may take."""
+
+    name: str
+    arguments: list[str]
+    limit_s: float
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def parts(folder: Path, *, is_dry: bool) -> list[Part]:
+    """In the order of what is asked first. 580 seconds at most, on a GPU."""
+    interpreted = {"TRITON_INTERPRET": "1"} if is_dry else {}
+    probe = ["scripts/gpu_probe.py", *(["--dry"] if is_dry else [])]
+    tests = [
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        *(["--collect-only"] if is_dry else []),
+        "tests/test_gpu.py",
+        "tests/kernels",
+    ]
+    few = ["--device", "cpu", "--prompts", "2", "--tokens", "4"] if is_dry else []
+    # A dry run has minutes: what interprets is slow, and other work may be beside it.
+    limits = (600.0,) * 5 if is_dry else (120.0, 60.0, 90.0, 60.0, 50.0)
+    found = [
+        Part("probe", probe, limits[0], interpreted),
+        Part("kernels", ["tests/kernels/triton_cases.py", *([] if is_dry else ["cuda"])], limits[1], interpreted),
+        Part("tests", tests, limits[2]),
+        Part("compare", ["scripts/gpu_compare.py", *few], limits[3]),
+    ]
+    for name, sizes in (DRY_BENCHMARK if is_dry else BENCHMARKS).items():
+        command = benchmark(folder, name, sizes, is_dry=is_dry)
+        # Plain torch takes minutes for the largest.
+        if name != LARGEST:
+            found.append(Part(f"benchmark {name}", command, limits[4]))
+        found.append(Part(f"benchmark {name}, triton", [*command, TRITON], limits[4], interpreted))
+    return found
+
+
+def benchmark(folder: Path, name: str, sizes: tuple[int, ...], *, is_dry: bool) -> list[str]:
+    """A model of these sizes without weights, and rows of token ids for it; the command that times them."""
+    hidden, intermediate, layers, heads, kv_heads, head_size, vocabulary = sizes
+    model = folder / name
+    model.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_size,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    num_rows, prompt, output = (2, 5, 3) if is_dry else (256, 300, 100)
+    rows = [
+        {
+            "prompt_token_ids": [3 + (row * 7919 + at * 31) % (vocabulary - 3) for at in range(prompt)],
+            "max_tokens": output,
+            "ignore_eos": True,
+            "temperature": 0.0,
+        }
+        for row in range(num_rows)
+    ]
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    keys = ["model.load_format=dummy", f"device={'cpu' if is_dry else 'cuda'}", "cache.num_blocks=8192"]
+    dry_keys = ("cache.num_blocks=64", "model.max_model_len=64", "model.dtype=float32")
+    keys = [*keys[:2], *dry_keys] if is_dry else keys
+    return ["scripts/bench_throughput.py", str(model), str(path), *keys, "--no-job", "--no-split"]
+
+
+def run(part: Part) -> dict[str, object]:
+    """Its output is shown as it comes; of what it ends with, the JSON object."""
+    print(f"== {part.name}", flush=True)
+    began = time.monotonic()
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    lines: list[str] = []
+    process = subprocess.Popen(
+        [sys.executable, *part.arguments],
+        cwd=ROOT,
+        env=variables | part.variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=part.limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        output += f"\nended after {part.limit_s:.0f} s\n"
+    print(output, flush=True)
+    lines = output.splitlines()
+    seconds = round(time.monotonic() - began, 1)
+    return {"returncode": process.returncode, "seconds": seconds, "result": result_of(lines)}
+
+
+def result_of(lines: list[str]) -> object:
+    """The last line that is a JSON object, else the last five."""
+    for line in reversed(lines):
+        if line.startswith("{"):
+            try:
+                return json.loads(line)
+            except json.JSONDecodeError:
+                continue
+    return lines[-5:]
+
+
+def has_failed(name: str, found: dict[str, object]) -> bool:
+    result = found["result"]
+    return found["returncode"] != 0 or (name == "kernels" and isinstance(result, dict) and any(result.values()))
+
+
+def missing() -> list[str]:
+    from importlib.util import find_spec
+
+    return [name for name in NEEDED if find_spec(name) is None]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="the same code without a GPU: interpreted, and on the CPU")
+    is_dry = parser.parse_args().dry
+    lacking = missing()
+    if lacking:
+        wheels = "put wheels of them into a folder and name it with WHEELS="
+        print(f"gpu_check: {sys.executable} has no {', '.join(lacking)}: install them, or {wheels}", file=sys.stderr)
+        return 1
+    import torch
+
+    if not is_dry and not torch.cuda.is_available():
+        print("gpu_check: torch finds no CUDA device here: --dry runs the same code without one", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        found = {part.name: run(part) for part in parts(Path(folder), is_dry=is_dry)}
+    failed = [name for name, each in found.items() if has_failed(name, each)]
+    report = {
+        "device": "none: a dry run" if is_dry else torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": metadata.version("triton"),
+        "parts": found,
+        "failed": failed,
+        "is_ok": not failed,
+    }
+    print(json.dumps(report))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The hot operations of a layer in Triton, for NVIDIA GPUs: a row's bits depend on the row alone.
+
+Matmuls and norms are ours. What is left to torch is done number by number, or takes a largest: no order of sums is in
+it.
+"""
+
+from torch import Tensor
+
+from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.kernels.triton import matmul, rows
+
+
+class TritonKernels(ReferenceKernels):
+    """Implements `kernels.api.Kernels` on CUDA, and on the CPU where kernels are interpreted."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
+        """See `Kernels.linear`. Makes no use of `room`."""
+        del room
+        return matmul.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Kernels.gated_linear`. In one pass."""
+        return matmul.gated_linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+        return rows.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.add_rms_norm`."""
+        return rows.add_rms_norm(x, residual, weight, eps)
+
+    def full_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float, is_centred: bool
+    ) -> Tensor:
+        """See `Kernels.full_norm`."""
+        return rows.full_norm(x, weight, bias, eps, offset=offset, is_centred=is_centred)

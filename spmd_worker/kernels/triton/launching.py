@@ -1,0 +1,36 @@
+"""How wide a launch is: the number of programs of kernels that walk their work themselves.
+
+Bits do not follow from it. Under TRITON_INTERPRET=1, which has to be set before triton is imported, kernels run on CPU
+tensors one program after another; a few programs then show that several share the work.
+"""
+
+from functools import cache
+
+import torch
+import triton
+
+_INTERPRETED_PROGRAMS = 3
+
+
+@cache
+def num_programs(device: torch.device, per_multiprocessor: int = 1) -> int:
+    """Of a persistent kernel on `device`."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return per_multiprocessor * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """CUDA's compute capability of `device`; (0, 0) where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run on CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest that is not below `number`, from 1 on."""
+    return 1 << (number - 1).bit_length()

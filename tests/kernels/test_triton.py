@@ -1,0 +1,68 @@
+"""Kernels of a GPU, without one: interpreted, and compiled for chips that are not there. Each in a process of its own,
+because triton is told at its import which of the two it is.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import REPOSITORY
+
+HERE = Path(__file__).parent
+LEAST_CASES = 10
+LONGEST_S = 500.0
+
+
+def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False, timeout_s: float = LONGEST_S) -> dict:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    variables |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
+    if interpret:
+        variables["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, str(HERE / script), *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_interpreted_kernels_are_right_and_a_rows_bits_are_its_own(tmp_path: Path):
+    found = run_alone("triton_cases.py", cache=tmp_path, interpret=True)
+    assert len(found) >= LEAST_CASES
+    assert {name: error for name, error in found.items() if error} == {}
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_kernels_compile_for_sm_90_without_spills_pipelined_on_the_tensor_cores(tmp_path: Path):
+    found = run_alone("compile_gate.py", "--planted", "90", cache=tmp_path)
+    assert found["wrong"] == {}
+    assert len(found["resources"]) >= 8
+    # Controls: each failure that was planted is found, and called what it is.
+    assert len(found["planted"]) == 4
+    for word, wrong in found["planted"].items():
+        assert any(word in each for each in wrong), (word, wrong)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+def test_the_whole_engine_interpreted_answers_as_the_cpu_does_and_a_rows_bits_are_its_own(tmp_path: Path):
+    found = run_alone("triton_engine.py", cache=tmp_path, interpret=True, timeout_s=3000)
+    assert len(found) == 7
+    assert [name for name, is_so in found.items() if not is_so] == []
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu_are_right_and_a_rows_bits_are_its_own(tmp_path: Path):
+    found = run_alone("triton_cases.py", "cuda", cache=tmp_path)
+    assert {name: error for name, error in found.items() if error} == {}
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+def test_kernels_compile_for_every_chip_and_model(tmp_path: Path):
+    found = run_alone("compile_gate.py", "--all", "80", "90", "100", "120", cache=tmp_path, timeout_s=3000)
+    assert found["wrong"] == {}

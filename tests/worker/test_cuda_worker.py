@@ -1,0 +1,121 @@
+"""What a worker does with a GPU, said by a torch.cuda that only notes what it is asked."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import REPOSITORY
+from torch.distributed import distributed_c10d
+
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.config.schema import ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.distributed import groups
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.errors import ConfigError
+from spmd_worker.resolved import resolve_run
+from spmd_worker.worker import worker as worker_module
+from spmd_worker.worker.backends import arithmetic_of
+from spmd_worker.worker.worker import Worker
+from spmd_worker.worker.worker_wrapper import WorkerWrapper
+
+GPU = torch.device("cuda", 3)
+
+
+class FakeCuda:
+    """A node of eight. `notes` has the device that was current, entered and left."""
+
+    def __init__(self, capability: tuple[int, int] = (9, 0), name: str = "H200") -> None:
+        self.capability, self.name, self.notes, self.current = capability, name, [], 0
+
+    @contextmanager
+    def device(self, device):
+        before, self.current = self.current, device.index
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> "FakeCuda":
+        fakes = {
+            "is_available": lambda: True,
+            "device_count": lambda: 8,
+            "get_device_capability": lambda device: self.capability,
+            "get_device_name": lambda device: self.name,
+            # As torch says it of older chips, which emulate it.
+            "is_bf16_supported": lambda including_emulation=True: including_emulation,
+            "mem_get_info": lambda device: (self.notes.append(self.current), (80, 80))[1],
+            "memory_reserved": lambda device: 10,
+            "set_device": lambda device: self.notes.append(f"set {device.index}"),
+            "device": self.device,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        return self
+
+
+def new_worker(dtype: str = "bfloat16", num_ranks: int = 1) -> Worker:
+    model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype)
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks)
+    resolved = resolve_run(RunConfig(model=model, parallel=parallel, device="cuda"), "cuda")
+    return Worker(resolved, RankEnvironment(world_size=num_ranks, local_rank=3))
+
+
+def test_bfloat16_needs_a_chip_that_has_it_and_no_emulation(monkeypatch: pytest.MonkeyPatch):
+    FakeCuda((7, 5), "T4").install(monkeypatch)
+    with pytest.raises(ConfigError, match="not supported by T4"):
+        new_worker().init_device()
+    new_worker("float16").init_device()
+    FakeCuda((8, 0), "A100").install(monkeypatch)
+    new_worker().init_device()
+
+
+def test_a_worker_computes_on_its_own_device_and_leaves_the_process_its(monkeypatch: pytest.MonkeyPatch):
+    cuda = FakeCuda().install(monkeypatch)
+    wrapper = WorkerWrapper()
+    wrapper.worker = new_worker()
+    wrapper.execute_method("init_device")
+    assert cuda.notes == [3]
+    assert cuda.current == 0
+    monkeypatch.setattr(Worker, "check_health", lambda self: cuda.notes.append(f"checked on {cuda.current}"))
+    wrapper.execute_method("check_health")
+    with pytest.raises(AssertionError):
+        wrapper.execute_method("sample_tokens")
+    assert (cuda.notes[1:], cuda.current) == (["checked on 3"], 0)
+
+
+@pytest.mark.parametrize("is_callers", [False, True])
+def test_the_process_gets_the_device_for_good_only_where_the_world_is_ours(
+    monkeypatch: pytest.MonkeyPatch, is_callers: bool
+):
+    cuda = FakeCuda().install(monkeypatch)
+    monkeypatch.setattr(worker_module, "join_groups", lambda *arguments: cuda.notes.append(f"joined on {cuda.current}"))
+    monkeypatch.setattr(worker_module.dist, "is_initialized", lambda: is_callers)
+    new_worker(num_ranks=2).init_device()
+    assert cuda.notes == [*([] if is_callers else ["set 3"]), 3, "joined on 3"]
+
+
+def test_ranks_on_other_devices_or_versions_have_another_arithmetic(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    FakeCuda().install(monkeypatch)
+    here = arithmetic_of(SdpaBackend(), GPU)
+    assert here.startswith(f"torch {torch.__version__} on H200 (sm_90)")
+    assert "cuDNN 91900" in here
+    assert arithmetic_of(SdpaBackend(), GPU) == here
+    FakeCuda((8, 0), "A100").install(monkeypatch)
+    other_device = arithmetic_of(SdpaBackend(), GPU)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    assert len({here, other_device, arithmetic_of(SdpaBackend(), GPU)}) == 3
+    assert arithmetic_of(SdpaBackend(), torch.device("cpu")) == "torch"
+
+
+def test_groups_are_made_in_a_world_that_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch):
+    """Bound, torch has ranks split NCCL's communicator for a group of gloo that they are not in."""
+    world = SimpleNamespace(bound_device_id=GPU)
+    monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: world)
+    with groups._without_splits():
+        assert world.bound_device_id is None
+    assert world.bound_device_id == GPU
+    with pytest.raises(RuntimeError), groups._without_splits():
+        raise RuntimeError
+    assert world.bound_device_id == GPU
