@@ -7,6 +7,7 @@ not depend on the tokens beside it.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -121,10 +122,12 @@ class Kernels(Protocol):
 class QuantisedKernels(Kernels, Protocol):
     """Kernels whose packed weights are int8, with a scale an output: what they stand for is near what was packed.
 
-    `unpack` shows that. `repack_` leaves rows as they are that are equal to what it shows; others are quantised anew.
+    `unpack` shows that; `dtype` is what it shows, and what all else is computed in. `repack_` leaves rows as they are that are equal to what it shows; others are quantised anew.
     Whoever has some inputs of every row alone, of a weight or of what it multiplies, says what the largest magnitudes
     of the whole rows are, and adds sums of whole numbers: so what comes out does not depend on how many share a row.
     """
+
+    dtype: torch.dtype
 
     def pack_part(self, weight: Tensor, maxima: Tensor) -> Tensor:
         """As `pack`, of some inputs of rows that have these largest magnitudes in all, float32 [out]."""

@@ -119,7 +119,7 @@ class Int8Kernels(ReferenceKernels):
     """Implements `kernels.api.QuantisedKernels` on any device; what is not a product is plain torch's."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.weights = Int8Weights(dtype)
+        self.dtype, self.weights = dtype, Int8Weights(dtype)
 
     def pack(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack`."""

@@ -20,6 +20,7 @@ from kv_cache.cache_spec import CacheSpec
 from kv_cache.connector import TransferEngine
 from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
+from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.groups import ParallelGroups, join_groups
 from spmd_worker.distributed.shared_memory import share_memory
@@ -98,9 +99,33 @@ class Worker(WorkerBase):
         CheckpointError before anything is filled when names, shapes or coverage are wrong.
         """
         assert self.groups is not None, "init_device comes first"
+        exchanges = self.config.model.quantization is not None and self.groups.tensor.size > 1
+        model = self._filled_everywhere(self.groups.control) if exchanges else self._filled_model()
+        if model is not None:
+            model.pack_weights()
+            self._model = model
+
+    def _filled_everywhere(self, control: GroupHandle) -> DecoderForCausalLM | None:
+        """The model, where every rank has filled its own: ranks that share rows of a weight exchange what they have of
+        them when it is packed, and one that had failed would be waited for. It raises what went wrong; others get None.
+        """
+        try:
+            model = self._filled_model()
+        except BaseException:
+            is_on_any_rank(control, True)
+            raise
+        return None if is_on_any_rank(control, False) else model
+
+    def _filled_model(self) -> DecoderForCausalLM:
+        """With what the checkpoint has, or with dummy weights, not packed yet."""
+        assert self.groups is not None, "init_device comes first"
         self._check_weights_fit()
-        self._kernels, self._attention = choose_backends(
-            self.device, getattr(torch, self.resolved.dtype), self.model_config.head_size, self.config.cache.block_size
+        self._kernels, self._attention, quantised = choose_backends(
+            self.device,
+            getattr(torch, self.resolved.dtype),
+            self.model_config.head_size,
+            self.config.cache.block_size,
+            self.config.model.quantization,
         )
         context = LayerContext(
             tensor_group=self.groups.tensor,
@@ -109,6 +134,7 @@ class Worker(WorkerBase):
             dtype=getattr(torch, self.resolved.dtype),
             device=self.device,
             expert_layout=self.layout.experts,
+            quantised=quantised,
         )
         model = build_model(context, self.model_config, stage_of(self.layout, self.model_config, self.environment.rank))
         slices, paddings = model.weight_slices(), model.padding_slices()
@@ -133,8 +159,7 @@ class Worker(WorkerBase):
             model.pooler.take_denses(
                 dummy_denses(denses) if is_dummy else read_denses(self.resolved.model_folder, denses)
             )
-        model.pack_weights()
-        self._model = model
+        return model
 
     def get_kv_cache_spec(self) -> CacheSpec:
         """See `WorkerBase.get_kv_cache_spec`."""
@@ -425,6 +450,7 @@ class Worker(WorkerBase):
             self.resolved.dtype,
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
+            self.config.model.quantization,
         )
         measurement = measure_host(weights, estimate, self.environment.local_world_size)
         is_scarce = not is_estimate_enough(self.resolved, rank, measurement)
@@ -481,4 +507,5 @@ class Worker(WorkerBase):
             self.model_config.eos_token_ids,
             self.config.model.logprobs_mode,
             self._kernels,
+            is_exact=self.config.model.quantization is not None,
         )

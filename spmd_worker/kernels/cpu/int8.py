@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels, dtype_name
 from spmd_worker.kernels.int8 import Int8Kernels, Int8Weights, row_maxima
-from spmd_worker.native.int8_format import PANEL, fits_panels, inputs_of, panel_bytes
+from spmd_worker.native.int8_format import PANEL, SCALE_BYTES, fits_panels, inputs_of, panel_bytes
 from spmd_worker.native.library import NativeLibrary, native_library
 
 _OFFSET: Final = 128
@@ -35,6 +35,13 @@ def int8_kernels(dtype: torch.dtype) -> "tuple[Int8Kernels | Int8CpuKernels, str
 def are_byte_panels(packed: Tensor) -> bool:
     """Whether an int8 weight is in panels."""
     return packed.dtype == torch.int8 and packed.ndim == 3
+
+
+def int8_shape(packed: Tensor) -> tuple[int, int]:
+    """Outputs and inputs of a packed int8 weight."""
+    if are_byte_panels(packed):
+        return _num_outputs(packed), inputs_of(packed.shape[-1])
+    return packed.shape[0], packed.shape[1] - SCALE_BYTES
 
 
 class Int8Panels(Int8Weights):
@@ -75,7 +82,7 @@ class Int8CpuKernels(CpuKernels):
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
         super().__init__(library)
-        self.weights, self._rows = Int8Panels(dtype), Int8Kernels(dtype)
+        self.dtype, self.weights, self._rows = dtype, Int8Panels(dtype), Int8Kernels(dtype)
         self._int8 = {name: library.functions[f"int8_{name}_{dtype_name(dtype)}"] for name in _FUNCTIONS}
         self._int8["sums"] = library.functions["int8_sums"]
 
