@@ -122,7 +122,8 @@ class Kernels(Protocol):
 class QuantisedKernels(Kernels, Protocol):
     """Kernels whose packed weights are int8, with a scale an output: what they stand for is near what was packed.
 
-    `unpack` shows that; `dtype` is what it shows, and what all else is computed in. `repack_` leaves rows as they are that are equal to what it shows; others are quantised anew.
+    `unpack` shows that, in `dtype`, which all else is computed in. `repack_` leaves rows as they are that are equal to
+    what it shows; others are quantised anew.
     Whoever has some inputs of every row alone, of a weight or of what it multiplies, says what the largest magnitudes
     of the whole rows are, and adds sums of whole numbers: so what comes out does not depend on how many share a row.
     """
@@ -144,7 +145,7 @@ class QuantisedKernels(Kernels, Protocol):
         """[T, in] -> the largest magnitudes of rows, float32 [T]; NaN where a number is none."""
 
     def sums(self, x: Tensor, maxima: Tensor, weight: Tensor) -> Tensor:
-        """[T, in], of rows with these largest magnitudes in all, float32 [T], x packed [out, in] -> int32 [T, out]."""
+        """[T, in], of rows with these largest magnitudes, float32 [T], x packed [out, in] -> int32 [T, out]."""
 
     def scaled(self, parts: Tensor, maxima: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`sums` of each share of the inputs, int32 [shares, T, out] -> what `linear` gives of all of them, [T, out]."""
+        """Sums of each share of the inputs, int32 [shares, T, out] -> what `linear` gives of all of them, [T, out]."""

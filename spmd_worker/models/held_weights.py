@@ -38,7 +38,7 @@ class HeldPiece:
         return values.reshape(extents(self.piece.destination))
 
     def whole_rows(self, tensor: Tensor) -> Tensor:
-        """Of a checkpoint tensor that is a matrix: those rows, as the parameter has them, of which the slice is part."""
+        """Of a checkpoint tensor that is a matrix: the rows, as the parameter has them, of which the slice is part."""
         start, stop = self.piece.turned(self.piece.source)[0]
         return (tensor.t() if self.piece.is_transposed else tensor)[start:stop]
 

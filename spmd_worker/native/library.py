@@ -19,7 +19,8 @@ _CACHE = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER)  # elements, block s
 _STRIDED = (_POINTER, _INTEGER, _INTEGER)  # elements, stride of tokens, stride of heads
 _ANGLES = (_POINTER, _POINTER)  # cosines and sines by which rows are turned when they are read, or null
 
-_BYTE_GEMM = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER)  # rows, stride, number, inputs, weight, outputs
+# Rows, their stride and number, inputs, the weight, outputs.
+_BYTE_GEMM = (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER))
 
 _DTYPES = ("float32", "bfloat16")
 

@@ -41,8 +41,8 @@ class StepLogHeader:
     `model_path` is absolute. `num_blocks` and `num_host_blocks` are what the ranks agreed on, `num_tier_blocks` can be
     kept beyond both. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the price of
     swapping a block in tokens computed. `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda"), `dtype` and
-    `quantization` are what was computed on and in. `code` and `tokenizer` are fingerprints, so that a replay can say what has changed
-    since; `tokenizer` is None for a folder without one.
+    `quantization` are what was computed on and in. `code` and `tokenizer` are fingerprints, so that a replay can say
+    what has changed since; `tokenizer` is None for a folder without one.
     """
 
     code: str

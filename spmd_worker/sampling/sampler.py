@@ -75,8 +75,8 @@ class Sampler:
         *,
         is_exact: bool = False,
     ) -> None:
-        """With `is_exact` what is drawn and reported is computed of whole vocabularies, on one rank too: of equal logits
-        it is then the same bits on any number of ranks, which sums over shards are not.
+        """With `is_exact` what is drawn and reported is computed of whole vocabularies, on one rank too: of equal
+        logits it is then the same bits on any number of ranks, which sums over shards are not.
         """
         self._kernels = ReferenceKernels() if kernels is None else kernels
         self._group, self._shard_start, self._vocab_size = group, shard_start, vocab_size

@@ -225,8 +225,8 @@ def _gemm_arguments(rows: Tensor, weight: Tensor) -> tuple[int, ...]:
 
 
 def _parts_of(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [panels, in turn, 16, inputs / 4, 4], and float32 and int32 [panels, in turn, 16]: numbers, scales, and what
-    sums start from.
+    """Views [panels, in turn, 16, inputs / 4, 4], and float32 and int32 [panels, in turn, 16]: numbers, scales, and
+    what sums start from.
     """
     end = inputs_of(packed.shape[-1]) * PANEL
     numbers = packed.detach()[..., :end].unflatten(-1, (-1, PANEL, 4)).transpose(-3, -2)
