@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import ranks
+import torch
 from reference_models import CHECKPOINTS, checkpoint_folder, mixed_prompts, write_checkpoint
+from safetensors.torch import load_file, save_file
 
 from spmd_worker import SamplingParams
 
@@ -81,6 +83,7 @@ for folder, dtype, names in job["folders"]:
         if name not in names:
             continue
         found[f"{Path(folder).name} {name}"] = run(folder, layout, dtype=dtype)
+found["failed"] = attempt(lambda: run(job["broken"], {"tensor_parallel_size": 4}, dtype="float32"))
 fresh, dtype = job["other"], job["folders"][0][1]
 found["fresh"] = run(fresh, {}, dtype=dtype)
 RowParallelLinear._whole_maxima = lambda self, maxima: maxima
@@ -89,11 +92,21 @@ Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(found))
 """
 
 
+def broken_for_the_last_rank(folder: Path) -> Path:
+    """A number that is none, where the last of four ranks alone reads it."""
+    write_checkpoint(folder, CHECKPOINTS["llama_biased"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"][-1, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def run_all(tmp_path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     first = checkpoint_folder("llama_biased")
     job = {
         "folders": [(str(first), "float32", BIASED_LAYOUTS), (str(DEMO), "bfloat16", tuple(LAYOUTS))],
         "other": str(write_checkpoint(tmp_path / "other", CHECKPOINTS["llama_biased"], seed=1)),
+        "broken": str(broken_for_the_last_rank(tmp_path / "broken")),
         "layouts": LAYOUTS,
         "prompts": mixed_prompts(5, 40, seed=9),
         "params": [asdict(each) for each in KINDS],
@@ -120,7 +133,9 @@ def test_every_tensor_parallel_size_and_stages_give_one_ranks_bits(tmp_path: Pat
             assert of["looked at"] == of["answers"], "showing weights changes none"
             assert of["updated"] == by_rank[0]["fresh"]["answers"], "as if the engine had begun with them"
         assert "load_weights" in found[f"{first} four"]["changed"], "ranks have parts of its rows"
-        for value in found.values():
+        # Ranks that have loaded do not wait for what another would exchange.
+        assert "RankFailedError: rank 3 failed while loading the model" in found["failed"]
+        for value in [each for name, each in found.items() if name != "failed"]:
             held, counted, plain = value["bytes"]
             assert held == counted < plain
     # Negative control: with the scales of each rank's share of a row the answers are others.
