@@ -49,7 +49,8 @@ def dequantised(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def exact_sums(x: Tensor, numbers: Tensor) -> Tensor:
     """Int8 [T, I] x int8 [O, I] -> int32 [T, O]. Whole numbers below 2^53 are exact in float64."""
-    parts = [x.double() @ some.double().t() for some in numbers.split(_ROWS_AT_ONCE)]
+    starts = range(0, len(numbers), _ROWS_AT_ONCE)
+    parts = [x.double() @ numbers[start : start + _ROWS_AT_ONCE].double().t() for start in starts]
     return torch.cat(parts, dim=1).to(torch.int32)
 
 

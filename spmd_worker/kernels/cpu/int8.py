@@ -229,7 +229,7 @@ def _parts_of(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     what sums start from.
     """
     end = inputs_of(packed.shape[-1]) * PANEL
-    numbers = packed.detach()[..., :end].unflatten(-1, (-1, PANEL, 4)).transpose(-3, -2)
+    numbers = packed.detach()[..., :end].view(*packed.shape[:-1], -1, PANEL, 4).transpose(-3, -2)
     scales, starts = (packed.detach()[..., end + at : end + at + 4 * PANEL] for at in (0, 4 * PANEL))
     return numbers, scales.view(torch.float32), starts.view(torch.int32)
 
