@@ -15,9 +15,9 @@ from spmd_worker.distributed.topology import RankLayout, check_divides, layout_o
 from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
+from spmd_worker.model_config.int8_format import MOST_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig, last_token_pooling
-from spmd_worker.native.int8_format import MOST_INPUTS
 from spmd_worker.sequence.defaults import default_sampling
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer

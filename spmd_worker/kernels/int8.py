@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.native.int8_format import SCALE_BYTES
+from spmd_worker.model_config.int8_format import SCALE_BYTES
 
 _MOST: Final = 127.0
 _LEAST: Final = 1e-30

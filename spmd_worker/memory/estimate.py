@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.distributed.topology import RankLayout, Stage, expert_share, shard_range, stage_of, vocabulary_rows
+from spmd_worker.model_config.int8_format import int8_bytes
 from spmd_worker.model_config.layer_config import float32_elements, layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
-from spmd_worker.native.int8_format import int8_bytes
 
 
 @dataclass(frozen=True, slots=True)

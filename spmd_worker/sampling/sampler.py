@@ -3,10 +3,11 @@
 Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by
 inverting the cumulative distribution with one counter-based uniform a row. Their log-probabilities come from the
 shards too (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties; all but greedy ones
-where bits must not depend on the number of ranks) have their logits gathered. A row's token depends on its own logits, parameters and key alone. A row with a logit that is NaN or
-infinite, or with none above minus infinity, gets `NON_FINITE` in place of an id; every rank says so of the same rows,
-because each looks at the largest logits of all shards. A row whose form lets no token follow gets `FORM_FAILED`; what
-other forms forbid is masked in each shard, before everything else; log-probabilities that are raw are of all tokens.
+where bits must not depend on the number of ranks) have their logits gathered. A row's token depends on its own logits,
+parameters and key alone. A row with a logit that is NaN or infinite, or with none above minus infinity, gets
+`NON_FINITE` in place of an id; every rank says so of the same rows, because each looks at the largest logits of all
+shards. A row whose form lets no token follow gets `FORM_FAILED`; what other forms forbid is masked in each shard,
+before everything else; log-probabilities that are raw are of all tokens.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spmd_worker.kernels.cpu.int8 import Int8CpuKernels, int8_shape
 from spmd_worker.kernels.int8 import Int8Kernels, dequantised, exact_sums, quantised, row_maxima, scales_of
-from spmd_worker.native.int8_format import fits_panels, inputs_of, int8_bytes, panel_bytes
+from spmd_worker.model_config.int8_format import fits_panels, inputs_of, int8_bytes, panel_bytes
 
 # Inputs and outputs: whole steps of the unit and half ones, a last panel that is alone, and sizes that fit no panels.
 SHAPES = [(64, 64), (96, 48), (288, 160), (90, 34)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels, dtype_name
 from spmd_worker.kernels.int8 import Int8Kernels, Int8Weights, row_maxima
-from spmd_worker.native.int8_format import PANEL, SCALE_BYTES, fits_panels, inputs_of, panel_bytes
+from spmd_worker.model_config.int8_format import PANEL, SCALE_BYTES, fits_panels, inputs_of, panel_bytes
 from spmd_worker.native.library import NativeLibrary, native_library
 
 _OFFSET: Final = 128

@@ -1,4 +1,4 @@
-"""How many bytes an int8 weight takes, packed: what `int8.h` says, for those who make it and for those who plan.
+"""How many bytes an int8 weight takes, packed: what `native/int8.h` says, for those who make it and for those who plan.
 
 A weight [outputs, inputs] is in panels where its sizes fit them, as compiled kernels multiply it, else in rows.
 Needs no torch.
