@@ -41,7 +41,7 @@ def test_every_instruction_set_has_the_bits_of_plain_torch(
 ):
     ours, plain = Int8CpuKernels(library_for(instruction_set), dtype), Int8Kernels(dtype)
     bias = numbers(num_outputs, dtype=dtype)
-    for num_rows in (1, 4, 33, 47):
+    for num_rows in (1, 4, 47):
         x, weight = rows_and_weight(num_rows, num_inputs, num_outputs, dtype)
         packed, expected = ours.pack(weight), plain.pack(weight)
         assert packed.nbytes == int8_bytes(num_outputs, num_inputs)

@@ -221,7 +221,7 @@ def reporting(dtype: torch.dtype) -> tuple[torch.Tensor, list[SampleRow]]:
 
 
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.matrix)])
 def test_where_it_is_exact_shards_give_the_bits_of_the_whole(size: int, mode: str):
     """And where it is not, some log-probabilities differ in the last bits: the control."""
     logits, rows = reporting(torch.bfloat16)
