@@ -169,6 +169,7 @@ class StepWatch:
         self.seconds: Counter[str] = Counter()
         self.products: Counter[tuple[int, int]] = Counter()
         self._weights: dict[int, tuple[Callable[..., Any], Any, Any]] = {}
+        self._dtype: Any = None
         self._num_tokens, self._num_rows, self._model_s = 0, 0, 0.0
         self._steps: list[tuple[int, int, float]] = []
 
@@ -232,6 +233,7 @@ class StepWatch:
         return {"sequences": most, "steps": len(spent_ms), "median_ms": round(median, 3), "p90_ms": round(p90, 3)}
 
     def note_product(self, multiply: Callable[..., Any], x: Any, weight: Any, bias: Any) -> None:
+        self._dtype = x.dtype
         self._weights.setdefault(id(weight), (multiply, weight, bias))
         self.products[x.shape[0], id(weight)] += 1
 
@@ -268,7 +270,7 @@ class StepWatch:
             size = _num_inputs(weight)
             if size not in inputs:
                 generator = torch.Generator().manual_seed(size)
-                inputs[size] = torch.randn(num_rows, size, generator=generator).to(weight.dtype)
+                inputs[size] = torch.randn(num_rows, size, generator=generator).to(self._dtype)
         spent: dict[int, float] = dict.fromkeys((key for key, _ in items), 0.0)
         for _ in range(repeats):
             # All layers in turn, so that weights come from where they come from in a step.
@@ -282,6 +284,12 @@ class StepWatch:
 
 def _num_inputs(weight: Any) -> int:
     """Of a packed or a plain weight."""
+    import torch
+
+    if weight.dtype == torch.int8:
+        from spmd_worker.kernels.cpu.int8 import int8_shape
+
+        return int8_shape(weight)[1]
     return int(weight.shape[-3] * 2 if weight.ndim > 2 else weight.shape[1])
 
 

@@ -15,6 +15,7 @@ from spmd_worker.distributed.topology import RankLayout, check_divides, layout_o
 from spmd_worker.errors import ConfigError
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
+from spmd_worker.model_config.int8_format import MOST_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig, last_token_pooling
 from spmd_worker.sequence.defaults import default_sampling
@@ -85,6 +86,7 @@ def resolve(
     if files.model_config.is_encoder:
         config = _of_encoder(config, _max_model_len(config, files.model_config))
     model_config = replace(files.model_config, pooling=_pooling(config, files, location))
+    _check_quantization(config, model_config, device_type)
     return ResolvedRun(
         config=config,
         model_config=model_config,
@@ -173,6 +175,25 @@ def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: Mode
         activation="sigmoid",
         label_token_ids=tuple(found),
     )
+
+
+def _check_quantization(config: RunConfig, model_config: ModelConfig, device_type: str) -> None:
+    """Raises ConfigError for a run whose weights cannot be quantised as they are loaded."""
+    key = f"model.quantization={config.model.quantization}"
+    if config.model.quantization is None:
+        return
+    if device_type != "cpu":
+        raise ConfigError(f"{key} runs on the CPU alone: set device=cpu, or leave it out")
+    if any(layer.experts is not None for layer in model_config.layers):
+        raise ConfigError(f"{key} is not run for {model_config.architecture}, which has experts: leave it out")
+    if model_config.pooling is not None:
+        raise ConfigError(f"{key} is for models that generate, and this run pools: leave it out")
+    widest = max(max(layer.intermediate_size, layer.num_heads * layer.head_size) for layer in model_config.layers)
+    if max(widest, model_config.hidden_size) > MOST_INPUTS:
+        raise ConfigError(
+            f"{key} sums products of at most {MOST_INPUTS:,} inputs exactly, and config.json has layers of "
+            f"{max(widest, model_config.hidden_size):,}: leave it out"
+        )
 
 
 def _layout(parallel: ParallelConfig, model_config: ModelConfig) -> RankLayout:

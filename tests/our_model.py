@@ -27,9 +27,14 @@ from spmd_worker.worker.worker import Worker
 BLOCK_SIZE = 16
 
 
-def load_model(folder: Path, model_config: ModelConfig | None = None, dtype: str = "float32") -> DecoderForCausalLM:
+def load_model(
+    folder: Path,
+    model_config: ModelConfig | None = None,
+    dtype: str = "float32",
+    quantization: str | None = None,
+) -> DecoderForCausalLM:
     """The model of a folder on one rank; another `shape` than the folder's own reads its weights wrongly."""
-    config = RunConfig(model=ModelOptions(path=str(folder), dtype=dtype), device="cpu")
+    config = RunConfig(model=ModelOptions(path=str(folder), dtype=dtype, quantization=quantization), device="cpu")
     resolved = resolve_run(config, "cpu")
     worker = Worker(replace(resolved, model_config=model_config or resolved.model_config), RankEnvironment())
     worker.init_device()
@@ -120,6 +125,4 @@ class _Run:
         num_kv_heads = self.model.model.layers[0].self_attn.num_kv_heads
         block_shape = backend.block_shape(num_kv_heads, BLOCK_SIZE, model_config.head_size)
         # NaN where nothing was written: a key that should not be looked at shows.
-        return torch.full(
-            (model_config.num_layers, num_blocks, *block_shape), torch.nan, dtype=self.model.lm_head.weight.dtype
-        )
+        return torch.full((model_config.num_layers, num_blocks, *block_shape), torch.nan, dtype=self.model.model.dtype)

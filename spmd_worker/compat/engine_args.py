@@ -30,6 +30,7 @@ _GROUPS: Final[Mapping[type, Mapping[str, str]]] = {
         "dtype": "",
         "max_model_len": "",
         "load_format": "",
+        "quantization": "",
         "logprobs_mode": "",
         "allow_nonfinite": "",
         "runner": "",

@@ -93,6 +93,12 @@ _ROWS: Final = (
         {"safetensors": "auto", "hf": "auto"},
     ),
     _same(
+        "quantization",
+        None,
+        "`int8`: weights and what they multiply are quantised as they come, on the CPU; what the checkpoint's own "
+        "config.json says is read in any case, and needs no keyword",
+    ),
+    _same(
         "logprobs_mode",
         "raw_logprobs",
         "`raw_logprobs`, `processed_logprobs`, or `tempered_logprobs`: by the temperature alone",
@@ -391,7 +397,6 @@ _ROWS: Final = (
     ),
     *_refused(
         "what the checkpoint's own config.json says is read, and weights run dequantised: leave it out",
-        quantization=None,
         quantization_config=None,
     ),
     *_refused("the cache has the model's dtype: leave it out", "auto", kv_cache_dtype="auto"),

@@ -23,6 +23,7 @@ POLICIES: Final = ("fcfs",)
 RESUME_MODES: Final = ("auto", "never", "force")
 DEVICES: Final = ("auto", "cpu", "cuda")
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+QUANTIZATIONS: Final = ("int8",)
 RUNNERS: Final = ("auto", "generate", "pooling")
 POOLING_TYPES: Final = ("last", "mean", "cls")
 LOGPROBS_MODES: Final = ("raw_logprobs", "processed_logprobs", "tempered_logprobs")
@@ -97,6 +98,9 @@ class ModelOptions:
     by the row's temperature (`tempered_logprobs`, what a trainer computes of a completion), or after penalties,
     temperature and filters, as they were drawn from (`processed_logprobs`).
 
+    `quantization` int8 quantises weights when they are loaded, and what they multiply as it comes (W8A8): answers are
+    then the same bits for every tensor-parallel size too.
+
     Weights that are NaN or infinite are refused unless `allow_nonfinite`.
 
     `runner` is what rows get: tokens (generate) or vectors and scores (pooling); auto is what the folder is for.
@@ -113,6 +117,7 @@ class ModelOptions:
     dtype: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
+    quantization: str | None = None
     logprobs_mode: str = "raw_logprobs"
     allow_nonfinite: bool = False
     runner: str = "auto"
@@ -134,6 +139,8 @@ class ModelOptions:
             )
         _check_choice("model.dtype", self.dtype, DTYPES)
         _check_choice("model.load_format", self.load_format, LOAD_FORMATS)
+        if self.quantization is not None:
+            _check_choice("model.quantization", self.quantization, QUANTIZATIONS, "nor null")
         _check_choice("model.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         _check_choice("model.tool_call_format", self.tool_call_format, TOOL_CALL_FORMATS)
         _check_choice("model.reasoning_format", self.reasoning_format, REASONING_FORMATS)

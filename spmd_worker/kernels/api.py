@@ -7,6 +7,7 @@ not depend on the tokens beside it.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -116,3 +117,35 @@ class Kernels(Protocol):
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[R, V] -> of each row the largest, float32 [R], and its first place, int64 [R]. NaN is the largest."""
+
+
+class QuantisedKernels(Kernels, Protocol):
+    """Kernels whose packed weights are int8, with a scale an output: what they stand for is near what was packed.
+
+    `unpack` shows that, in `dtype`, which all else is computed in. `repack_` leaves rows as they are that are equal to
+    what it shows; others are quantised anew.
+    Whoever has some inputs of every row alone, of a weight or of what it multiplies, says what the largest magnitudes
+    of the whole rows are, and adds sums of whole numbers: so what comes out does not depend on how many share a row.
+    """
+
+    dtype: torch.dtype
+
+    def pack_part(self, weight: Tensor, maxima: Tensor) -> Tensor:
+        """As `pack`, of some inputs of rows that have these largest magnitudes in all, float32 [out]."""
+
+    def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
+        """As `repack_`, of some inputs of rows [n, in] that have these largest magnitudes in all, float32 [n]: all of
+        them are quantised anew.
+        """
+
+    def is_changed(self, packed: Tensor, start: int, rows: Tensor) -> bool:
+        """Whether any of `rows` [n, in] is not what `unpack` shows from `start` on."""
+
+    def row_maxima(self, x: Tensor) -> Tensor:
+        """[T, in] -> the largest magnitudes of rows, float32 [T]; NaN where a number is none."""
+
+    def sums(self, x: Tensor, maxima: Tensor, weight: Tensor) -> Tensor:
+        """[T, in], of rows with these largest magnitudes, float32 [T], x packed [out, in] -> int32 [T, out]."""
+
+    def scaled(self, parts: Tensor, maxima: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Sums of each share of the inputs, int32 [shares, T, out] -> what `linear` gives of all of them, [T, out]."""

@@ -6,15 +6,16 @@ import torch
 from torch import nn
 
 from spmd_worker.attention.backend import AttentionBackend
-from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.expert_layout import ExpertLayout
-from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.api import Kernels, QuantisedKernels
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """Passed as an argument to every layer's constructor. `layer` is the number, in the whole model, of the layer that
-    is being built. `expert_layout` None: ranks share the columns of each expert.
+    is being built. `expert_layout` None: ranks share the columns of each expert. `quantised`: `kernels`, where they
+    are such.
     """
 
     tensor_group: GroupHandle
@@ -24,6 +25,14 @@ class LayerContext:
     device: torch.device
     expert_layout: ExpertLayout | None = None
     layer: int = 0
+    quantised: QuantisedKernels | None = None
+
+    @property
+    def parts_group(self) -> GroupHandle:
+        """The ranks whose row-parallel layers leave parts of a sum to what follows them. With quantised kernels each
+        gives the sum itself.
+        """
+        return self.tensor_group if self.quantised is None else single_group(self.tensor_group.ranks[0])
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter; the loader must fill every element."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_worker.distributed.topology import vocabulary_rows
+from spmd_worker.kernels.int8 import row_maxima
 from spmd_worker.layers.checkpoint_layer import CheckpointLayer, PackedLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice, whole
@@ -56,6 +57,7 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         super().__init__()
         self.shard = VocabularyShard(vocab_size, context.tensor_group.size, context.tensor_group.rank)
         self.hidden_size, self._group, self._kernels = hidden_size, context.tensor_group, context.kernels
+        self._quantised = context.quantised
         self.weight = context.parameter(self.shard.size, hidden_size)
         self.packed: Tensor | None
         """The weight as a tied head multiplies with it: kept true with the weight, which is looked up in plain rows."""
@@ -84,7 +86,11 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         super().write_region(parameter, region, values)
         if self.packed is not None:
             start, stop = region[0]
-            self._kernels.repack_(self.packed, start, self.weight.detach()[start:stop])
+            rows = self.weight.detach()[start:stop]
+            if self._quantised is None:
+                self._kernels.repack_(self.packed, start, rows)
+            else:
+                self._quantised.repack_part_(self.packed, start, rows, row_maxima(rows))
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
@@ -145,7 +151,7 @@ class VocabularyParallelHead(PackedLayer):
         super().__init__()
         self._divisor, self._cap = divisor, cap
         self.shard = VocabularyShard(vocab_size, context.tensor_group.size, context.tensor_group.rank)
-        self.hidden_size, self._kernels = hidden_size, context.kernels
+        self.hidden_size, self._kernels, self._quantised = hidden_size, context.kernels, context.quantised
         self.weight = tied_to.weight if tied_to is not None else context.parameter(self.shard.size, hidden_size)
         self.bias = context.parameter(self.shard.size) if has_bias else None
         # In a tuple, so that the embedding does not become a part of this module.

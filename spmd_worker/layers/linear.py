@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from spmd_worker.distributed.topology import shard_range
+from spmd_worker.kernels.int8 import row_maxima
 from spmd_worker.layers.checkpoint_layer import PackedLayer
 from spmd_worker.layers.context import LayerContext
-from spmd_worker.layers.weight_slice import WeightSlice, whole
+from spmd_worker.layers.weight_slice import Rectangle, WeightSlice, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class ColumnParallelLinear(PackedLayer):
 
     def __init__(self, context: LayerContext, input_size: int, parts: tuple[OutputPart, ...], has_bias: bool) -> None:
         super().__init__()
-        self.input_size, self.parts, self._kernels = input_size, parts, context.kernels
+        self.input_size, self.parts = input_size, parts
+        self._kernels, self._quantised = context.kernels, context.quantised
         num_outputs = sum(part.stop - part.start for part in parts)
         self.weight = context.parameter(num_outputs, input_size)
         self.bias = context.parameter(num_outputs) if has_bias else None
@@ -129,7 +131,8 @@ class ReplicatedLinear(PackedLayer):
 
 class RowParallelLinear(PackedLayer):
     """[T, inputs of this rank] -> this rank's part of [T, output_size]: the sum over the tensor-parallel group is made
-    with what follows (`RMSNorm.add_and_norm`).
+    with what follows (`RMSNorm.add_and_norm`). With quantised kernels it is the sum itself, the same bits on any number
+    of ranks: whole numbers are summed before they are scaled, by the largest magnitude of the whole row.
 
     The bias is whole on every rank and in the first rank's part.
     """
@@ -140,11 +143,18 @@ class RowParallelLinear(PackedLayer):
         super().__init__()
         self.input_range, self.input_size, self.output_size = input_range, input_size, output_size
         self._kernels, self._group = context.kernels, context.tensor_group
+        self._quantised = context.quantised
+        # Alone it is a layer like any other.
+        self._parts = context.quantised if self._group.size > 1 else None
         self.weight = context.parameter(output_size, input_range[1] - input_range[0])
         self.bias = context.parameter(output_size) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs of this rank] -> [T, output_size], to be summed before anything else is exchanged in the group."""
+        if self._parts is not None:
+            maxima = self._whole_maxima(self._parts.row_maxima(x))
+            sums = self._parts.sums(x, maxima, self.weight)
+            return self._parts.scaled(self._group.all_gather(sums), maxima, self.weight, self.bias)
         fast = self._group.fast
         room = None if fast is None else fast.room_for_part((len(x), self.output_size), x.dtype)
         return self._kernels.linear(x, self.weight, self.own_bias, room)
@@ -153,6 +163,28 @@ class RowParallelLinear(PackedLayer):
     def own_bias(self) -> Tensor | None:
         """What this rank adds to its part."""
         return self.bias if self._group.rank == 0 else None
+
+    def _whole_maxima(self, maxima: Tensor) -> Tensor:
+        """Largest magnitudes of this rank's parts of rows -> those of the whole rows."""
+        return self._group.all_gather(maxima).amax(dim=0)
+
+    def pack_weights(self) -> None:
+        """See `PackedLayer.pack_weights`. With quantised kernels every rank of the group calls this."""
+        if self._parts is None:
+            super().pack_weights()
+        else:
+            maxima = self._whole_maxima(row_maxima(self.weight))
+            self.weight = nn.Parameter(self._parts.pack_part(self.weight, maxima), requires_grad=False)
+
+    def check_changes(self, parameter: str, region: Rectangle, values: Tensor) -> None:
+        """See `CheckpointLayer.check_changes`: of a quantised row other ranks have other parts."""
+        if self._parts is None or parameter != "weight":
+            return
+        if self._parts.is_changed(self.weight, region[0][0], self._as_given(values)):
+            raise ValueError(
+                "each rank has some inputs of this quantised weight, whose scales are those of whole rows: give whole "
+                "tensors to load_weights (LLM.update_weights), or run with parallel.tensor_parallel_size=1"
+            )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""

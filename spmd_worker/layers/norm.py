@@ -21,7 +21,7 @@ class RMSNorm(CheckpointLayer):
 
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:
         super().__init__()
-        self.size, self.eps, self._kernels, self._group = size, eps, context.kernels, context.tensor_group
+        self.size, self.eps, self._kernels, self._group = size, eps, context.kernels, context.parts_group
         self.weight = context.parameter(size)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.distributed.topology import RankLayout, Stage, expert_share, shard_range, stage_of, vocabulary_rows
+from spmd_worker.model_config.int8_format import int8_bytes
 from spmd_worker.model_config.layer_config import float32_elements, layer_elements
 from spmd_worker.model_config.model_config import DTYPE_BYTES, ModelConfig
 
@@ -35,8 +36,11 @@ def rank_sizes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Rank
     )
 
 
-def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str) -> int:
-    """Bytes of what one rank holds of the weights; `device` is `cpu` or `cuda`.
+def weights_bytes(
+    model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, device: str, quantization: str | None = None
+) -> int:
+    """Bytes of what one rank holds of the weights; `device` is `cpu` or `cuda`. With `quantization` int8, those of
+    weights that are quantised are what they are packed to, once they are.
 
     On the CPU weights are packed for its matrix products, a tied head's as a copy of the embedding, which is looked up
     in plain rows. Where oneDNN packs (there is no AMX), it pads beyond this what fills no tile of its own.
@@ -62,7 +66,35 @@ def weights_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtyp
     if model_config.is_encoder and model_config.pooling is not None and stage.is_last:
         float32_bytes += model_config.pooling.num_float32_elements * DTYPE_BYTES["float32"]
     head_bias = sizes.num_vocabulary_rows * (model_config.has_head_bias and has_head) * stage.is_last
-    return (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes
+    num_bytes = (tables + layers + norm + head_bias) * DTYPE_BYTES[dtype] + float32_bytes
+    if quantization is not None:
+        shapes = int8_shapes(model_config, layout, rank)
+        plain = sum(count * outputs * inputs for (outputs, inputs, _), count in shapes.items())
+        num_bytes -= plain * DTYPE_BYTES[dtype]
+        num_bytes += sum(
+            count * int8_bytes(outputs, inputs, is_gated=is_gated)
+            for (outputs, inputs, is_gated), count in shapes.items()
+        )
+    return num_bytes
+
+
+def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Counter[tuple[int, int, bool]]:
+    """How many weights of which outputs and inputs a rank has that are quantised, and whether their rows are gates and
+    what these open. The embedding is not; what a tied head multiplies with is a copy of it, on the CPU.
+    """
+    sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
+    stage = stage_of(layout, model_config, rank)
+    shapes: Counter[tuple[int, int, bool]] = Counter()
+    for layer in model_config.layers[stage.start : stage.stop]:
+        query, key_value = sizes.num_heads * layer.head_size, sizes.num_kv_heads * layer.head_size
+        first = sizes.num_columns * (1 + layer.is_gated)
+        shapes[query + 2 * key_value, hidden, False] += 1
+        shapes[hidden, query, False] += 1
+        shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
+        shapes[hidden, sizes.num_columns, False] += 1
+    if stage.is_last:
+        shapes[sizes.num_vocabulary_rows, hidden, False] += 1
+    return shapes
 
 
 def _layers_elements(model_config: ModelConfig, layout: RankLayout, rank: int, stage: Stage) -> int:
@@ -97,7 +129,13 @@ def expert_bytes(model_config: ModelConfig, layout: RankLayout, rank: int, dtype
 
 
 def activation_bytes(
-    model_config: ModelConfig, layout: RankLayout, rank: int, dtype: str, num_tokens: int, num_rows: int
+    model_config: ModelConfig,
+    layout: RankLayout,
+    rank: int,
+    dtype: str,
+    num_tokens: int,
+    num_rows: int,
+    quantization: str | None = None,
 ) -> int:
     """Peak of a step of `num_tokens` tokens of which `num_rows` sample.
 
@@ -107,6 +145,7 @@ def activation_bytes(
     and the columns of an xIELU, in float32; flat norms hold those of all ranks, and parallel layers keep what the
     feed-forward is given. Sparse layers hold what each of a token's experts gives, and sums in float32. The sampler
     holds float32 logits as shards, gathered and as log-probabilities, and the mass of a draw twice in float64.
+    Quantised layers hold their inputs as bytes, and of several ranks the int32 sums of all.
     """
     sizes = rank_sizes(model_config, layout, rank)
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
@@ -125,7 +164,12 @@ def activation_bytes(
     if model_config.is_encoder:
         return num_tokens * per_token * DTYPE_BYTES[dtype]
     logits = num_rows * (sizes.num_vocabulary_rows * 4 + model_config.vocab_size * (4 + 4 + 8 + 8))
-    return num_tokens * per_token * DTYPE_BYTES[dtype] + logits
+    quantised = 0
+    if quantization is not None:
+        quantised = max(model_config.hidden_size, num_columns)
+        if layout.tensor_parallel_size > 1:
+            quantised += 4 * (layout.tensor_parallel_size + 1) * model_config.hidden_size
+    return num_tokens * (per_token * DTYPE_BYTES[dtype] + quantised) + logits
 
 
 def _sparse_elements(model_config: ModelConfig, layout: RankLayout) -> int:

@@ -127,6 +127,7 @@ def describe_plan(plan: MemoryPlan) -> str:
     lines = [
         f"model      {model}",
         *_quantised(plan),
+        *_int8(plan),
         *_experts(plan),
         f"computes   {_where(plan)}",
         f"ranks      {ranks}",
@@ -141,10 +142,11 @@ def describe_plan(plan: MemoryPlan) -> str:
 def _share(resolved: ResolvedRun, rank: int) -> RankShare:
     model_config, layout, scheduler = resolved.model_config, resolved.layout, resolved.config.scheduler
     num_tokens, num_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    quantization = resolved.config.model.quantization
     return RankShare(
         rank_sizes(model_config, layout, rank),
-        weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type),
-        activation_bytes(model_config, layout, rank, resolved.dtype, num_tokens, num_rows),
+        weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type, quantization),
+        activation_bytes(model_config, layout, rank, resolved.dtype, num_tokens, num_rows, quantization),
         cache_spec_of(resolved, rank).block_bytes,
     )
 
@@ -170,6 +172,23 @@ def _quantised(plan: MemoryPlan) -> list[str]:
     return [
         f"files      quantised, {model_config.quantization.words}: dequantised to {dtype} when they are loaded, the "
         f"weights take {num_bytes}, as plain ones do"
+    ]
+
+
+def _int8(plan: MemoryPlan) -> list[str]:
+    """What the weights take of the rank that has most, once they are quantised, and until then."""
+    resolved = plan.resolved
+    if resolved.config.model.quantization is None:
+        return []
+    model_config, layout = resolved.model_config, resolved.layout
+    loading = max(
+        weights_bytes(model_config, layout, rank, resolved.dtype, resolved.device_type)
+        for rank in range(layout.world_size)
+    )
+    quantised = max(share.weights_bytes for share in plan.shares)
+    return [
+        f"quantised  to int8, a scale an output, all but the embedding and norms: {format_bytes(quantised)} on a rank, "
+        f"scales included; while they are loaded {format_bytes(loading)}, in {resolved.dtype}"
     ]
 
 

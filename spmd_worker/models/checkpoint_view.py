@@ -77,6 +77,7 @@ class _Shown:
             shape, wanted = list(parameter.shape), list(self._held[name].shape)
             if shape != wanted:
                 raise ValueError(f"{name}: has the shape {wanted} here, not {shape}: only its values can be changed")
+            self._held[name].check_changes(parameter.detach())
         for name, parameter in self._parameters.items():
             self._held[name].write(parameter.detach())
 

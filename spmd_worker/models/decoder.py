@@ -118,7 +118,7 @@ class SandwichLayer(nn.Module):
         self.mlp = new_feed_forward(context, layer, hidden_size)
         norms = [new_norm(context, hidden_size, layer.norm) if is_there else None for is_there in layer.norms]
         self.input_layernorm, self.attention_output_norm, self.post_attention_layernorm, self.mlp_output_norm = norms
-        self._multiplier, self._group = layer.residual_multiplier, context.tensor_group
+        self._multiplier, self._group = layer.residual_multiplier, context.parts_group
         self._is_parallel, self._norms_sums = layer.is_parallel, layer.norms_sums
 
     def forward(
@@ -190,7 +190,7 @@ class DecoderStack(nn.Module):
             RotaryEmbedding(rope, model_config.head_size, model_config.max_position_embeddings, context.device)
             for rope in model_config.ropes
         )
-        self.dtype, self._group, self._attention = context.dtype, context.tensor_group, context.attention
+        self.dtype, self._group, self._attention = context.dtype, context.parts_group, context.attention
         self.joined_layers: JoinedLayers | None = None
         """All layers at once, where that can be; None: one by one."""
 

@@ -30,9 +30,17 @@ class HeldPiece:
 
     def write(self, values: Tensor) -> None:
         """Make `values` the slice."""
+        self.layer.write_region(self.parameter, self.piece.destination, self.placed(values))
+
+    def placed(self, values: Tensor) -> Tensor:
+        """The slice's values as the parameter has its dimensions."""
         values = values.transpose(-1, -2) if self.piece.is_transposed else values
-        destination = self.piece.destination
-        self.layer.write_region(self.parameter, destination, values.reshape(extents(destination)))
+        return values.reshape(extents(self.piece.destination))
+
+    def whole_rows(self, tensor: Tensor) -> Tensor:
+        """Of a checkpoint tensor that is a matrix: the rows, as the parameter has them, of which the slice is part."""
+        start, stop = self.piece.turned(self.piece.source)[0]
+        return (tensor.t() if self.piece.is_transposed else tensor)[start:stop]
 
     @property
     def parameter(self) -> str:
@@ -97,7 +105,21 @@ class HeldWeight:
         """
         sources = [tuple(slice(*bounds) for bounds in held.piece.source) for held in self.pieces]
         for run in self._runs():
-            self._write_run(run, [tensor.detach()[sources[number]] for number in run])
+            pieces = [self.pieces[number] for number in run]
+            values = [tensor.detach()[sources[number]] for number in run]
+            if pieces[0].layer.takes_whole_rows(pieces[0].parameter):
+                _load_rows(pieces, values, tensor.detach())
+            else:
+                self._write_run(run, values)
+
+    def check_changes(self, values: Tensor) -> None:
+        """Raise ValueError where `write` cannot make `values` this rank's slices."""
+        regions = self._regions()
+        for held, region in zip(self.pieces, regions, strict=True):
+            try:
+                held.layer.check_changes(held.parameter, held.piece.destination, held.placed(values[region]))
+            except ValueError as error:
+                raise ValueError(f"{self.checkpoint_name}: {error}") from None
 
     def _runs(self) -> list[list[int]]:
         """Numbers of pieces whose rows follow each other in one parameter: heads of a tensor that has queries, keys and
@@ -198,6 +220,13 @@ def held_weights(slices: Iterable[WeightSlice], layers: Mapping[str, CheckpointL
         sources = sorted(each.piece.source for each in pieces)
         assert not any(map(_overlap, sources, sources[1:])), ("this rank holds a tensor twice", name)
     return {name: HeldWeight(tuple(pieces)) for name, pieces in held.items()}
+
+
+def _load_rows(pieces: list[HeldPiece], values: list[Tensor], tensor: Tensor) -> None:
+    """The pieces of a run, of `tensor`, which is a matrix: experts, which may be stacked, are not quantised."""
+    for held, each in zip(pieces, values, strict=True):
+        destination = held.piece.destination
+        held.layer.load_rows(held.parameter, destination, held.placed(each), held.whole_rows(tensor))
 
 
 def _joined(pieces: list[HeldPiece]) -> Rectangle:

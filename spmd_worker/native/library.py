@@ -19,6 +19,9 @@ _CACHE = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER)  # elements, block s
 _STRIDED = (_POINTER, _INTEGER, _INTEGER)  # elements, stride of tokens, stride of heads
 _ANGLES = (_POINTER, _POINTER)  # cosines and sines by which rows are turned when they are read, or null
 
+# Rows, their stride and number, inputs, the weight, outputs.
+_BYTE_GEMM = (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER))
+
 _DTYPES = ("float32", "bfloat16")
 
 # One function for each dtype, `spmd_<name>_float32` and `spmd_<name>_bfloat16`; the sources say what arguments mean.
@@ -64,6 +67,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
     "gemm": (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER, _POINTER, _POINTER), *(_INTEGER,) * 2),
     "argmax": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
+    "int8_maxima": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
+    "int8_quantise": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),
+    "int8_gemm": (*_BYTE_GEMM, _POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER),
+    "int8_scaled": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER, _INTEGER), *(_POINTER,) * 3, _INTEGER),
 }
 # Of one dtype alone, or of none.
 _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
@@ -72,6 +79,7 @@ _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     ),
     "team_counters": (_POINTER,),
+    "int8_sums": (*_BYTE_GEMM, _POINTER, _INTEGER),
 }
 _LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)
 _GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER)
@@ -101,12 +109,14 @@ Function = Callable[..., Any]
 class NativeLibrary:
     """What one loaded library offers, each function by name and dtype: `attend_float32`.
 
-    `has_amx`: it uses the processor's AMX unit. `gemm_dtypes`: of these, weights are packed for its own products.
+    `has_amx`: it uses the processor's AMX unit. `gemm_dtypes`: of these, weights are packed for its own products; int8
+    it multiplies always, by `int8_instructions`.
     """
 
     instruction_set: str
     has_amx: bool
     gemm_dtypes: tuple[str, ...]
+    int8_instructions: str
     functions: Mapping[str, Function]
 
 
@@ -154,6 +164,7 @@ def load(built: Built) -> NativeLibrary | str:
         if built.is_private:
             shutil.rmtree(built.path.parent, ignore_errors=True)
     library.spmd_instruction_set.restype = ctypes.c_char_p
+    library.spmd_int8_instructions.restype = ctypes.c_char_p
     library.spmd_has_amx.restype = _INTEGER
     packs = [getattr(library, f"spmd_packs_{dtype}") for dtype in _DTYPES]
     for each in packs:
@@ -162,6 +173,7 @@ def load(built: Built) -> NativeLibrary | str:
         instruction_set=library.spmd_instruction_set().decode(),
         has_amx=bool(library.spmd_has_amx()),
         gemm_dtypes=tuple(dtype for dtype, each in zip(_DTYPES, packs, strict=True) if each()),
+        int8_instructions=library.spmd_int8_instructions().decode(),
         functions=_functions(library),
     )
 

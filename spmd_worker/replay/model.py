@@ -128,6 +128,7 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
             dtype=header.dtype,
             max_model_len=header.max_model_len,
             load_format=header.load_format,
+            quantization=header.quantization,
             # What the run has loaded.
             allow_nonfinite=True,
         ),

@@ -27,7 +27,7 @@ from zlib import crc32
 from spmd_worker.errors import StepLogError
 from spmd_worker.files import JsonError, parse_json_object
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -40,9 +40,9 @@ class StepLogHeader:
 
     `model_path` is absolute. `num_blocks` and `num_host_blocks` are what the ranks agreed on, `num_tier_blocks` can be
     kept beyond both. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the price of
-    swapping a block in tokens computed. `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda") and `dtype`
-    are what was computed on and in. `code` and `tokenizer` are fingerprints, so that a replay can say what has changed
-    since; `tokenizer` is None for a folder without one.
+    swapping a block in tokens computed. `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda"), `dtype` and
+    `quantization` are what was computed on and in. `code` and `tokenizer` are fingerprints, so that a replay can say
+    what has changed since; `tokenizer` is None for a folder without one.
     """
 
     code: str
@@ -50,6 +50,7 @@ class StepLogHeader:
     load_format: str
     device: str
     dtype: str
+    quantization: str | None
     tokenizer: str | None
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -180,7 +181,7 @@ def _header_bytes(header: StepLogHeader) -> bytes:
 def _has_type(name: str, value: object) -> bool:
     if name in ("code", "model_path", "load_format", "device", "dtype", "preemption_mode"):
         return isinstance(value, str)
-    if name == "tokenizer":
+    if name in ("tokenizer", "quantization"):
         return value is None or isinstance(value, str)
     if name == "eos_token_ids":
         return isinstance(value, list) and all(type(item) is int for item in value)

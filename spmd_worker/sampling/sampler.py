@@ -2,11 +2,12 @@
 
 Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by
 inverting the cumulative distribution with one counter-based uniform a row. Their log-probabilities come from the
-shards too (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties) have their logits
-gathered. A row's token depends on its own logits, parameters and key alone. A row with a logit that is NaN or
-infinite, or with none above minus infinity, gets `NON_FINITE` in place of an id; every rank says so of the same rows,
-because each looks at the largest logits of all shards. A row whose form lets no token follow gets `FORM_FAILED`; what
-other forms forbid is masked in each shard, before everything else; log-probabilities that are raw are of all tokens.
+shards too (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties; all but greedy ones
+where bits must not depend on the number of ranks) have their logits gathered. A row's token depends on its own logits,
+parameters and key alone. A row with a logit that is NaN or infinite, or with none above minus infinity, gets
+`NON_FINITE` in place of an id; every rank says so of the same rows, because each looks at the largest logits of all
+shards. A row whose form lets no token follow gets `FORM_FAILED`; what other forms forbid is masked in each shard,
+before everything else; log-probabilities that are raw are of all tokens.
 
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
@@ -73,10 +74,15 @@ class Sampler:
         eos_token_ids: tuple[int, ...],
         logprobs_mode: str,
         kernels: Kernels | None = None,
+        *,
+        is_exact: bool = False,
     ) -> None:
+        """With `is_exact` what is drawn and reported is computed of whole vocabularies, on one rank too: of equal
+        logits it is then the same bits on any number of ranks, which sums over shards are not.
+        """
         self._kernels = ReferenceKernels() if kernels is None else kernels
         self._group, self._shard_start, self._vocab_size = group, shard_start, vocab_size
-        self._eos_token_ids, self._logprobs_mode = eos_token_ids, logprobs_mode
+        self._eos_token_ids, self._logprobs_mode, self._is_exact = eos_token_ids, logprobs_mode, is_exact
 
     def sample(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks = NO_MASKS) -> Sampled:
         """[R, Vs] and a row each; of those in `masks` the logits may change. Every rank of the group calls this with
@@ -90,6 +96,7 @@ class Sampler:
             # What is reported of a row with a mask is not what it is chosen by.
             wants_whole = row.sampling.logprobs == ALL_LOGPROBS or index in masks.places
             is_whole = row.sampling.needs_logprobs and (self._group.size == 1 or wants_whole)
+            is_whole = is_whole or (self._is_exact and (row.sampling.needs_logprobs or not row.sampling.is_greedy))
             (others if row.needs_all_logits or is_whole else simple).append(index)
         token_ids = [FORM_FAILED] * len(rows)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -125,7 +132,7 @@ class Sampler:
         """[K, Vs] and a token each -> its log-probability, and those of the likeliest: the bits that `sample` reports
         of these logits in raw_logprobs mode. Every rank of the group calls this with the same tokens.
         """
-        if self._group.size == 1 or num_likeliest == ALL_LOGPROBS:
+        if self._group.size == 1 or num_likeliest == ALL_LOGPROBS or self._is_exact:
             whole = log_softmax(self.gather(logits))
             return [token_logprobs(row, token, num_likeliest) for row, token in zip(whole, token_ids, strict=True)]
         return self._of_shards(logits, token_ids, [num_likeliest] * len(token_ids))
@@ -185,7 +192,7 @@ class Sampler:
         changed comes from the shards even so: how a token was chosen makes no difference.
         """
         sampled = self._sample_whole(self.gather(logits), rows, masks)
-        if self._group.size == 1 or self._logprobs_mode == "processed_logprobs":
+        if self._group.size == 1 or self._logprobs_mode == "processed_logprobs" or self._is_exact:
             return sampled
         wants = [
             index

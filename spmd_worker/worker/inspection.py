@@ -2,7 +2,10 @@
 
 import math
 
+import torch
 from torch import Tensor, nn
+
+from spmd_worker.kernels.cpu.int8 import int8_shape
 
 
 def describe_model(model: nn.Module) -> str:
@@ -40,6 +43,8 @@ def _describe(module: nn.Module) -> str:
 
 def _plain_shape(parameter: Tensor) -> list[int]:
     """As the checkpoint has it: a weight in panels is [..., inputs / 2, 16, 2], outputs in front and in the 16."""
+    if parameter.dtype == torch.int8:
+        return list(int8_shape(parameter))
     if parameter.ndim < 4:
         return list(parameter.shape)
     *groups, half_inputs, outputs, pair = parameter.shape

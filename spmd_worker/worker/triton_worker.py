@@ -7,7 +7,7 @@ Not the default on CUDA until a GPU has run them: docs/decisions.md.
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.attention.triton import MAX_HEAD_SIZE, TritonBackend
 from spmd_worker.errors import ConfigError
-from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.api import Kernels, QuantisedKernels
 from spmd_worker.kernels.triton import attention_kernels
 from spmd_worker.kernels.triton.kernels import TritonKernels
 from spmd_worker.kernels.triton.launching import is_interpreted
@@ -23,10 +23,12 @@ class TritonWorker(Worker):
         """See `WorkerBase.get_arithmetic`."""
         return f"Triton kernels{' interpreted' if is_interpreted() else ''}, {super().get_arithmetic()}"
 
-    def _choose_backends(self) -> tuple[Kernels, AttentionBackend]:
+    def _choose_backends(self) -> tuple[Kernels, AttentionBackend, QuantisedKernels | None]:
         """Raises ConfigError for what these kernels cannot compute."""
         if is_interpreted() != (self.device.type == "cpu"):
             raise ConfigError(f"{_KEY} computes on CUDA: use device=cuda, or leave executor.worker_cls at null")
+        if self.config.model.quantization is not None:
+            raise ConfigError(f"{_KEY} computes with weights as they are: leave model.quantization at null")
         if is_interpreted() and self.resolved.dtype == "bfloat16":
             raise ConfigError(f"{_KEY}: Triton's interpreter has no bfloat16: use model.dtype=float32")
         for layer in self.model_config.layers:
@@ -36,4 +38,4 @@ class TritonWorker(Worker):
                     f"{_KEY} takes heads of at most {MAX_HEAD_SIZE} and at most {attention_kernels.ROWS} query heads a "
                     f"key-value head, not {layer.head_size} and {group}: leave executor.worker_cls at null"
                 )
-        return TritonKernels(), TritonBackend()
+        return TritonKernels(), TritonBackend(), None

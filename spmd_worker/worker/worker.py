@@ -24,6 +24,7 @@ from kv_cache.cache_spec import CacheSpec
 from kv_cache.connector import TransferEngine
 from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
+from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.groups import ParallelGroups, join_groups
 from spmd_worker.distributed.shared_memory import share_memory
@@ -31,7 +32,7 @@ from spmd_worker.distributed.topology import stage_of
 from spmd_worker.errors import ConfigError
 from spmd_worker.grammar.compiler import GrammarCompiler
 from spmd_worker.grammar.step_masks import GrammarMasks
-from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.api import Kernels, QuantisedKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory import host
 from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
@@ -123,8 +124,28 @@ class Worker(WorkerBase):
         CheckpointError before anything is filled when names, shapes or coverage are wrong.
         """
         assert self.groups is not None, "init_device comes first"
+        exchanges = self.config.model.quantization is not None and self.groups.tensor.size > 1
+        model = self._filled_everywhere(self.groups.control) if exchanges else self._filled_model()
+        if model is not None:
+            model.pack_weights()
+            self._model = model
+
+    def _filled_everywhere(self, control: GroupHandle) -> DecoderForCausalLM | None:
+        """The model, where every rank has filled its own: ranks that share rows of a weight exchange what they have of
+        them when it is packed, and one that had failed would be waited for. It raises what went wrong; others get None.
+        """
+        try:
+            model = self._filled_model()
+        except BaseException:
+            is_on_any_rank(control, True)
+            raise
+        return None if is_on_any_rank(control, False) else model
+
+    def _filled_model(self) -> DecoderForCausalLM:
+        """With what the checkpoint has, or with dummy weights, not packed yet."""
+        assert self.groups is not None, "init_device comes first"
         self._check_weights_fit()
-        self._kernels, self._attention = self._choose_backends()
+        self._kernels, self._attention, quantised = self._choose_backends()
         context = LayerContext(
             tensor_group=self.groups.tensor,
             kernels=self._kernels,
@@ -132,6 +153,7 @@ class Worker(WorkerBase):
             dtype=getattr(torch, self.resolved.dtype),
             device=self.device,
             expert_layout=self.layout.experts,
+            quantised=quantised,
         )
         model = build_model(context, self.model_config, stage_of(self.layout, self.model_config, self.environment.rank))
         slices, paddings = model.weight_slices(), model.padding_slices()
@@ -156,8 +178,7 @@ class Worker(WorkerBase):
             model.pooler.take_denses(
                 dummy_denses(denses) if is_dummy else read_denses(self.resolved.model_folder, denses)
             )
-        model.pack_weights()
-        self._model = model
+        return model
 
     def get_kv_cache_spec(self) -> CacheSpec:
         """See `WorkerBase.get_kv_cache_spec`."""
@@ -452,9 +473,10 @@ class Worker(WorkerBase):
     def _take_finished_transfers(self) -> tuple[int, ...]:
         return self._tier_engine.finished() if self._tier_engine is not None else ()
 
-    def _choose_backends(self) -> tuple[Kernels, AttentionBackend]:
+    def _choose_backends(self) -> tuple[Kernels, AttentionBackend, QuantisedKernels | None]:
         dtype, head_size = getattr(torch, self.resolved.dtype), self.model_config.head_size
-        return choose_backends(self.device, dtype, head_size, self.config.cache.block_size)
+        quantization = self.config.model.quantization
+        return choose_backends(self.device, dtype, head_size, self.config.cache.block_size, quantization)
 
     def _num_loading_threads(self) -> int:
         """Of this rank's share of the cores; on the CPU those that it computes with."""
@@ -488,6 +510,7 @@ class Worker(WorkerBase):
             self.resolved.dtype,
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
+            self.config.model.quantization,
         )
         measurement = measure_host(weights, estimate, self.environment.local_world_size)
         is_scarce = not is_estimate_enough(self.resolved, rank, measurement)
@@ -545,4 +568,5 @@ class Worker(WorkerBase):
             self.model_config.eos_token_ids,
             self.config.model.logprobs_mode,
             self._kernels,
+            is_exact=self.config.model.quantization is not None,
         )

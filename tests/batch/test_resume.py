@@ -140,7 +140,13 @@ def test_a_run_that_has_ended_keeps_nothing_twice_and_starts_anew(tmp_path: Path
         assert names == ["lock", "manifest.json", "metrics.json", "provenance.json", "steps.csv"]
 
 
-@pytest.mark.parametrize("change", ["seed", "sampling.temperature", "job.max_rows", "model.dtype"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("seed", "sampling.temperature", "job.max_rows", "model.dtype"),
+        pytest.param("model.quantization", marks=pytest.mark.matrix),
+    ],
+)
 def test_what_answers_depend_on_must_not_have_changed(tmp_path: Path, change: str):
     config = ended_job(tmp_path, 5)
     changed = {
@@ -148,6 +154,7 @@ def test_what_answers_depend_on_must_not_have_changed(tmp_path: Path, change: st
         "sampling.temperature": replace(config, sampling=SamplingConfig(max_tokens=8, temperature=0.5)),
         "job.max_rows": replace(config, job=replace(config.job, max_rows=30)),
         "model.dtype": replace(config, model=ModelOptions(path=str(MODEL), dtype="bfloat16")),
+        "model.quantization": replace(config, model=ModelOptions(path=str(MODEL), quantization="int8")),
     }[change]
     with pytest.raises(
         ConfigError, match=rf"^{change} is \S+, and \S+ in the run that job\.run_dir=.*job\.resume=force"

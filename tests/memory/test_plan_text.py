@@ -12,6 +12,7 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting
 from spmd_worker.memory.plan_text import describe_plan, make_plan
+from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.resolved import ResolvedRun, resolve
 
@@ -53,6 +54,35 @@ def text_of(model_config: ModelConfig, tensor_parallel_size: int, **config: obje
 def resolved(model_config: ModelConfig, tensor_parallel_size: int = 1, **config: object) -> ResolvedRun:
     run = RunConfig(parallel=ParallelConfig(tensor_parallel_size), **config)  # type: ignore[arg-type]  # a table has no types
     return resolve(run, ModelFiles(model_config, {}, ""), "cuda" if run.device == "cuda" else "cpu")
+
+
+def test_quantised_weights_take_half_and_the_plan_says_what_they_take_while_they_are_loaded(model_config: ModelConfig):
+    options = ModelOptions(path="", quantization="int8")
+    quantised, plain = text_of(model_config, 2, model=options), text_of(model_config, 2)
+    line = next(line for line in quantised if line.startswith("quantised"))
+    assert line == (
+        "quantised  to int8, a scale an output, all but the embedding and norms: 4.0 GiB on a rank, scales included; "
+        "while they are loaded 7.5 GiB, in bfloat16"
+    )
+    assert any("7.5 GiB" in line for line in plain)
+    assert not any("quantised" in line for line in plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "words"),
+    [
+        ({}, "cuda", "runs on the CPU alone"),
+        ({"intermediate_size": 200_000}, "cpu", "at most 131,072 inputs exactly"),
+        ({"experts": ExpertsConfig(4, 2, 64)}, "cpu", "which has experts"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_by_name(
+    model_config: ModelConfig, changes: dict[str, object], device: str, words: str
+):
+    layers = tuple(replace(layer, **changes) for layer in model_config.layers)
+    files = ModelFiles(replace(model_config, layers=layers), {}, "")
+    with pytest.raises(ConfigError, match=words):
+        resolve(RunConfig(model=ModelOptions(path="", quantization="int8")), files, device)
 
 
 def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config: ModelConfig):

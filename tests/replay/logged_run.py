@@ -48,6 +48,7 @@ HEADER = StepLogHeader(
     load_format="auto",
     device="cpu",
     dtype="float32",
+    quantization=None,
     tokenizer=None,
     vocab_size=VOCAB_SIZE,
     eos_token_ids=(0,),

@@ -31,18 +31,22 @@ def row(stream: int = 1, position: int = 4, sample: int = 0, **sampling: object)
     return SampleRow(SamplingParams(**sampling), stream, sample, position, (1, 2, 3), [7] * (position - 3))
 
 
-def whole(logits: torch.Tensor, rows: list[SampleRow], mode: str = "raw_logprobs") -> Sampled:
-    return Sampler(single_group(), 0, logits.shape[1], EOS, mode).sample(logits, rows)
+def whole(
+    logits: torch.Tensor, rows: list[SampleRow], mode: str = "raw_logprobs", *, is_exact: bool = False
+) -> Sampled:
+    return Sampler(single_group(), 0, logits.shape[1], EOS, mode, is_exact=is_exact).sample(logits, rows)
 
 
-def sharded(logits: torch.Tensor, rows: list[SampleRow], size: int, mode: str = "raw_logprobs") -> list[Sampled]:
+def sharded(
+    logits: torch.Tensor, rows: list[SampleRow], size: int, mode: str = "raw_logprobs", *, is_exact: bool = False
+) -> list[Sampled]:
     """What every rank of the group says, in rank order."""
 
     def run(group: GroupHandle) -> Sampled:
         shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
         mine = torch.full((logits.shape[0], shard.size), -torch.inf)
         mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
-        return Sampler(group, shard.start, VOCAB_SIZE, EOS, mode).sample(mine, rows)
+        return Sampler(group, shard.start, VOCAB_SIZE, EOS, mode, is_exact=is_exact).sample(mine, rows)
 
     return on_ranks(size, run)
 
@@ -215,6 +219,16 @@ def reporting(dtype: torch.dtype) -> tuple[torch.Tensor, list[SampleRow]]:
     logits = 2 * torch.randn(len(REPORTING) * 3, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
     logits[::2, [0, 26, 27, 105, 106, 210]] = 3.5
     return logits.to(dtype), [row(stream=i, **REPORTING[i % len(REPORTING)]) for i in range(len(logits))]
+
+
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.matrix)])
+def test_where_it_is_exact_shards_give_the_bits_of_the_whole(size: int, mode: str):
+    """And where it is not, some log-probabilities differ in the last bits: the control."""
+    logits, rows = reporting(torch.bfloat16)
+    assert sharded(logits, rows, size, mode, is_exact=True) == [whole(logits, rows, mode, is_exact=True)] * size
+    if mode == "raw_logprobs":
+        assert sharded(logits, rows, size, mode)[0] != whole(logits, rows, mode)
 
 
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)

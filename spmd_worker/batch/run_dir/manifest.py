@@ -26,7 +26,8 @@ NOT_READ: Final = "not read yet"
 """What stands for the digest of an input until there is one."""
 
 _ANSWER_KEYS: Final = (
-    *("model.dtype", "model.max_model_len", "model.load_format", "model.logprobs_mode", "seed"),
+    *("model.dtype", "model.max_model_len", "model.load_format", "model.quantization"),
+    *("model.logprobs_mode", "seed"),
     *("model.tool_call_format", "model.reasoning_format"),
     *("model.runner", "model.pooling_type", "model.classifier_from_token", "model.allow_any_dimensions"),
 )

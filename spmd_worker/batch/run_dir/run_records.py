@@ -51,6 +51,7 @@ def step_log_header(engine: LLMEngine) -> StepLogHeader:
         load_format=config.model.load_format,
         device=resolved.device_type,
         dtype=resolved.dtype,
+        quantization=config.model.quantization,
         tokenizer=engine.tokenizer.fingerprint() if engine.tokenizer is not None else None,
         vocab_size=resolved.model_config.vocab_size,
         eos_token_ids=resolved.model_config.eos_token_ids,

@@ -1,0 +1,216 @@
+// Rows of numbers -> rows of bytes with one scale each, and sums of products of these -> numbers. See int8.h.
+//
+// A row's scale is its largest magnitude over 127; a number becomes the nearest whole number, ties to even, of itself times
+// 127 over that magnitude. A row of nothing but magnitudes below `kLeast` is zero. A row with a number that is not finite
+// gets no number as its scale, and so do its results.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "elements.h"
+#include "int8.h"
+#include "team.h"
+
+namespace {
+
+constexpr float kMost = 127.0f;
+constexpr float kLeast = 1e-30f;
+constexpr int64_t kSmall = 8192;          // numbers: below this a second thread costs more than it brings
+constexpr int64_t kFewProducts = 1 << 19;  // likewise
+
+SPMD_INLINE float scale_of(float largest) { return largest < kLeast ? 0.0f : largest / kMost; }
+
+// Magnitudes as whole numbers are in the same order, with what is not a number above all.
+template <class Element>
+float row_maximum(const Element* row, int64_t size) {
+  Ints most = Ints{};
+  for (int64_t place = 0; place < size; place += kLanes) {
+    const Ints bits = (Ints)load_some(row + place, size - place) & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  int32_t largest = 0;
+  for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+  float value;
+  std::memcpy(&value, &largest, sizeof value);
+  return value;
+}
+
+template <class Element>
+void row_maxima(const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, float* maxima, int64_t num_threads) {
+  each_by_team(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
+    maxima[row] = row_maximum(x + row * x_stride, size);
+  });
+}
+
+// Up to `to_stride` bytes, of which those beyond `size` are zero; `offset` is added to each.
+template <class Element>
+void quantise_row(const Element* row, int64_t size, float largest, int8_t offset, int8_t* to, int64_t to_stride) {
+  int64_t place = 0;
+  if (largest >= kLeast && largest < kInfinity) {
+    const Floats factor = broadcast(kMost / largest), magic = broadcast(12582912.0f);
+    for (; place < size; place += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, size - place);
+      // Adding this many rounds to a whole number, the even one of two.
+      const Floats whole = (load_some(row + place, count) * factor + magic) - magic;
+      const Ints numbers = __builtin_convertvector(whole, Ints);
+      for (int64_t lane = 0; lane < count; ++lane) to[place + lane] = int8_t(numbers[lane] + offset);
+    }
+    place = size;
+  }
+  std::fill(to + place, to + to_stride, offset);
+}
+
+template <class Element>
+void quantise(
+    const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, const float* maxima, int8_t* to,
+    int64_t to_stride, int64_t num_threads) {
+  const int8_t offset = rows_are_offset() ? -128 : 0;
+  each_by_team(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
+    quantise_row(x + row * x_stride, size, maxima[row], offset, to + row * to_stride, to_stride);
+  });
+}
+
+// The sums of kLanes outputs as numbers.
+SPMD_INLINE Floats scaled(const int32_t* sums, float row_scale, const float* scales) {
+  return (__builtin_convertvector(load<Ints>(sums), Floats) * broadcast(row_scale)) * load<Floats>(scales);
+}
+
+// Results of a gemm, or of a gated one, whose `bias` (or null) has those of all gates first.
+template <class Element>
+struct Results final : ByteSink {
+  const ByteGemm& gemm;
+  const float* maxima;
+  const Element* bias;
+  Element* to;
+  bool is_gated;
+
+  Results(const ByteGemm& product, const float* largest, const Element* added, Element* results, bool gates)
+      : gemm(product), maxima(largest), bias(added), to(results), is_gated(gates) {}
+
+  void take(int64_t row, int64_t end, int64_t pair, bool has_two, const int32_t* sums) const override {
+    const int64_t half = gemm.num_outputs / 2, column = pair * kBytePanel * (is_gated ? 1 : 2);
+    for (; row < end; ++row, sums += 32) {
+      const float scale = scale_of(maxima[row]);
+      if (is_gated) {
+        open_gates(row, pair, column, half, scale, sums);
+      } else {
+        for (int panel = 0; panel <= has_two; ++panel)
+          for (int lane = 0; lane < kBytePanel; lane += kLanes) {
+            const int64_t at = column + panel * kBytePanel + lane;
+            store_floats(
+                to + row * gemm.num_outputs + at,
+                biased(scaled(sums + panel * kBytePanel + lane, scale, gemm.scales(pair * 2 + panel) + lane), at));
+          }
+      }
+    }
+  }
+
+  SPMD_INLINE_MEMBER void open_gates(
+      int64_t row, int64_t pair, int64_t column, int64_t half, float scale, const int32_t* sums) const {
+    for (int lane = 0; lane < kBytePanel; lane += kLanes) {
+      const Floats gate = biased(scaled(sums + lane, scale, gemm.scales(pair * 2) + lane), column + lane);
+      const Floats up =
+          biased(scaled(sums + kBytePanel + lane, scale, gemm.scales(pair * 2 + 1) + lane), half + column + lane);
+      store_floats(
+          to + row * half + column + lane,
+          as_kept<Element>(silu(as_kept<Element>(gate))) * as_kept<Element>(up));
+    }
+  }
+
+  SPMD_INLINE_MEMBER Floats biased(Floats value, int64_t at) const {
+    return bias == nullptr ? value : value + load_floats(bias + at);
+  }
+};
+
+// The sums themselves.
+struct Sums final : ByteSink {
+  int64_t num_outputs;
+  int32_t* to;
+
+  Sums(int64_t outputs, int32_t* sums) : num_outputs(outputs), to(sums) {}
+
+  void take(int64_t row, int64_t end, int64_t pair, bool has_two, const int32_t* sums) const override {
+    for (; row < end; ++row, sums += 32)
+      std::memcpy(to + row * num_outputs + pair * 2 * kBytePanel, sums, (has_two ? 2 : 1) * kBytePanel * sizeof *sums);
+  }
+};
+
+void multiply_all(const ByteGemm& gemm, const ByteSink& sink, int64_t num_threads) {
+  const ByteCut cut(gemm, int(num_threads));
+  const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
+  run_by_team(cut.num_items(), is_small ? 1 : num_threads, [&](Items& items) {
+    for (int64_t item = items.next(); item >= 0; item = items.next()) run_byte_items(gemm, cut, sink, item, item + 1);
+  });
+}
+
+// `parts` [num_parts][num_rows][num_outputs] are sums over some of the inputs each.
+template <class Element>
+void scale_sums(
+    const int32_t* parts, int64_t num_parts, const ByteGemm& gemm, const float* maxima, const Element* bias, Element* to,
+    int64_t num_threads) {
+  const int64_t width = gemm.num_outputs, num_rows = gemm.num_rows;
+  const Results<Element> results(gemm, maxima, bias, to, false);
+  each_by_team(num_rows, num_rows * width < kSmall ? 1 : num_threads, [&](int64_t row) {
+    for (int64_t pair = 0; pair < gemm.num_pairs(); ++pair) {
+      const bool has_two = pair * 2 + 1 < gemm.num_panels();
+      alignas(64) int32_t sums[32] = {};
+      for (int64_t part = 0; part < num_parts; ++part) {
+        const int32_t* from = parts + (part * num_rows + row) * width + pair * 2 * kBytePanel;
+        for (int output = 0; output < (has_two ? 32 : 16); ++output) sums[output] += from[output];
+      }
+      results.take(row, row + 1, pair, has_two, sums);
+    }
+  });
+}
+
+}  // namespace
+
+#define SPMD_INT8(name, Element)                                                                                       \
+  /* The largest magnitude of each row; not a number where the row has one that is none. */                            \
+  extern "C" void spmd_int8_maxima_##name(                                                                             \
+      const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, float* maxima, int64_t num_threads) {        \
+    row_maxima(x, x_stride, num_rows, size, maxima, num_threads);                                                      \
+  }                                                                                                                    \
+  /* `to` [num_rows][to_stride] is for this library's products alone; `to_stride` is a multiple of 64. */              \
+  extern "C" void spmd_int8_quantise_##name(                                                                           \
+      const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, const float* maxima, int8_t* to,             \
+      int64_t to_stride, int64_t num_threads) {                                                                        \
+    quantise(x, x_stride, num_rows, size, maxima, to, to_stride, num_threads);                                         \
+  }                                                                                                                    \
+  /* Where the gemm `is_gated`, `num_outputs` counts gates and what they open, and `to` has half as many columns. */   \
+  extern "C" void spmd_int8_gemm_##name(                                                                               \
+      const int8_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const int8_t* packed,                   \
+      int64_t num_outputs, const float* maxima, const Element* bias, Element* to, int64_t is_gated,                    \
+      int64_t num_threads) {                                                                                           \
+    const ByteGemm gemm = {x, x_stride, num_rows, packed, num_inputs, num_outputs};                                    \
+    multiply_all(gemm, Results<Element>(gemm, maxima, bias, to, is_gated != 0), num_threads);                          \
+  }                                                                                                                    \
+  /* Sums of `spmd_int8_sums` over several parts of the inputs -> what one gemm over all of them gives. */             \
+  extern "C" void spmd_int8_scaled_##name(                                                                             \
+      const int32_t* parts, int64_t num_parts, int64_t num_rows, int64_t num_inputs, const int8_t* packed,             \
+      int64_t num_outputs, const float* maxima, const Element* bias, Element* to, int64_t num_threads) {               \
+    const ByteGemm gemm = {nullptr, 0, num_rows, packed, num_inputs, num_outputs};                                     \
+    scale_sums(parts, num_parts, gemm, maxima, bias, to, num_threads);                                                 \
+  }
+
+SPMD_INT8(float32, float)
+SPMD_INT8(bfloat16, uint16_t)
+
+extern "C" void spmd_int8_sums(
+    const int8_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const int8_t* packed, int64_t num_outputs,
+    int32_t* to, int64_t num_threads) {
+  const ByteGemm gemm = {x, x_stride, num_rows, packed, num_inputs, num_outputs};
+  multiply_all(gemm, Sums(num_outputs, to), num_threads);
+}
+
+// Which instructions multiply, for tests and logs.
+extern "C" const char* spmd_int8_instructions() {
+#if defined(SPMD_AVX512) && defined(__AVX512VNNI__)
+  return rows_are_offset() ? "AVX-512 VNNI" : "AMX";
+#elif defined(SPMD_AVX2) || defined(SPMD_AVX512)
+  return "AVX2";
+#else
+  return "plain C++";
+#endif
+}
