@@ -1,6 +1,6 @@
 """Answers to forms drawn at random, and to those of the JSON Schema test suite, as `jsonschema` and `re` see them.
 
-The model's weights are dummy ones and rows are sampled at temperature 1: nothing but the masks gives an answer its form.
+The weights are dummy ones and rows are sampled at temperature 1: nothing but the masks gives an answer its form.
 What ends with `length` is only a beginning and not looked at; how many those are is printed, and bounded.
 
 JSON_SCHEMA_TEST_SUITE names a folder that holds the suite's `draft2020-12` files; without it they are taken out of the
@@ -155,7 +155,7 @@ def test_answers_to_drawn_choices_are_choices(llm: LLM):
 
 
 def test_these_tests_see_answers_without_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    """Negative control: of rows without forms nearly none has one, and of rows whose masks are not applied most fail."""
+    """Negative control: rows without forms have none, nearly all; most of those whose masks are not applied fail."""
     for forms, is_right in ((drawn_schemas()[:60], has_schema), (drawn_regexes()[:60], has_regex)):
         seen = answered(llm, forms, is_right, masked=False)
         assert len(seen.wrong) > seen.whole * 3 // 4
