@@ -116,14 +116,18 @@ class Matcher:
         return False
 
 
+class Table:
+    is_canonical, vocab_size = False, 96
+
+
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 64, 70])
 def test_bits_beyond_the_vocabulary_are_never_tokens(vocab_size: int):
     allowed = [0, 30, 31, 32, 63, 69, 70, 95]
     bits = np.zeros(3, dtype=np.int32)
-    RowGrammar(Matcher(allowed), vocab_size, ()).fill(bits)
+    RowGrammar(lambda: Matcher(allowed), Table(), vocab_size, ()).fill(bits)
     found = np.flatnonzero(~forbidden_of(bits[None], vocab_size)[0]).tolist()
     assert found == [each for each in allowed if each < vocab_size]
-    beyond = RowGrammar(Matcher([vocab_size, 95]), vocab_size, ())
+    beyond = RowGrammar(lambda: Matcher([vocab_size, 95]), Table(), vocab_size, ())
     beyond.fill(np.zeros(3, dtype=np.int32))
     assert beyond.problem == "no token can follow"
 
