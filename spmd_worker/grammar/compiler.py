@@ -27,12 +27,15 @@ LIMITS: Final = {
     # Steps of the lexer: to build it, and for one mask (about 14,000 a millisecond).
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    # States of the lexer of one row, 1 to 2 kB each.
+    # States of the lexer of one row, `LEXER_STATE_BYTES` each.
     "max_lexer_states": 10_000,
     # Symbols of all rules.
     "max_grammar_size": 500_000,
 }
 """What a form may cost. All are counts: nothing depends on how fast a rank is."""
+
+LEXER_STATE_BYTES: Final = 400
+"""Measured: 9,900 states took 3.5 MB, what rows of 200 tokens build 0.2 to 0.3 MB."""
 
 NUM_COMPILED: Final = 256
 """Forms kept, those used last."""

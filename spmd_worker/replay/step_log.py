@@ -27,7 +27,7 @@ from zlib import crc32
 from spmd_worker.errors import StepLogError
 from spmd_worker.files import JsonError, parse_json_object
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 _MAGIC: Final = b"SPMDLOG\n"
 _MARKER: Final = b"\xf5STP"
 _HEAD: Final = struct.Struct("<4sII")
@@ -42,7 +42,8 @@ class StepLogHeader:
     kept beyond both. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the price of
     swapping a block in tokens computed. `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda") and `dtype`
     are what was computed on and in. `code` and `tokenizer` are fingerprints, so that a replay can say what has changed
-    since; `tokenizer` is None for a folder without one.
+    since; `tokenizer` is None for a folder without one. `runner`, `pooling_type` and `classifier_from_token` are the
+    settings that say whether rows generate or are pooled, and how.
     """
 
     code: str
@@ -69,6 +70,9 @@ class StepLogHeader:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    runner: str = "auto"
+    pooling_type: str | None = None
+    classifier_from_token: tuple[str, ...] | None = None
     format_version: int = FORMAT_VERSION
 
 
@@ -148,7 +152,7 @@ def read_step_log(path: Path) -> StepLog:
 
 def header_to_json(header: StepLogHeader) -> dict[str, Any]:
     """The header as JSON values, in the order of declaration."""
-    return {**asdict(header), "eos_token_ids": list(header.eos_token_ids)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(header).items()}
 
 
 def header_from_json(value: dict[str, Any]) -> StepLogHeader:
@@ -163,7 +167,7 @@ def header_from_json(value: dict[str, Any]) -> StepLogHeader:
     wrong = wrong or [name for name in names if not _has_type(name, value[name])]
     if wrong:
         raise StepLogError(f"the header's {wrong[0]} is missing, unknown or of another type: {value.get(wrong[0])!r}")
-    return StepLogHeader(**{**value, "eos_token_ids": tuple(value["eos_token_ids"])})
+    return StepLogHeader(**{name: tuple(each) if isinstance(each, list) else each for name, each in value.items()})
 
 
 class _Frame(NamedTuple):
@@ -178,10 +182,13 @@ def _header_bytes(header: StepLogHeader) -> bytes:
 
 
 def _has_type(name: str, value: object) -> bool:
-    if name in ("code", "model_path", "load_format", "device", "dtype", "preemption_mode"):
+    if name in ("code", "model_path", "load_format", "device", "dtype", "preemption_mode", "runner"):
         return isinstance(value, str)
-    if name == "tokenizer":
+    if name in ("tokenizer", "pooling_type"):
         return value is None or isinstance(value, str)
+    if name == "classifier_from_token":
+        are_tokens = isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
+        return value is None or are_tokens
     if name == "eos_token_ids":
         return isinstance(value, list) and all(type(item) is int for item in value)
     if name == "block_copy_tokens":
