@@ -28,7 +28,9 @@ from run_folder import made_once
 from stress_seed import SEED
 
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
+from spmd_worker.grammar import step_masks
 from spmd_worker.grammar.forms import GrammarError
+from spmd_worker.grammar.step_masks import StepMasks
 from spmd_worker.sampling.token_masks import TokenMasks
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(7200)]
@@ -46,11 +48,12 @@ def llm() -> Iterator[LLM]:
 
 @dataclass(slots=True)
 class Seen:
-    """Of the answers to many forms: how many are `whole`, how many of those have their form, and what is wrong."""
+    """Of the answers to many forms: how many are `whole`, how many were `cut`, which are `wrong`, and all tokens."""
 
     whole: int = 0
     cut: int = 0
     wrong: tuple[Any, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 def accepted(llm: LLM, forms: list[StructuredOutputsParams]) -> tuple[list[StructuredOutputsParams], list[str]]:
@@ -83,6 +86,7 @@ def answered(llm: LLM, forms: list[Any], is_right: Any, *, masked: bool = True) 
     ]
     outputs = llm.generate([f"row {index}" for index in range(len(forms))], params, use_tqdm=False)
     seen = Seen()
+    seen.token_ids = tuple([tuple(each.token_ids) for output in outputs for each in output.outputs])
     for form, output in zip(forms, outputs, strict=True):
         if output.error is not None:
             seen.wrong += ((form, output.error),)
@@ -131,6 +135,27 @@ def test_answers_to_drawn_schemas_are_valid(llm: LLM):
     assert seen.wrong == ()
     assert len(refused) < NUM_SCHEMAS // 10
     assert seen.whole > NUM_SCHEMAS * 3 // 4
+
+
+def test_answers_to_drawn_schemas_are_the_same_with_one_token_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: forced tokens that are not the row's give others."""
+    forms = accepted(llm, drawn_schemas())[0]
+    counters = llm.llm_engine.counters
+    found, num_steps = [], [counters.num_steps]
+    for most in (step_masks.MOST_FORCED, 1):
+        monkeypatch.setattr(step_masks, "MOST_FORCED", most)
+        found.append(answered(llm, forms[:100], has_schema).token_ids)
+        num_steps.append(counters.num_steps)
+    forced, single = num_steps[1] - num_steps[0], num_steps[2] - num_steps[1]
+    tokens = sum(map(len, found[0]))
+    print(f"\nFORCED seed {SEED}: 100 schemas, {tokens} tokens in {forced} steps, one a step in {single}")
+    assert found[0] == found[1]
+    monkeypatch.undo()
+    taken = StepMasks.taken
+    monkeypatch.setattr(
+        StepMasks, "taken", lambda self, ids: [each if len(each) == 1 else (*each, 9) for each in taken(self, ids)]
+    )
+    assert answered(llm, forms[:100], has_schema).token_ids != found[0]
 
 
 def test_answers_to_drawn_regexes_match(llm: LLM):

@@ -167,7 +167,8 @@ def header_from_json(value: dict[str, Any]) -> StepLogHeader:
     wrong = wrong or [name for name in names if not _has_type(name, value[name])]
     if wrong:
         raise StepLogError(f"the header's {wrong[0]} is missing, unknown or of another type: {value.get(wrong[0])!r}")
-    return StepLogHeader(**{name: tuple(each) if isinstance(each, list) else each for name, each in value.items()})
+    made: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
+    return StepLogHeader(**made)
 
 
 class _Frame(NamedTuple):

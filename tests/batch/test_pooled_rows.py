@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from cut_jobs import Ended, end_after
 from openai.types import CreateEmbeddingResponse
 from pooling_models import SIZES, pooling_folder, reference_logits_of_labels, reference_vector
 from pydantic import TypeAdapter
@@ -148,6 +149,23 @@ def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs
         assert entry["score"] == pytest.approx(float(pair), abs=1e-5)
     assert refused["error"]["code"] == "wrong_runner"
     assert "classify, score, reward" in refused["error"]["message"]
+
+
+@pytest.mark.matrix
+def test_a_job_of_vectors_that_was_killed_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(tmp_path, "last", EMBEDDED)
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    for num_rows in (2, 6):
+        output = f"killed {num_rows}.jsonl"
+        with monkeypatch.context() as patch:
+            end_after(patch, num_rows)
+            with pytest.raises(Ended):
+                answered(tmp_path, "last", EMBEDDED, output)
+        assert not (tmp_path / output).exists()
+        answered(tmp_path, "last", EMBEDDED, output)
+        assert (tmp_path / output).read_bytes() == whole
 
 
 @pytest.mark.matrix
