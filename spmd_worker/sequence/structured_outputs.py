@@ -69,6 +69,8 @@ class StructuredOutputsParams:
             _keep(self, name, _text(name, getattr(self, name)))
         if self.json is not None:
             _keep(self, "json", schema_text(self.json, is_closed=self.disable_additional_properties))
+        if self.around is not None and "@form" not in self.around:
+            raise ValueError(f"around={self.around[:80]!r} must say where the form stands: @form")
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = "none is given" if not given else f"{' and '.join(given)} are given"

@@ -94,3 +94,14 @@ def test_a_text_that_is_too_long_leaves_the_row_as_if_nothing_had_been_looked_at
         state.take(taken)
         assert allowed(state) == tokenizer.encode("a")
         assert (state.can_force, state.problem, state.forced(9)) == (False, "", ())
+
+
+def test_what_stands_around_a_form_is_part_of_the_answer(tokenizer: Tokenizer):
+    grammars = compiler_of(tokenizer)
+    form = StructuredOutputsParams(choice=["yes", "no"], around='start: "<" @form ">"')
+    for text, is_right in (("<yes>", True), ("<no>", True), ("yes", False), ("<maybe>", False)):
+        state = grammars.start(form)
+        state.take([*tokenizer.encode(text), EOS])
+        assert (state.problem == "") == is_right, text
+    with pytest.raises(ValueError, match="must say where the form stands: @form"):
+        StructuredOutputsParams(regex="a", around='start: "x"')
