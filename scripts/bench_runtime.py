@@ -1,14 +1,15 @@
 """What the control path costs: admission and preemption, the cache's bookkeeping, agreeing on a step, the journal,
-log-probabilities.
+log-probabilities, the masks of forms.
 
     python scripts/bench_runtime.py admission [--share 0.3] [--rows 256]
     python scripts/bench_runtime.py cache [--blocks 1000,1000000] [--rounds 400]
     python scripts/bench_runtime.py lockstep [--ranks 2,4] [--sequences 16,256,1024] [--steps 300]
     python scripts/bench_runtime.py journal MODEL WORKLOAD [KEY=VALUE...] [--pairs N]
     torchrun --nproc-per-node 2 scripts/bench_runtime.py logprobs MODEL [--logprobs 0] [--rows 256] [--pairs N]
+    python scripts/bench_runtime.py masks MODEL [KEY=VALUE...] [--rows 256] [--steps 40] [--turns 5]
 
-Each prints a table and, as its last line, one JSON object; NAME --help says what is measured. Only `journal` and
-`logprobs` run a model.
+Each prints a table and, as its last line, one JSON object; NAME --help says what is measured. Only `journal`,
+`logprobs` and `masks` run a model.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from control_path.cache import bench_cache
 from control_path.journal import bench_journal
 from control_path.lockstep import bench_lockstep
 from control_path.logprobs import bench_logprobs
+from control_path.masks import bench_masks
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,6 +65,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     logprobs.add_argument("--temperature", type=float, default=1.0, help="default 1")
     logprobs.add_argument("--dtype", default="auto", help="default auto")
     logprobs.add_argument("--num-blocks", type=int, help="default: by the memory there is")
+    masks = add("masks", bench_masks)
+    masks.add_argument("model", help="a Hugging Face model folder with a tokenizer")
+    masks.add_argument(
+        "keys", nargs="*", metavar="KEY=VALUE", help="arguments of LLM: dtype=bfloat16 load_format=dummy"
+    )
+    masks.add_argument("--rows", type=int, default=256, help="sequences (default 256)")
+    masks.add_argument("--steps", type=int, default=40, help="steps measured in each turn (default 40)")
+    masks.add_argument("--turns", type=int, default=5, help="turns (default 5)")
     return parser.parse_args(arguments)
 
 

@@ -66,22 +66,22 @@ class CheckpointError(SpmdError, ValueError):
 
 class PromptsRefusedError(SpmdError, ValueError):
     """Prompts of a call can never be answered, and none of the call was; every rank raises it. `reasons` has the words
-    for each, by index in the call.
+    for each, by index in the call. `has_on_error`: the call has that argument.
     """
 
     is_known_to_all = True
 
-    def __init__(self, call: str, num_prompts: int, reasons: Mapping[int, str]) -> None:
+    def __init__(self, call: str, num_prompts: int, reasons: Mapping[int, str], *, has_on_error: bool = True) -> None:
         self.reasons = dict(reasons)
         indices = list(self.reasons)
         lines = [f"  prompt {index}: {self.reasons[index]}" for index in indices[:_MAX_REASONS]]
         if len(indices) > _MAX_REASONS:
             lines.append(f"  and those of index {', '.join(map(str, indices[_MAX_REASONS:]))}: see reasons")
+        rows = f", or call {call}(..., on_error='row'), which answers the others and gives these an output with error"
         super().__init__(
             f"{len(indices)} of {num_prompts} prompts cannot be answered, and none was:\n"
             + "\n".join(lines)
-            + f"\nleave them out, or call {call}(..., on_error='row'), which answers the others and gives these an "
-            f"output with error"
+            + f"\nleave them out{rows if has_on_error else ''}"
         )
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
-from spmd_worker.compat.prompts import Prompt, encode_prompt
+from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
 from spmd_worker.engine.engine import LLMEngine as Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.startup import read_run, start_engine
-from spmd_worker.sequence.outputs import RequestOutput
+from spmd_worker.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from spmd_worker.sequence.pooling_params import PoolingParams, pooled_sampling, taken_pooling, truncated_row
 from spmd_worker.sequence.request import RequestId, check_sampling
 from spmd_worker.sequence.sampling_params import RequestOutputKind, SamplingParams
 
@@ -52,7 +53,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: Any = None,
         *,
@@ -60,7 +61,8 @@ class LLMEngine:
         **others: Any,
     ) -> str:
         """Queue a request; its outputs have `request_id`. Its random numbers, where it has no seed, are named by the
-        order of requests. `params.output_kind` says whether `step` gives outputs of it before it ends.
+        order of requests. `params.output_kind` says whether `step` gives outputs of it before it ends. With
+        PoolingParams, in a run that pools, `step` gives a PoolingRequestOutput, as `LLM.encode` does.
 
         Returns `request_id`. Raises ValueError for a request that could never be answered, for a name that a request
         has which has not ended, and for arguments that ask for what is not here; TypeError for what is no request.
@@ -71,18 +73,30 @@ class LLMEngine:
         if asked:
             raise ValueError(f"{asked[0]}={others[asked[0]]!r} is refused: a request is a prompt and its parameters")
         check_extras(1, lora_request, [priority])
-        check_sampling(params)
+        if not isinstance(params, PoolingParams):
+            check_sampling(params)
         encoded = encode_prompt(prompt, self.engine.need_tokenizer)
         if encoded.error is not None:
             raise ValueError(encoded.error)
         with self._lock:
             if request_id in self._numbers:
                 raise ValueError(f"request_id={request_id!r} is the name of a request that has not ended: give another")
-            number = self.engine.add_request(encoded.token_ids, params, prompt=encoded.text)
+            number = self._add(encoded, params)
             self._numbers[request_id], self._names[number] = number, request_id
-            if params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            if isinstance(params, SamplingParams) and params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 self._partials[number] = PartialOutputs(params.output_kind, encoded.text, self.engine.tokenizer)
         return request_id
+
+    def _add(self, encoded: Encoded, params: SamplingParams | PoolingParams) -> RequestId:
+        if isinstance(params, SamplingParams):
+            return self.engine.add_request(encoded.token_ids, params, prompt=encoded.text)
+        config = self.engine.limits.pooling
+        pooling = taken_pooling(params, config)
+        assert config is not None, "of a run that pools"
+        token_ids = truncated_row(encoded.token_ids, params.truncate_prompt_tokens, self.engine.max_model_len)
+        sampling = pooled_sampling(pooling, config)
+        self.engine.check_request(token_ids, sampling, pooling)
+        return self.engine.admit_request(token_ids, sampling, prompt=encoded.text, pooling=pooling)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests at the next step; what they have so far comes back with finish reason "abort". A name that no
@@ -93,11 +107,11 @@ class LLMEngine:
             numbers = [self._numbers[name] for name in names if name in self._numbers]
         self.engine.abort_request(numbers)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """One step: the requests that ended in it, and those with new tokens that want outputs before."""
         ended = self.engine.step()
         with self._lock:
-            outputs = [self._ended(output) for output in ended]
+            outputs = [_shown(self._ended(output)) for output in ended]
             for number, partial in self._partials.items():
                 group = self.engine.scheduler.queues.groups.get(number)
                 output = partial.partial(group, self.engine.request_metrics(group)) if group is not None else None
@@ -125,3 +139,11 @@ class LLMEngine:
             del self._numbers[name]
             output.request_id = name
         return output if partial is None else partial.final(output)
+
+
+def _shown(output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
+    """One that was pooled as what it gives."""
+    if output.vector is None:
+        return output
+    vector, token_ids = PoolingOutput(output.vector), output.prompt_token_ids
+    return PoolingRequestOutput(output.request_id, vector, token_ids, output.num_cached_tokens)

@@ -61,11 +61,13 @@ class PromptCalls:
         call: str,
         encode: Callable[[], list[Encoded]],
         sampling_params: Params,
-        on_error: OnError = "raise",
+        on_error: OnError | None = None,
         gather: bool = False,
         use_tqdm: UseTqdm = False,
     ) -> list[RequestOutput]:
-        """`call` is what the user called. What `encode` raises is this rank's error, and the others hear of it."""
+        """`call` is what the user called; where `on_error` is None it has no such argument, and raises. What `encode`
+        raises is this rank's error, and the others hear of it.
+        """
         with self._engine.calls.inside(call, is_alone=True):
             return self._run(call, encode, sampling_params, on_error, gather, use_tqdm)
 
@@ -74,7 +76,7 @@ class PromptCalls:
         call: str,
         encode: Callable[[], list[Encoded]],
         sampling_params: Params,
-        on_error: OnError,
+        on_error: OnError | None,
         gather: bool,
         use_tqdm: UseTqdm,
     ) -> list[RequestOutput]:
@@ -87,7 +89,7 @@ class PromptCalls:
         def prepare() -> _Given:
             engine.check_idle()
             engine.complete_weights()
-            if on_error not in _ON_ERROR:
+            if on_error not in (None, *_ON_ERROR):
                 raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
             encoded, pooling = encode(), engine.limits.pooling
             params = self._params(sampling_params, len(encoded))
@@ -98,7 +100,7 @@ class PromptCalls:
 
         if gather or self._turns.is_open:
             return self._answer_own(call, prepare, on_error)
-        given = agree_on_prompts(engine, call, prepare, {"on_error": on_error})
+        given = agree_on_prompts(engine, call, prepare, {"on_error": on_error or "raise"})
         number = engine.num_calls
         outputs = self._refused(call, given, on_error)
         prompts = [
@@ -188,7 +190,7 @@ class PromptCalls:
                 bar.update()
         return [BeamSearchOutput([self._spelled(beam) for beam in search.best()]) for search in searches]
 
-    def _answer_own(self, call: str, prepare: Callable[[], _Given], on_error: OnError) -> list[RequestOutput]:
+    def _answer_own(self, call: str, prepare: Callable[[], _Given], on_error: OnError | None) -> list[RequestOutput]:
         """Of prompts that only this rank has."""
         given: _Given = []
         outputs: dict[int, RequestOutput] = {}
@@ -213,7 +215,7 @@ class PromptCalls:
             outputs[index] = output
         return [outputs[index] for index in range(len(given))]
 
-    def _refused(self, call: str, given: _Given, on_error: OnError) -> dict[int, RequestOutput]:
+    def _refused(self, call: str, given: _Given, on_error: OnError | None) -> dict[int, RequestOutput]:
         """Outputs with errors, by index, of the prompts that can never be answered. Raises PromptsRefusedError where
         `on_error` says so.
         """
@@ -228,8 +230,9 @@ class PromptCalls:
                 outputs[index] = RequestOutput(
                     str(index), each.text, list(each.token_ids), finished=True, error=str(error)
                 )
-        if outputs and on_error == "raise":
-            raise PromptsRefusedError(call, len(given), {index: str(each.error) for index, each in outputs.items()})
+        if outputs and on_error != "row":
+            reasons = {index: str(each.error) for index, each in outputs.items()}
+            raise PromptsRefusedError(call, len(given), reasons, has_on_error=on_error is not None)
         return outputs
 
     def _render(self, messages: Messages, options: ChatOptions) -> Encoded:

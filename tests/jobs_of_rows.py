@@ -27,11 +27,13 @@ def answers_of_job(
     num_blocks: int = 256,
     scheduler: SchedulerConfig | None = None,
     step_log: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """The job's output in `folder`, in the rows' order; `output` is a name that ends with .jsonl or .parquet."""
+    """The job's output in `folder`, in the rows' order; `output` is a name that ends with .jsonl or .parquet;
+    `options` are further keys of `model`."""
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = RunConfig(
-        model=ModelOptions(path=str(model), dtype=dtype),
+        model=ModelOptions(path=str(model), dtype=dtype, **(options or {})),
         cache=CacheConfig(num_blocks=num_blocks),
         scheduler=scheduler or SchedulerConfig(),
         job=JobConfig(input=str(folder / "rows.jsonl"), output=str(folder / output), step_log=step_log),

@@ -20,6 +20,7 @@ from spmd_worker.batch.job import run_job
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.grammar import forms
+from spmd_worker.grammar.compiler import GrammarCompiler
 from spmd_worker.grammar.row_grammar import RowGrammar
 from spmd_worker.grammar.step_masks import GrammarMasks
 from spmd_worker.sampling.token_masks import TokenMasks
@@ -112,13 +113,11 @@ def test_a_state_that_is_new_after_each_step_comes_to_the_same(
 
 
 def test_the_tests_see_a_state_that_is_not_the_rows_own(llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(RowGrammar, "copy", lambda self: self)
-    compilers = (
-        llm.llm_engine.limits.grammars,
-        llm.llm_engine.model_executor.driver_worker.model_runner._grammars._compiler,
+    start = GrammarCompiler.start
+    shared: dict[Any, RowGrammar] = {}
+    monkeypatch.setattr(
+        GrammarCompiler, "start", lambda self, form: shared.get(form) or shared.setdefault(form, start(self, form))
     )
-    for each in compilers:
-        monkeypatch.setattr(each, "_compiled", {})
     assert answers(run(llm)) != plain
 
 

@@ -2,10 +2,13 @@
 says what it does.
 """
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from pooling_models import (
     SIZES,
@@ -19,6 +22,7 @@ from reference_models import checkpoint_folder, random_prompt
 import spmd_worker.runner.pooling as pooling_module
 from spmd_worker import LLM, PoolingParams, PromptsRefusedError, SamplingParams
 from spmd_worker.errors import ConfigError
+from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.models.pooler import Pooler
 from spmd_worker.runner.pooling import RowPooling
@@ -244,3 +248,46 @@ def test_new_weights_change_vectors_and_a_head_for_tokens_is_passed_over() -> No
             load("lm_head.weight", torch.zeros(SIZES["vocab_size"], SIZES["hidden_size"]))
         after = llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)[0].outputs.data
     assert after == [2 * score for score in before]
+
+
+def test_an_engine_driven_by_hand_gives_the_same_vectors_by_name() -> None:
+    with LLM(pooling_folder("last"), **SETTINGS) as llm:
+        plain = plainly_pooled("last")
+        engine = LLMEngine(llm.llm_engine)
+        for index, prompt in enumerate(ids(PROMPTS)):
+            assert engine.add_request(f"row {index}", prompt, PoolingParams()) == f"row {index}"
+        engine.add_request("cut", ids(PROMPTS)[0], PoolingParams(dimensions=16, truncate_prompt_tokens=3))
+        with pytest.raises(ValueError, match="classify is refused: this model does embed, score"):
+            engine.add_request("other", ids(PROMPTS)[0], PoolingParams(task="classify"))
+        with pytest.raises(ValueError, match="this run pools"):
+            engine.add_request("tokens", ids(PROMPTS)[0], SamplingParams(max_tokens=2))
+        found = {}
+        while engine.has_unfinished_requests():
+            found.update({output.request_id: output.outputs.data for output in engine.step()})
+        (cut,) = llm.embed(ids([PROMPTS[0][-3:]]), pooling_params=PoolingParams(dimensions=16), use_tqdm=False)
+        assert found == {**{f"row {index}": each for index, each in enumerate(plain)}, "cut": cut.outputs.embedding}
+
+
+@pytest.mark.matrix
+def test_two_worker_processes_in_two_stages_give_the_same_bits(forked_workers_of_module: None) -> None:
+    settings = {"pipeline_parallel_size": 2, "distributed_executor_backend": "multiproc"}
+    for name in ("mean", "last"):
+        assert pooled(name, **settings) == plainly_pooled(name)
+
+
+@pytest.mark.matrix
+def test_two_replicas_give_the_same_bits(tmp_path: Path) -> None:
+    source = """
+        import json, os, sys
+        from pathlib import Path
+        from spmd_worker import LLM
+        prompts, settings = json.loads(sys.argv[2])
+        with LLM(sys.argv[1], data_parallel_size=2, **settings) as llm:
+            outputs = llm.encode([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+        vectors = [output.outputs.data for output in outputs]
+        Path(sys.argv[3], os.environ["RANK"]).write_text(json.dumps(vectors))
+        """
+    arguments = [pooling_folder("mean"), json.dumps([PROMPTS, SETTINGS]), tmp_path]
+    done = ranks.run_ranks(source, 2, 120, arguments)
+    assert done.returncode == 0, done.output
+    assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [plainly_pooled("mean")] * 2

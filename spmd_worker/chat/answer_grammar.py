@@ -6,7 +6,7 @@ Grammars are in llguidance's Lark, with schemas as `%json`. A marker that is one
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from spmd_worker.chat.chat_format import NONE, PYTHON_TAG, REASONING_MARKERS, ChatFormat, prompt_opens_reasoning
@@ -56,6 +56,16 @@ class AnswerGrammar:
             rules += [f"content: {self._final()}schema", f"schema: {_schema(request.schema or ANY_OBJECT)}"]
         rules += [f"answer: {' | '.join(answers)}", *self._reasoning_rules()]
         return StructuredOutputsParams(grammar="\n".join(rules) + "\n")
+
+    def after_reasoning(self, form: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
+        """A form that the row itself gives, as that of the content: behind reasoning where the model reasons. Raises
+        ValueError for what is too long.
+        """
+        reasoning = self._reasoning(prompt)
+        if form.around is not None or (not reasoning and not self.format.is_harmony):
+            return form
+        rules = [f"start: {reasoning}{self._final()}@form", *self._reasoning_rules()]
+        return replace(form, around="\n".join(rules) + "\n")
 
     def _reasoning(self, prompt: str) -> str:
         """What stands before the answer: `reasoning`, which the model may leave out, or `reasons`, which the prompt's

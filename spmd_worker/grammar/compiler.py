@@ -1,14 +1,14 @@
 """Forms compiled for one model's vocabulary by llguidance (https://github.com/guidance-ai/llguidance), with limits that
 are counts, so that what is too much on one rank is too much on every rank.
 
-A compiled form is kept by its content; each row gets a copy of its own, lexer included: what one row makes the lexer
-work out is never spared, or charged to, another.
+What is known of a form is kept by its content; each row has its form compiled anew, about a millisecond beside a
+forward pass: copies of the engine's share their lexer, whose states would be spared, or charged to, other rows.
 """
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -27,12 +27,15 @@ LIMITS: Final = {
     # Steps of the lexer: to build it, and for one mask (about 14,000 a millisecond).
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    # States of the lexer of one row, 1 to 2 kB each.
+    # States of the lexer of one row, `LEXER_STATE_BYTES` each.
     "max_lexer_states": 10_000,
     # Symbols of all rules.
     "max_grammar_size": 500_000,
 }
 """What a form may cost. All are counts: nothing depends on how fast a rank is."""
+
+LEXER_STATE_BYTES: Final = 400
+"""Measured: 9,900 states took 3.5 MB, what rows of 200 tokens build 0.2 to 0.3 MB."""
 
 NUM_COMPILED: Final = 256
 """Forms kept, those used last."""
@@ -53,6 +56,10 @@ class _Vocabulary:
     source: Tokenizer = field(compare=False)
 
 
+_NewState = Callable[[], RowGrammar]
+"""Of a form that was found to be one: makes a row's own state, before its first token."""
+
+
 class GrammarCompiler:
     """Of one model: `open_tokenizer` is called once, when the first form is compiled; `vocab_size` is the model's, of
     which ids without a token are never allowed.
@@ -66,7 +73,7 @@ class GrammarCompiler:
         self._table: Any = None
         # A server's requests are checked in another thread than the engine's.
         self._lock = threading.Lock()
-        self._compiled: dict[StructuredOutputsParams, RowGrammar | GrammarError] = {}
+        self._compiled: dict[StructuredOutputsParams, _NewState | GrammarError] = {}
 
     def check(self, form: StructuredOutputsParams) -> None:
         """Raise GrammarError for a form in which no row can be answered: one that the engine does not know or would not
@@ -83,14 +90,14 @@ class GrammarCompiler:
             compiled = self._compile(form)
         if isinstance(compiled, GrammarError):
             raise compiled
-        return compiled.copy()
+        return compiled()
 
     def new_bits(self, num_rows: int) -> NDArray[np.int32]:
         """Zeros for the masks of so many rows, of forms that were compiled here."""
         num_tokens = self.vocab_size if self._table is None else self._table.vocab_size
         return np.zeros((num_rows, -(-num_tokens // BITS)), dtype=np.int32)
 
-    def _compile(self, form: StructuredOutputsParams) -> RowGrammar | GrammarError:
+    def _compile(self, form: StructuredOutputsParams) -> _NewState | GrammarError:
         found = self._compiled.pop(form, None)
         if found is None:
             try:
@@ -102,27 +109,28 @@ class GrammarCompiler:
             del self._compiled[next(iter(self._compiled))]
         return found
 
-    def _compiled_anew(self, form: StructuredOutputsParams) -> RowGrammar:
+    def _compiled_anew(self, form: StructuredOutputsParams) -> _NewState:
         try:
             llguidance = load_llguidance()
         except ConfigError as error:
             raise GrammarError("extra_missing", str(error)) from None
         table = self._token_table()
         limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
-        matcher = llguidance.LLMatcher(table, engine_grammar(form), log_level=0, limits=limits)
+        new_matcher = partial(llguidance.LLMatcher, table, engine_grammar(form), log_level=0, limits=limits)
+        matcher = new_matcher()
         if matcher.is_error():
             raise _refused(form, matcher.get_error())
         not_enforced = matcher.get_grammar_warnings()
         if not_enforced:
             raise _refused(form, "; ".join(not_enforced))
         spells_text = any(not table.is_special_token(each) for each in self._eos_token_ids)
-        compiled = RowGrammar(matcher, self.vocab_size, self._eos_token_ids if spells_text else ())
-        # Of a copy: the one that is kept has worked out nothing, so that every row works out the same.
-        first = compiled.copy()
+        tokens = (table, self.vocab_size, self._eos_token_ids if spells_text else ())
+        first = RowGrammar(new_matcher, *tokens)
         first.fill(self.new_bits(1)[0])
         if first.problem:
             raise _refused(form, first.problem)
-        return compiled
+        # What is too much to be forced at the beginning is so for every row.
+        return partial(RowGrammar, new_matcher, *tokens, first.can_force)
 
     def _token_table(self) -> Any:
         if self._table is None:

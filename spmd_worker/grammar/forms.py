@@ -48,7 +48,23 @@ def load_llguidance() -> Any:
 
 
 def engine_grammar(form: StructuredOutputsParams) -> str:
-    """What `llguidance.LLMatcher` takes. Raises GrammarError for an EBNF grammar that cannot be read."""
+    """What `llguidance.LLMatcher` takes. Raises GrammarError for a grammar that cannot be read."""
+    return _form_grammar(form) if form.around is None else _surrounded(_form_grammar(form), form.around)
+
+
+def _surrounded(grammar: str, around: str) -> str:
+    """As the engine's own JSON, in which grammars refer to each other by name."""
+    try:
+        is_lark = not grammar.lstrip().startswith("{")
+        grammars = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
+        name = grammars[0].setdefault("name", "form")
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise GrammarError("grammar_refused", f"grammar is no JSON of llguidance's: {error}") from None
+    outer = {"lark_grammar": _NO_FORCING + around.replace("@form", f"@{name}")}
+    return json.dumps({"grammars": [outer, *grammars]})
+
+
+def _form_grammar(form: StructuredOutputsParams) -> str:
     if form.json is not None or form.json_object:
         return _of_schema(form)
     if form.regex is not None:

@@ -1,10 +1,15 @@
 """How far one row has come in its form: a function of the form and the row's own output tokens.
 
 A row's state goes on by the tokens that the row has more than it had, wherever it was meanwhile (waiting, preempted,
-swapped), and one that is new takes them all.
+swapped), and one that is new takes them all, doing for each what the first one did.
+
+Where only one text can follow, the tokens are those that the tokenizer gives for it, as far as they are the same
+whatever comes behind: these are forced, each by a mask that leaves it alone, and may be taken several at a time.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
 from typing import Any, Final
 
 import numpy as np
@@ -13,58 +18,119 @@ from numpy.typing import NDArray
 BITS: Final = 32
 """Of a word of a mask: bit b of word w is token 32 w + b."""
 
+MOST_FORCED_BYTES: Final = 4096
+"""Of a text that alone can follow. The engine works through all of it at once (`a{1000000}`): in a row that has come to
+a longer one nothing is forced any more.
+"""
+
+_MOST_SPELLINGS: Final = 64
+"""So many tokens begin a text that alone can follow, at most: each is a beginning of it. More are not looked into."""
+
 _NO_TOKEN: Final = "no token can follow"
+_SPECIAL: Final = b"\xff"
+"""Stands in the engine's bytes before a token that has no text."""
 
 
 class RowGrammar:
-    """`matcher` is an `llguidance.LLMatcher`, which never raises: it ends in an error instead, and stays there. Of its
-    tokens those from `vocab_size` on are not the model's.
+    """`new_matcher` makes an `llguidance.LLMatcher` with a lexer of its own; it never raises, but ends in an error, and
+    stays there. `table` is its `LLTokenizer`; of its tokens those from `vocab_size` on are not the model's.
 
     `eos_token_ids` are given where some of them spell text too: as text they are forbidden then, so that they end the
-    row and nothing else.
+    row and nothing else. `can_force`: whether tokens are forced. Once false, it stays.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._matcher, self._vocab_size, self._eos_token_ids = matcher, vocab_size, eos_token_ids
-        self._num_taken = 0
+    def __init__(
+        self,
+        new_matcher: Callable[[], Any],
+        table: Any,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        can_force: bool = True,
+    ) -> None:
+        self._new_matcher, self._matcher, self._table = new_matcher, new_matcher(), table
+        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+        self.can_force = can_force and bool(table.is_canonical)
+        self._taken: list[int] = []
+        self._is_looked_at = False
+        self._forced: deque[int] = deque()
         self.problem = ""
         """Why no token can be chosen, in the engine's words; empty while one can. It stays."""
 
-    def copy(self) -> "RowGrammar":
-        """Another state, which shares nothing with this one."""
-        made = RowGrammar(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
-        made._num_taken, made.problem = self._num_taken, self.problem
-        return made
-
     def take(self, output_token_ids: Sequence[int]) -> None:
         """The row has these tokens by now; those taken before are the first of them."""
-        for token_id in output_token_ids[self._num_taken :]:
+        for token_id in output_token_ids[len(self._taken) :]:
+            if not self._is_looked_at and not self.problem:
+                self._look(np.zeros(-(-max(self._vocab_size, self._table.vocab_size) // BITS), dtype=np.int32))
             if self.problem:
                 return
-            if not self._matcher.consume_token(token_id):
-                self.problem = self._matcher.get_error() or f"token {token_id} does not follow"
-            self._num_taken += 1
+            self._consume(token_id)
+            self._taken.append(token_id)
+            if self._forced and self._forced.popleft() != token_id:
+                self._forced.clear()
+            self._is_looked_at = bool(self._forced)
 
     def fill(self, bits: NDArray[np.int32]) -> None:
         """Which tokens may follow, a bit each, into int32 [tokens / 32]; sets `problem` where none may."""
-        if not self.problem:
-            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            if self._matcher.is_error():
-                self.problem = self._matcher.get_error() or _NO_TOKEN
-        if self.problem:
+        if not self.problem and not self._forced:
+            self._look(bits)
+        if self.problem or self._forced:
             bits[:] = 0
+        if self._forced and not self.problem:
+            _set(bits, self._forced[0], True)
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        """After `fill`: the tokens that follow whatever is sampled, the next `most` of them."""
+        return tuple(islice(self._forced, most))
+
+    def _consume(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            self.problem = self._matcher.get_error() or f"token {token_id} does not follow"
+
+    def _look(self, bits: NDArray[np.int32]) -> None:
+        """What may follow the tokens taken, once for each number of them: it uses up what the engine may use."""
+        self._is_looked_at = True
+        if not self._mask(bits):
             return
+        num_allowed = int(np.bitwise_count(bits.view(np.uint32)).sum())
+        if not self.can_force or num_allowed > _MOST_SPELLINGS or self._matcher.is_accepting():
+            return
+        if not self._force():
+            # What was worked out of it counts against the limits, of the copy's lexer, which is the same.
+            self.can_force, self._matcher = False, self._new_matcher()
+            for token_id in self._taken:
+                self._consume(token_id)
+            self._mask(bits)
+
+    def _mask(self, bits: NDArray[np.int32]) -> bool:
+        """Whether any token may follow."""
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():
+            self.problem = self._matcher.get_error() or _NO_TOKEN
+            return False
         _clear_from(bits, self._vocab_size)
-        if self._eos_token_ids:
-            self._set_eos(bits, self._matcher.is_accepting())
+        for token_id in self._eos_token_ids:
+            _set(bits, token_id, self._matcher.is_accepting())
         if not bits.any():
             self.problem = _NO_TOKEN
+        return not self.problem
 
-    def _set_eos(self, bits: NDArray[np.int32], may_end: bool) -> None:
-        words = bits.view(np.uint32)
-        for token_id in self._eos_token_ids:
-            bit = np.uint32(1 << (token_id % BITS))
-            words[token_id // BITS] = words[token_id // BITS] & ~bit | (bit if may_end else np.uint32(0))
+    def _force(self) -> bool:
+        """Find what is forced; false where that is too much."""
+        ahead = self._matcher.deep_copy()
+        text = ahead.compute_ff_bytes()
+        if ahead.is_error() or len(text) > MOST_FORCED_BYTES:
+            return False
+        token_ids, _ = self._table.tokenize_partial(text.partition(_SPECIAL)[0])
+        usable = [*takewhile(lambda each: each < self._vocab_size and each not in self._eos_token_ids, token_ids)]
+        # Of a text that is an added token (`<tool_call>` in a choice) that token is none of those that spell it.
+        self._forced.extend(usable[: self._matcher.validate_tokens(usable)] if usable else ())
+        return True
+
+
+def _set(bits: NDArray[np.int32], token_id: int, value: bool) -> None:
+    words, bit = bits.view(np.uint32), np.uint32(1 << (token_id % BITS))
+    word = token_id // BITS
+    words[word] = words[word] & ~bit | (bit if value else np.uint32(0))
 
 
 def _clear_from(bits: NDArray[np.int32], first: int) -> None:

@@ -3,14 +3,15 @@
 Every rank that samples has the states of its rows, and makes the same masks of the same tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Thread
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_worker.errors import ConfigError
 from spmd_worker.grammar.compiler import GrammarCompiler
 from spmd_worker.grammar.forms import GrammarError
 from spmd_worker.grammar.row_grammar import RowGrammar, forbidden_of
@@ -18,25 +19,41 @@ from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 
+MOST_FORCED: Final = 32
+"""Tokens that a row takes in one step where all are forced. Answers do not depend on it."""
+
 
 class ConstrainedRow(NamedTuple):
-    """A row that samples: its index among those that do, whose it is, and its output tokens so far."""
+    """A row that samples: its index among those that do, whose it is, and its output tokens so far. `may_force`: it
+    forbids no tokens itself; `takes_several`: it wants nothing of a token but its id.
+    """
 
     row_index: int
     key: SequenceKey
     form: StructuredOutputsParams
     output_token_ids: Sequence[int]
+    may_force: bool = True
+    takes_several: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
     """`forbidden` bool [M, vocabulary]: row m is that of sampling row `indices[m]`. Those in `failed` have no token
-    that may follow, or used up a limit.
+    that may follow, or used up a limit. `forced` has, of some other rows, the tokens that follow in any case, the first
+    of which is all that the mask leaves.
     """
 
     indices: tuple[int, ...]
     forbidden: NDArray[np.bool_]
     failed: tuple[int, ...] = ()
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def taken(self, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+        """What each row of a step takes that was sampled these: beside its own token those forced behind it."""
+        return [
+            forced if (forced := self.forced.get(index, ()))[:1] == (token_id,) else (token_id,)
+            for index, token_id in enumerate(token_ids)
+        ]
 
 
 class GrammarMasks:
@@ -93,21 +110,27 @@ class GrammarMasks:
         states = [self._state(row) for row in rows]
         bits = self._compiler.new_bits(len(rows))
         for state, own in zip(states, bits, strict=True):
-            if state is not None:
-                state.fill(own)
-        failed = [row.row_index for row, state in zip(rows, states, strict=True) if state is None or state.problem]
+            state.fill(own)
+        failed = [row.row_index for row, state in zip(rows, states, strict=True) if state.problem]
         answerable = [place for place, row in enumerate(rows) if row.row_index not in failed]
         indices = tuple([rows[place].row_index for place in answerable])
-        return StepMasks(indices, forbidden_of(bits[answerable], self._compiler.vocab_size), tuple(failed))
+        forced = {
+            row.row_index: state.forced(MOST_FORCED)
+            for row, state in zip(rows, states, strict=True)
+            if row.takes_several and not state.problem
+        }
+        several = {index: token_ids for index, token_ids in forced.items() if len(token_ids) > 1}
+        return StepMasks(indices, forbidden_of(bits[answerable], self._compiler.vocab_size), tuple(failed), several)
 
-    def _state(self, row: ConstrainedRow) -> RowGrammar | None:
+    def _state(self, row: ConstrainedRow) -> RowGrammar:
         """After the row's tokens so far."""
         state = self._states.get(row.key)
         if state is None:
             try:
                 state = self._states[row.key] = self._compiler.start(row.form)
-            except GrammarError:
-                # Rows are admitted with forms that compile; no other can be answered.
-                return None
+            except GrammarError as error:
+                # Rows are admitted with forms that compile: this rank's packages or files are not the engine's.
+                raise ConfigError(f"structured_outputs: a form that was admitted cannot be compiled: {error}") from None
+            state.can_force = state.can_force and row.may_force
         state.take(row.output_token_ids)
         return state

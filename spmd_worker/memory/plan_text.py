@@ -18,6 +18,7 @@ from kv_cache.cache_sizing import (
 )
 from spmd_worker.distributed.topology import stage_of
 from spmd_worker.errors import ConfigError
+from spmd_worker.grammar.compiler import LEXER_STATE_BYTES, LIMITS
 from spmd_worker.memory import host
 from spmd_worker.memory.estimate import RankSizes, activation_bytes, expert_bytes, rank_sizes, weights_bytes
 from spmd_worker.memory.plan import (
@@ -135,6 +136,7 @@ def describe_plan(plan: MemoryPlan) -> str:
     ]
     lines += ["", *_table(plan), ""]
     lines += _describe_cache(plan) if plan.sizings else _describe_gpus(plan)
+    lines += _forms(plan)
     error_result = plan.error_result
     return "\n".join([*lines, *([f"refused    {error_result}"] if error_result else [])])
 
@@ -305,6 +307,18 @@ def _swap_space(plan: MemoryPlan) -> str:
         return "none (cache.swap_space_gib): what is preempted is computed again"
     num_bytes = num_blocks * max(share.block_bytes for share in plan.shares)
     return f"{num_blocks:,} blocks, {format_bytes(num_bytes)} of host memory, on every rank (cache.swap_space_gib)"
+
+
+def _forms(plan: MemoryPlan) -> list[str]:
+    """What is in no other figure: nobody knows before the rows are read how many of them have forms."""
+    if plan.resolved.model_config.pooling is not None:
+        return []
+    num_states = LIMITS["max_lexer_states"]
+    most = format_bytes(num_states * LEXER_STATE_BYTES)
+    return [
+        f"forms      not counted: host memory of rows that run with structured_outputs, 0.3 MiB each as a rule, at "
+        f"most {most} ({num_states:,} states of a lexer)"
+    ]
 
 
 def _block_bytes(plan: MemoryPlan) -> str:

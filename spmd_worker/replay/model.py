@@ -73,14 +73,14 @@ def recompute(header: StepLogHeader, model_path: Path, steps: Iterable[ReplayedS
 
 
 def _check_runner(executor: UniProcExecutor, step: ReplayedStep) -> None:
-    """Raise ReplayError for rows that the model's folder, by itself, does not serve."""
+    """Raise ReplayError for rows that the model's folder does not serve: it is another than the run's."""
     pools = executor.resolved.model_config.pooling is not None
     for event in step.events:
         if isinstance(event, Admit) and (event.request.pooling is not None) != pools:
             done = "pooled" if event.request.pooling is not None else "generated"
             raise ReplayError(
-                f"request {event.request.request_id} was {done} by a setting (model.runner) that the log does not "
-                f"hold: replay it without the model"
+                f"request {event.request.request_id} was {done}, which this model folder is not for: name the folder "
+                f"of the run, or replay it without the model"
             )
 
 
@@ -131,6 +131,9 @@ def _config(header: StepLogHeader, model_path: Path) -> RunConfig:
             quantization=header.quantization,
             # What the run has loaded.
             allow_nonfinite=True,
+            runner=header.runner,
+            pooling_type=header.pooling_type,
+            classifier_from_token=None if header.classifier_from_token is None else list(header.classifier_from_token),
         ),
         executor=ExecutorConfig(backend="uniproc"),
         cache=CacheConfig(block_size=header.block_size, num_blocks=header.num_blocks or None),

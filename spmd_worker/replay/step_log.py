@@ -42,7 +42,8 @@ class StepLogHeader:
     kept beyond both. Admission leaves `watermark_blocks_per_sequence` free; `block_copy_tokens` is the price of
     swapping a block in tokens computed. `max_model_len` is resolved, in tokens; `device` ("cpu", "cuda"), `dtype` and
     `quantization` are what was computed on and in. `code` and `tokenizer` are fingerprints, so that a replay can say
-    what has changed since; `tokenizer` is None for a folder without one.
+    what has changed since; `tokenizer` is None for a folder without one. `runner`, `pooling_type` and
+    `classifier_from_token` are the settings that say whether rows generate or are pooled, and how.
     """
 
     code: str
@@ -70,6 +71,9 @@ class StepLogHeader:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    runner: str = "auto"
+    pooling_type: str | None = None
+    classifier_from_token: tuple[str, ...] | None = None
     format_version: int = FORMAT_VERSION
 
 
@@ -149,7 +153,7 @@ def read_step_log(path: Path) -> StepLog:
 
 def header_to_json(header: StepLogHeader) -> dict[str, Any]:
     """The header as JSON values, in the order of declaration."""
-    return {**asdict(header), "eos_token_ids": list(header.eos_token_ids)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(header).items()}
 
 
 def header_from_json(value: dict[str, Any]) -> StepLogHeader:
@@ -164,7 +168,8 @@ def header_from_json(value: dict[str, Any]) -> StepLogHeader:
     wrong = wrong or [name for name in names if not _has_type(name, value[name])]
     if wrong:
         raise StepLogError(f"the header's {wrong[0]} is missing, unknown or of another type: {value.get(wrong[0])!r}")
-    return StepLogHeader(**{**value, "eos_token_ids": tuple(value["eos_token_ids"])})
+    made: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
+    return StepLogHeader(**made)
 
 
 class _Frame(NamedTuple):
@@ -179,10 +184,13 @@ def _header_bytes(header: StepLogHeader) -> bytes:
 
 
 def _has_type(name: str, value: object) -> bool:
-    if name in ("code", "model_path", "load_format", "device", "dtype", "preemption_mode"):
+    if name in ("code", "model_path", "load_format", "device", "dtype", "preemption_mode", "runner"):
         return isinstance(value, str)
-    if name in ("tokenizer", "quantization"):
+    if name in ("tokenizer", "quantization", "pooling_type"):
         return value is None or isinstance(value, str)
+    if name == "classifier_from_token":
+        are_tokens = isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
+        return value is None or are_tokens
     if name == "eos_token_ids":
         return isinstance(value, list) and all(type(item) is int for item in value)
     if name == "block_copy_tokens":

@@ -102,7 +102,9 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
         if form is not None:
             for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
                 key = SequenceKey(request.request_id, sample_index)
-                found.append(ConstrainedRow(index + number, key, form, sequence.output_token_ids))
+                sampling, outputs = request.sampling, sequence.output_token_ids
+                ways = (not sampling.has_masks, not sampling.needs_logprobs)
+                found.append(ConstrainedRow(index + number, key, form, outputs, *ways))
         index += num_samples
     return found
 

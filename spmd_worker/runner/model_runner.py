@@ -23,6 +23,7 @@ from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sampling.token_masks import TokenMasks
 from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.step import StepPlan, StepResult
 
 
@@ -123,14 +124,21 @@ class ModelRunner:
         if not pending.batch.rows:
             self._clock.end()
             return StepResult(pending.step, prompt_logprobs=pending.prompt_logprobs)
+        masks = None
         if pending.largest is not None:
             sampled = self._sampler.sample_argmax(*pending.largest)
         else:
             assert pending.logits is not None, pending.step
-            masks = TokenMasks.of_step(self._grammars.end() if self._grammars is not None else None, self._device)
-            sampled = self._sampler.sample(pending.logits, list(pending.batch.rows), masks)
+            masks = self._grammars.end() if self._grammars is not None else None
+            rows = list(pending.batch.rows)
+            sampled = self._sampler.sample(pending.logits, rows, TokenMasks.of_step(masks, self._device))
         self._clock.end()
-        return StepResult(pending.step, sampled.token_ids, sampled.logprobs, pending.prompt_logprobs)
+        ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
+        if masks is not None and masks.forced:
+            ids = SampledIds.of(masks.taken(sampled.token_ids))
+            # Rows that asked for some take one token a step.
+            logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
+        return StepResult(pending.step, ids.token_ids, logprobs, pending.prompt_logprobs, num_token_ids=ids.num_ids)
 
     def forget(self, plan: StepPlan) -> None:
         """The sequences and requests that the plan says have ended."""

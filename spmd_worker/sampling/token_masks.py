@@ -38,9 +38,19 @@ class TokenMasks:
 
     def apply(self, logits: Tensor, first_id: int) -> None:
         """Minus infinity for what is forbidden, in place: [K, Vs], whose first column is token `first_id`."""
+        if self._is_of_all_rows(len(logits)):
+            # In one operation, which has all threads.
+            forbidden = self.forbidden[:, first_id : first_id + logits.shape[1]]
+            logits[:, : forbidden.shape[1]].masked_fill_(forbidden, -torch.inf)
+            return
         for row, place in self.places.items():
             forbidden = self.forbidden[place, first_id : first_id + logits.shape[1]]
             logits[row, : len(forbidden)].masked_fill_(forbidden, -torch.inf)
+
+    def _is_of_all_rows(self, num_rows: int) -> bool:
+        """Whether mask m is that of row m, for all of the rows."""
+        each = list(range(num_rows))
+        return len(self.forbidden) == num_rows and list(self.places) == each and list(self.places.values()) == each
 
 
 NO_MASKS: Final = TokenMasks(torch.empty((0, 0), dtype=torch.bool), {})

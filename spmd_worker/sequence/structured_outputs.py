@@ -39,7 +39,8 @@ class StructuredOutputsParams:
     Of a JSON answer, `disable_any_whitespace` allows no space between its parts, else `whitespace_pattern`, a regular
     expression, says what may stand there, by default a few of any kind; `disable_additional_properties` allows an
     object with `properties` no others, unless its schema says something of them. `disable_fallback` and `backend` are
-    without effect: there is one engine. `structural_tag` is refused.
+    without effect: there is one engine. `structural_tag` is refused. `around` is a grammar in Lark's syntax in which
+    `@form` is the form: what an answer has besides, as reasoning before it.
 
     Raises ValueError naming the field and the rule, also for a text of more than 64 KiB.
     """
@@ -52,6 +53,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
+    around: str | None = None
     structural_tag: Any = field(default=None, metadata=NOT_SENT)
     disable_fallback: Any = field(default=None, metadata=NOT_SENT, compare=False)
     backend: Any = field(default=None, metadata=NOT_SENT, compare=False)
@@ -63,10 +65,12 @@ class StructuredOutputsParams:
             _keep(self, name, _flag(name, getattr(self, name), default))
         _keep(self, "json_object", _flag("json_object", self.json_object, False))
         _keep(self, "choice", _choices(self.choice))
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        for name in ("regex", "grammar", "whitespace_pattern", "around"):
             _keep(self, name, _text(name, getattr(self, name)))
         if self.json is not None:
             _keep(self, "json", schema_text(self.json, is_closed=self.disable_additional_properties))
+        if self.around is not None and "@form" not in self.around:
+            raise ValueError(f"around={self.around[:80]!r} must say where the form stands: @form")
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = "none is given" if not given else f"{' and '.join(given)} are given"
@@ -90,7 +94,7 @@ class StructuredOutputsParams:
     @property
     def num_bytes(self) -> int:
         """Of all its texts, in UTF-8."""
-        texts = [self.json, self.regex, self.grammar, self.whitespace_pattern, *(self.choice or ())]
+        texts = [self.json, self.regex, self.grammar, self.whitespace_pattern, self.around, *(self.choice or ())]
         return sum([len(each.encode("utf-8")) for each in texts if each is not None])
 
     @property

@@ -4,11 +4,14 @@ import base64
 import json
 import re
 import struct
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
+from cut_jobs import Ended, end_after
 from jobs_of_rows import answers_of_job, openai_row
 from openai.types import CreateEmbeddingResponse
 from pooling_models import SIZES, pooling_folder, reference_logits_of_labels, reference_vector
@@ -18,6 +21,7 @@ from spmd_worker.batch.input.row_parser import parse_row
 from spmd_worker.batch.row import Row, RowError
 from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.config.schema import SchedulerConfig
+from spmd_worker.replay.step_log import StepLogWriter, read_step_log
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.tools import replay
@@ -49,10 +53,15 @@ EMBEDDED = [
 
 
 def answered(
-    folder: Path, name: str, rows: list[Any], output: str = "out.jsonl", **settings: Any
+    folder: Path,
+    name: str,
+    rows: list[Any],
+    output: str = "out.jsonl",
+    model: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     scheduler = SchedulerConfig(**settings)
-    given = {"dtype": "auto", "num_blocks": 64, "scheduler": scheduler, "step_log": True}
+    given = {"dtype": "auto", "num_blocks": 64, "scheduler": scheduler, "step_log": True, "options": model}
     return answers_of_job(folder, pooling_folder(name), rows, output, **given)
 
 
@@ -130,6 +139,49 @@ def test_rows_have_the_same_bytes_in_other_batches_and_a_classifier_scores_pairs
         assert entry["score"] == pytest.approx(float(pair), abs=1e-5)
     assert refused["error"]["code"] == "wrong_runner"
     assert "classify, score, reward" in refused["error"]["message"]
+
+
+@pytest.mark.matrix
+def test_a_job_of_vectors_that_was_killed_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(tmp_path, "last", EMBEDDED)
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    for num_rows in (2, 6):
+        output = f"killed {num_rows}.jsonl"
+        with monkeypatch.context() as patch:
+            end_after(patch, num_rows)
+            with pytest.raises(Ended):
+                answered(tmp_path, "last", EMBEDDED, output)
+        assert not (tmp_path / output).exists()
+        answered(tmp_path, "last", EMBEDDED, output)
+        assert (tmp_path / output).read_bytes() == whole
+
+
+@pytest.mark.matrix
+def test_what_is_pooled_by_settings_is_replayed_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Negative control: without a setting in the log's header its vectors are others, or none."""
+    for name, model in (
+        ("mean", {"runner": "pooling", "pooling_type": "mean"}),
+        ("token", {"runner": "pooling", "classifier_from_token": ["a", "b"]}),
+    ):
+        rows = [{"classify" if name == "token" else "embed": text} for text in TEXTS]
+        assert not any(row["error"] for row in answered(tmp_path, "causal", rows, f"{name}.jsonl", model))
+        log = tmp_path / f"{name}.jsonl.run" / "steps.log"
+        assert replay.main([str(log), "--with-model"]) == 0
+        assert re.search(r"([1-9]\d*) of \1 tokens equal", capsys.readouterr().out)
+        found = read_step_log(log)
+        # A folder that generates, with a classifier, pools by itself.
+        others = [
+            {"pooling_type": None, "classifier_from_token": None},
+            *([{"runner": "auto"}] if name == "mean" else []),
+        ]
+        for changes in others:
+            with StepLogWriter(tmp_path / "other.log", replace(found.header, **changes)) as writer:
+                for payload in found.messages():
+                    writer.write(payload)
+            assert replay.main([str(tmp_path / "other.log"), "--with-model"]) != 0
+        capsys.readouterr()
 
 
 @pytest.mark.matrix

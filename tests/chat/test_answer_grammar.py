@@ -14,6 +14,7 @@ from spmd_worker.chat.answer_reader import AnswerReader
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of
 from spmd_worker.chat.chat_request import chat_request
 from spmd_worker.grammar.compiler import GrammarCompiler
+from spmd_worker.grammar.forms import GrammarError
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 from spmd_worker.tokenizer.messages import MessageProblem
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -44,6 +45,9 @@ class Model:
         """Whether the text, and then the end, may be an answer."""
         form = self.form(prompt, **body)
         assert form is not None
+        return self.has_form(text, form)
+
+    def has_form(self, text: str, form: StructuredOutputsParams) -> bool:
         self._compiler.check(form)
         state = self._compiler.start(form)
         state.take([*self.tokenizer.encode(text, add_special_tokens=False), 1])
@@ -86,6 +90,54 @@ def test_an_answer_in_json_has_the_schema_and_reasoning_before_it(model: Model):
         assert model.may_be(f"why{end}{good}", f"assistant\n{begin}\n", response_format=AS_PERSON)
         assert not model.may_be(good, f"assistant\n{begin}\n", response_format=AS_PERSON)
         assert not model.may_be(f"{begin}why{end}{good}", f"{begin}\n\n{end}\n", response_format=AS_PERSON)
+
+
+OWN_FORMS = {
+    "json": ({"json": PERSON}, '{"name": "x"}'),
+    "object": ({"json_object": True}, '{"b": [1]}'),
+    "regex": ({"regex": "[0-9]{2}"}, "12"),
+    "choice": ({"choice": ["yes", "no"]}, "yes"),
+    "lark": ({"grammar": 'start: "x" reasons\nreasons: /[0-9]/'}, "x1"),
+    "ebnf": ({"grammar": 'root ::= "x" [0-9]'}, "x1"),
+    "engine": ({"grammar": '{"grammars": [{"name": "mine", "lark_grammar": "start: \\"x1\\""}]}'}, "x1"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_FORMS)
+def test_a_form_of_the_rows_own_begins_behind_the_reasoning(model: Model, name: str):
+    given, good = OWN_FORMS[name]
+    form = StructuredOutputsParams(**given)
+
+    def may_be(text: str, prompt: str = "") -> bool:
+        around = AnswerGrammar(model.format, model.tokenizer.marker_id).after_reasoning(form, prompt)
+        return model.has_form(text, around)
+
+    head = "<|channel|>final<|message|>" if model.format.is_harmony else ""
+    assert may_be(head + good)
+    assert not may_be(f"{head}!{good}")
+    if model.format.is_harmony:
+        assert may_be(f"<|channel|>analysis<|message|>why<|end|><|start|>assistant{head}{good}")
+        assert not may_be(good)
+    markers = {"think": ("<think>", "</think>\n"), "mistral": ("[THINK]", "[/THINK]")}.get(model.format.reasoning)
+    if markers is None:
+        assert may_be(f"why</think>{good}") is False
+        return
+    begin, end = markers
+    assert may_be(f"{begin}why {good[0]}{end}{good}")
+    assert not may_be(f"{begin}why{end}!{good}")
+    assert may_be(f"why{end}{good}", f"assistant\n{begin}\n")
+    assert not may_be(good, f"assistant\n{begin}\n")
+    assert not may_be(f"{begin}why{end}{good}", f"{begin}\n\n{end}\n")
+
+
+def test_a_grammar_that_is_no_json_of_the_engines_is_refused(folder: Path):
+    model = Model(folder, "hermes with reasoning")
+    for text in ("{", "{}", '{"grammars": []}', '{"grammars": [3]}', "{" * 9000):
+        form = AnswerGrammar(model.format, model.tokenizer.marker_id).after_reasoning(
+            StructuredOutputsParams(grammar=text), ""
+        )
+        with pytest.raises(GrammarError, match="grammar is no JSON of llguidance's"):
+            model.has_form("x", form)
 
 
 def test_with_tools_that_may_be_called_an_answer_in_json_is_the_schema_or_a_call(

@@ -47,7 +47,7 @@ OTHER_SAMPLING = SamplingParams(
     seed=-8,
     stop=("é", "end"),
     temperature=0.25,
-    structured_outputs=StructuredOutputsParams(choice=("é", "b"), whitespace_pattern=" "),
+    structured_outputs=StructuredOutputsParams(choice=("é", "b"), whitespace_pattern=" ", around="start: @form"),
 )
 FULL_PLAN = StepPlan(
     step=9,

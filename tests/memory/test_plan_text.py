@@ -47,6 +47,12 @@ def _a_machine_of_64_gib(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(host, name, lambda: 64 * GIB)
 
 
+FORMS = (
+    "forms      not counted: host memory of rows that run with structured_outputs, 0.3 MiB each as a rule, at most "
+    "3.8 MiB (10,000 states of a lexer)"
+)
+
+
 def text_of(model_config: ModelConfig, tensor_parallel_size: int, **config: object) -> list[str]:
     return describe_plan(make_plan(resolved(model_config, tensor_parallel_size, **config))).splitlines()
 
@@ -105,6 +111,7 @@ def test_an_8_billion_parameter_shape_on_two_ranks_reads_like_this(model_config:
         "           left for the cache 20.1 GiB, room for 20542 blocks",
         "           limited by memory: 256 sequences (scheduler.max_num_seqs) of 8192 tokens (model.max_model_len) "
         "could use 131072 blocks",
+        FORMS,
     ]
 
 
@@ -159,7 +166,7 @@ def test_a_cache_that_is_too_small_is_refused_in_the_words_of_the_run(model_conf
     )
     lines = text_of(model_config, 2, **config)
     assert lines[-1] == f"refused    {message}"
-    assert "sequences  0 of 4,096 tokens" in lines[-4]
+    assert "sequences  0 of 4,096 tokens" in lines[-5]
     with pytest.raises(ConfigError) as refused:
         check_cache_setting(resolved(model_config, **config))
     assert str(refused.value) == message
@@ -205,6 +212,7 @@ def test_a_gpus_memory_is_not_guessed_from_the_hosts(model_config: ModelConfig):
         "            48 GiB    131,072 blocks: 256 sequences",
         "            80 GiB    131,072 blocks: 256 sequences",
         "           141 GiB    131,072 blocks: 256 sequences",
+        FORMS,
     ]
     with_blocks = text_of(model_config, 8, device="cuda", cache=CacheConfig(num_blocks=2048))
     assert with_blocks[5].endswith("512.0 MiB")

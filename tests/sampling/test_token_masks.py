@@ -116,14 +116,18 @@ class Matcher:
         return False
 
 
+class Table:
+    is_canonical, vocab_size = False, 96
+
+
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 64, 70])
 def test_bits_beyond_the_vocabulary_are_never_tokens(vocab_size: int):
     allowed = [0, 30, 31, 32, 63, 69, 70, 95]
     bits = np.zeros(3, dtype=np.int32)
-    RowGrammar(Matcher(allowed), vocab_size, ()).fill(bits)
+    RowGrammar(lambda: Matcher(allowed), Table(), vocab_size, ()).fill(bits)
     found = np.flatnonzero(~forbidden_of(bits[None], vocab_size)[0]).tolist()
     assert found == [each for each in allowed if each < vocab_size]
-    beyond = RowGrammar(Matcher([vocab_size, 95]), vocab_size, ())
+    beyond = RowGrammar(lambda: Matcher([vocab_size, 95]), Table(), vocab_size, ())
     beyond.fill(np.zeros(3, dtype=np.int32))
     assert beyond.problem == "no token can follow"
 
@@ -132,3 +136,18 @@ def test_rows_are_numbered_anew():
     _, _, masks = step()
     some = TokenMasks.of_step(replace(masks, failed=()), CPU).of([2, 3, 7])
     assert dict(some.places) == {0: masks.indices.index(2), 2: masks.indices.index(7)}
+
+
+def test_masks_of_all_rows_are_applied_at_once_as_row_by_row():
+    logits, _, masks = step()
+    whole = TokenMasks.of_step(replace(masks, failed=()), CPU).of(masks.indices)
+    shard = logits[list(masks.indices)][:, 40:90]
+    assert whole._is_of_all_rows(len(shard))
+    at_once, one_by_one = shard.clone(), shard.clone()
+    whole.apply(at_once, 40)
+    for row in range(len(shard)):
+        whole.of([row]).apply(one_by_one[row : row + 1], 40)
+    assert torch.equal(at_once, one_by_one)
+    assert not torch.equal(at_once, shard)
+    # Not where they are the same masks in another order.
+    assert not whole.of([*range(len(shard))][::-1])._is_of_all_rows(len(shard))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ranks
+from constrained_rows import write_model
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "scripts" / "demo" / "model"
@@ -134,6 +135,17 @@ def test_the_servers_ratio_is_the_median_of_turns_in_which_either_is_first(monke
     assert order == ["generate", "serve", "serve", "generate", "generate", "serve"]
     assert figures["tokens_per_second"] == {"generate": [12.0, 12 / 0.9, 4.0], "serve": [6.0, 12.0, 3.0]}
     assert figures["ratio"] == pytest.approx(0.75)
+
+
+def test_masks_times_steps_of_rows_with_a_form_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    bench, folder = import_module("bench_runtime"), str(write_model(tmp_path))
+    sizes = ["--rows", "3", "--steps", "24", "--turns", "2"]
+    assert bench.main(["masks", folder, "load_format=dummy", "max_model_len=400", *sizes]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {kind: len(each) for kind, each in figures["ms"].items()} == {"free": 2, "masked": 2, "forced": 2}
+    assert figures["ratio"] > 0 < figures["ratio_forced"]
+    assert figures["tokens_a_step"] > 1.1
 
 
 @pytest.mark.stress

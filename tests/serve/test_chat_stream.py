@@ -19,6 +19,7 @@ from serving import JSON, ServedHere, joined, without_names
 from spmd_worker.chat.chat_format import chat_format_of
 from spmd_worker.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestLimits
+from spmd_worker.grammar.compiler import GrammarCompiler
 from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.serve.openai_stream import AnswerName, ChunkWriter, answer_body
@@ -34,7 +35,8 @@ EOS = 1
 
 def served_row(tokenizer: Tokenizer, **body: Any) -> ServedRow:
     chat_format = chat_format_of("auto", "auto", tokenizer.chat_template_source)
-    limits = RequestLimits(tokenizer.vocab_size, 4096, 64, has_tokenizer=True)
+    grammars = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, (EOS,))
+    limits = RequestLimits(tokenizer.vocab_size, 4096, 64, has_tokenizer=True, grammars=grammars)
     reader = RequestReader(SamplingParams(max_tokens=200), RowLimits(), limits, tokenizer, chat_format)
     served = reader.read(0, CHAT, json.dumps({"messages": USER, **body}).encode(), None)
     assert isinstance(served, ServedRow), served
@@ -66,6 +68,17 @@ def streamed_and_whole(tokenizer: Tokenizer, served: ServedRow, *texts: str) -> 
     for chunk in chunks:
         CHUNK.validate_python(chunk, strict=True)
     return chunks, answer_body(served.row, outputs[-1], NAME)
+
+
+def test_a_form_of_the_requests_own_begins_behind_the_reasoning(tmp_path: Path):
+    for name, is_behind in (("hermes", False), ("hermes with reasoning", True), ("harmony", True)):
+        tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path / name, name))
+        form = served_row(tokenizer, structured_outputs={"choice": ["yes", "no"]}).row.sampling.structured_outputs
+        assert form is not None
+        assert (form.choice, form.around is not None) == (("yes", "no"), is_behind)
+        # Tools that may be called change nothing of it.
+        tools = served_row(tokenizer, structured_outputs={"choice": ["yes", "no"]}, tools=TOOLS)
+        assert tools.row.sampling.structured_outputs == form
 
 
 def without_usage(body: JSON) -> JSON:

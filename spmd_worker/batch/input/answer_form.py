@@ -27,15 +27,19 @@ def formed_sampling(row: Row, prompt: str | None, tokenizer: Tokenizer | None, f
     """The row's parameters, with the form that its answer must have. `prompt` is the row's text, None of one that gave
     token ids. Raises RowProblem.
     """
-    if row.request is None or prompt is None or tokenizer is None:
+    if row.kind != "chat" or prompt is None or tokenizer is None:
         return row.sampling
+    grammar, own = AnswerGrammar(format_, tokenizer.marker_id), row.sampling.structured_outputs
     try:
-        form = AnswerGrammar(format_, tokenizer.marker_id).form(row.request, prompt)
+        form = None if row.request is None else grammar.form(row.request, prompt)
+        if form is None and own is not None:
+            form = grammar.after_reasoning(own, prompt)
         return row.sampling if form is None else replace(row.sampling, structured_outputs=form)
     except MessageProblem as problem:
         raise RowProblem(problem.code, str(problem)) from None
     except ValueError as error:
-        raise RowProblem("invalid_value", f"{_key(row.request)}: {error}"[:500]) from None
+        key = "structured_outputs" if row.request is None or own is not None else _key(row.request)
+        raise RowProblem("invalid_value", f"{key}: {error}"[:500]) from None
 
 
 def form_problem(row: Row, problem: RequestError) -> str:

@@ -45,6 +45,7 @@ def write_last_records(engine: LLMEngine, run_dir: Path) -> Path | None:
 def step_log_header(engine: LLMEngine) -> StepLogHeader:
     """What a replay needs besides the messages."""
     resolved, config, cache = engine.resolved, engine.config, engine.scheduler.cache
+    tokens = config.model.classifier_from_token
     return StepLogHeader(
         code=code_fingerprint(),
         model_path=str(resolved.model_folder.resolve()),
@@ -71,4 +72,7 @@ def step_log_header(engine: LLMEngine) -> StepLogHeader:
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         pipeline_parallel_size=config.parallel.pipeline_parallel_size,
         data_parallel_size=config.parallel.data_parallel_size,
+        runner=config.model.runner,
+        pooling_type=config.model.pooling_type,
+        classifier_from_token=None if tokens is None else tuple(tokens),
     )

@@ -1,0 +1,184 @@
+"""Tokens that a form forces: several in a step, those of the tokenizer, and answers that are the same without."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from constrained_rows import EOS, answers, check, open_model, rows, run, write_model
+from run_folder import made_once
+
+from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
+from spmd_worker.errors import ConfigError
+from spmd_worker.grammar import row_grammar, step_masks
+from spmd_worker.grammar.forms import GrammarError
+from spmd_worker.grammar.step_masks import StepMasks
+
+LONG = {
+    "type": "object",
+    "properties": {"hello world, this is": {"const": "the cache and the scheduler"}, "naïve 你好": {"type": "boolean"}},
+    "required": ["hello world, this is", "naïve 你好"],
+    "additionalProperties": False,
+}
+FORM = {"json": LONG, "disable_any_whitespace": True}
+ONE_A_STEP = 1
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_model(made_once("constrained", write_model)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[Any]:
+    """Answers of all kinds of rows, each token by a forward pass of its own."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(step_masks, "MOST_FORCED", ONE_A_STEP)
+        return answers(run(llm))
+
+
+def generate(llm: LLM, form: Any = FORM, **sampling: Any) -> tuple[Any, int]:
+    """The answer, and how many steps it took."""
+    before = llm.llm_engine.counters.num_steps
+    params = SamplingParams(structured_outputs=form, **{"temperature": 1.0, "max_tokens": 200, "seed": 3, **sampling})
+    output = llm.generate("hello", params, use_tqdm=False)[0]
+    assert output.error is None, output.error
+    return output, llm.llm_engine.counters.num_steps - before
+
+
+def both_ways(llm: LLM, form: Any = FORM, **sampling: Any) -> tuple[Any, int, int]:
+    """The answer, the same with tokens forced and not, and the steps of each."""
+    forced, num_forced_steps = generate(llm, form, **sampling)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(step_masks, "MOST_FORCED", ONE_A_STEP)
+        single, num_single_steps = generate(llm, form, **sampling)
+    assert answers([forced]) == answers([single])
+    return forced, num_forced_steps, num_single_steps
+
+
+def test_rows_of_all_kinds_are_the_same_with_tokens_forced(llm: LLM, plain: list[Any]):
+    before = llm.llm_engine.counters.num_steps
+    outputs = run(llm)
+    check(outputs, rows()[2])
+    assert answers(outputs) == plain
+    assert llm.llm_engine.counters.num_steps > before
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("fault", ["doubled", "another"])
+def test_the_test_sees_tokens_that_are_not_those_of_the_row(
+    llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    """Negative control."""
+    taken = StepMasks.taken
+
+    def wrong(self: StepMasks, token_ids: Any) -> Any:
+        found = taken(self, token_ids)
+        return [(*each, each[-1] if fault == "doubled" else 9) if len(each) > 1 else each for each in found]
+
+    monkeypatch.setattr(StepMasks, "taken", wrong)
+    assert answers(run(llm)) != plain
+
+
+def test_a_text_that_alone_can_follow_takes_few_steps_and_the_tokenizers_tokens(llm: LLM):
+    output, num_steps, num_single_steps = both_ways(llm)
+    (completion,) = output.outputs
+    assert json.loads(completion.text) in [
+        {"hello world, this is": "the cache and the scheduler", "naïve 你好": each} for each in (True, False)
+    ]
+    assert num_single_steps >= len(completion.token_ids) > 3 * num_steps
+    tokenizer = llm.get_tokenizer()
+    expected = tokenizer.encode(completion.text.partition("true")[0].partition("false")[0], add_special_tokens=False)
+    # All but the last, which what comes behind might change.
+    assert [*completion.token_ids[: len(expected) - 1]] == expected[:-1]
+
+
+@pytest.mark.matrix
+def test_a_row_that_wants_log_probabilities_has_them_for_each_token(llm: LLM):
+    alone, num_steps, num_single_steps = both_ways(llm, logprobs=2)
+    assert num_steps == num_single_steps
+    free, num_steps, _ = both_ways(llm)
+    assert free.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert num_steps < num_single_steps
+    # Beside one that forces: each entry is its own token's.
+    params = [
+        SamplingParams(structured_outputs=FORM, temperature=1.0, max_tokens=200, seed=3, logprobs=each)
+        for each in (None, 2)
+    ]
+    first, second = llm.generate(["hello", "hello"], params, use_tqdm=False)
+    assert answers([replace(first, outputs=second.outputs)]) == answers([alone])
+    assert first.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_tokens": 7},
+        {"max_tokens": 30, "min_tokens": 30},
+        {"stop": ["cache"]},
+        {"stop": ["orld"], "include_stop_str_in_output": True, "min_tokens": 9},
+        {"n": 3},
+        {"temperature": 0.0, "frequency_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_what_ends_or_shapes_a_row_does_so_inside_a_forced_text(llm: LLM, asked: dict[str, Any]):
+    output, num_steps, num_single_steps = both_ways(llm, **asked)
+    assert num_steps < num_single_steps
+    if len(asked) == 1 and "max_tokens" in asked:
+        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (7, "length")
+
+
+def test_a_stop_token_inside_a_forced_text_stops(llm: LLM):
+    token_ids = generate(llm)[0].outputs[0].token_ids
+    output, _, _ = both_ways(llm, stop_token_ids=[token_ids[9]])
+    end = token_ids.index(token_ids[9])
+    assert (output.outputs[0].token_ids, output.outputs[0].stop_reason) == (token_ids[: end + 1], token_ids[9])
+
+
+@pytest.mark.matrix
+def test_a_row_that_forbids_tokens_spells_the_text_with_others(llm: LLM):
+    token_ids = generate(llm)[0].outputs[0].token_ids
+    forbidden = next(each for each in token_ids if each > 260)
+    output, num_steps, num_single_steps = both_ways(llm, bad_words_ids=[[forbidden]])
+    assert forbidden not in output.outputs[0].token_ids
+    assert num_steps == num_single_steps
+    json.loads(output.outputs[0].text)
+
+
+@pytest.mark.matrix
+def test_an_end_is_not_forced_where_the_text_may_also_go_on(llm: LLM):
+    found = {generate(llm, {"regex": "ab(cd)?"}, seed=seed)[0].outputs[0].text for seed in range(12)}
+    assert found == {"ab", "abcd"}
+    assert both_ways(llm, {"choice": ["hello world"]})[0].outputs[0].token_ids[-1] == EOS
+
+
+@pytest.mark.matrix
+def test_a_text_that_is_too_long_to_be_looked_through_is_not_forced(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    for form, begin in (({"regex": "a{1000000}(b|c)"}, "aaaa"), ({"regex": "[bc]a{1000000}(b|c)"}, "aaaa")):
+        output, num_steps, num_single_steps = both_ways(llm, form, max_tokens=20)
+        assert begin in output.outputs[0].text
+        assert (output.outputs[0].finish_reason, num_steps) == ("length", num_single_steps)
+    monkeypatch.setattr(row_grammar, "MOST_FORCED_BYTES", 20)
+    assert both_ways(llm, {"regex": "[bc]a{22}"})[1] > 20
+    assert both_ways(llm, {"regex": "[bc]a{19}"})[1] < 20
+
+
+@pytest.mark.matrix
+def test_two_worker_processes_in_two_stages_take_the_same(plain: list[Any], forked_workers_of_module: None):
+    settings = {"pipeline_parallel_size": 2, "distributed_executor_backend": "multiproc"}
+    with open_model(made_once("constrained", write_model), **settings) as made:
+        assert answers(run(made)) == plain
+
+
+def test_a_worker_that_cannot_compile_an_admitted_form_says_so():
+    """Its installation is not the engine's: that is no fault of the row's, which has tokens to follow."""
+    with open_model(made_once("constrained", write_model)) as made:
+        compiler = made.llm_engine.model_executor.driver_worker.model_runner._grammars._compiler
+        compiler._compiled[StructuredOutputsParams(regex="a")] = GrammarError("extra_missing", "pip install it")
+        words = "structured_outputs: a form that was admitted cannot be compiled: pip install it"
+        with pytest.raises(ConfigError, match=words):
+            made.generate("hello", SamplingParams(structured_outputs={"regex": "a"}), use_tqdm=False)
