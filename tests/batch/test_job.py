@@ -73,6 +73,9 @@ def test_every_row_has_its_line_and_the_metrics_count_them(tmp_path: Path):
     assert (metrics["rows"], metrics["error_rows"], metrics["error_codes"]) == (3, 1, {"invalid_json": 1})
     assert metrics["prompt_tokens"] == first["usage"]["prompt_tokens"] + 2
     assert metrics["output_tokens"] == sum(row["usage"]["completion_tokens"] for row in (first, third))
+    waits = metrics["thread_waits"]
+    assert waits["waited_s"] >= 0 <= waits["lost_cores"]
+    assert 0 <= waits["largest_share"] <= 1
 
 
 def test_the_ten_kinds_of_bad_rows_have_ten_codes_and_no_outputs(tmp_path: Path):

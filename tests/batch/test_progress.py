@@ -121,3 +121,11 @@ def test_a_total_that_becomes_known_later_is_shown_from_then_on():
         "1 rows, 50 output tokens, 25.0 tokens/s",
         "2 of 4 rows, 100 output tokens, 25.0 tokens/s, 4.0 s left",
     ]
+
+
+def test_waiting_for_cores_is_said_where_it_is_much():
+    waits = {"waited_s": 9.0, "lost_cores": 700, "largest_share": 0.456}
+    line = "waiting for cores  46% of the time computed: other processes run on the same cores"
+    assert format_summary({"thread_waits": waits}) == line
+    assert format_summary({"thread_waits": waits | {"largest_share": 0.1}}) == ""
+    assert format_summary({"thread_waits": waits | {"lost_cores": 0}}) == ""

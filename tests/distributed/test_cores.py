@@ -16,6 +16,7 @@ from spmd_worker.distributed.cores import (
     parse_quota,
     share_cores,
     take_share,
+    waiting_variables,
 )
 from spmd_worker.errors import ConfigError
 
@@ -164,6 +165,12 @@ def script(tmp_path: Path) -> str:
     path = tmp_path / "script.py"
     path.write_text(SOURCE)
     return str(path)
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"])
+def test_how_torchs_threads_wait_is_the_users_own_word_first(name: str):
+    assert waiting_variables({}) == waiting_variables({name: ""}) == {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert waiting_variables({name: "1000"}) == {}
 
 
 @pytest.mark.matrix

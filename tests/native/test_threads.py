@@ -1,0 +1,56 @@
+"""Torch's threads beside the kernels': one in a step, asleep in ranks of ours, and the caller's own elsewhere."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from spmd_worker import rank_program
+from spmd_worker.native import threads
+from spmd_worker.native.threads import num_threads, torch_alone, torchs_threads_sleep
+
+
+@pytest.fixture
+def two() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_a_thread(action: Callable[[], int]) -> int:
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(action()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.skipif(threads._set_openmp_threads() is None, reason="torch has another OpenMP than GNU's")
+def test_torch_computes_alone_in_a_step_and_the_kernels_take_as_many_as_it_did(two):
+    in_a_thread(torch.get_num_threads)  # the first question of a thread is answered with what was set for all
+    with contextlib.suppress(KeyError), torch_alone():
+        assert (torch.get_num_threads(), num_threads()) == (1, 2)
+        with torch_alone():
+            assert (torch.get_num_threads(), num_threads()) == (1, 2)
+        assert (torch.get_num_threads(), num_threads()) == (1, 2)
+        # Threads of the program's own that begin meanwhile have theirs.
+        assert in_a_thread(torch.get_num_threads) == 2
+        assert in_a_thread(num_threads) == 2
+        raise KeyError("w")
+    assert (torch.get_num_threads(), num_threads()) == (2, 2)
+
+
+def test_torchs_threads_sleep_where_torch_was_told_before_it_was_imported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    rank_program.prepare_torch()
+    assert not torchs_threads_sleep()  # too late
+    monkeypatch.delitem(sys.modules, "torch")
+    rank_program.prepare_torch()
+    assert torchs_threads_sleep()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    rank_program.prepare_torch()
+    assert not torchs_threads_sleep()
