@@ -1,13 +1,15 @@
-"""What a job takes on this machine, where its time goes, and how far that is from its matrix products alone.
+"""What a job takes on this machine, where its time goes, and how far that is from the least it could take.
 
     python scripts/bench_throughput.py MODEL WORKLOAD [KEY=VALUE...] [--threads N] [--no-split] [--no-job] [--ids FILE]
     torchrun --nproc-per-node 2 scripts/bench_throughput.py MODEL WORKLOAD parallel.tensor_parallel_size=2
 
 MODEL is a Hugging Face folder, WORKLOAD a JSONL file of rows, KEY=VALUE as launch.py takes them. Three passes: the
 rows, timed as a whole; the rows again with every part of a step timed (`--no-split` leaves out that and the floor); and
-`python launch.py` on the same rows, from its start to its end (`--no-job`; not under torchrun). The floor is the time
-of the job's matrix products, at the shapes that the steps had, with the weights that the model holds, timed one after
-another in this process; generate / floor is what there is to gain. What is done in one call counts as one part: the
+`python launch.py` on the same rows, from its start to its end (`--no-job`; not under torchrun). The floor is, step by
+step, what has to be multiplied at the rate of products, or what has to be read at the rate of memory, both measured in
+this process (machine_floor.py); generate / floor is what there is to gain. Beside it is the time of the job's matrix
+products alone, at the shapes that the steps had, with the weights that the model holds, timed one after another: so far
+do the products themselves stand above that floor. What is done in one call counts as one part: the
 rotary embedding as attention, the gates of a feed-forward as a product; layers run one by one there, which in the first
 pass are one call where they can be joined. What is beside the model is the time of a step
 that only decodes but for forward, logits and sampling, where most sequences do. The last line is one JSON object.
@@ -27,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from machine_floor import CachedLayers, StepWork, floor_s, measure_rates
+
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("schedule", "lockstep", "prepare", "linear", "attention", "other kernels", "sample", "output", "other")
 
@@ -41,6 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
     environment = read_rank_environment()
     config = compose_run(ROOT / "conf", [f"model.path={options.model}", f"job.input={options.workload}", *options.keys])
     resolved = prefault_cache(config, environment)
+    from spmd_worker.rank_program import prepare_torch
+
+    prepare_torch()
     import torch
 
     from spmd_worker.engine.startup import read_run, start_engine
@@ -64,12 +71,13 @@ def main(arguments: list[str] | None = None) -> None:
         split = run_rows(engine, watch) if is_first else engine.follow_round()
         phases = [after - earlier for after, earlier in zip(engine.times.phases(), before, strict=True)]
         figures = watch.figures(split, phases) if split is not None else {}
-        figures["floor_s"] = watch.floor_s()
+        figures |= watch.floors()
     if is_first and whole is not None:
         figures = {**whole.figures(), "start_s": round(start_s, 3), **figures}
         figures["peak_memory_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         if "floor_s" in figures:
             figures["floor_ratio"] = round(figures["generate_s"] / figures["floor_s"], 3)
+            figures["products_ratio"] = round(figures["generate_s"] / figures["products_s"], 3)
     engine.shutdown()
     if not is_first or whole is None:
         return
@@ -172,12 +180,15 @@ class StepWatch:
         self._dtype: Any = None
         self._num_tokens, self._num_rows, self._model_s = 0, 0, 0.0
         self._steps: list[tuple[int, int, float]] = []
+        self._works: list[StepWork] = []
+        self._kernels: Any = None
+        self._layers: CachedLayers | None = None
 
     def instrument(self, worker: Any) -> None:
         """Everything that the model and the runner call goes through a stopwatch from now on."""
         from spmd_worker.runner import model_runner
 
-        runner = worker.model_runner
+        runner, self._kernels, self._layers = worker.model_runner, worker._kernels, cached_layers(worker)
         # All layers in one call have no parts to time.
         worker._model.model.joined_layers = None
         kernels, backend = None, None
@@ -195,12 +206,23 @@ class StepWatch:
             runner._sampler.sample = self._within_model(self.timed("sample", runner._sampler.sample))
             largest = self.timed("sample", runner._sampler.sample_argmax)
             runner._sampler.sample_argmax = self._within_model(largest)
-        model_runner.build_batch = self.timed("prepare", model_runner.build_batch)
+        model_runner.build_batch = self._noting_rows(self.timed("prepare", model_runner.build_batch))
+
+    def _noting_rows(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            batch, work = build(*arguments, **keywords), StepWork()
+            starts = batch.attention.query_starts
+            for start, end, length in zip(starts, starts[1:], batch.attention.context_lengths, strict=False):
+                work.add_attention(end - start, length, self._layers)
+            self._works.append(work)
+            return batch
+
+        return run
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **keywords: Any) -> Any:
             began_s = time.perf_counter()
-            result = call(*arguments)
+            result = call(*arguments, **keywords)
             self.seconds[part] += time.perf_counter() - began_s
             return result
 
@@ -236,6 +258,8 @@ class StepWatch:
         self._dtype = x.dtype
         self._weights.setdefault(id(weight), (multiply, weight, bias))
         self.products[x.shape[0], id(weight)] += 1
+        if self._works:
+            self._works[-1].add_product(x.shape[0], weight.numel(), weight.nbytes)
 
     def figures(self, done: Pass, phases: list[float]) -> dict[str, Any]:
         """Milliseconds a step, by part. `phases` are schedule, lockstep, execute, apply."""
@@ -247,7 +271,17 @@ class StepWatch:
             "beside_model": self.beside_model(),
         }
 
-    def floor_s(self) -> float:
+    def floors(self) -> dict[str, float]:
+        """The steps' floor with the rates it was found by, and their products alone."""
+        rates = measure_rates(self._kernels, self._dtype)
+        return {
+            "floor_s": round(floor_s(self._works, rates), 3),
+            "products_s": self._products_s(),
+            "gflops": round(rates.flops_per_s / 1e9, 1),
+            "gb_per_s": round(rates.bytes_per_s / 1e9, 2),
+        }
+
+    def _products_s(self) -> float:
         """All products again, step by step in spirit: each shape as often as it came, weights in the model's order."""
         import torch
 
@@ -280,6 +314,17 @@ class StepWatch:
                 multiply(inputs[_num_inputs(weight)], weight, bias)
                 spent[key] += time.perf_counter() - began_s
         return sum(spent[key] / repeats * count for key, count in items)
+
+
+def cached_layers(worker: Any) -> CachedLayers:
+    """Of a worker's stage."""
+    from spmd_worker.distributed.topology import stage_of
+
+    stage = stage_of(worker.layout, worker.model_config, worker.environment.rank)
+    layers, spec = worker.model_config.layers[stage.start : stage.stop], worker.get_kv_cache_spec()
+    num_heads = layers[0].num_heads * spec.num_kv_heads // layers[0].num_kv_heads
+    token_bytes = spec.layer_block_bytes / spec.block_size
+    return CachedLayers(dict(Counter(layer.window or 0 for layer in layers)), num_heads, spec.head_size, token_bytes)
 
 
 def _num_inputs(weight: Any) -> int:
@@ -349,7 +394,9 @@ def show(figures: dict[str, Any], options: argparse.Namespace, num_threads: int,
     if "job_s" in figures:
         print(f"  whole job        {figures['job_s']:8.2f} s")
     if "floor_s" in figures:
-        print(f"  products alone   {figures['floor_s']:8.2f} s   generate / floor {figures['floor_ratio']:.2f}")
+        rates = f"{figures['gflops']:,.0f} GFLOP/s, {figures['gb_per_s']:.1f} GB/s"
+        print(f"  floor            {figures['floor_s']:8.2f} s   generate / it {figures['floor_ratio']:.2f} ({rates})")
+        print(f"  products alone   {figures['products_s']:8.2f} s   generate / them {figures['products_ratio']:.2f}")
         print("  milliseconds a step:")
         for part, value in figures["ms_a_step"].items():
             print(f"    {part:<14} {value:8.3f}")

@@ -47,10 +47,29 @@ def test_throughput_has_its_parts_its_floor_and_the_ids(rows: Path, tmp_path: Pa
         assert parts[part] > 0, part
     assert figures["floor_s"] > 0
     assert figures["floor_ratio"] == pytest.approx(figures["generate_s"] / figures["floor_s"], rel=0.1)
+    assert min(figures[name] for name in ("products_s", "products_ratio", "gflops", "gb_per_s")) > 0
     beside = figures["beside_model"]
     assert (beside["sequences"], beside["steps"]) == (6, 4)
     assert 0 < beside["median_ms"] <= beside["p90_ms"]
     assert figures["job_s"] > figures["generate_s"]
+
+
+def test_a_floor_is_what_takes_longer_of_each_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    floor = import_module("machine_floor")
+    layers = floor.CachedLayers({0: 2, 8: 1}, num_heads=4, head_size=16, token_bytes=64.0)
+    decode, prefill = floor.StepWork(), floor.StepWork()
+    decode.add_product(1, 1000, 2000)
+    decode.add_attention(1, 100, layers)
+    prefill.add_product(300, 1000, 2000)
+    prefill.add_attention(300, 300, layers)
+    # One token sees 100 keys in two layers, 8 in the one with a window.
+    assert (decode.flops, decode.num_bytes) == (2 * 1000 + 4 * 64 * 208, 2000 + 64 * 208)
+    # Of 300 tokens the first sees one key, the last all of them, or 8; all are read once.
+    assert prefill.num_bytes == 2000 + 64 * (300 + 300 + 300)
+    assert prefill.flops == pytest.approx(2 * 300 * 1000 + 4 * 64 * 300 * (2 * 150.5 + 8))
+    rates = floor.Rates(flops_per_s=1e6, bytes_per_s=1e5)
+    assert floor.floor_s([decode, prefill], rates) == pytest.approx(decode.num_bytes / 1e5 + prefill.flops / 1e6)
 
 
 @pytest.mark.stress
