@@ -21,7 +21,7 @@ folder, limit_s, takes_turns = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3
 rank, right, held = int(os.environ["RANK"]), model_runner.build_batch, 8
 steps = iter(range(1, 1_000_000))
 
-def build_batch(*arguments):
+def build_batch(*arguments, **keywords):
     step = next(steps)
     if rank == 0 and step == held + 1:
         (folder / "begun").touch()
@@ -33,7 +33,7 @@ def build_batch(*arguments):
             (folder / "at once").touch()
         except NotInTime:
             pass
-    return right(*arguments)
+    return right(*arguments, **keywords)
 
 model_runner.build_batch = build_batch
 if takes_turns:
