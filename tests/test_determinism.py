@@ -207,7 +207,7 @@ def test_a_row_does_not_depend_on_the_hash_seed_of_the_process(checkpoint):
 
 
 def test_torch_attention_does_not_keep_the_contract_so_the_matrix_can_fail(checkpoint, monkeypatch):
-    monkeypatch.setattr(worker_module, "choose_backends", lambda *_: (ReferenceKernels(), SdpaBackend()))
+    monkeypatch.setattr(worker_module, "choose_backends", lambda *_: (ReferenceKernels(), SdpaBackend(), None))
     with make(checkpoint, "float32") as llm:
         whole = answers(llm)
     with make(checkpoint, "float32", **CASES["chunks of 7"]) as llm:

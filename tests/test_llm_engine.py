@@ -226,7 +226,7 @@ def test_the_engine_of_an_llm_can_be_driven_so_too_and_has_its_names(folder: Pat
 
 
 def test_arguments_that_cannot_be_are_refused_as_by_an_llm_and_a_forgotten_engine_is_closed(folder: Path):
-    with pytest.raises(ConfigError, match="quantization='fp8' is refused"):
+    with pytest.raises(ConfigError, match="quantization=fp8 is not one of int8"):
         LLMEngine.from_engine_args(EngineArgs(str(folder), quantization="fp8"))
     engine = LLMEngine.from_engine_args(EngineArgs(checkpoint_folder("llama3"), num_blocks=64), usage_context=None)
     assert engine.watchdog is not None

@@ -88,4 +88,5 @@ class PackedLayer(CheckpointLayer):
     def _as_given(self, values: Tensor) -> Tensor:
         """As `pack_weights` was given the weight."""
         dtype = self.weight.dtype if self._quantised is None else self._quantised.dtype
+        assert dtype.is_floating_point, f"{type(self).__name__} does not say that its weight is quantised"
         return values.detach().to(self.weight.device, dtype)

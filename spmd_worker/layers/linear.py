@@ -118,6 +118,7 @@ class ReplicatedLinear(PackedLayer):
     def __init__(self, context: LayerContext, input_size: int, output_size: int) -> None:
         super().__init__()
         self.input_size, self.output_size, self._kernels = input_size, output_size, context.kernels
+        self._quantised = context.quantised
         self.weight = context.parameter(output_size, input_size)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -93,7 +93,11 @@ def int8_shapes(model_config: ModelConfig, layout: RankLayout, rank: int) -> Cou
         shapes[first, hidden, layer.is_gated and layer.activation == "silu"] += 1
         shapes[hidden, sizes.num_columns, False] += 1
     if stage.is_last:
-        shapes[sizes.num_vocabulary_rows, hidden, False] += 1
+        shapes[sizes.num_vocabulary_rows, model_config.embedding_size, False] += 1
+    if model_config.own_embedding_size and stage.is_first:
+        shapes[hidden, model_config.own_embedding_size, False] += 1
+    if model_config.own_embedding_size and stage.is_last:
+        shapes[model_config.own_embedding_size, hidden, False] += 1
     return shapes
 
 

@@ -250,8 +250,6 @@ struct Worker {
   }
 
   void merge_argmax(int64_t num_rows) const {
-    static std::mutex is_merging;
-    const std::lock_guard<std::mutex> alone(is_merging);
     for (int64_t row = 0; row < num_rows; ++row) by_lane.merge(row, argmax->values[row], argmax->places[row]);
   }
 
@@ -282,12 +280,15 @@ struct Worker {
 void multiply_all(const Product& gemm, const RowArgmax* argmax, int num_threads) {
   const Cut cut(gemm, num_threads);
   const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
+  std::mutex merging;
   run_by_team(cut.num_items(), is_small ? 1 : num_threads, [&](Items& items) {
     Worker worker(gemm, argmax);
     // In ascending order, which `LaneArgmax` relies on.
     for (int64_t item = items.next(); item >= 0; item = items.next()) worker.run(gemm, cut, item);
     worker.finish();
-    if (argmax != nullptr) worker.merge_argmax(gemm.num_rows);
+    if (argmax == nullptr) return;
+    const std::lock_guard<std::mutex> alone(merging);
+    worker.merge_argmax(gemm.num_rows);
   });
 }
 

@@ -182,8 +182,6 @@ struct Worker {
   }
 
   void merge_argmax() const {
-    static std::mutex is_merging;
-    const std::lock_guard<std::mutex> alone(is_merging);
     for (int64_t row = 0; row < gemm.num_rows; ++row) by_lane.merge(row, argmax->values[row], argmax->places[row]);
   }
 };
@@ -198,6 +196,7 @@ void multiply_all(const ProductOf<Element>& gemm, const RowArgmax* argmax, int n
   const int64_t rows_each = std::max<int64_t>(kRowsBytes / row_bytes, 1) * kRows;
   const int64_t num_row_groups = (gemm.num_rows + rows_each - 1) / rows_each;
   const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
+  std::mutex merging;
   run_by_team(num_row_groups * items_a_group, is_small ? 1 : num_threads, [&](Items& items) {
     Worker<Element> worker(gemm, argmax);
     // In ascending order, which `LaneArgmax` relies on.
@@ -206,7 +205,9 @@ void multiply_all(const ProductOf<Element>& gemm, const RowArgmax* argmax, int n
       const int64_t pair = item % items_a_group * pairs_each, end_pair = std::min(num_pairs, pair + pairs_each);
       for (int64_t each = pair; each < end_pair; ++each) worker.run_pair(row, end, each, each + 1);
     }
-    if (argmax != nullptr) worker.merge_argmax();
+    if (argmax == nullptr) return;
+    const std::lock_guard<std::mutex> alone(merging);
+    worker.merge_argmax();
   });
 }
 

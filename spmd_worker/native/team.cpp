@@ -5,6 +5,13 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <cstdio>
+#if defined(__linux__)
+#include <dlfcn.h>
+#include <sched.h>
+#endif
+#include <vector>
+
 #include "waiting.h"
 
 #if defined(SPMD_PLANTED_DELAYS)
@@ -15,7 +22,7 @@ namespace {
 
 constexpr int kMostThreads = 256;
 constexpr int64_t kWorkerSpinNs = 200'000;  // between two jobs of a step; between two steps a worker sleeps
-constexpr int64_t kCallerSpinNs = 50'000;   // for what other threads still compute: longer than that, they have no core
+constexpr int64_t kCallerSpinNs = 50'000;   // at least, for what other threads still compute: see `wait_for_items`
 constexpr int64_t kSleepNs = 10'000'000'000;
 constexpr uint64_t kClosed = 0xffffffff;    // in place of a ticket's next item: more than any count
 
@@ -45,6 +52,50 @@ bool spin_until(Condition is_over, int64_t limit_ns) {
   return false;
 }
 
+// How numbers too small for a full mantissa are taken is a thread's own setting, which somebody may have changed in the
+// calling thread since the others began: while items are computed it is the default, in every thread.
+class DefaultFloats {
+ public:
+#if defined(__x86_64__)
+  DefaultFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~DefaultFloats() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__)
+  DefaultFloats() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(uint64_t(0)));
+  }
+  ~DefaultFloats() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
+#endif
+};
+
+#if defined(__linux__)
+// The cores of all places of OpenMP, where the user has bound its threads to places: the thread that loaded OpenMP is in
+// the first of them since, and threads that it makes would be there too. False where there are none.
+bool find_places(cpu_set_t& cores) {
+  void* openmp = dlopen("libgomp.so.1", RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL);
+  if (openmp == nullptr) return false;
+  const auto num_places = reinterpret_cast<int (*)()>(dlsym(openmp, "omp_get_num_places"));
+  const auto num_cores = reinterpret_cast<int (*)(int)>(dlsym(openmp, "omp_get_place_num_procs"));
+  const auto cores_of = reinterpret_cast<void (*)(int, int*)>(dlsym(openmp, "omp_get_place_proc_ids"));
+  CPU_ZERO(&cores);
+  if (num_places != nullptr && num_cores != nullptr && cores_of != nullptr)
+    for (int place = 0; place < num_places(); ++place) {
+      std::vector<int> ids(size_t(num_cores(place)));
+      cores_of(place, ids.data());
+      for (const int id : ids)
+        if (id >= 0 && id < CPU_SETSIZE) CPU_SET(id, &cores);
+    }
+  dlclose(openmp);
+  return CPU_COUNT(&cores) > 1;
+}
+#endif
+
 // One job at a time. What is written of a job is read by those who have claimed an item of it, so it stays as it is until
 // all items are done; only the ticket, which names the job, is looked at by others.
 class Team {
@@ -57,9 +108,11 @@ class Team {
   }
 
   // False: another thread's job is under way.
-  bool try_run(int64_t num_items, int num_workers, Task task, const void* body) {
+  bool try_run(int64_t num_items, int num_threads, Task task, const void* body) {
     if (is_busy_.exchange(true, std::memory_order_acquire)) return false;
-    start_workers(num_workers);
+    const int num_workers = int(std::min<int64_t>(num_threads, num_items)) - 1;
+    allow_workers(num_threads - 1);
+    const int64_t began_ns = now_ns();
     const uint32_t job = started_.load(std::memory_order_relaxed) + 1;
     // Closed first: who comes late to the job before and sees the new count finds no item to claim with it.
     ticket_.store(uint64_t(job) << 32 | kClosed, std::memory_order_relaxed);
@@ -71,7 +124,7 @@ class Team {
     started_.store(job);
     if (num_sleepers_.load() > 0) wake_all(started_);
     take_part(job);
-    wait_for_items(uint32_t(num_items));
+    wait_for_items(uint32_t(num_items), began_ns);
     is_busy_.store(false, std::memory_order_release);
     return true;
   }
@@ -88,18 +141,23 @@ class Team {
     const int64_t count = count_.load(std::memory_order_acquire), item = Items::claim(ticket_, job, count);
     if (item < 0) return;
     Items items(&ticket_, job, count, item);
-    task_(body_, items);
+    {
+      const DefaultFloats floats;
+      task_(body_, items);
+    }
     const uint32_t num_taken = uint32_t(items.num_taken());
     const bool is_last = num_done_.fetch_add(num_taken) + num_taken == uint32_t(count);
     if (is_last && caller_sleeps_.load()) wake_all(num_done_);
   }
 
-  void wait_for_items(uint32_t count) {
+  // Whoever still computes is in the last item it took, which is not much longer than all that the caller did: if it
+  // takes longer, that thread has lost its core.
+  void wait_for_items(uint32_t count, int64_t began_ns) {
     ++num_jobs_;
     const auto are_done = [&] { return num_done_.load(std::memory_order_acquire) == count; };
     if (are_done()) return;
     const int64_t started = now_ns();
-    if (!spin_until(are_done, kCallerSpinNs)) {
+    if (!spin_until(are_done, std::max(kCallerSpinNs, started - began_ns))) {
       ++num_slept_;
       caller_sleeps_.store(true);
       for (uint32_t seen = num_done_.load(); seen != count; seen = num_done_.load()) sleep_while(num_done_, seen, kSleepNs);
@@ -114,24 +172,41 @@ class Team {
     pthread_setname_np(pthread_self(), "spmd-team");
 #endif
     for (uint32_t seen = 0;;) {
+      // Where fewer threads are wanted now than once were.
+      for (uint32_t allowed = num_allowed_.load(); number >= int(allowed); allowed = num_allowed_.load())
+        sleep_while(num_allowed_, allowed, kSleepNs);
       const auto has_begun = [&] { return started_.load(std::memory_order_acquire) != seen; };
       if (!spin_until(has_begun, kWorkerSpinNs)) {
         num_sleepers_.fetch_add(1);
         while (started_.load() == seen) sleep_while(started_, seen, kSleepNs);
         num_sleepers_.fetch_sub(1);
+        continue;
       }
       seen = started_.load(std::memory_order_acquire);
       if (number < limit_.load(std::memory_order_relaxed)) take_part(seen);
     }
   }
 
+  void allow_workers(int wanted) {
+    if (wanted == int(num_allowed_.load(std::memory_order_relaxed))) return;
+    start_workers(wanted);
+    num_allowed_.store(uint32_t(wanted));
+    wake_all(num_allowed_);
+  }
+
   // Fewer, where the system has no more threads for us.
   void start_workers(int wanted) {
     if (num_workers_ >= wanted) return;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads that were there
-    for (wanted = std::min(wanted, kMostThreads); num_workers_ < wanted; ++num_workers_) {
+    sigset_t blocked, before;
+    sigfillset(&blocked);  // signals are for the threads that were there
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT}) sigdelset(&blocked, own);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+#if defined(__linux__)
+    if (cpu_set_t cores; find_places(cores)) pthread_attr_setaffinity_np(&attributes, sizeof cores, &cores);
+#endif
+    for (; num_workers_ < wanted; ++num_workers_) {
       struct Start {
         Team* team;
         int number;
@@ -144,18 +219,22 @@ class Team {
       };
       auto* start = new Start{this, num_workers_};
       pthread_t thread;
-      if (pthread_create(&thread, nullptr, run, start) != 0) {
+      if (pthread_create(&thread, &attributes, run, start) != 0) {
         delete start;
+        std::fprintf(
+            stderr, "spmd-worker: the system has no more threads for this process: %d of %d compute\n", num_workers_ + 1,
+            wanted + 1);
         break;
       }
       pthread_detach(thread);
     }
+    pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   alignas(64) std::atomic<uint64_t> ticket_{0};    // the job's number and its next item
   alignas(64) std::atomic<uint32_t> started_{0};   // the number of the last job
-  std::atomic<uint32_t> num_sleepers_{0};
+  std::atomic<uint32_t> num_sleepers_{0}, num_allowed_{0};
   Task task_ = nullptr;
   const void* body_ = nullptr;
   std::atomic<int64_t> count_{0};
@@ -163,7 +242,7 @@ class Team {
   alignas(64) std::atomic<uint32_t> num_done_{0};  // items
   std::atomic<bool> caller_sleeps_{false};
   alignas(64) std::atomic<bool> is_busy_{false};
-  int num_workers_ = 0;
+  int num_workers_ = 0;  // threads there are
   int64_t num_jobs_ = 0, num_waits_ = 0, waited_ns_ = 0, num_slept_ = 0;
 };
 
@@ -180,9 +259,10 @@ int64_t Items::claim(std::atomic<uint64_t>& ticket, uint32_t job, int64_t count)
 }
 
 void run_task(int64_t num_items, int64_t num_threads, Task task, const void* body) {
-  const int num_workers = int(std::min<int64_t>({num_threads, num_items, kMostThreads})) - 1;
-  if (num_workers > 0 && Team::of_this_process().try_run(num_items, num_workers, task, body)) return;
+  const int most = int(std::min<int64_t>(num_threads, kMostThreads));
+  if (most > 1 && num_items > 1 && Team::of_this_process().try_run(num_items, most, task, body)) return;
   Items items(num_items);
+  const DefaultFloats floats;
   task(body, items);
 }
 

@@ -11,6 +11,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,17 +34,36 @@ def torch_alone() -> Iterator[None]:
     """Inside, torch's operations take one thread and the kernels as many as torch did; in this thread only. May be
     nested.
     """
-    threads, set_openmp_threads = num_threads(), _set_openmp_threads()
-    if threads == 1 or _left.num_threads is not None or set_openmp_threads is None:
+    threads = num_threads()
+    # With one thread nothing is to be done, and it could not be seen whose OpenMP that is.
+    set_openmp_threads = None if threads == 1 or _left.num_threads is not None else _set_openmp_threads()
+    if set_openmp_threads is None:
         yield
         return
-    _left.num_threads = threads
-    set_openmp_threads(1)
     try:
+        _left.num_threads = threads
+        set_openmp_threads(1)
         yield
     finally:
-        _left.num_threads = None
         set_openmp_threads(threads)
+        _left.num_threads = None
+
+
+@contextlib.contextmanager
+def torch_together() -> Iterator[None]:
+    """Inside `torch_alone`, where torch's operations are large after all: with as many threads as elsewhere."""
+    set_openmp_threads = None if _left.num_threads is None else _set_openmp_threads()
+    if set_openmp_threads is None:
+        yield
+        return
+    threads = num_threads()
+    try:
+        set_openmp_threads(threads)
+        _left.num_threads = None
+        yield
+    finally:
+        _left.num_threads = threads
+        set_openmp_threads(1)
 
 
 def torchs_threads_sleep() -> bool:
@@ -58,11 +78,29 @@ def _set_openmp_threads() -> Callable[[int], Any] | None:
     """OpenMP's own, which counts for the calling thread; torch's counts for threads that start meanwhile, too. None
     where torch has another OpenMP than GNU's.
     """
+    before = torch.get_num_threads()
+    for path in _openmp_libraries():
+        try:
+            function = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LOCAL).omp_set_num_threads
+        except (OSError, AttributeError):
+            continue
+        function.argtypes, function.restype = (ctypes.c_int,), None
+        was_called = False
+        try:
+            function(1)
+            was_called = torch.get_num_threads() == 1
+        finally:
+            function(before)
+        if was_called:
+            return function
+    return None
+
+
+def _openmp_libraries() -> list[str]:
+    """Those of GNU that are in this process: torch's may have a name of its own, and another package bring another."""
     try:
-        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LOCAL)
-    except (OSError, AttributeError):
-        return None
-    function = library.omp_set_num_threads
-    function.argtypes, function.restype = (ctypes.c_int,), None
-    function(before := torch.get_num_threads())
-    return function if torch.get_num_threads() == before else None
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line}
+    return sorted(paths)

@@ -36,7 +36,7 @@ inline void sleep_while(std::atomic<uint32_t>& word, uint32_t value, int64_t lim
   timespec limit{time_t(limit_ns / 1'000'000'000), long(limit_ns % 1'000'000'000)};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &limit, nullptr, 0);
 #else
-  const timespec moment{0, 50'000};
+  const timespec moment{0, 1'000'000};
   if (limit_ns > 0 && word.load() == value) nanosleep(&moment, nullptr);
 #endif
 }

@@ -17,6 +17,7 @@ from spmd_worker.grammar.step_masks import GrammarMasks
 from spmd_worker.metrics.stage_times import StageClock
 from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.native.threads import torch_together
 from spmd_worker.runner.batch import Batch, build_batch, constrained_rows
 from spmd_worker.runner.pooling import RowPooling, Vectors
 from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
@@ -107,7 +108,8 @@ class ModelRunner:
         is_greedy = all(row.is_plainly_greedy for row in batch.rows)
         largest = self.model.argmax_logits(sampled) if is_greedy else None
         logits = None if is_greedy else self.model.compute_logits(sampled)
-        reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._report)
+        with torch_together():
+            reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._report)
         self._pending = _Forwarded(step, batch, logits, largest, reported)
 
     @torch.inference_mode()

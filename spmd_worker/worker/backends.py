@@ -49,9 +49,11 @@ def _choose_attention(
     return SdpaBackend()
 
 
-def computes_alone(kernels: Kernels, dtype: torch.dtype) -> bool:
-    """Whether a step's products are the compiled kernels', so that torch's own threads have little to do."""
-    return isinstance(kernels, CpuKernels) and kernels.has_products(dtype)
+def computes_alone(kernels: Kernels, attention: AttentionBackend, dtype: torch.dtype) -> bool:
+    """Whether a step's products and its attention are the compiled kernels', so that torch's own threads have little to
+    do.
+    """
+    return isinstance(kernels, CpuKernels) and kernels.has_products(dtype) and isinstance(attention, CpuBackend)
 
 
 def arithmetic_of(attention: AttentionBackend, device: torch.device) -> str:

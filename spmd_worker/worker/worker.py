@@ -260,17 +260,16 @@ class Worker(WorkerBase):
         """See `WorkerBase.sample_tokens`; grammars are this worker's own, so their output must be None."""
         assert grammar_output is None, grammar_output
         assert self.model_runner is not None, "execute_model comes first"
-        with self._threads(is_torchs=True):
+        with self._threads():
             result = self.model_runner.sample()
         return replace(result, finished_transfers=self._take_finished_transfers())
 
-    def _threads(self, *, is_torchs: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Around what a step computes. `is_torchs`: with torch's own operations, most of it."""
+    def _threads(self) -> contextlib.AbstractContextManager[None]:
+        """Around what a step computes: torch's threads must not spin beside the kernels'."""
         assert self._kernels is not None, "load_model comes first"
-        is_alone = computes_alone(self._kernels, getattr(torch, self.resolved.dtype)) and not (
-            is_torchs and torchs_threads_sleep()
-        )
-        return torch_alone() if is_alone else contextlib.nullcontext()
+        assert self._attention is not None, "load_model comes first"
+        is_native = computes_alone(self._kernels, self._attention, getattr(torch, self.resolved.dtype))
+        return torch_alone() if is_native and not torchs_threads_sleep() else contextlib.nullcontext()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """See `WorkerBase.get_supported_tasks`."""

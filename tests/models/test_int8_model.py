@@ -1,17 +1,23 @@
 """A model with int8 products: near transformers' logits, and a row's bits are its own, in any batch and chunks.
 
-On more ranks: `tests/distributed/test_int8.py`.
+On more ranks: `tests/distributed/test_int8_on_ranks.py`.
 """
 
 import pytest
 import torch
+from family_checkpoints import family_folder
 from our_model import load_model, prompt_logits
 from reference_models import checkpoint_folder, random_prompt, reference_logits, reference_model, relative_error
 
+from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.kernels.cpu import int8
 from spmd_worker.kernels.cpu.int8 import Int8CpuKernels
 from spmd_worker.kernels.int8 import Int8Kernels
+from spmd_worker.llm import LLM
+from spmd_worker.memory.estimate import weights_bytes
+from spmd_worker.model_config.model_config import read_model_files
 from spmd_worker.models.decoder import DecoderForCausalLM
+from spmd_worker.sequence.sampling_params import SamplingParams
 
 PROMPTS = [random_prompt(length, seed=7) for length in (1, 15, 40)]
 MOST_ERROR = 0.15
@@ -55,3 +61,19 @@ def test_without_the_compiled_kernels_products_have_the_same_bits(monkeypatch: p
     plain = quantised("llama_biased").model.layers[0].self_attn.qkv_proj
     assert plain.weight.ndim == 2
     assert torch.equal(plain(x), expected)
+
+
+@pytest.mark.matrix
+def test_projections_of_embeddings_are_quantised_counted_and_kept_when_looked_at():
+    """OPT-350M's, between embeddings and layers; what `apply_model` shows is written back."""
+    folder = family_folder("opt_350m")
+    model = load_model(folder, quantization="int8")
+    assert model.model.project_in.weight.dtype == torch.int8
+    held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    assert held == weights_bytes(read_model_files(folder).model_config, RankLayout(1), 0, "float32", "cpu", "int8")
+    with LLM(folder, quantization="int8", num_blocks=60) as llm:
+        rows, params = [{"prompt_token_ids": [3, 50, 7, *range(20)]}], SamplingParams(max_tokens=5, logprobs=3)
+        before = [output.outputs[0].logprobs for output in llm.generate(rows, params, use_tqdm=False)]
+        llm.apply_model(lambda model: {name: each.sum().item() for name, each in model.named_parameters()})
+        after = [output.outputs[0].logprobs for output in llm.generate(rows, params, use_tqdm=False)]
+    assert after == before

@@ -6,11 +6,13 @@ In the library with delays, threads lose their cores at random in the midst of t
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from native_libraries import DELAY, compiled_with, native
 from paged_steps import Sizes, run, sequence, together
@@ -135,8 +137,46 @@ def test_the_teams_threads_take_no_signals(threads):
         return [int(status.partition("SigBlk:\t")[2].split()[0], 16) for status in ours]
 
     wait_until(blocked)
-    terminate, interrupt = 1 << 14, 1 << 1
+    terminate, interrupt, violation = (1 << number - 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGSEGV))
     assert all(mask & terminate and mask & interrupt for mask in blocked())
+    # What a thread itself did wrong is told by a handler that shows stacks.
+    assert not any(mask & violation for mask in blocked())
+
+
+def test_how_a_caller_takes_small_numbers_changes_no_bit(threads):
+    """A setting of a thread, which the team's threads have not."""
+    kernels, x = CpuKernels(native()), torch.full((70, 576), 1e-22)
+    packed = kernels.pack(torch.full((1536, 576), 1e-21))
+    threads(2)
+    expected = kernels.linear(x, packed, None)
+    assert ((expected > 0) & (expected < torch.finfo(FLOAT32).tiny)).all()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    try:
+        results = [kernels.linear(x, packed, None) for _ in range(5)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are not bound here")
+def test_where_openmp_is_bound_to_places_the_team_has_the_cores_of_all(tmp_path: Path):
+    """OpenMP binds the thread that loads it to the first place, and with it all that it starts."""
+    program = """
+import os, torch
+from pathlib import Path
+torch.set_num_threads(2)
+from spmd_worker.kernels.cpu.native import CpuKernels
+from spmd_worker.native.library import native_library
+kernels = CpuKernels(native_library())
+kernels.linear(torch.randn(70, 576), kernels.pack(torch.randn(1536, 576)), None)
+tasks = [path for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text().strip() == "spmd-team"]
+print(len(os.sched_getaffinity(0)), [len(os.sched_getaffinity(int(path.name))) for path in tasks])
+"""
+    num_cores = len(os.sched_getaffinity(0))
+    done = ranks.run_command([sys.executable, "-c", program], 120.0, {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"})
+    assert done.stdout == f"1 [{num_cores}]\n", done.output
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")

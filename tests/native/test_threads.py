@@ -10,7 +10,7 @@ import torch
 
 from spmd_worker import rank_program
 from spmd_worker.native import threads
-from spmd_worker.native.threads import num_threads, torch_alone, torchs_threads_sleep
+from spmd_worker.native.threads import num_threads, torch_alone, torch_together, torchs_threads_sleep
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def in_a_thread(action: Callable[[], int]) -> int:
     return results[0]
 
 
-@pytest.mark.skipif(threads._set_openmp_threads() is None, reason="torch has another OpenMP than GNU's")
+@pytest.mark.skipif(not threads._openmp_libraries(), reason="torch has another OpenMP than GNU's")
 def test_torch_computes_alone_in_a_step_and_the_kernels_take_as_many_as_it_did(two):
     in_a_thread(torch.get_num_threads)  # the first question of a thread is answered with what was set for all
     with contextlib.suppress(KeyError), torch_alone():
@@ -37,11 +37,16 @@ def test_torch_computes_alone_in_a_step_and_the_kernels_take_as_many_as_it_did(t
         with torch_alone():
             assert (torch.get_num_threads(), num_threads()) == (1, 2)
         assert (torch.get_num_threads(), num_threads()) == (1, 2)
+        with torch_together():
+            assert (torch.get_num_threads(), num_threads()) == (2, 2)
+        assert (torch.get_num_threads(), num_threads()) == (1, 2)
         # Threads of the program's own that begin meanwhile have theirs.
         assert in_a_thread(torch.get_num_threads) == 2
         assert in_a_thread(num_threads) == 2
         raise KeyError("w")
     assert (torch.get_num_threads(), num_threads()) == (2, 2)
+    with torch_together():
+        assert (torch.get_num_threads(), num_threads()) == (2, 2)
 
 
 def test_torchs_threads_sleep_where_torch_was_told_before_it_was_imported(monkeypatch: pytest.MonkeyPatch):
