@@ -72,7 +72,10 @@ def test_projections_of_embeddings_are_quantised_counted_and_kept_when_looked_at
     held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     assert held == weights_bytes(read_model_files(folder).model_config, RankLayout(1), 0, "float32", "cpu", "int8")
     with LLM(folder, quantization="int8", num_blocks=60) as llm:
-        rows, params = [{"prompt_token_ids": [3, 50, 7, *range(20)]}], SamplingParams(max_tokens=5, logprobs=3)
+        rows, params = (
+            [{"prompt_token_ids": [3, 50, 7, *range(20)]}],
+            SamplingParams(temperature=0, max_tokens=5, logprobs=3),
+        )
         before = [output.outputs[0].logprobs for output in llm.generate(rows, params, use_tqdm=False)]
         llm.apply_model(lambda model: {name: each.sum().item() for name, each in model.named_parameters()})
         after = [output.outputs[0].logprobs for output in llm.generate(rows, params, use_tqdm=False)]
