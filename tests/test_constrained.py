@@ -295,9 +295,17 @@ REFUSED = {
     "deep": ({"json": "{}"}, "recursion limit exceeded"),
     "rules": ({"grammar": "\n".join(f'r{number} ::= "x"' for number in range(501))}, "more than 500 rules in EBNF"),
     "copies": (
-        {"json": {"properties": {str(number): {} for number in range(2000)}, "enum": [*range(9000)]}},
-        "9000 alternatives stand beside a schema of",
+        {"json": {"properties": {str(number): {} for number in range(1000)}, "enum": [*range(8000)]}},
+        "8000 alternatives stand beside a schema of",
     ),
+}
+_COPIES, _WORDS = REFUSED["copies"]
+_LARK = f"start: %json{json.dumps(_COPIES['json'])}"
+REFUSED |= {
+    "copies in a grammar": ({"grammar": _LARK}, _WORDS),
+    "copies in the engine's JSON": ({"grammar": json.dumps({"grammars": [{"json_schema": _COPIES["json"]}]})}, _WORDS),
+    "copies in a grammar in it": ({"grammar": json.dumps({"grammars": [{"lark_grammar": _LARK}]})}, _WORDS),
+    "copies around it": ({"regex": "a", "around": f"{_LARK} @form"}, _WORDS),
 }
 deep: Any = {}
 for _ in range(150):

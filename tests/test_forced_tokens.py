@@ -150,6 +150,16 @@ def test_a_row_that_forbids_tokens_spells_the_text_with_others(llm: LLM):
 
 
 @pytest.mark.matrix
+def test_what_forbids_a_token_somewhere_keeps_it_from_being_forced():
+    assert not SamplingParams(min_tokens=3, logit_bias={7: 2.0}, stop="x").forbids_tokens
+    for asked in (
+        {"min_tokens": 3, "stop_token_ids": [7]},
+        {"logit_bias": {7: -1.0}},
+        {"allowed_token_ids": [7]},
+    ):
+        assert SamplingParams(**asked).forbids_tokens, asked
+
+
 def test_an_end_is_not_forced_where_the_text_may_also_go_on(llm: LLM):
     found = {generate(llm, {"regex": "ab(cd)?"}, seed=seed)[0].outputs[0].text for seed in range(12)}
     assert found == {"ab", "abcd"}

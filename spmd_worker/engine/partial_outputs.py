@@ -99,7 +99,7 @@ class PartialOutputs:
         spelled = self._shown.setdefault(sequence.sample_index, _Shown()).logprobs
         spelled += spelled_logprobs(sequence.logprobs[len(spelled) :], self.tokenizer)
         # An output is its reader's, who may be in another thread.
-        return list(spelled)
+        return [dict(each) for each in spelled]
 
     def _certain_text(self, sequence: Sequence) -> str:
         """What the text of a running sequence begins with, however it goes on."""

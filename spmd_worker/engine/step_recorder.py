@@ -45,8 +45,9 @@ class StepRecorder:
             num_waiting=scheduler.queues.num_waiting,
             num_swapped=scheduler.num_swapped,
             num_tokens=plan.num_tokens,
-            num_decode_tokens=num_decoding,
-            num_sampled_tokens=len(result.token_ids),
+            num_decode_tokens=num_decoding + sum(max(each - 1, 0) for each in plan.continuing_num_ids),
+            # Without those behind the end of an answer.
+            num_sampled_tokens=counters.num_output_tokens - last.num_output_tokens,
             num_blocks_used=cache.num_blocks - num_free,
             num_blocks_cached=num_cached,
             num_blocks_free=num_free - num_cached,

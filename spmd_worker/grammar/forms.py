@@ -49,7 +49,10 @@ def load_llguidance() -> Any:
 
 def engine_grammar(form: StructuredOutputsParams) -> str:
     """What `llguidance.LLMatcher` takes. Raises GrammarError for a grammar that cannot be read."""
-    return _form_grammar(form) if form.around is None else _surrounded(_form_grammar(form), form.around)
+    grammar = _form_grammar(form) if form.around is None else _surrounded(_form_grammar(form), form.around)
+    for schema in _schemas_of(grammar):
+        _check_copies(schema)
+    return grammar
 
 
 def _surrounded(grammar: str, around: str) -> str:
@@ -78,7 +81,6 @@ def _form_grammar(form: StructuredOutputsParams) -> str:
 
 def _of_schema(form: StructuredOutputsParams) -> str:
     schema = json.loads(form.json) if form.json is not None else {"type": "object"}
-    _check_copies(schema)
     if form.disable_any_whitespace:
         options: dict[str, Any] = {"whitespace_flexible": False}
     else:
@@ -91,8 +93,20 @@ def _of_schema(form: StructuredOutputsParams) -> str:
     return _unforced(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
+def _schemas_of(grammar: str) -> Iterator[Any]:
+    """Of what the engine is given, whoever wrote it."""
+    if not grammar.lstrip().startswith("{"):
+        yield from _schemas_in(grammar)
+        return
+    # One that is no JSON, or has other things in it, is refused by the engine.
+    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+        for each in json.loads(grammar)["grammars"]:
+            yield each.get("json_schema")
+            yield from _schemas_in(str(each.get("lark_grammar", "")))
+
+
 def _schemas_in(grammar: str) -> Iterator[Any]:
-    for found in re.finditer(r"%json\s+(?=\{)", grammar):
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
         # One that is no JSON is refused by the engine.
         with contextlib.suppress(ValueError, RecursionError):
             yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
@@ -127,8 +141,6 @@ def _unforced(grammar: str) -> str:
 def _as_lark(grammar: str) -> str:
     """EBNF and GBNF define with `::=`, which Lark's syntax does not have outside a literal."""
     if "::=" not in grammar:
-        for schema in _schemas_in(grammar):
-            _check_copies(schema)
         is_engines_json = grammar.lstrip().startswith("{")
         return grammar if is_engines_json else _NO_FORCING + grammar
     if grammar.count("::=") > _MOST_RULES:

@@ -99,6 +99,9 @@ class RowGrammar:
             self.can_force, self._matcher = False, self._new_matcher()
             for token_id in self._taken:
                 self._consume(token_id)
+                # As when they were taken: what the lexer may work out is bounded from one look to the next.
+                if self.problem or not self._mask(bits):
+                    return
             self._mask(bits)
 
     def _mask(self, bits: NDArray[np.int32]) -> bool:

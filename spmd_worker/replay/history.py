@@ -110,10 +110,12 @@ class RowHistory:
 
     def _tell_scheduled(self, step: ReplayedStep) -> None:
         sampled = _sampled_by_sequence(step)
-        blocks = dict(step.plan.continuing_blocks)
+        blocks: dict[int, list[int]] = {}
+        for place, block_id in step.plan.continuing_blocks:
+            blocks.setdefault(place, []).append(block_id)
         for place, key in enumerate(step.plan.continuing):
             if key.request_id == self._request.request_id:
-                self._tell_continuing(step, place, sampled.get(key, ()), blocks.get(place))
+                self._tell_continuing(step, place, sampled.get(key, ()), blocks.get(place, []))
         for group in step.plan.groups:
             if group.request_id == self._request.request_id:
                 for data in group.sequences:
@@ -131,15 +133,16 @@ class RowHistory:
         return f"finds {data.num_computed_tokens} tokens in the cache, " if data.num_computed_tokens else ""
 
     def _tell_continuing(
-        self, step: ReplayedStep, place: int, token_ids: tuple[int, ...], block_id: int | None
+        self, step: ReplayedStep, place: int, token_ids: tuple[int, ...], block_ids: list[int]
     ) -> None:
         _, sample_index, position = step.places[place]
         num_ids = step.plan.continuing_num_ids[place] if step.plan.continuing_num_ids else 1
-        if block_id is None and len(token_ids) == num_ids == 1:
+        if not block_ids and len(token_ids) == num_ids == 1:
             self._hold_back(step.plan.step, sample_index, position - 1, token_ids[0])
             return
         text = f"computes {_positions(position - max(num_ids, 1), position - 1)}"
-        text += f", takes block {block_id}" if block_id is not None else ""
+        if block_ids:
+            text += f", takes block{'s' if len(block_ids) > 1 else ''} {', '.join(map(str, block_ids))}"
         self._write_report(
             step.plan.step, sample_index, text + (f", samples {_listed(token_ids)}" if token_ids else "")
         )

@@ -103,7 +103,7 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
             for number, sample_index in enumerate(sample_indices(sequence.sample_index, num_samples)):
                 key = SequenceKey(request.request_id, sample_index)
                 sampling, outputs = request.sampling, sequence.output_token_ids
-                ways = (not sampling.has_masks, not sampling.needs_logprobs)
+                ways = (not sampling.forbids_tokens, not sampling.needs_logprobs)
                 found.append(ConstrainedRow(index + number, key, form, outputs, *ways))
         index += num_samples
     return found

@@ -1,7 +1,7 @@
 """A few rows of logits at a time, so that what is computed between them stays in a core's caches.
 
 Whole, float64 logits of 256 rows and 25,000 ids are 50 MB, and each operation on them memory that the system maps anew.
-Only for what is computed row by row: bits do not depend on how rows are taken.
+Only for what is computed row by row: on the CPU bits do not depend on how rows are taken.
 """
 
 from typing import Final

@@ -216,6 +216,12 @@ class SamplingParams(_Freezable):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
+    def forbids_tokens(self) -> bool:
+        """Whether some tokens may not be sampled, or are made less likely, at some place of the answer."""
+        waits = self.min_tokens > 0 and bool(self.stop_token_ids)
+        return self.has_masks or waits or any(bias < 0 for _, bias in self.logit_bias)
+
+    @property
     def has_masks(self) -> bool:
         """Whether some tokens are forbidden, here or there."""
         return self.allowed_token_ids is not None or bool(self.bad_words_ids)
