@@ -36,28 +36,28 @@ class TritonWorker(Worker):
             raise ConfigError(f"{_KEY}: Triton's interpreter has no bfloat16: use model.dtype=float32")
         if self.model_config.is_encoder:
             raise ConfigError(
-                f"{_KEY}: its attention is causal, and tokens of {self.model_config.architecture}, an encoder, see those "
-                f"behind them too: {_WAY_OUT}"
+                f"{_KEY} computes causal attention, and {self.model_config.architecture} is an encoder, whose tokens "
+                f"see those behind them too: {_WAY_OUT}"
             )
         for layer in self.model_config.layers:
             group = layer.num_heads // layer.num_kv_heads
             if layer.head_size not in HEAD_SIZES or group > attention_kernels.ROWS:
                 raise ConfigError(
-                    f"{_KEY} takes heads of {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} and at most {attention_kernels.ROWS} query "
-                    f"heads a key-value head, not {layer.head_size} and {group}: {_WAY_OUT}"
+                    f"{_KEY} takes heads of {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} and at most {attention_kernels.ROWS} "
+                    f"query heads a key-value head, not {layer.head_size} and {group}: {_WAY_OUT}"
                 )
         if self.device.type == "cuda":
             self._check_shared_memory()
         return TritonKernels(), TritonBackend(), None
 
     def _check_shared_memory(self) -> None:
-        """Raises ConfigError for a GPU whose shared memory cannot hold the tiles: a launch would fail, at the first step."""
+        """Raises ConfigError for a GPU whose shared memory cannot hold the tiles: the first launch would fail."""
         itemsize = getattr(torch, self.resolved.dtype).itemsize
         largest = max(layer.head_size for layer in self.model_config.layers)
         needed = max(attention.shared_bytes(largest, itemsize), matmul.shared_bytes(itemsize))
         there = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
         if there < needed:
             raise ConfigError(
-                f"{_KEY} needs {needed:,} bytes of shared memory a block for heads of {largest} in {self.resolved.dtype}, "
-                f"and {torch.cuda.get_device_name(self.device)} has {there:,}: {_WAY_OUT}"
+                f"{_KEY} needs {needed:,} bytes of shared memory a block for heads of {largest} in "
+                f"{self.resolved.dtype}, and {torch.cuda.get_device_name(self.device)} has {there:,}: {_WAY_OUT}"
             )

@@ -37,7 +37,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch, shared_bytes: int = H200, dtype: str
 
 def test_an_encoder_is_refused_because_attention_is_causal(monkeypatch: pytest.MonkeyPatch):
     """Its rows were computed causally, in silence."""
-    with pytest.raises(ConfigError, match=r"an encoder, see those behind.*leave executor\.worker_cls at null"):
+    with pytest.raises(
+        ConfigError, match=r"is an encoder, whose tokens see those behind.*leave executor\.worker_cls at null"
+    ):
         chosen(monkeypatch, is_encoder=True)
     assert isinstance(chosen(monkeypatch)[1], TritonBackend)
     sees_later = AttentionMetadata(*(None,) * 5, sees_later=True)

@@ -35,9 +35,9 @@ def plan_items(
     query_starts: Sequence[int], lengths: Sequence[int], group: int, window: int = 0, *, splits: bool = True
 ) -> WorkItems:
     """The work of a step: `query_starts[i]:query_starts[i + 1]` are the queries at the end of the `lengths[i]` keys of
-    sequence i; `group` query heads share keys; `window` 0 sees all keys. Where it `splits`, the only query of a sequence
-    is an item a segment if it sees several: a prompt has work enough for all programs, and one partial row a segment
-    of each of its queries would be without bound.
+    sequence i; `group` query heads share keys; `window` 0 sees all keys. Where it `splits`, the only query of a
+    sequence is an item a segment if it sees several. A prompt has work enough for all programs, and would leave a
+    partial row a segment for each of its queries.
     """
     rows, segment = attention_kernels.ROWS, attention_kernels.SEGMENT
     assert 0 < group <= rows, f"{group} query heads a key-value head are more than {rows}"
