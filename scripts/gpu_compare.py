@@ -105,8 +105,8 @@ def compare(folder: Path, prompts: list[list[int]], num_tokens: int, dtype: str,
         own = torch.tensor([at[token].logprob for at, token in zip(completion.logprobs or [], completion.token_ids)])
         differences.append(float((own - of_ours).abs().max()))
     count = len(prompts) * num_tokens
-    worst = (float(torch.tensor(each, dtype=torch.float64).max()) for each in (leads, differences))
-    return Comparison(dtype, device, count, num_same, *worst, count / elapsed_s)
+    lead, difference = (float(torch.tensor(each, dtype=torch.float64).max()) for each in (leads, differences))
+    return Comparison(dtype, device, count, num_same, lead, difference, count / elapsed_s)
 
 
 def print_table(results: list[Comparison]) -> None:
