@@ -3,24 +3,29 @@
     python scripts/gpu_check.py [--dry]
 
 Prints what the parts print and, last, one JSON object: {"device", "python", "torch", "triton", "parts": {part:
-{"returncode", "seconds", "result"}}, "is_ok"}. `result` is the JSON object that a part ends with, or its last lines.
-Exits with 1 when a part failed. Installs nothing.
+{"returncode", "seconds", "result"}}, "failed", "not_run": {part: packages that it lacks}, "is_ok"}. `result` is the
+JSON object that a part ends with, or its last lines. Exits with 1 when a part failed or did not run. Installs nothing.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ("torch", "triton", "numpy", "hydra", "omegaconf", "yaml", "tokenizers", "jinja2", "tqdm")
+NEEDED = ("torch", "triton", "numpy")
+"""Modules without which there is nothing to ask."""
+RUNTIME = ("hydra", "omegaconf", "yaml", "tokenizers", "jinja2", "tqdm")
+TESTS = (*RUNTIME, "pytest", "pytest_timeout", "hypothesis", "transformers")
 BENCHMARKS = {
     "llama-135m-like": (576, 1536, 30, 9, 3, 64, 49152),
     "qwen2.5-0.5b-like": (896, 4864, 24, 14, 2, 64, 151936),
@@ -34,12 +39,16 @@ DRY_BENCHMARK = {"tiny": (64, 96, 2, 4, 2, 16, 320)}
 
 @dataclass(frozen=True)
 class Part:
-    """A command and the seconds that it may take."""
+    """A command and the seconds that it may take. `needs`: modules beside NEEDED. What it ends with: a JSON object, or
+    where it `is_tests` pytest's count.
+    """
 
     name: str
     arguments: list[str]
     limit_s: float
     variables: dict[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    is_tests: bool = False
 
 
 def parts(folder: Path, *, is_dry: bool) -> list[Part]:
@@ -54,7 +63,7 @@ def parts(folder: Path, *, is_dry: bool) -> list[Part]:
         "gpu",
         *(["--collect-only"] if is_dry else []),
         "tests/test_gpu.py",
-        "tests/kernels",
+        "tests/kernels/test_triton.py",
     ]
     few = ["--device", "cpu", "--prompts", "2", "--tokens", "4"] if is_dry else []
     # A dry run has minutes: what interprets is slow, and other work may be beside it.
@@ -62,15 +71,15 @@ def parts(folder: Path, *, is_dry: bool) -> list[Part]:
     found = [
         Part("probe", probe, limits[0], interpreted),
         Part("kernels", ["tests/kernels/triton_cases.py", *([] if is_dry else ["cuda"])], limits[1], interpreted),
-        Part("tests", tests, limits[2]),
-        Part("compare", ["scripts/gpu_compare.py", *few], limits[3]),
+        Part("tests", tests, limits[2], needs=TESTS, is_tests=True),
+        Part("compare", ["scripts/gpu_compare.py", *few], limits[3], needs=(*RUNTIME, "transformers")),
     ]
     for name, sizes in (DRY_BENCHMARK if is_dry else BENCHMARKS).items():
         command = benchmark(folder, name, sizes, is_dry=is_dry)
         # Plain torch takes minutes for the largest.
         if name != LARGEST:
-            found.append(Part(f"benchmark {name}", command, limits[4]))
-        found.append(Part(f"benchmark {name}, triton", [*command, TRITON], limits[4], interpreted))
+            found.append(Part(f"benchmark {name}", command, limits[4], needs=RUNTIME))
+        found.append(Part(f"benchmark {name}, triton", [*command, TRITON], limits[4], interpreted, RUNTIME))
     return found
 
 
@@ -130,6 +139,7 @@ def run(part: Part) -> dict[str, object]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         start_new_session=True,
     )
     try:
@@ -141,7 +151,8 @@ def run(part: Part) -> dict[str, object]:
     print(output, flush=True)
     lines = output.splitlines()
     seconds = round(time.monotonic() - began, 1)
-    return {"returncode": process.returncode, "seconds": seconds, "result": result_of(lines)}
+    result = lines[-5:] if part.is_tests else result_of(lines)
+    return {"returncode": process.returncode, "seconds": seconds, "result": result}
 
 
 def result_of(lines: list[str]) -> object:
@@ -155,45 +166,61 @@ def result_of(lines: list[str]) -> object:
     return lines[-5:]
 
 
-def has_failed(name: str, found: dict[str, object]) -> bool:
+def has_failed(part: Part, found: dict[str, object]) -> bool:
+    """An exit status of 0 is not enough: a part has to say what it found, and that nothing is wrong."""
     result = found["result"]
-    return found["returncode"] != 0 or (name == "kernels" and isinstance(result, dict) and any(result.values()))
+    if found["returncode"] != 0:
+        return True
+    if part.is_tests:
+        lines = result if isinstance(result, list) else []
+        return not any(re.search(r"\b[1-9]\d*(/\d+)? (passed|tests? collected)\b", line) for line in lines)
+    if not isinstance(result, dict) or not result:
+        return True
+    if part.name == "kernels":
+        return any(result.values())
+    return bool(result.get("failed") or result.get("wrong")) or result.get("is_near") is False
 
 
-def missing() -> list[str]:
-    from importlib.util import find_spec
-
-    return [name for name in NEEDED if find_spec(name) is None]
+def missing(names: Sequence[str]) -> list[str]:
+    return [name for name in names if find_spec(name) is None]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="the same code without a GPU: interpreted, and on the CPU")
     is_dry = parser.parse_args().dry
-    lacking = missing()
-    if lacking:
-        wheels = "put wheels of them into a folder and name it with WHEELS="
-        print(f"gpu_check: {sys.executable} has no {', '.join(lacking)}: install them, or {wheels}", file=sys.stderr)
+    wheels = "install them, or put wheels of them into a folder and name it with WHEELS="
+    if lacking := missing(NEEDED):
+        print(f"gpu_check: {sys.executable} has no {', '.join(lacking)}: {wheels}", file=sys.stderr)
         return 1
     import torch
+    import triton
 
     if not is_dry and not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA device here: --dry runs the same code without one", file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        found = {part.name: run(part) for part in parts(Path(folder), is_dry=is_dry)}
-    failed = [name for name, each in found.items() if has_failed(name, each)]
-    report = {
+    about = {
         "device": "none: a dry run" if is_dry else torch.cuda.get_device_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": metadata.version("triton"),
-        "parts": found,
-        "failed": failed,
-        "is_ok": not failed,
+        # Of the module: distributions have other names (pytorch-triton).
+        "triton": triton.__version__,
     }
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        chosen = parts(Path(folder), is_dry=is_dry)
+        not_run = {part.name: lacking for part in chosen if (lacking := missing(part.needs))}
+        for name, lacking in not_run.items():
+            print(f"gpu_check: {name} does not run without {', '.join(lacking)}: {wheels}", file=sys.stderr)
+        found = {part.name: (part, run(part)) for part in chosen if part.name not in not_run}
+    report = about | summary(found, not_run)
     print(json.dumps(report))
-    return 1 if failed else 0
+    return 0 if report["is_ok"] else 1
+
+
+def summary(found: dict[str, tuple[Part, dict[str, object]]], not_run: dict[str, list[str]]) -> dict[str, object]:
+    failed = [name for name, (part, each) in found.items() if has_failed(part, each)]
+    results = {name: each for name, (_, each) in found.items()}
+    return {"parts": results, "failed": failed, "not_run": not_run, "is_ok": not failed and not not_run}
 
 
 if __name__ == "__main__":

@@ -7,21 +7,32 @@
 #
 # PYTHON names the interpreter, whose torch is used as it is (default python3): nothing is installed into it, and no
 # registry is needed. What it lacks of hydra-core, omegaconf and antlr4-python3-runtime may lie as wheels in the folder
-# that WHEELS names; they are unpacked beside it for this run.
+# that WHEELS names; they are unpacked beside it for this run. Parts that need more (pytest, pytest-timeout, hypothesis,
+# transformers) are named and left out where it is not there, and the check is not ok then.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-cd "$root"
 python=${PYTHON:-python3}
+# Paths are the caller's: what has a slash is one, other names are looked up.
+case $python in
+  /*) ;;
+  */*) python=$PWD/$python ;;
+esac
+wheels=${WHEELS:-}
+case $wheels in
+  '' | /*) ;;
+  *) wheels=$PWD/$wheels ;;
+esac
+cd "$root"
 command -v "$python" >/dev/null || {
   printf 'gpu_check.sh: no %s found: set PYTHON to the interpreter that has torch\n' "$python" >&2
   exit 1
 }
 
-if [ -n "${WHEELS:-}" ]; then
+if [ -n "$wheels" ]; then
   beside=$(mktemp -d)
   trap 'rm -rf "$beside"' EXIT
-  "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$beside" "$WHEELS"/*.whl
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$beside" "$wheels"/*.whl
   export PYTHONPATH="$beside${PYTHONPATH:+:$PYTHONPATH}"
 fi
 "$python" scripts/gpu_check.py "$@"

@@ -42,7 +42,8 @@ class Comparison:
 
     @property
     def is_near(self) -> bool:
-        return max(self.worst_lead, self.worst_logprob_difference) <= TOLERANCE[self.dtype]
+        # Each by itself: max() may drop what is no number.
+        return all(each <= TOLERANCE[self.dtype] for each in (self.worst_lead, self.worst_logprob_difference))
 
 
 def make_checkpoint(folder: Path) -> None:
@@ -104,7 +105,8 @@ def compare(folder: Path, prompts: list[list[int]], num_tokens: int, dtype: str,
         own = torch.tensor([at[token].logprob for at, token in zip(completion.logprobs or [], completion.token_ids)])
         differences.append(float((own - of_ours).abs().max()))
     count = len(prompts) * num_tokens
-    return Comparison(dtype, device, count, num_same, max(leads), max(differences), count / elapsed_s)
+    lead, difference = (float(torch.tensor(each, dtype=torch.float64).max()) for each in (leads, differences))
+    return Comparison(dtype, device, count, num_same, lead, difference, count / elapsed_s)
 
 
 def print_table(results: list[Comparison]) -> None:

@@ -4,7 +4,8 @@
     TRITON_INTERPRET=1 python scripts/gpu_probe.py --dry      the same code on CPU tensors, tiny, nothing timed
 
 Needs torch, triton and numpy only. What a finding decides stands beside it; docs/decisions.md has the list. A part that
-fails is said, and the others go on.
+fails is said, and the others go on. What the contract rests on has a value that it must have: any other is in `wrong`.
+Exits with 1 where a part failed or something is wrong.
 """
 
 import argparse
@@ -43,8 +44,31 @@ BYTES_PER_S, FLOP_PER_S = 4.3e12, 790e12
 """What one H200 was seen to reach: floors are computed with them, whatever the device."""
 
 
+WORST_ERROR = 1e-2
+"""Of a result in bfloat16 beside one in float32, as a share of its norm."""
+
+
 class Findings(dict[str, object]):
-    """In the order in which they were made."""
+    """In the order in which they were made. `wrong`: names of those that are not what they must be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: list[str] = []
+
+    def must(self, name: str, value: object, wanted: object, decides: str = "") -> None:
+        """A finding that the contract rests on."""
+        is_right = type(value) is type(wanted) and value == wanted
+        self.say(name, value, decides if is_right else f"WRONG: must be {wanted}")
+        if not is_right:
+            self.wrong.append(name)
+
+    def must_be_near(self, name: str, found: Tensor, wanted: Tensor) -> None:
+        error = float((found.float() - wanted).norm() / wanted.norm())
+        # False for what is no number.
+        is_near = error < WORST_ERROR
+        self.say(name, f"{error:.1e}", "" if is_near else f"WRONG: must be below {WORST_ERROR}")
+        if not is_near:
+            self.wrong.append(name)
 
     def say(self, name: str, value: object, decides: str = "") -> None:
         self[name] = value
@@ -74,12 +98,12 @@ class Probe:
             x, weight = self.random(max(self.rows), k), self.random(n, k, scale=k**-0.5)
             first = matmul.linear(x, weight, None, self.tiles[0])
             wanted = x.float() @ weight.float().T
-            self.findings.say(f"{name}: error", f"{(first.float() - wanted).norm() / wanted.norm():.1e}", "< 1e-2")
+            self.findings.must_be_near(f"{name}: error", first, wanted)
             other = [tile for tile in self.tiles if not torch.equal(matmul.linear(x, weight, None, tile), first)]
             self.findings.say(f"{name}: tiles with other bits", other, "none: tiles may follow the rows")
             whole = matmul.linear(x, weight, None)
             rows = [m for m in self.rows if not torch.equal(matmul.linear(x[:m], weight, None), whole[:m])]
-            self.findings.say(f"{name}: rows with other bits", rows, "none: the contract holds")
+            self.findings.must(f"{name}: rows with other bits", rows, [], "none: the contract holds")
             small = [] if self.is_dry else SMALL_TILES
             other = [tile for tile in small if not torch.equal(matmul.linear(x, weight, None, tile), first)]
             self.findings.say(f"{name}: tiles of 16 and 32 rows with other bits", other, "none: mma.sync for few rows")
@@ -88,6 +112,8 @@ class Probe:
                 f"{name}: weight first, same bits", torch.equal(turned, first[:64]), "True: rows as columns"
             )
             gated = matmul.gated_linear(x, weight, None)
+            rows = [m for m in self.rows if not torch.equal(matmul.gated_linear(x[:m], weight, None), gated[:m])]
+            self.findings.must(f"{name}: gated rows with other bits", rows, [], "none: the contract holds")
             separate = F.silu(first[:, : n // 2]) * first[:, n // 2 :]
             self.findings.say(f"{name}: gated is linear and silu", torch.equal(gated, separate), "False: exp differs")
             library = F.linear(x, weight)
@@ -127,11 +153,10 @@ class Probe:
         picked = (0, chunk // 2, chunk - 1)
         alone = [case.alone(row, length - chunk + row + 1).attend() for row in picked]
         same = torch.equal(torch.cat(alone), whole[list(picked)])
-        self.findings.say("attention: decode is the prompt's row, bit for bit", same, "True: the contract holds")
+        self.findings.must("attention: decode is the prompt's row, bit for bit", same, True, "the contract holds")
         once = case.alone(chunk - 1, length).attend(splits=False)
-        self.findings.say("attention: split is whole, bit for bit", torch.equal(once, alone[-1]), "True")
-        wanted = case.reference()
-        self.findings.say("attention: error", f"{(whole.float() - wanted).norm() / wanted.norm():.1e}", "< 1e-2")
+        self.findings.must("attention: split is whole, bit for bit", torch.equal(once, alone[-1]), True)
+        self.findings.must_be_near("attention: error", whole, case.reference())
 
     def attention_speed(self) -> None:
         cases = ((1, 20),) if self.is_dry else ((256, 400), (256, 1500), (64, 4096), (1, 4096))
@@ -164,7 +189,7 @@ class Probe:
         captured.zero_()
         graph.replay()
         torch.cuda.synchronize()
-        self.findings.say("attention out of a graph is the same bits", torch.equal(captured, expected), "True")
+        self.findings.must("attention out of a graph is the same bits", torch.equal(captured, expected), True)
         self.findings.say("two kernels in a graph, us", round(self.microseconds(graph.replay), 1), "the launch floor")
 
     def sums(self) -> None:
@@ -234,9 +259,9 @@ def main() -> int:
             failed.append(part.__name__)
             findings.say(f"{part.__name__} failed", f"{type(error).__name__}: {str(error)[:300]}")
         findings.say(f"{part.__name__}: seconds", round(time.perf_counter() - began, 1))
-    findings["failed"] = failed
-    print(json.dumps(findings, default=str))
-    return 1 if failed else 0
+    report = findings | {"failed": failed, "wrong": findings.wrong}
+    print(json.dumps(report, default=str))
+    return 1 if failed or findings.wrong else 0
 
 
 if __name__ == "__main__":

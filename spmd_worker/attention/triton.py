@@ -17,7 +17,8 @@ from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
 from spmd_worker.kernels.triton import attention, rows
 
-MAX_HEAD_SIZE = 256
+HEAD_SIZES = range(16, 129)
+"""Below, no matrix instruction takes them; above, kernels spill on every chip: tests/kernels/compile_gate.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class TritonBackend:
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
         num_heads, head_size = query.shape[1:]
+        assert not metadata.sees_later, "these kernels are causal"
         # A token's heads side by side; tokens may lie apart.
         query = query if query.stride()[1:] == (head_size, 1) else query.contiguous()
         plan = self._plan(metadata, layer_cache, num_heads, window)
@@ -72,6 +74,7 @@ class TritonBackend:
         window: int,
     ) -> Tensor:
         """See `AttentionBackend.attend_projected`. Queries are turned where they are."""
+        assert not metadata.sees_later, "these kernels are causal"
         plan = self._plan(metadata, layer_cache, num_heads, window)
         projected = projected.contiguous()
         rows.rotate_and_write(projected, *angles, layer_cache, self._of(metadata, layer_cache).slots, num_heads)

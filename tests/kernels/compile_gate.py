@@ -36,6 +36,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 class Variant:
     """One specialisation. `types` as Triton writes them; `aligned`: arguments that 16 divides, which the launcher finds
     out for itself. `pipelined_bytes`: shared memory that the asked stages of operands take, 0 where nothing is staged.
+    `most_bytes`: what the worker asks of a chip's shared memory on its behalf, which mma.sync must not pass.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Variant:
     aligned: tuple[str, ...] = ()
     multiplies: bool = False
     pipelined_bytes: int = 0
+    most_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def examine(variant: Variant, capability: int) -> tuple[Compiled | None, list[st
     staged = int(variant.pipelined_bytes * (0.75 if MATRIX_INSTRUCTION[capability] == "mma.sync" else 1))
     if variant.pipelined_bytes and (not found.num_async_copies or found.shared_bytes < staged):
         wrong.append(f"is not pipelined: {found.shared_bytes} bytes of shared memory of {staged}")
+    if variant.most_bytes and MATRIX_INSTRUCTION[capability] == "mma.sync" and found.shared_bytes > variant.most_bytes:
+        wrong.append(f"wants {found.shared_bytes} bytes of shared memory, and the worker asks for {variant.most_bytes}")
     return found, wrong
 
 
@@ -139,7 +143,8 @@ def _attention_variants(model: str, heads: int, kv_heads: int, size: int, elemen
     options = attention_kernels.LAUNCH
     staged = 2 * 2 * attention_kernels.TILE * size * (options["num_stages"] - 1)
     strides = ("stride_query", "stride_page")
-    yield Variant(f"attend {model}", attention_kernels.attend, types, constants, options, strides, True, staged)
+    most = attention.shared_bytes(size, 2)
+    yield Variant(f"attend {model}", attention_kernels.attend, types, constants, options, strides, True, staged, most)
     types = _typed(attention_kernels.join_partials, element)
     constants = attention.join_constants(heads, size)
     yield Variant(f"join_partials {model}", attention_kernels.join_partials, types, constants, options)
@@ -163,7 +168,8 @@ def matmul_variant(kernel: Any, tile: matmul.Tile, element: str = "bf16") -> Var
     staged = 2 * tile.inputs * (tile.rows + columns) * tile.num_stages
     name = f"{kernel.__name__} {tile.rows}x{tile.columns}x{tile.inputs}"
     aligned = ("N", "K", "stride_x", "stride_weight", "stride_out")
-    return Variant(name, kernel, types, tile.constants(False), tile.options(), aligned, element != "fp32", staged)
+    most = matmul.shared_bytes(4 if element == "fp32" else 2)
+    return Variant(name, kernel, types, tile.constants(False), tile.options(), aligned, element != "fp32", staged, most)
 
 
 def _on(variant: Variant, capability: int) -> Variant:

@@ -132,6 +132,15 @@ def a_rows_bits_do_not_depend_on_how_it_was_cut() -> None:
     assert torch.equal(alone, unsplit)
 
 
+def only_the_lone_query_of_a_sequence_is_split() -> None:
+    """Prompts were, where a tile holds a query: of models with more than half of ROWS query heads a key-value head."""
+    group = attention_kernels.ROWS
+    assert attention.plan_items([0, 1], [70], group).joins == [[0, 0, 3]]
+    prompt = attention.plan_items([0, 5, 6], [70, 20], group)
+    assert (len(prompt.items), prompt.joins, prompt.num_partials) == (6, [], 0)
+    assert attention.plan_items([0, attention_kernels.ROWS + 1], [70], 1).joins == []
+
+
 def control_other_cuts_give_other_bits() -> None:
     step = Step([70], (3, 1, 16), torch.float32)
     (one,) = step.attend([(0, 69, 70)])
@@ -212,6 +221,7 @@ CASES: tuple[Callable[[], None], ...] = (
     a_window_is_right_and_what_is_before_it_is_never_read,
     bounded_scores_and_sinks_are_right,
     a_rows_bits_do_not_depend_on_how_it_was_cut,
+    only_the_lone_query_of_a_sequence_is_split,
     control_other_cuts_give_other_bits,
     control_a_key_too_many_is_found,
     matmuls_are_right,

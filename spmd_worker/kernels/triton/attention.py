@@ -19,6 +19,7 @@ _LOG2_E = math.log2(math.e)
 _ALL_KEYS = 2**30
 _HOPPER, _BLACKWELL, _SMALL_HEAD = (9, 0), 10, 64
 _PROGRAMS_PER_MULTIPROCESSOR = 2
+_REDUCED_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,9 @@ def plan_items(
     query_starts: Sequence[int], lengths: Sequence[int], group: int, window: int = 0, *, splits: bool = True
 ) -> WorkItems:
     """The work of a step: `query_starts[i]:query_starts[i + 1]` are the queries at the end of the `lengths[i]` keys of
-    sequence i; `group` query heads share keys; `window` 0 sees all keys. Where it `splits`, a lone query that sees
-    several segments is an item a segment.
+    sequence i; `group` query heads share keys; `window` 0 sees all keys. Where it `splits`, the only query of a
+    sequence is an item a segment if it sees several. A prompt has work enough for all programs, and would leave a
+    partial row a segment for each of its queries.
     """
     rows, segment = attention_kernels.ROWS, attention_kernels.SEGMENT
     assert 0 < group <= rows, f"{group} query heads a key-value head are more than {rows}"
@@ -49,7 +51,7 @@ def plan_items(
             first_position = length - stop + token
             first = max(0, first_position - window + 1) // segment if window else 0
             end = -(-(first_position + num_tokens) // segment)
-            if splits and num_tokens == 1 and end - first > 1:
+            if splits and stop - start == 1 and end - first > 1:
                 items += [[index, token, 1, each, each + 1, partial + each - first] for each in range(first, end)]
                 joins.append([token, partial, end - first])
                 partial += end - first
@@ -173,6 +175,15 @@ def attend_options(device_capability: tuple[int, int], head_size: int) -> dict[s
     """Of a launch of `attention_kernels.attend`. Where 4 warps spill, 8 share out a tile; bits are a chip's own."""
     is_small = head_size <= _SMALL_HEAD and device_capability[0] == _BLACKWELL
     return attention_kernels.LAUNCH | {"num_warps": 4 if is_small or device_capability == _HOPPER else 8}
+
+
+def shared_bytes(head_size: int, itemsize: int) -> int:
+    """Of shared memory, at most, that a program of `attention_kernels.attend` takes on chips without wgmma or tcgen05,
+    which have the least: queries, the stages of keys and values that are not in registers, weights of a tile.
+    """
+    rows, tile = attention_kernels.ROWS, attention_kernels.TILE
+    staged = rows + 2 * tile * (attention_kernels.LAUNCH["num_stages"] - 2)
+    return itemsize * (staged * power_of_two(head_size) + rows * tile) + _REDUCED_BYTES
 
 
 def join_constants(num_heads: int, head_size: int, *, has_sinks: bool = False) -> dict[str, int]:

@@ -10,6 +10,8 @@ does not see change no bit of it, so a row is the same alone, in a chunk and in 
 All items have one instruction shape, ROWS = 64 query rows (wgmma on sm_90, mma.sync on sm_80), decode's too: rows that
 are not there cost tensor-core time that decode does not need. Contraction of mul and add is off (LAUNCH); where they
 are one, `tl.fma` says so. Keys that no row of a tile may see are never multiplied, whatever their blocks hold.
+A key that some rows of a tile see and others do not has a weight of 0 for those others, which is multiplied: where its
+value is infinite or NaN, rows of the same sequence and tile before it are NaN too, and alone they are not.
 
 Shapes, T: tokens; S: sequences; Hq, Hkv: query and key-value heads; G = Hq / Hkv; D: head size; DP: D to a power of
 two.

@@ -49,6 +49,16 @@ def tile_for(num_rows: int, dtype: torch.dtype, *, is_gated: bool) -> Tile:
     return FEW_ROWS if num_rows <= FEW_ROWS.rows else MANY_ROWS
 
 
+def shared_bytes(itemsize: int) -> int:
+    """Of shared memory that a program of the largest tile takes on chips without wgmma or tcgen05, which have the
+    least: one stage of operands is in registers.
+    """
+    tiles = ((FLOAT32, 2),) if itemsize == 4 else ((MANY_ROWS, 1), (GATED_MANY_ROWS, 2))
+    return max(
+        itemsize * (tile.rows + halves * tile.columns) * tile.inputs * (tile.num_stages - 1) for tile, halves in tiles
+    )
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
     """[..., K] x [N, K] -> [..., N]: see `matmul_kernels.linear`. `tile` None: `tile_for` says."""
     rows = _as_rows(x)

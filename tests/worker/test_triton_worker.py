@@ -1,0 +1,73 @@
+"""What TritonWorker refuses, on GPUs that are not there: torch.cuda only tells of them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import REPOSITORY
+
+from spmd_worker.attention.metadata import AttentionMetadata
+from spmd_worker.attention.triton import TritonBackend
+from spmd_worker.config.schema import ModelOptions, RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.errors import ConfigError
+from spmd_worker.resolved import resolve_run
+from spmd_worker.worker.triton_worker import TritonWorker
+
+pytestmark = pytest.mark.matrix
+KIB = 1024
+H200, RTX_4090, T4 = 227 * KIB, 99 * KIB, 64 * KIB
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, shared_bytes: int = H200, dtype: str = "bfloat16", **changes: object):
+    """What a worker of the demo's model chooses on a GPU with so much shared memory; `head_size` is of every layer."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype=dtype)
+    worker = TritonWorker(resolve_run(RunConfig(model=model, device="cuda"), "cuda"), RankEnvironment(world_size=1))
+    worker.device = torch.device("cuda", 0)
+    config = worker.model_config
+    if head_size := changes.pop("head_size", None):
+        changes["layers"] = tuple(replace(layer, head_size=head_size) for layer in config.layers)
+    worker.model_config = replace(config, **changes)
+    return worker._choose_backends()
+
+
+def test_an_encoder_is_refused_because_attention_is_causal(monkeypatch: pytest.MonkeyPatch):
+    """Its rows were computed causally, in silence."""
+    with pytest.raises(
+        ConfigError, match=r"is an encoder, whose tokens see those behind.*leave executor\.worker_cls at null"
+    ):
+        chosen(monkeypatch, is_encoder=True)
+    assert isinstance(chosen(monkeypatch)[1], TritonBackend)
+    sees_later = AttentionMetadata(*(None,) * 5, sees_later=True)
+    for call, arguments in (("attend", (torch.zeros(1, 1, 16),)), ("attend_projected", (None, None))):
+        with pytest.raises(AssertionError, match="causal"):
+            getattr(TritonBackend(), call)(
+                *arguments, None, sees_later, *([1, 1.0, 0] if call != "attend" else [1.0, 0])
+            )
+
+
+@pytest.mark.parametrize(("head_size", "is_taken"), [(8, False), (16, True), (128, True), (256, False)])
+def test_heads_that_no_gate_has_seen_are_refused(monkeypatch: pytest.MonkeyPatch, head_size: int, is_taken: bool):
+    if is_taken:
+        chosen(monkeypatch, head_size=head_size)
+        return
+    with pytest.raises(ConfigError, match=rf"heads of 16 to 128 .* not {head_size} and"):
+        chosen(monkeypatch, head_size=head_size)
+
+
+def test_a_gpu_whose_shared_memory_cannot_hold_the_tiles_is_refused(monkeypatch: pytest.MonkeyPatch):
+    for shared_bytes, dtype, head_size in ((T4, "float16", 64), (RTX_4090, "float32", 128)):
+        with pytest.raises(
+            ConfigError, match=rf"for heads of {head_size} in {dtype}, and a GPU has {shared_bytes:,}: "
+        ):
+            chosen(monkeypatch, shared_bytes, dtype, head_size=head_size)
+    for shared_bytes, dtype, head_size in (
+        (RTX_4090, "bfloat16", 128),
+        (RTX_4090, "float32", 64),
+        (H200, "float32", 128),
+    ):
+        chosen(monkeypatch, shared_bytes, dtype, head_size=head_size)
