@@ -7,12 +7,12 @@ from typing import Any
 
 from spmd_worker.compat.call_arguments import check_extras
 from spmd_worker.compat.engine_args import EngineArgs, run_config
-from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt
+from spmd_worker.compat.prompts import Encoded, Prompt, encode_prompt, take_pooling
 from spmd_worker.engine.engine import LLMEngine as Engine
 from spmd_worker.engine.partial_outputs import PartialOutputs
 from spmd_worker.engine.startup import read_run, start_engine
 from spmd_worker.sequence.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from spmd_worker.sequence.pooling_params import PoolingParams, pooled_sampling, taken_pooling, truncated_row
+from spmd_worker.sequence.pooling_params import PoolingParams, pooled_sampling
 from spmd_worker.sequence.request import RequestId, check_sampling
 from spmd_worker.sequence.sampling_params import RequestOutputKind, SamplingParams
 
@@ -91,12 +91,14 @@ class LLMEngine:
         if isinstance(params, SamplingParams):
             return self.engine.add_request(encoded.token_ids, params, prompt=encoded.text)
         config = self.engine.limits.pooling
-        pooling = taken_pooling(params, config)
+        take_pooling(encoded, params, config, self.engine.max_model_len, self.engine.need_tokenizer)
+        if encoded.error is not None:
+            raise ValueError(encoded.error)
         assert config is not None, "of a run that pools"
-        token_ids = truncated_row(encoded.token_ids, params.truncate_prompt_tokens, self.engine.max_model_len)
-        sampling = pooled_sampling(pooling, config)
-        self.engine.check_request(token_ids, sampling, pooling)
-        return self.engine.admit_request(token_ids, sampling, prompt=encoded.text, pooling=pooling)
+        assert encoded.pooling is not None, "as it was taken"
+        token_ids, sampling = encoded.token_ids, pooled_sampling(encoded.pooling, config)
+        self.engine.check_request(token_ids, sampling, encoded.pooling)
+        return self.engine.admit_request(token_ids, sampling, prompt=encoded.text, pooling=encoded.pooling)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests at the next step; what they have so far comes back with finish reason "abort". A name that no

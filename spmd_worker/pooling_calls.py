@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmd_worker.compat.call_arguments import check_extras
-from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, encode_pair
+from spmd_worker.compat.prompts import Encoded, Prompt, TextPair, take_pooling
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.prompt_calls import PromptCalls, UseTqdm
 from spmd_worker.sequence.outputs import Pooled, PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
@@ -14,8 +14,6 @@ from spmd_worker.sequence.pooling_params import (
     check_pooling,
     check_task,
     cosine,
-    taken_pooling,
-    truncated_row,
 )
 
 GivenParams = PoolingParams | Sequence[PoolingParams] | None
@@ -94,27 +92,9 @@ class PoolingCalls:
     def _take(self, encoded: Encoded, params: PoolingParams, task: str | None, length: int | None) -> None:
         if task is not None and params.task not in (None, task):
             raise ValueError(f"pooling_params.task={params.task!r} is not what was called: {task}")
-        config = self._engine.limits.pooling
-        encoded.pooling = taken_pooling(replace(params, task=task or params.task), config)
-        wanted = replace(params, truncate_prompt_tokens=length) if length is not None else params
-        self._cut(encoded, wanted.truncate_prompt_tokens)
-        if encoded.num_first_tokens is not None and config is not None and config.has_token_types:
-            encoded.pooling = replace(encoded.pooling, num_first_tokens=encoded.num_first_tokens)
-
-    def _cut(self, encoded: Encoded, length: int | None) -> None:
-        """To the last `length` tokens, or, of texts that an encoder takes, with its special tokens to the first."""
-        engine = self._engine
-        most = engine.max_model_len if length == -1 else length
-        config = engine.limits.pooling
-        is_text = config is not None and config.is_encoder and (encoded.text is not None or encoded.pair is not None)
-        if most is None or not is_text:
-            encoded.token_ids = truncated_row(encoded.token_ids, length, engine.max_model_len)
-        elif encoded.pair is not None:
-            cut = encode_pair(encoded.pair, engine.need_tokenizer, most)
-            encoded.token_ids, encoded.num_first_tokens, encoded.error = cut.token_ids, cut.num_first_tokens, cut.error
-        elif encoded.text is not None and encoded.error is None:
-            token_ids, _ = engine.need_tokenizer().encode_inside(encoded.text, None, most)
-            encoded.token_ids = tuple(token_ids)
+        engine, wanted = self._engine, replace(params, task=task or params.task)
+        wanted = wanted if length is None else replace(wanted, truncate_prompt_tokens=length)
+        take_pooling(encoded, wanted, engine.limits.pooling, engine.max_model_len, engine.need_tokenizer)
 
 
 def _pooled(output: RequestOutput, make: Callable[[list[float]], Pooled]) -> PoolingRequestOutput[Pooled]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from encoder_models import ENCODERS, WITH_SCORES, backbone, encoder_folder, hidden_states, logits_of
 from reference_models import random_prompt
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
-from spmd_worker import LLM, PoolingParams
+from spmd_worker import LLM, LLMEngine, PoolingParams
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.distributed.communicator import single_group
@@ -299,6 +300,51 @@ def _transformers_parameters(name: str) -> list[Tensor]:
     """Of the backbone, without the pooler, of which a vector makes no use."""
     model = backbone(name)
     return [each for key, each in model.named_parameters() if not key.startswith("pooler.")]
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm", "modern", "bert_labels", "roberta_labels"])
+def test_new_weights_are_taken_by_the_names_of_files_without_a_prefix(name: str) -> None:
+    files = load_file(encoder_folder(name) / "model.safetensors")
+    model_config = read_model_files(encoder_folder(name)).model_config
+    files = {key.removeprefix(model_config.names.optional_prefix): each for key, each in files.items()}
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
+    model = build_model(context, model_config)
+    loaded = model.load_weights(files.items())
+    assert loaded == set(model.checkpoint_shapes)
+    assert model.weight_update.missing(model.checkpoint_shapes) == []
+    with model.as_checkpoint() as view:
+        for key, each in view.named_parameters():
+            prefix = model_config.names.optional_prefix
+            assert torch.equal(each, files[key.removeprefix(prefix)]), key
+
+
+def _stepped(engine: LLMEngine) -> list[Any]:
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def test_an_engine_by_hand_cuts_texts_as_the_calls_of_llm_do() -> None:
+    text = "hello world the scheduler " * 40
+    with LLM(encoder_folder("bert"), **SETTINGS) as llm:
+        whole = llm.encode("hello", use_tqdm=False)[0].prompt_token_ids
+        for length in (5, -1):
+            params = PoolingParams(truncate_prompt_tokens=length)
+            (expected,) = llm.encode([text], params, use_tqdm=False)
+            engine = LLMEngine(llm.llm_engine)
+            engine.add_request("cut", text, params)
+            (output,) = _stepped(engine)
+            assert output.prompt_token_ids == expected.prompt_token_ids
+            assert output.outputs.data == expected.outputs.data
+            ends = output.prompt_token_ids[0], output.prompt_token_ids[-1]
+            assert ends == (whole[0], whole[-1]), "special tokens stay"
+            assert len(output.prompt_token_ids) == (5 if length == 5 else 100)
+        with pytest.raises(ValueError, match="2 tokens leave no room for text beside 2 special ones"):
+            engine.add_request("short", text, PoolingParams(truncate_prompt_tokens=2))
+        engine.add_request("ids", {"prompt_token_ids": [9, 8, 7, 6]}, PoolingParams(truncate_prompt_tokens=3))
+        (output,) = _stepped(engine)
+        assert list(output.prompt_token_ids) == [8, 7, 6], "ids are cut as they are"
 
 
 @pytest.mark.matrix

@@ -1,11 +1,12 @@
 """The forms in which a prompt may come -> token ids."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from spmd_worker.errors import ConfigError
-from spmd_worker.sequence.pooling_params import PoolingParams
+from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.sequence.pooling_params import PoolingParams, taken_pooling, truncated_row
 from spmd_worker.sequence.request import as_token_ids
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -62,6 +63,42 @@ def encode_pair(pair: TextPair, need_tokenizer: Callable[[], Tokenizer], max_tok
         encoded.error = str(error)
     encoded.pair = pair
     return encoded
+
+
+def take_pooling(
+    encoded: Encoded,
+    params: PoolingParams,
+    config: PoolingConfig | None,
+    max_model_len: int,
+    need_tokenizer: Callable[[], Tokenizer],
+) -> None:
+    """Give a prompt its `pooling`, and cut it as `params` say. Raises ValueError for what this run does not do, and for
+    a length that leaves an encoder's text no token.
+    """
+    encoded.pooling = taken_pooling(params, config)
+    _cut(encoded, params.truncate_prompt_tokens, config, max_model_len, need_tokenizer)
+    if encoded.num_first_tokens is not None and config is not None and config.has_token_types:
+        encoded.pooling = replace(encoded.pooling, num_first_tokens=encoded.num_first_tokens)
+
+
+def _cut(
+    encoded: Encoded,
+    length: int | None,
+    config: PoolingConfig | None,
+    max_model_len: int,
+    need_tokenizer: Callable[[], Tokenizer],
+) -> None:
+    """To the last `length` tokens, or, of texts that an encoder takes, with its special tokens to the first."""
+    most = max_model_len if length == -1 else length
+    is_text = config is not None and config.is_encoder and (encoded.text is not None or encoded.pair is not None)
+    if most is None or not is_text:
+        encoded.token_ids = truncated_row(encoded.token_ids, length, max_model_len)
+    elif encoded.pair is not None:
+        cut = encode_pair(encoded.pair, need_tokenizer, most)
+        encoded.token_ids, encoded.num_first_tokens, encoded.error = cut.token_ids, cut.num_first_tokens, cut.error
+    elif encoded.text is not None and encoded.error is None:
+        token_ids, _ = need_tokenizer().encode_inside(encoded.text, None, most)
+        encoded.token_ids = tuple(token_ids)
 
 
 def _encode_mapping(prompt: Mapping[str, Any], need_tokenizer: Callable[[], Tokenizer]) -> Encoded:

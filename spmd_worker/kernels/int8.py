@@ -14,6 +14,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.model_config.int8_format import SCALE_BYTES
@@ -21,6 +22,7 @@ from spmd_worker.model_config.int8_format import SCALE_BYTES
 _MOST: Final = 127.0
 _LEAST: Final = 1e-30
 _ROWS_AT_ONCE: Final = 4096
+_TOKENS_AT_ONCE: Final = 1024
 
 
 def row_maxima(rows: Tensor) -> Tensor:
@@ -48,16 +50,29 @@ def dequantised(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def exact_sums(x: Tensor, numbers: Tensor) -> Tensor:
-    """Int8 [T, I] x int8 [O, I] -> int32 [T, O]. Whole numbers below 2^53 are exact in float64."""
-    starts = range(0, len(numbers), _ROWS_AT_ONCE)
-    parts = [x.double() @ numbers[start : start + _ROWS_AT_ONCE].double().t() for start in starts]
-    return torch.cat(parts, dim=1).to(torch.int32)
+    """Int8 [T, I] x int8 [O, I] -> int32 [T, O]. Whole numbers below 2^53 are exact in float64, of which there is one
+    block of each at a time.
+    """
+    sums = x.new_empty((len(x), len(numbers)), dtype=torch.int32)
+    for first in range(0, len(x), _TOKENS_AT_ONCE):
+        tokens = slice(first, first + _TOKENS_AT_ONCE)
+        wide = x[tokens].double()
+        for start in range(0, len(numbers), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            sums[tokens, rows] = wide @ numbers[rows].double().t()
+    return sums
 
 
 def scaled(sums: Tensor, maxima: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Int32 [T, O], of rows with these largest magnitudes -> [T, O]."""
     results = sums.float() * scales_of(maxima).unsqueeze(1) * scales
     return (results if bias is None else results + bias.float()).to(dtype)
+
+
+def _runs(flags: Tensor) -> list[tuple[int, int]]:
+    """Bool [n] -> the first and the end of each run of those that are true."""
+    edges = F.pad(flags.to(torch.int8), (1, 1)).diff().nonzero().squeeze(1).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Int8Weights:
@@ -93,10 +108,9 @@ class Int8Weights:
         """Quantise those of `rows` [n, I] anew that are not what is shown of them. The others were made of numbers that
         nobody has any more, and would become others.
         """
-        is_changed = self.is_changed(packed, start, rows)
-        for row in is_changed.nonzero().squeeze(1).tolist():
-            changed = rows[row : row + 1]
-            self.overwrite(packed, start + row, changed, row_maxima(changed))
+        for first, stop in _runs(self.is_changed(packed, start, rows)):
+            changed = rows[first:stop]
+            self.overwrite(packed, start + first, changed, row_maxima(changed))
 
     def is_changed(self, packed: Tensor, start: int, rows: Tensor) -> Tensor:
         """Bool [n]: which of `rows` are not what is shown of them. What is no number is equal to itself here."""

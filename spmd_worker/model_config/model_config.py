@@ -271,7 +271,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     given = config
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = family_of(architecture)
-    config = _text_part(config, path) if family.is_text_part else config
+    config = _text_part(config, path, family.tie_of_text) if family.is_text_part else config
     family = _family_of_text(family, given, path) if family.text_families else family
     form = _form(family, config)
     family = family.forms[form - 1].family if form else family
@@ -463,17 +463,23 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     return known[0]
 
 
-_OF_THE_WHOLE: Final = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
+_OF_THE_WHOLE: Final = ("eos_token_id", "dtype", "torch_dtype")
+_TIE: Final = "tie_word_embeddings"
 
 
-def _text_part(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """What config.json says of the part that takes text; the file of the whole knows whether the head is tied."""
+def _text_part(config: Mapping[str, Any], path: Path, tie_of_text: str) -> Mapping[str, Any]:
+    """What config.json says of the part that takes text; `tie_of_text` is as in `Family`."""
     text = config.get("text_config")
     if text is None:
         return config
     if not isinstance(text, Mapping):
         raise ModelConfigError(f"{path}: text_config must be an object")
-    return {**text, **{key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}}
+    tie, own_tie = config.get(_TIE), text.get(_TIE)
+    gives_way = tie is None if tie_of_text == "else" else tie_of_text == "also" and tie in (None, False)
+    tie = own_tie if gives_way and own_tie is not None else tie
+    kept = {key: value for key, value in text.items() if key != _TIE}
+    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    return {**kept, **whole, **({} if tie is None else {_TIE: tie})}
 
 
 def _family_of_text(family: Family, config: Mapping[str, Any], path: Path) -> Family:

@@ -55,6 +55,11 @@ class CheckpointNames:
         self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
         self._stacked = {part: (each, each.parts.index(part)) for each in names.stacked for part in each.parts}
         self._layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
+        # Backbones alone are written without the name of what holds them.
+        own_prefix = f"{names.layers.partition('.')[0]}." if pooling is not None else ""
+        self.optional_prefix = names.optional_prefix or own_prefix
+        """What names in files may lack, but for those that begin as one of `besides`."""
+        self.besides = (f"{names.head}.", f"{names.classifier}.")
 
     @property
     def has_tied_head(self) -> bool:
@@ -179,6 +184,10 @@ class CheckpointNames:
     def canonical(self, name: str) -> str:
         """The table's name of a tensor that transformers may call otherwise."""
         return self._names.canonical(name)
+
+    def prefixed(self, name: str) -> str:
+        """`name` with the prefix that files may lack."""
+        return name if name.startswith(self.besides) else self.optional_prefix + name
 
     def is_ignorable(self, name: str) -> bool:
         """Checkpoint tensors that are derived here (rotary frequencies, masks, and the head when it is the embedding),

@@ -7,7 +7,7 @@ and nothing else: no scheduling, no files, no sampling.
 T: tokens of the step; R: rows that sample; Vs: token ids of this rank's vocabulary shard.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -384,7 +384,7 @@ class DecoderForCausalLM(nn.Module):
         """With the checkpoint's names, without what is derived, and experts apart where the checkpoint has them so."""
         for given_name, tensor in tensors:
             check_pair(given_name, tensor)
-            name = self._names.canonical(given_name)
+            name = self._own_name(given_name, tensor.shape)
             if self._names.is_derived(name):
                 continue
             parts = self._names.in_memory(name, tensor.shape)
@@ -394,6 +394,15 @@ class DecoderForCausalLM(nn.Module):
             check_form(name, tensor, tuple(tensor.shape))
             for part, number, (start, stop) in parts:
                 yield part, tensor[number, start:stop]
+
+    def _own_name(self, given_name: str, shape: Sequence[int]) -> str:
+        """The checkpoint's name of a tensor that transformers may call otherwise, or files without their prefix."""
+        name = self._names.canonical(given_name)
+        whole_name = self._names.prefixed(name)
+        if name in self.checkpoint_shapes or self._names.is_derived(name):
+            return name
+        is_whole = whole_name in self.checkpoint_shapes or self._names.is_derived(whole_name)
+        return whole_name if is_whole or self._names.in_memory(whole_name, shape) else name
 
     @cached_property
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -451,6 +460,11 @@ class DecoderForCausalLM(nn.Module):
         """By the number of each sparse layer of this stage, how many tokens have met each of its experts."""
         layers = enumerate(self.model.layers, self.stage.start)
         return {index: layer.mlp.num_tokens for index, layer in layers if isinstance(layer.mlp, SparseFeedForward)}
+
+    @property
+    def optional_prefix(self) -> tuple[str, tuple[str, ...]]:
+        """What names in files may lack, and how those begin that have it nowhere."""
+        return self._names.optional_prefix, self._names.besides
 
     def places(self, checkpoint_name: str, shape: tuple[int, ...]) -> dict[str, Place]:
         """See `CheckpointNames.places`."""

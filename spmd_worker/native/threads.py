@@ -66,6 +66,16 @@ def torch_together() -> Iterator[None]:
         set_openmp_threads(1)
 
 
+def keep_alone() -> None:
+    """From now on torch's operations take one thread in the calling thread: one of a pool whose threads are as many as
+    the cores, each of which would start as many again. Nothing where torch has another OpenMP than GNU's.
+    """
+    set_openmp_threads = _set_openmp_threads()
+    if set_openmp_threads is not None:
+        torch.get_num_threads()  # A thread's first question takes over what was set for all.
+        set_openmp_threads(1)
+
+
 def torchs_threads_sleep() -> bool:
     """Whether torch's threads sleep as soon as they have nothing to do, which OpenMP reads when torch is imported
     (`distributed.cores.waiting_variables`).

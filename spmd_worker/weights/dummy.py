@@ -5,6 +5,7 @@ or rank enters, and no generator of the host is read or written. Follows "Parall
 (Salmon et al., 2011): a counter-based generator keyed by the name, started anew for each fixed block of positions.
 """
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from spmd_worker.layers.weight_slice import PaddingSlice, Rectangle, WeightSlice
+from spmd_worker.native.threads import keep_alone
 from spmd_worker.weights.coverage import check_parameters
 from spmd_worker.weights.loader import copy_block, fill_paddings, parameters_by_name, shapes_of
 from spmd_worker.weights.region import plan_read, split_region
@@ -25,7 +27,7 @@ from spmd_worker.weights.region import plan_read, split_region
 # Changing either of the first two changes the weights.
 _BLOCK_ELEMENTS = 1 << 16
 _EMBEDDING_STD = 0.02
-_NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
+_NORM = re.compile(r"(norm|(^|\.)ln_\w+)(\.norms\.\d+)?\.weight$", re.IGNORECASE)
 # Rows of less than a block share their blocks, so generating through the gaps is free; larger gaps are skipped.
 _MAX_GAP_ELEMENTS = _BLOCK_ELEMENTS
 _MAX_BUFFER_ELEMENTS = 1 << 22
@@ -39,7 +41,7 @@ def fill_dummy(
     num_threads: int = 1,
 ) -> None:
     """Fill every parameter with random weights of reasonable scale, converted from float32. Idempotent. The values do
-    not depend on `num_threads`, which share out the blocks of each tensor.
+    not depend on `num_threads`, which share out the blocks of each tensor and compute alone (`keep_alone`).
 
     Matrices ~ N(0, 1 / fan_in) with fan_in the last dimension, embeddings and lm_head with a deviation of 0.02,
     weights of norms around 1 with a deviation of 0.1, other vectors (biases) around 0 with a deviation of 0.1.
@@ -49,7 +51,7 @@ def fill_dummy(
     check_parameters(slices, paddings, shapes_of(parameters))
     pieces = [piece for piece in slices if not piece.is_empty]
     # numpy and torch let other threads run while they fill and copy.
-    with ThreadPoolExecutor(num_threads, "dummy-weights") as threads, torch.no_grad():
+    with ThreadPoolExecutor(num_threads, "dummy-weights", keep_alone) as threads, torch.no_grad():
         for piece in pieces:
             blocks = list(split_region(piece.checkpoint_shape, piece.source, _MAX_BUFFER_ELEMENTS))
             # Neighbours are one thread's: they share blocks of the generator.
@@ -74,7 +76,7 @@ def _fill_blocks(parameter: nn.Parameter, piece: WeightSlice, seed: int, blocks:
 
 def mean_and_std(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a dummy weight, from its checkpoint name and full shape, inputs last."""
-    if name.endswith(_NORMS):
+    if _NORM.search(name):
         return 1.0, 0.1
     # Biases of stacked experts are as many rows.
     if len(shape) < 2 or name.endswith("_bias"):

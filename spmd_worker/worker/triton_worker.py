@@ -55,7 +55,8 @@ class TritonWorker(Worker):
         itemsize = getattr(torch, self.resolved.dtype).itemsize
         largest = max(layer.head_size for layer in self.model_config.layers)
         needed = max(attention.shared_bytes(largest, itemsize), matmul.shared_bytes(itemsize))
-        there = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+        # Not in torch's stubs.
+        there = getattr(torch.cuda.get_device_properties(self.device), "shared_memory_per_block_optin")  # noqa: B009
         if there < needed:
             raise ConfigError(
                 f"{_KEY} needs {needed:,} bytes of shared memory a block for heads of {largest} in "

@@ -394,11 +394,7 @@ class Worker(WorkerBase):
         """
         checkpoint, names = Checkpoint.open(folder), self.model_config.names
         checkpoint.rename(names.canonical)
-        is_pooling = self.model_config.pooling is not None
-        # Backbones alone are written without the name of what holds them.
-        own_prefix = f"{names.layers.partition('.')[0]}." if is_pooling else ""
-        besides = (f"{names.head}.", f"{names.classifier}.")
-        checkpoint.add_prefix(names.optional_prefix or own_prefix, besides=besides)
+        checkpoint.add_prefix(*model.optional_prefix)
         checkpoint.look_inside(model.places)
         quantization = self.model_config.quantization
         return checkpoint if quantization is None else DequantisedCheckpoint.open(checkpoint, quantization)

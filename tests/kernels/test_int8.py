@@ -5,6 +5,7 @@ import torch
 from native_libraries import each_library, library_for, native
 from torch import Tensor
 
+from spmd_worker.kernels import int8
 from spmd_worker.kernels.cpu.int8 import Int8CpuKernels, int8_shape
 from spmd_worker.kernels.int8 import Int8Kernels, dequantised, exact_sums, quantised, row_maxima, scales_of
 from spmd_worker.model_config.int8_format import fits_panels, inputs_of, int8_bytes, panel_bytes
@@ -131,6 +132,41 @@ def test_rows_that_are_what_is_shown_stay_and_others_are_quantised_anew(
     kernels.repack_part_(packed, 0, weight, row_maxima(weight))
     assert torch.equal(packed, before)
     assert packed.data_ptr() == address
+
+
+def test_changed_rows_are_repacked_by_the_run(monkeypatch: pytest.MonkeyPatch):
+    """With the bits that each has by itself."""
+    kernels, weight = Int8Kernels(torch.float32), numbers(64, 32)
+    packed, calls = kernels.pack(weight), []
+    shown, expected = kernels.unpack(packed, 0, 64), packed.clone()
+    changed = [0, 1, 2, 9, 40, 41, 63]
+    shown[changed] *= 3
+    for row in changed:
+        kernels.repack_part_(expected, row, shown[row : row + 1], row_maxima(shown[row : row + 1]))
+    overwrite = kernels.weights.overwrite
+
+    def counted(packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
+        calls.append((start, len(rows)))
+        overwrite(packed, start, rows, maxima)
+
+    monkeypatch.setattr(kernels.weights, "overwrite", counted)
+    kernels.repack_(packed, 0, shown)
+    assert calls == [(0, 3), (9, 1), (40, 2), (63, 1)]
+    assert torch.equal(packed, expected)
+    kernels.repack_(packed, 0, kernels.unpack(packed, 0, 64))
+    assert len(calls) == 4
+
+
+def test_sums_are_made_block_by_block(monkeypatch: pytest.MonkeyPatch):
+    x, weight = (torch.randint(-127, 128, (size, 24), dtype=torch.int8) for size in (7, 11))
+    expected = x.int() @ weight.int().t()
+    assert torch.equal(exact_sums(x, weight), expected)
+    monkeypatch.setattr(int8, "_TOKENS_AT_ONCE", 3)
+    monkeypatch.setattr(int8, "_ROWS_AT_ONCE", 4)
+    widened, double = [], Tensor.double
+    monkeypatch.setattr(Tensor, "double", lambda self: (widened.append(len(self)), double(self))[1])
+    assert torch.equal(exact_sums(x, weight), expected)
+    assert widened == [3, 4, 4, 3, 3, 4, 4, 3, 1, 4, 4, 3], "tokens once a block, and never all"
 
 
 def test_a_panel_says_how_many_inputs_it_has():

@@ -29,15 +29,20 @@ from thread_groups import on_ranks
 from torch import Tensor
 from transformers import AutoConfig
 
-from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.attention.sdpa import SdpaBackend
+from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.expert_layout import ExpertLayout
 from spmd_worker.distributed.topology import Stage
 from spmd_worker.errors import CheckpointError, SpmdError
+from spmd_worker.kernels.reference import ReferenceKernels
+from spmd_worker.layers.context import LayerContext
 from spmd_worker.model_config.families.experts import ExpertsFamily
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
 from spmd_worker.model_config.families.family import Family, Names
 from spmd_worker.model_config.families.table import FAMILIES
 from spmd_worker.model_config.model_config import model_config_of, read_model_files
+from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.models.registry import build_model
 
 
 @quick("gpt_oss", later=SECOND)
@@ -334,3 +339,22 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: s
         if readings(architecture, required) == right and not any(is_case_noticed(name) for name in cases):
             silent.append(what)
     assert [what for what in silent if (architecture, what) not in SAME_FUNCTION] == []
+
+
+def test_what_transformers_has_in_memory_of_a_backbone_alone_is_taken_without_its_prefix():
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    keys = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 24, **sizes, **keys}
+    model_config = replace(
+        model_config_of(config, Path("config.json")), pooling=PoolingConfig("embed", "LAST", sizes["hidden_size"])
+    )
+    context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("cpu"))
+    model = build_model(context, model_config)
+    stack = torch.randn(4, 48, 32)
+    loaded = model.load_weights([("layers.0.mlp.experts.gate_up_proj", stack)])
+    parts = [
+        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(4) for part in ("gate", "up")
+    ]
+    assert loaded == set(parts)
+    with model.as_checkpoint() as view:
+        assert torch.equal(torch.cat([view.get_parameter(name) for name in parts]), stack.flatten(0, 1))

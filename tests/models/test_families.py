@@ -103,6 +103,20 @@ def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     assert relative_error(prompt_logits(load_model(thinned_folder(name)), [prompt])[0], expected(name)[-1]) < TOLERANCE
 
 
+def test_new_weights_are_taken_without_the_prefix_that_files_may_lack():
+    folder = family_folder("gpt2")
+    tensors = {
+        name.removeprefix("transformer."): each for name, each in load_file(folder / "model.safetensors").items()
+    }
+    kept, model = new_model(folder), new_model(folder)
+    loaded = model.load_weights({name: each * 2 for name, each in tensors.items()}.items())
+    assert loaded == set(model.checkpoint_shapes)
+    for one, other in zip(kept.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one * 2, other)
+    with pytest.raises(ValueError, match=r"^h\.0\.other: the model has no such weight"):
+        model.load_weights([("h.0.other", torch.zeros(1))])
+
+
 def test_some_thin_files_have_older_keys():
     texts = [(thinned_folder(name) / "config.json").read_text() for name in OLDER_ROPES]
     assert all('"rope_theta"' in text or '"rotary_emb_base"' in text for text in texts)
@@ -353,6 +367,7 @@ def minimal_files(architecture: str) -> list[dict[str, Any]]:
     files += [{"model_type": kind} for kind in FAMILIES[architecture].text_defaults]
     model_type = MODEL_TYPES[architecture]
     if FAMILIES[architecture].is_text_part:
+        files.append({**sized, "tie_word_embeddings": True})
         return [{"architectures": [architecture], "model_type": model_type, "text_config": each} for each in files]
     return [{**each, "model_type": model_type} for each in files]
 
@@ -377,7 +392,8 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         if "intermediate_size" not in config.get("text_config", {"intermediate_size": 0}):
             assert ours.intermediate_size == theirs.intermediate_size
         # Of these transformers ties the head unless the files have another; the hub's have one and do not say so.
-        assert ours.has_tied_embeddings == (whole.tie_word_embeddings and architecture not in HAVE_OWN_HEADS)
+        says_tied = "tie_word_embeddings" in config.get("text_config", {}) or architecture not in HAVE_OWN_HEADS
+        assert ours.has_tied_embeddings == (whole.tie_word_embeddings and says_tied)
         eps = [getattr(theirs, key) for key in EPSILONS if hasattr(theirs, key)]
         assert [ours.norm.eps] == (eps if row.eps_key else [row.eps])
         eos = getattr(theirs, "eos_token_id", None)
@@ -404,6 +420,20 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         if theirs is whole:
             shapes = {ours.names.canonical(name): shape for name, shape in their_tensors(theirs).items()}
             assert tensors_of(ours) == shapes
+
+
+@pytest.mark.parametrize("of_text", [True, False])
+@pytest.mark.parametrize("of_whole", [True, False])
+def test_the_head_of_a_text_part_is_tied_as_it_is_to_transformers(of_whole: bool, of_text: bool):
+    for architecture in [name for name, family in FAMILIES.items() if family.is_text_part]:
+        config = {
+            "architectures": [architecture],
+            "model_type": MODEL_TYPES[architecture],
+            "tie_word_embeddings": of_whole,
+            "text_config": {**SIZES, "tie_word_embeddings": of_text},
+        }
+        theirs = AutoConfig.for_model(**config).tie_word_embeddings
+        assert model_config_of(config, Path("config.json")).has_tied_embeddings == theirs, architecture
 
 
 def tensors_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -4,13 +4,14 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from spmd_worker import rank_program
 from spmd_worker.native import threads
-from spmd_worker.native.threads import num_threads, torch_alone, torch_together, torchs_threads_sleep
+from spmd_worker.native.threads import keep_alone, num_threads, torch_alone, torch_together, torchs_threads_sleep
 
 
 @pytest.fixture
@@ -47,6 +48,16 @@ def test_torch_computes_alone_in_a_step_and_the_kernels_take_as_many_as_it_did(t
     assert (torch.get_num_threads(), num_threads()) == (2, 2)
     with torch_together():
         assert (torch.get_num_threads(), num_threads()) == (2, 2)
+
+
+@pytest.mark.skipif(not threads._openmp_libraries(), reason="torch has another OpenMP than GNU's")
+def test_threads_of_a_pool_compute_alone_and_others_do_not(two):
+    with ThreadPoolExecutor(1, initializer=keep_alone) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 1
+        pool.submit(torch.ones(1 << 17).sum).result()
+        assert pool.submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == 2
+    assert in_a_thread(torch.get_num_threads) == 2
 
 
 def test_torchs_threads_sleep_where_torch_was_told_before_it_was_imported(monkeypatch: pytest.MonkeyPatch):

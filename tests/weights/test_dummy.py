@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import PaddingSlice, WeightSlice, shard, whole
+from spmd_worker.native import threads as threads_of_torch
 from spmd_worker.weights import dummy
 from spmd_worker.weights.dummy import NormalStream, fill_dummy
 
@@ -185,14 +187,25 @@ def test_a_model_of_tens_of_millions_of_weights_is_filled_in_a_few_seconds():
 @pytest.mark.parametrize("num_threads", [2, 3, 16])
 def test_threads_share_out_a_tensor_and_change_no_value(monkeypatch, num_threads):
     monkeypatch.setattr(dummy, "_MAX_BUFFER_ELEMENTS", 1 << 12)
-    runs = []
+    runs, widths = [], set()
     fill_blocks = dummy._fill_blocks
-    monkeypatch.setattr(dummy, "_fill_blocks", lambda *args: (runs.append(len(args[-1])), fill_blocks(*args)))
+
+    def fill(*args):
+        runs.append(len(args[-1]))
+        fill_blocks(*args)
+        if threading.current_thread().name.startswith("dummy-weights"):
+            widths.add(torch.get_num_threads())
+
+    monkeypatch.setattr(dummy, "_fill_blocks", fill)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
     filled = []
     for threads in (1, num_threads):
         model, slices = build(0, 1)
         fill_dummy(model, slices, [], num_threads=threads)
         filled.append([each.data for each in model.parameters()])
+    torch.set_num_threads(before)
     assert len(runs) > 2 * len(SHAPES)
+    assert widths == {1} or threads_of_torch._set_openmp_threads() is None
     for alone, shared in zip(*filled, strict=True):
         assert torch.equal(alone, shared)

@@ -114,7 +114,9 @@ class Family:
     `scale_root_key` what it is the inverse root of; without both it is the head size. `intermediate_factor`, times the
     hidden size, is the intermediate size where the file names none. `embeds_by_root`: embeddings are multiplied by the
     root of the hidden size, rounded to the dtype. `is_text_part`: the model takes images too and runs with text alone;
-    its sizes are in `text_config`, or in older files where those of other models are.
+    its sizes are in `text_config`, or in older files where those of other models are. `tie_of_text` says when the
+    text's `tie_word_embeddings` counts beside that of the whole file: "never", "else" (where the whole says nothing),
+    or "also" (one of both is enough).
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
@@ -171,6 +173,7 @@ class Family:
     intermediate_factor: int = 0
     embeds_by_root: bool = False
     is_text_part: bool = False
+    tie_of_text: str = "never"
     embedding_multiplier_key: str = ""
     residual_multiplier_key: str = ""
     logit_divisor_key: str = ""

@@ -74,6 +74,7 @@ _QWEN_VL: Final[dict[str, Any]] = {
     "mlp_bias": False,
     "sliding_window": "late_layers",
     "is_text_part": True,
+    "tie_of_text": "also",
     "defaults": {
         "num_key_value_heads": 8,
         "max_position_embeddings": 32768,

@@ -46,12 +46,13 @@ def inside(names: Names, prefix: str) -> Names:
     return replace(names, **tops)  # type: ignore[arg-type]  # texts, all of them
 
 
-def _text_of(models: str, names: Names, *kinds: str) -> Family:
+def _text_of(models: str, names: Names, *kinds: str, tie_of_text: str = "never") -> Family:
     """A wrapper of these kinds of text, the first where a file says none."""
     return Family(
         models=models,
         names=names,
         is_text_part=True,
+        tie_of_text=tie_of_text,
         text_families={kind: _ARCHITECTURES[kind] for kind in kinds},
         text_defaults={kind: _SIZES[kind] for kind in kinds},
     )
@@ -72,20 +73,26 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         models="Mistral Small 3.1 and 3.2, Ministral 3, the text",
         names=replace(inside(Names(), "language_model."), ignored_prefixes=OTHER_INPUT, aliases=LANGUAGE_MODEL),
         is_text_part=True,
+        tie_of_text="else",
         text_families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     ),
     "LlavaForConditionalGeneration": _text_of(
-        "LLaVA 1.5, Pixtral, the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3"
+        "LLaVA 1.5, Pixtral, the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3", tie_of_text="also"
     ),
     "LlavaNextForConditionalGeneration": _text_of(
         "LLaVA 1.6 (NeXT), the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", "qwen3"
     ),
     "LlavaOnevisionForConditionalGeneration": _text_of(
-        "LLaVA-OneVision, the text", _LLAVA_NAMES, "qwen2", "qwen3", "llama"
+        "LLaVA-OneVision, the text", _LLAVA_NAMES, "qwen2", "qwen3", "llama", tie_of_text="also"
     ),
     "VipLlavaForConditionalGeneration": _text_of("ViP-LLaVA, the text", _LLAVA_NAMES, "llama", "mistral"),
     "InternVLForConditionalGeneration": _text_of(
-        "InternVL 3 and 3.5, dense, in transformers' form, the text", _LLAVA_NAMES, "qwen2", "qwen3", "llama"
+        "InternVL 3 and 3.5, dense, in transformers' form, the text",
+        _LLAVA_NAMES,
+        "qwen2",
+        "qwen3",
+        "llama",
+        tie_of_text="else",
     ),
     "Idefics3ForConditionalGeneration": _text_of("Idefics3, the text", _SMOLVLM_NAMES, "llama"),
     "SmolVLMForConditionalGeneration": _text_of("SmolVLM, SmolVLM2, the text", _SMOLVLM_NAMES, "llama"),
