@@ -4,6 +4,8 @@
 Not the default on CUDA until a GPU has run them: docs/decisions.md.
 """
 
+from typing import Any
+
 import torch
 
 from spmd_worker.attention.backend import AttentionBackend
@@ -55,8 +57,8 @@ class TritonWorker(Worker):
         itemsize = getattr(torch, self.resolved.dtype).itemsize
         largest = max(layer.head_size for layer in self.model_config.layers)
         needed = max(attention.shared_bytes(largest, itemsize), matmul.shared_bytes(itemsize))
-        # Not in torch's stubs.
-        there = getattr(torch.cuda.get_device_properties(self.device), "shared_memory_per_block_optin")  # noqa: B009
+        properties: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the attribute
+        there = int(properties.shared_memory_per_block_optin)
         if there < needed:
             raise ConfigError(
                 f"{_KEY} needs {needed:,} bytes of shared memory a block for heads of {largest} in "
