@@ -130,11 +130,10 @@ class Int8Weights:
         rows[:, -SCALE_BYTES:] = scales.unsqueeze(1).view(torch.int8)
 
 
-class Int8Kernels(ReferenceKernels):
-    """Implements `kernels.api.QuantisedKernels` on any device; what is not a product is plain torch's."""
+class Int8Packing:
+    """The part of `kernels.api.QuantisedKernels` that is about weights, which are packed as `weights` says."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.weights = dtype, Int8Weights(dtype)
+    weights: Int8Weights
 
     def pack(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack`."""
@@ -159,6 +158,13 @@ class Int8Kernels(ReferenceKernels):
     def is_changed(self, packed: Tensor, start: int, rows: Tensor) -> bool:
         """See `QuantisedKernels.is_changed`."""
         return bool(self.weights.is_changed(packed, start, rows).any())
+
+
+class Int8Kernels(Int8Packing, ReferenceKernels):
+    """Implements `kernels.api.QuantisedKernels` on any device; what is not a product is plain torch's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.weights = dtype, Int8Weights(dtype)
 
     def row_maxima(self, x: Tensor) -> Tensor:
         """See `QuantisedKernels.row_maxima`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.kernels.cpu.native import CpuKernels, cpu_kernels, dtype_name
-from spmd_worker.kernels.int8 import Int8Kernels, Int8Weights, row_maxima
+from spmd_worker.kernels.int8 import Int8Kernels, Int8Packing, Int8Weights, row_maxima
 from spmd_worker.model_config.int8_format import PANEL, SCALE_BYTES, fits_panels, inputs_of, panel_bytes
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
@@ -78,7 +78,7 @@ class Int8Panels(Int8Weights):
         return None
 
 
-class Int8CpuKernels(CpuKernels):
+class Int8CpuKernels(Int8Packing, CpuKernels):
     """Implements `kernels.api.QuantisedKernels` for tensors of float32 or bfloat16 in host memory."""
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
@@ -87,33 +87,9 @@ class Int8CpuKernels(CpuKernels):
         self._int8 = {name: library.functions[f"int8_{name}_{dtype_name(dtype)}"] for name in _FUNCTIONS}
         self._int8["sums"] = library.functions["int8_sums"]
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack`."""
-        return self.weights.pack(weight, row_maxima(weight))
-
-    def pack_part(self, weight: Tensor, maxima: Tensor) -> Tensor:
-        """See `QuantisedKernels.pack_part`."""
-        return self.weights.pack(weight, maxima)
-
     def pack_gated(self, weight: Tensor) -> Tensor:
         """See `Kernels.pack_gated`."""
         return self.weights.pack(weight, row_maxima(weight), is_gated=True)
-
-    def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
-        """See `Kernels.unpack`: what the numbers stand for, a copy."""
-        return self.weights.shown(packed, start, stop)
-
-    def repack_(self, packed: Tensor, start: int, rows: Tensor) -> None:
-        """See `Kernels.repack_` and `QuantisedKernels`."""
-        self.weights.take_changed(packed, start, rows)
-
-    def repack_part_(self, packed: Tensor, start: int, rows: Tensor, maxima: Tensor) -> None:
-        """See `QuantisedKernels.repack_part_`."""
-        self.weights.overwrite(packed, start, rows, maxima)
-
-    def is_changed(self, packed: Tensor, start: int, rows: Tensor) -> bool:
-        """See `QuantisedKernels.is_changed`."""
-        return bool(self.weights.is_changed(packed, start, rows).any())
 
     def row_maxima(self, x: Tensor) -> Tensor:
         """See `QuantisedKernels.row_maxima`."""
