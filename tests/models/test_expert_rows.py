@@ -344,7 +344,13 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: s
 def test_what_transformers_has_in_memory_of_a_backbone_alone_is_taken_without_its_prefix():
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     keys = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 24, **sizes, **keys}
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": 24,
+        "intermediate_size": 48,
+        **sizes,
+        **keys,
+    }
     model_config = replace(
         model_config_of(config, Path("config.json")), pooling=PoolingConfig("embed", "LAST", sizes["hidden_size"])
     )
