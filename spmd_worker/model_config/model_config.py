@@ -309,7 +309,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         num_token_types=reader.count(family.token_types_key) if family.token_types_key else 0,
         unplaced_token=family.position_offset - 1 if family.counts_offset else -1,
         has_embedding_norm=family.has_embedding_norm,
-        has_last_norm=family.has_last_norm and family.names.norm != "",
+        has_last_norm=family.names.norm != "",
         own_embedding_size=_own_embedding_size(reader, family, hidden_size),
     )
 

@@ -53,7 +53,6 @@ _BERT: Final[dict[str, Any]] = {
     "spelled": {"num_key_value_heads": "", "head_dim": ""},
     "is_encoder": True,
     "norms_sums": True,
-    "has_last_norm": False,
     "has_embedding_norm": True,
     "token_types_key": "type_vocab_size",
     "classifier": ClassifierFamily(),

@@ -137,8 +137,8 @@ class Family:
     architecture, of which a file takes the first that is for it.
 
     `is_encoder`: tokens see those behind them too, and half of `sliding_window` is to each side. `norms_sums` is as in
-    `LayerConfig`. Without `has_first_norm` the first layer has none before attention, without `has_last_norm` there is
-    none behind the layers; with `has_embedding_norm` there is one before them. `token_types_key`: how many types of
+    `LayerConfig`. Without `has_first_norm` the first layer has none before attention; with `has_embedding_norm` there
+    is one before the layers, and without a name of `norm` none behind them. `token_types_key`: how many types of
     token have embeddings. `counts_offset`: `max_position_embeddings` counts the rows that are nobody's, and tokens of
     the last one's number have no position. `classifier` is the head of an encoder that classifies.
     """
@@ -205,7 +205,6 @@ class Family:
     forms: "tuple[Form, ...]" = ()
     is_encoder: bool = False
     has_first_norm: bool = True
-    has_last_norm: bool = True
     has_embedding_norm: bool = False
     token_types_key: str = ""
     counts_offset: bool = False
