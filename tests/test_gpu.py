@@ -63,7 +63,7 @@ def test_ours_is_near_transformers_on_the_gpu():
     assert result["results"][0]["num_same_tokens"] == result["results"][0]["num_tokens"], done.output
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_the_comparison_itself_runs_on_a_cpu_and_ends_in_one_json_line():
     done = ranks.run_script([COMPARE, "--device", "cpu", "--prompts", "3", "--tokens", "12"], timeout_s=240)
     assert done.returncode == 0, done.output

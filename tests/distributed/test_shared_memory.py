@@ -209,7 +209,7 @@ PLANTS = {
 
 
 @pytest.mark.parametrize(
-    "why", [pytest.param(why, marks=[] if why.startswith("one slot") else pytest.mark.matrix) for why in PLANTS]
+    "why", [pytest.param(why, marks=[] if why.startswith("one slot") else pytest.mark.stress) for why in PLANTS]
 )
 def test_many_rounds_find_what_is_wrong(tmp_path: Path, why: str):
     """Negative controls."""

@@ -69,7 +69,7 @@ def test_the_emulated_unit_gives_the_bits_of_the_processors(dtype, num_inputs, n
 
 
 @needs_avx512
-@pytest.mark.matrix
+@pytest.mark.stress
 @pytest.mark.parametrize("num_rows", [1, 20])
 def test_the_emulated_unit_is_used_and_a_mistake_in_it_is_seen(num_rows, tmp_path, monkeypatch):
     """Negative control: with the second of each pair taken for the first, results are others."""
@@ -275,7 +275,7 @@ def test_float32_by_amx_is_as_exact_as_by_float32_instructions(kernels, num_inpu
     assert ours < 5e-8
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 @needs_avx512
 def test_the_comparison_sees_a_piece_that_is_left_out(tmp_path, monkeypatch):
     """Negative control: without the products of first and third pieces, errors are those of 16 bits."""
