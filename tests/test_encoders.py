@@ -156,6 +156,7 @@ def test_the_positions_of_roberta_leave_padding_tokens_out_within_their_row() ->
 
     token_ids = torch.tensor([5, 1, 7, 1, 1, 8, 1, 9, 6])
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3])
+    # What it takes of a context, and no more.
     taken = PositionEmbedding(Context, 12, 1, 2, 1)(positions, token_ids).squeeze(1)  # type: ignore[arg-type]
     assert taken.tolist() == [2, 1, 3, 1, 1, 2, 1, 3, 4]
     plain = PositionEmbedding(Context, 12, 1, 2)(positions, token_ids).squeeze(1)  # type: ignore[arg-type]

@@ -97,8 +97,9 @@ def _set_openmp_threads() -> Callable[[int], Any] | None:
         function.argtypes, function.restype = (ctypes.c_int,), None
         was_called = False
         try:
-            function(1)
-            was_called = torch.get_num_threads() == 1
+            # Another number than the one in force, which says nothing.
+            function(before + 1)
+            was_called = torch.get_num_threads() == before + 1
         finally:
             function(before)
         if was_called:

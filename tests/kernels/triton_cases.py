@@ -235,7 +235,7 @@ def run(case: Callable[[], None]) -> str:
     torch.manual_seed(7)
     try:
         case()
-    except Exception:
+    except Exception:  # the other cases are still worth their answers
         return traceback.format_exc()
     return ""
 
