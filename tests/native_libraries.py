@@ -34,9 +34,8 @@ def emulated(architecture: str = NATIVE) -> NativeLibrary:
     return compiled_with(EMULATE, architecture)
 
 
-@functools.cache
-def compiled_with(flag: str, architecture: str = NATIVE) -> NativeLibrary:
-    """The same sources with a flag more."""
+def built_with(flag: str, architecture: str = NATIVE) -> build.Built:
+    """The same sources with a flag more, on disk."""
     flags = build._FLAGS
     build._FLAGS = (*flags, flag)
     try:
@@ -44,7 +43,13 @@ def compiled_with(flag: str, architecture: str = NATIVE) -> NativeLibrary:
     finally:
         build._FLAGS = flags
     assert isinstance(built, build.Built), built
-    library = load(built)
+    return built
+
+
+@functools.cache
+def compiled_with(flag: str, architecture: str = NATIVE) -> NativeLibrary:
+    """The same, loaded."""
+    library = load(built_with(flag, architecture))
     assert isinstance(library, NativeLibrary), library
     return library
 
