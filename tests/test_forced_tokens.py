@@ -1,12 +1,15 @@
 """Tokens that a form forces: several in a step, those of the tokenizer, and answers that are the same without."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from constrained_rows import EOS, answers, check, open_model, rows, run, write_model
+from jobs_of_rows import answers_of_job
 from run_folder import made_once
 
 from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
@@ -14,6 +17,8 @@ from spmd_worker.errors import ConfigError
 from spmd_worker.grammar import row_grammar, step_masks
 from spmd_worker.grammar.forms import GrammarError
 from spmd_worker.grammar.step_masks import StepMasks
+from spmd_worker.metrics.step_stats import StepStats
+from spmd_worker.tools import replay
 
 LONG = {
     "type": "object",
@@ -192,3 +197,41 @@ def test_a_worker_that_cannot_compile_an_admitted_form_says_so():
         words = "structured_outputs: a form that was admitted cannot be compiled: pip install it"
         with pytest.raises(ConfigError, match=words):
             made.generate("hello", SamplingParams(structured_outputs={"regex": "a"}), use_tqdm=False)
+
+
+def test_the_counts_of_a_step_tell_answers_from_prompts_where_it_takes_several(llm: LLM):
+    """Negative control: counted a sequence a token, the rest would be tokens of prompts."""
+    seen: list[StepStats] = []
+    llm.reset_prefix_cache()
+    llm.llm_engine.watch_steps(seen.append)
+    try:
+        output, num_steps = generate(llm)
+    finally:
+        llm.llm_engine.watch_steps(lambda _: None)
+    num_prompt, num_answer = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    steps = [each for each in seen if each.num_rows]
+    assert num_answer > 2 * num_steps > 2
+    assert sum(each.num_prompt_tokens for each in steps) == num_prompt
+    assert sum(each.num_sampled_tokens for each in steps) == num_answer
+    # But those of the last step, which nothing follows.
+    assert num_answer - num_steps < sum(each.num_decode_tokens for each in steps) < num_answer
+
+
+def test_a_rows_history_names_every_block_of_a_step_that_takes_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Negative control: named one block a step, those after the first would be missing."""
+    form = {"regex": "the cache and the scheduler, " * 10}
+    row = {"prompt": "hello", "max_tokens": 200, "structured_outputs": form}
+    folder, options = made_once("constrained", write_model), {"load_format": "dummy"}
+    (answer,) = answers_of_job(tmp_path, folder, [row], step_log=True, options=options)
+    assert answer["error"] is None
+    capsys.readouterr()
+    code = replay.main([str(tmp_path / "out.jsonl.run" / "steps.log"), "--row", "index:0"])
+    shown, said = capsys.readouterr()
+    assert code == 0, said
+    num_blocks = [len(found.split(",")) for found in re.findall(r"takes blocks? (\d+(?:, \d+)*)", shown)]
+    num_tokens = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+    assert max(num_blocks) > 1
+    # The first comes with the prompt; the last token is computed by nobody.
+    assert sum(num_blocks) == (num_tokens - 2) // 16
