@@ -115,7 +115,7 @@ def _real(architecture: str) -> dict[str, Any]:
     """As transformers writes it for the class's defaults."""
     config = AutoConfig.for_model({**MODEL_TYPES, **ENCODER_TYPES}[architecture]).to_dict()
     # What no model reads.
-    for key in ("vision_config", "id2label", "label2id", "transformers_version"):
+    for key in ("vision_config", "perceiver_config", "vq_config", "id2label", "label2id", "transformers_version"):
         config.pop(key, None)
     found: dict[str, Any] = json.loads(json.dumps({**config, "architectures": [architecture]}))
     return found | _MISSING.get(architecture, {})
