@@ -347,6 +347,20 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: s
     assert [what for what in silent if (architecture, what) not in SAME_FUNCTION] == []
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("qwen2_moe_window", each) for each in ("never", "late_layers", "in_use")]
+    + [("qwen3_moe_sparse_step", each) for each in ("never", "late_layers", "even_layers")],
+)
+def test_windows_of_other_layers_are_noticed_in_logits(name: str, rule: str, monkeypatch: pytest.MonkeyPatch):
+    """What one of Qwen's families does with the same keys is not what another does."""
+    assert not is_case_noticed(name)
+    architecture = read_model_files(expert_folder(name)).model_config.architecture
+    monkeypatch.setitem(FAMILIES, architecture, replace(FAMILIES[architecture], sliding_window=rule))
+    assert is_case_noticed(name)
+
+
 def test_what_transformers_has_in_memory_of_a_backbone_alone_is_taken_without_its_prefix():
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     keys = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}

@@ -30,7 +30,8 @@ from reference_models import random_prompt, reference_greedy, relative_error
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, OPTForSequenceClassification
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, OPTForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
@@ -43,7 +44,7 @@ from spmd_worker.layers.attention import Attention
 from spmd_worker.layers.checkpoint_layer import PackedLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.model_config.families.family import Family, Names
-from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
@@ -586,6 +587,19 @@ def test_an_epsilon_that_is_a_constant_of_the_class_is_seen_in_logits(
 
 
 @pytest.mark.stress
+def test_what_transformers_wraps_around_a_text_of_the_table_runs_or_is_refused_by_name():
+    refused = {name for names in REFUSED.values() for name in names}
+    texts = {*MODEL_TYPES.values(), "glm4v_text", "qwen3_vl_text", "mllama_text_model"}
+    wrapped = {}
+    for model_type, architecture in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items():
+        parts = getattr(CONFIG_MAPPING[model_type], "sub_configs_defaults", {})
+        if getattr(parts.get("text_config"), "model_type", None) in texts:
+            wrapped[architecture] = architecture in FAMILIES or architecture in refused
+    assert len(wrapped) > 30
+    assert [architecture for architecture, is_known in wrapped.items() if not is_known] == []
+
+
+@pytest.mark.stress
 def test_a_layer_beyond_the_last_is_passed_by_where_files_may_have_one(tmp_path: Path):
     for name in ("glm_ocr", "glm4v"):
         shutil.copytree(family_folder(name), tmp_path / name)
@@ -652,8 +666,8 @@ def test_what_is_wrong_with_layers_that_look_at_images_is_one_sentence(layers: A
 def test_a_token_of_an_image_is_an_error_row_where_it_has_a_row_of_the_table():
     with LLM(family_folder("mllama"), num_blocks=60) as llm:
         fine, image = llm.generate([[5, 6, 7], [5, 96, 7]], GREEDY, use_tqdm=False, on_error="row")
-    assert fine.error_code is None
-    assert image.error_code == "token_out_of_vocabulary"
+    assert fine.error is None
+    assert image.error == "token id 96 is outside the vocabulary of 96 tokens"
 
 
 @pytest.mark.matrix
