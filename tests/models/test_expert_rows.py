@@ -298,6 +298,8 @@ def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
     files += [{**minimal, "mlp_only_layers": [1]}, *({**minimal, key: "other"} for key in required)]
     files += [{**minimal, "use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 70}]
     files += [{**minimal, "use_sliding_window": True}]
+    if "text_config" in whole:
+        files.append({**whole, "text_config": {**whole["text_config"], "tie_word_embeddings": True}})
     found: list[Any] = []
     for config in files:
         try:

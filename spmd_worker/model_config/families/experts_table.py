@@ -261,7 +261,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
         experts=ExpertsFamily(default_count=128, **_DEEPSEEK_V3),
     ),
     "Glm4vMoeForConditionalGeneration": Family(
-        models="GLM-4.5V, GLM-4.6V, the text",
+        models="GLM-4.5V, GLM-4.6V with experts, the text",
         names=Names(
             embedding="model.language_model.embed_tokens",
             layers="model.language_model.layers",

@@ -180,7 +180,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         **_GLM4V, models="GLM-4.1V, GLM-4.6V-Flash, the text", names=_beside(_GLM_NAMES, "visual"), tie_of_text="also"
     ),
     "Glm46VForConditionalGeneration": Family(
-        **_GLM4V, models="GLM-4.6V and its like, dense, the text", names=_beside(_GLM_NAMES, "visual")
+        **_GLM4V, models="GLM-4.6V, dense, of the class of that name, the text", names=_beside(_GLM_NAMES, "visual")
     ),
     "GlmOcrForConditionalGeneration": Family(
         models="GLM-OCR, the text",
