@@ -5,6 +5,8 @@ Where a class has constants that are too small to be seen, tables are small too.
 
 from typing import Any, Final
 
+from image_checkpoints import NESTED, NESTED_IN_LAYOUTS
+
 _ALTERNATE = ["sliding_attention", "full_attention"] * 2
 _STRETCHED = {
     "rope_type": "yarn",
@@ -136,9 +138,12 @@ _SEEN_IN_LAYOUTS: Final = (
 layers without rotation beside others, feed-forwards beside attention, norms with weights of each head, activations that
 are learned, tensors by head, positions from the third row on with norms of sums.
 """
-VARIANTS: Final = ("stablelm_norms", "opt_350m_untied", "opt_without_last_norm", "vipllava", "idefics3")
+VARIANTS: Final = (
+    *("stablelm_norms", "opt_350m_untied", "opt_without_last_norm", "vipllava", "idefics3"),
+    *(name for name in NESTED if name not in NESTED_IN_LAYOUTS),
+)
 """All of these is in the stress tier, but for what notices a row's entries and what files leave out."""
-SIMILAR: Final = (*VARIANTS, "llava_next", "llava_onevision", "internvl", "smolvlm")
+SIMILAR: Final = (*VARIANTS, *NESTED_IN_LAYOUTS, "llava_next", "llava_onevision", "internvl", "smolvlm")
 """Of these their logits are in the tier of layouts too."""
 CAME_LAST: Final = (
     *("cohere_plus", "apertus", "falcon_newer", "falcon_newer_one_norm"),

@@ -27,10 +27,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {**EXPERTS, "num_key_value_heads": 4, "shared_expert_intermediate_size": 48, "mlp_only_layers": [2]},
     ),
+    "qwen2_moe_window": (
+        "Qwen2Moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
+    ),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe_sparse_step": (
         "Qwen3Moe",
-        {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2, "attention_bias": True},
+        {
+            **EXPERTS,
+            "head_dim": 32,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
     ),
     "qwen3_vl_moe": (
         "Qwen3VLMoe",
@@ -70,6 +88,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4_moe_plain": ("Glm4Moe", {**V3, "attention_bias": True, "norm_topk_prob": False}),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        {
+            **V3,
+            "head_dim": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 3, 3],
+            },
+        },
+    ),
     "granite_moe": ("GraniteMoe", {**EXPERTS, **_SCALES, "intermediate_size": 32}),
     "granite_moe_shared": (
         "GraniteMoeShared",
@@ -83,7 +117,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-WITH_IMAGES = {"Qwen3VLMoe": {"vision_config": {**_VISION, "deepstack_visual_indexes": [0]}}}
+WITH_IMAGES = {
+    "Qwen3VLMoe": {"vision_config": {**_VISION, "deepstack_visual_indexes": [0]}},
+    "Glm4vMoe": {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}},
+}
 """Beside `text_config`, by family."""
 
 

@@ -34,7 +34,7 @@ LINEAR, ROUND_ROBIN = ((0, 0, 0, 0, 1, 1, 1, 1),), ((0, 1) * 4,)
 PLACED = ((0, 0, 0, 0, 1, 1, 1, 1), (1, 0, 0, 0, 0, 0, 0, 0), (0,) * 8, (1, 1, 0, 0, 1, 0, 1, 0))
 
 
-SECOND = ("qwen3_moe_sparse_step", "gpt_oss_limit", "glm4_moe_plain", "granite_moe")
+SECOND = ("qwen3_moe_sparse_step", "qwen2_moe_window", "glm4v_moe", "gpt_oss_limit", "glm4_moe_plain", "granite_moe")
 """Cases of families of which there is another."""
 
 

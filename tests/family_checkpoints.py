@@ -21,6 +21,7 @@ from dense_checkpoints import (
     SMALL_TABLES,
     WITHOUT_KV_HEADS,
 )
+from image_checkpoints import NESTED
 from reference_models import open_reference
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
@@ -162,6 +163,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**_TEXT, "model_type": "llama"},
         {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}, "tie_word_embeddings": True},
     ),
+    **NESTED,
 }
 """Models that take images: family, `text_config`, and what is beside it."""
 
@@ -237,7 +239,7 @@ def _write_with_images(folder: Path, family: str, text: dict[str, Any], beside: 
 
 
 def _thin_with_images(full: Path, folder: Path, name: str) -> None:
-    """As the hub's: few keys in `text_config`, or for Qwen2.5-VL none, all beside it."""
+    """As the hub's: few keys in `text_config`, or for Qwen2.5-VL and PaddleOCR-VL none, all beside it."""
     shutil.copytree(full, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -249,12 +251,14 @@ def _thin_with_images(full: Path, folder: Path, name: str) -> None:
     text.pop("layer_types", None)
     if "mrope_section" in config["text_config"]["rope_parameters"]:
         rope = text.pop("rope_parameters")
-        kind = {"rope_type": "default", "mrope_interleaved": True} if name == "qwen3_vl" else {"type": "mrope"}
-        text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {**kind, "mrope_section": [2, 3, 3]}}
+        kind = {"type": "mrope"} if name in ("qwen2_vl", "qwen2_5_vl") else {"rope_type": "default"}
+        kind |= {"mrope_interleaved": True} if name == "qwen3_vl" else {}
+        text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {**kind, "mrope_section": rope["mrope_section"]}}
+        text |= {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
     del config["text_config"]
     whole = (
         {**config, **text}
-        if name == "qwen2_5_vl"
+        if name in ("qwen2_5_vl", "paddleocr_vl")
         else {**config, "text_config": {**text, "model_type": text.get("model_type", defaults["model_type"])}}
     )
     path.write_text(json.dumps({**whole, "model_type": config["model_type"]}))

@@ -58,6 +58,7 @@ _QUANTISED: Final[list[dict[str, Any]]] = [
 ]
 _MISSING: Final = {
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Glm4vMoeForConditionalGeneration": {"head_dim": 128},
     "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6},
 }
 """What the models have, and not by the class's defaults."""
@@ -115,10 +116,11 @@ def _real(architecture: str) -> dict[str, Any]:
     """As transformers writes it for the class's defaults."""
     config = AutoConfig.for_model({**MODEL_TYPES, **ENCODER_TYPES}[architecture]).to_dict()
     # What no model reads.
-    for key in ("vision_config", "id2label", "label2id", "transformers_version"):
+    for key in ("vision_config", "perceiver_config", "vq_config", "id2label", "label2id", "transformers_version"):
         config.pop(key, None)
     found: dict[str, Any] = json.loads(json.dumps({**config, "architectures": [architecture]}))
-    return found | _MISSING.get(architecture, {})
+    found.get("text_config", found).update(_MISSING.get(architecture, {}))
+    return found
 
 
 def real(architecture: str, random: Random) -> dict[str, Any]:

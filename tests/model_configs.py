@@ -18,7 +18,7 @@ def families(*quick: str) -> list[Any]:
     sparse = {name for name, family in FAMILIES.items() if family.experts} - {"Qwen2MoeForCausalLM"}
     first, second, *others = TEXT_PART_ROWS
     marks = dict.fromkeys([*RMS_ROWS, *LAYER_NORM_ROWS, *sparse, first, second], pytest.mark.matrix)
-    marks |= dict.fromkeys(others, pytest.mark.stress)
+    marks |= dict.fromkeys([*others, "Glm4vMoeForConditionalGeneration"], pytest.mark.stress)
     return [pytest.param(each, marks=() if each in quick else marks.get(each, ())) for each in FAMILIES]
 
 

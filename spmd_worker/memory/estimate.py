@@ -59,6 +59,8 @@ def weights_bytes(
     num_tables = stage.is_first + (stage.is_last - shares_rows if has_head else 0)
     num_others = stage.is_first * (model_config.num_positions + model_config.num_token_types)
     tables = num_tables * sizes.num_vocabulary_rows * model_config.embedding_size + num_others * hidden
+    image_rows = vocabulary_rows(model_config.num_embeddings, layout.tensor_parallel_size) - sizes.num_vocabulary_rows
+    tables += stage.is_first * image_rows * model_config.embedding_size
     # Every rank of a group has the whole of a projection, on the stage of its table.
     tables += (stage.is_first + stage.is_last) * model_config.num_projection_parameters
     num_norms = stage.is_last * model_config.has_last_norm + stage.is_first * model_config.has_embedding_norm

@@ -75,6 +75,9 @@ class ModelConfig:
     for tokens. Embeddings, and what the head is given, are `own_embedding_size` wide and projected to and from the
     hidden size; 0 where they are as wide. Without `has_last_norm` nothing norms what the last layer gives.
 
+    `image_layers` are layers of the checkpoint, by number, which text passes by: none of `layers` is one of them. The
+    table of embeddings has `num_image_embeddings` rows behind those of the vocabulary, which no token of text takes.
+
     `is_encoder`: a token sees all of its row, so a row is computed whole, nothing of it is kept for later, and it has
     no answer but a vector. `num_token_types` have embeddings; tokens of the id `unplaced_token` have no position, -1
     where all have. With `has_embedding_norm` there is a norm before the layers.
@@ -106,6 +109,8 @@ class ModelConfig:
     has_embedding_norm: bool = False
     own_embedding_size: int = 0
     has_last_norm: bool = True
+    image_layers: tuple[int, ...] = ()
+    num_image_embeddings: int = 0
 
     @property
     def names(self) -> Names:
@@ -122,6 +127,17 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Of the whole model."""
         return len(self.layers)
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Which layers of the checkpoint `layers` are."""
+        numbers = range(self.num_layers + len(self.image_layers))
+        return tuple(number for number in numbers if number not in self.image_layers)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the table of embeddings."""
+        return self.vocab_size + self.num_image_embeddings
 
     @property
     def num_heads(self) -> int:
@@ -172,7 +188,7 @@ class ModelConfig:
     def num_embedding_parameters(self) -> int:
         """Embeddings, of positions too, their projections and head together."""
         num_tables = 1 if self.has_tied_embeddings or self.pooling is not None else 2
-        tables = self.vocab_size * num_tables * self.embedding_size
+        tables = (self.vocab_size * num_tables + self.num_image_embeddings) * self.embedding_size
         tables += (self.num_positions + self.num_token_types) * self.hidden_size
         return tables + 2 * self.num_projection_parameters + self.vocab_size * self.has_head_bias
 
@@ -311,6 +327,8 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
         has_embedding_norm=family.has_embedding_norm,
         has_last_norm=family.names.norm != "",
         own_embedding_size=_own_embedding_size(reader, family, hidden_size),
+        image_layers=_image_layers(reader, family),
+        num_image_embeddings=family.num_image_embeddings,
     )
 
 
@@ -398,12 +416,28 @@ def _layers(
     windows = _sliding_windows(reader, family, num_layers)
     experts = read_experts(reader, family.experts, num_layers)
     norms = [(index > 0 or family.has_first_norm) and layer.norms[0] for index in range(num_layers)]
-    kinds = list(zip(windows, _ropes_of_layers(reader, family, windows), experts, norms, strict=True))
+    passed = _image_layers(reader, family)
+    of_all = zip(windows, _ropes_of_layers(reader, family, windows), experts, norms, strict=True)
+    kinds = [kind for number, kind in enumerate(of_all) if number not in passed]
     layers = {
         kind: replace(layer, window=kind[0], rope=kind[1], experts=kind[2], norms=(kind[3], *layer.norms[1:]))
         for kind in dict.fromkeys(kinds)
     }
     return tuple(layers[kind] for kind in kinds), ropes
+
+
+def _image_layers(reader: ConfigReader, family: Family) -> tuple[int, ...]:
+    """Layers of the file that text passes by, in order; those that are listed beyond the last are none."""
+    if not family.image_layers_key:
+        return ()
+    num_layers, listed = reader.count("num_hidden_layers"), reader.get(family.image_layers_key)
+    where = reader.where(family.image_layers_key)
+    if not isinstance(listed, list):
+        raise ModelConfigError(f"{where}={shown(listed)} must be a list of layers, from 0 on")
+    numbers = {whole_number(number, where, 0, MOST) for number in listed}
+    if numbers.issuperset(range(num_layers)):
+        raise ModelConfigError(f"{where}={shown(listed)} leaves none of num_hidden_layers={num_layers} for text")
+    return tuple(sorted(number for number in numbers if number < num_layers))
 
 
 def _norms(family: Family, is_parallel: bool) -> tuple[bool, bool, bool, bool]:
@@ -556,9 +590,12 @@ def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> t
     rule = family.sliding_window
     if reader.get("sliding_window") is None or rule == "never":
         return (0,) * num_layers
-    if rule == "late_layers" and not reader.flag("use_sliding_window", False):
+    is_by_flag = rule in ("late_layers", "even_layers", "in_use")
+    if is_by_flag and not reader.flag("use_sliding_window", False):
         return (0,) * num_layers
     window = reader.count("sliding_window")
+    if rule == "in_use":
+        return (window,) * num_layers
     # Of an encoder it is both sides together, without the token itself.
     window = window // 2 + 1 if family.is_encoder else window
     layer_types = reader.get("layer_types")
@@ -571,10 +608,12 @@ def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> t
             every = reader.count(family.full_attention_every_key, every)
         skipped = 0 if family.full_attention_first else 1
         return tuple(window if (layer + skipped) % every else 0 for layer in range(num_layers))
-    first = 0
-    if rule == "late_layers":
-        first = whole_number(reader.get("max_window_layers", 28), f"{reader.path}: max_window_layers", 0, MOST)
-    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    if rule == "always":
+        return (window,) * num_layers
+    bound = whole_number(reader.get("max_window_layers", 28), f"{reader.path}: max_window_layers", 0, MOST)
+    if rule == "even_layers":
+        return tuple(window if layer < bound and layer % 2 == 0 else 0 for layer in range(num_layers))
+    return tuple(window if layer >= bound else 0 for layer in range(num_layers))
 
 
 def _check_layer_types(layer_types: Any, num_layers: int, path: Path) -> None:

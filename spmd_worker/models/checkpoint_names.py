@@ -55,6 +55,8 @@ class CheckpointNames:
         self._fused = {ours: fused for fused, parts in names.fused.items() for ours in parts}
         self._stacked = {part: (each, each.parts.index(part)) for each in names.stacked for part in each.parts}
         self._layer = re.compile(rf"{re.escape(names.layers)}\.(\d+)\.")
+        self._numbers = model_config.layer_numbers
+        self._indices = {number: index for index, number in enumerate(self._numbers)}
         # Backbones alone are written without the name of what holds them.
         own_prefix = f"{names.layers.partition('.')[0]}." if pooling is not None else ""
         self.optional_prefix = names.optional_prefix or own_prefix
@@ -65,6 +67,18 @@ class CheckpointNames:
     def has_tied_head(self) -> bool:
         """Whether the model has a head for tokens, or rows of it, and the embedding is its weight."""
         return self._has_head and self._is_tied
+
+    def layer_prefix(self, index: int) -> str:
+        """What names of the tensors of a layer begin with, by its place in the model."""
+        return f"{self._names.layers}.{self._numbers[index]}."
+
+    def _layer_of(self, name: str) -> tuple[int, str] | None:
+        """The place in the model of the layer that a tensor is of, and what follows; None for what is of no layer of
+        the model.
+        """
+        found = self._layer.match(name)
+        index = None if found is None else self._indices.get(int(found[1]))
+        return None if found is None or index is None else (index, name[found.end() :])
 
     def pieces(self, piece: WeightSlice) -> Iterator[WeightSlice]:
         """The slice of a layer, in the checkpoint's words: several where a tensor goes by key-value heads."""
@@ -81,16 +95,16 @@ class CheckpointNames:
         if expert is not None:
             yield self._of_expert(piece, index, int(expert[1]), expert[2], leaf)
             return
-        whole_name = self._parts.get(f"{part}.{leaf}")
+        prefix, whole_name = self.layer_prefix(index), self._parts.get(f"{part}.{leaf}")
         if whole_name is not None:
-            yield replace(piece, checkpoint_name=f"{self._names.layers}.{index}.{whole_name}")
+            yield replace(piece, checkpoint_name=prefix + whole_name)
             return
         if "{}" in self._parts.get(part, ""):
-            yield from _row_by_row(piece, f"{self._names.layers}.{index}.{self._parts[part]}.{leaf}")
+            yield from _row_by_row(piece, f"{prefix}{self._parts[part]}.{leaf}")
             return
         fused = self._fused.get(part)
         inside = (piece,) if fused is None else self._inside(piece, part, fused, self._model_config.layers[index])
-        name = f"{self._names.layers}.{index}.{fused or self._parts.get(part, part)}.{leaf}"
+        name = f"{prefix}{fused or self._parts.get(part, part)}.{leaf}"
         is_turned = self._names.are_transposed and len(piece.checkpoint_shape) == 2
         for each in inside:
             named = replace(each, checkpoint_name=name)
@@ -98,7 +112,7 @@ class CheckpointNames:
 
     def _of_expert(self, piece: WeightSlice, index: int, number: int, matrix: str, leaf: str) -> WeightSlice:
         """A separate tensor, or a slice of one that stacks those of all experts."""
-        prefix = f"{self._names.layers}.{index}."
+        prefix = self.layer_prefix(index)
         if matrix not in self._stacked:
             ours = f"mlp.experts.{{}}.{matrix}"
             return replace(piece, checkpoint_name=f"{prefix}{self._parts.get(ours, ours).format(number)}.{leaf}")
@@ -121,11 +135,12 @@ class CheckpointNames:
         each matrix, its expert, and its rows. Empty for other tensors. Raises ValueError for a shape that is cut into
         no such matrices.
         """
-        found = self._layer.match(name)
-        if found is None or self._names.stacked or int(found[1]) >= self._model_config.num_layers:
+        found = self._layer_of(name)
+        if found is None or self._names.stacked:
             return []
-        module, _, stack = name[found.end() :].rpartition(".")
-        experts, parts = self._model_config.layers[int(found[1])].experts, _IN_MEMORY.get(stack, ())
+        index, inside = found
+        module, _, stack = inside.rpartition(".")
+        experts, parts = self._model_config.layers[index].experts, _IN_MEMORY.get(stack, ())
         patterns = [self._parts.get(ours, ours) for ours in (f"mlp.experts.{{}}.{part}" for part in parts)]
         if experts is None or not parts or module != patterns[0].partition(".{}")[0]:
             return []
@@ -135,9 +150,9 @@ class CheckpointNames:
             )
         rows = shape[1] // len(parts)
         return [
-            (f"{found[0]}{pattern.format(number)}.weight", number, (index * rows, (index + 1) * rows))
+            (f"{self.layer_prefix(index)}{pattern.format(number)}.weight", number, (place * rows, (place + 1) * rows))
             for number in range(experts.num_experts)
-            for index, pattern in enumerate(patterns)
+            for place, pattern in enumerate(patterns)
         ]
 
     def places(self, name: str, shape: Sequence[int]) -> dict[str, Place]:
@@ -150,11 +165,12 @@ class CheckpointNames:
 
     def is_turned(self, name: str, shape: Sequence[int]) -> bool:
         """Whether `name` is a stack of experts that is the other way round than the table's; see `StackedTensor`."""
-        layer = self._layer.match(name)
-        if layer is None or int(layer[1]) >= self._model_config.num_layers:
+        found = self._layer_of(name)
+        if found is None:
             return False
-        stack = next((each for each in self._names.stacked if each.name == name[layer.end() :]), None)
-        experts, hidden_size = self._model_config.layers[int(layer[1])].experts, self._model_config.hidden_size
+        index, inside = found
+        stack = next((each for each in self._names.stacked if each.name == inside), None)
+        experts, hidden_size = self._model_config.layers[index].experts, self._model_config.hidden_size
         if stack is None or not stack.may_be_turned or experts is None:
             return False
         rows, inputs = len(stack.parts) * experts.intermediate_size, hidden_size
@@ -202,7 +218,7 @@ class CheckpointNames:
         is_ignored = name.endswith(self._names.ignored) or name.startswith(self._names.ignored_prefixes)
         has_no_head = self._is_tied or not self._has_head
         is_head = name == self.head or (not self._has_head and name == f"{self._names.head}.bias")
-        return is_ignored or (has_no_head and is_head) or self._is_beyond(name)
+        return is_ignored or (has_no_head and is_head) or self._is_of_other_layer(name)
 
     def shapes_of_all_stages(
         self, own: Mapping[str, tuple[int, ...]], like: Mapping[int, Mapping[str, tuple[int, ...]]]
@@ -212,11 +228,11 @@ class CheckpointNames:
         """
         config, names = self._model_config, self._names
         hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.vocab_size, config.embedding_size)}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding: (config.num_embeddings, config.embedding_size)}
         if config.num_positions:
             shapes[f"{names.positions}.weight"] = (config.num_positions, hidden)
         for index in range(config.num_layers):
-            shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in like[index].items()}
+            shapes |= {self.layer_prefix(index) + name: shape for name, shape in like[index].items()}
         if config.num_token_types:
             shapes[f"{names.token_types}.weight"] = (config.num_token_types, hidden)
         leaves = {"weight": config.norm.has_weight, "bias": config.norm.has_bias}
@@ -235,15 +251,20 @@ class CheckpointNames:
         assert own.items() <= shapes.items(), own.items() - shapes.items()
         return shapes
 
-    def _is_beyond(self, name: str) -> bool:
-        layer = self._layer.match(name) if self._names.ignores_later_layers else None
-        return layer is not None and int(layer[1]) >= self._model_config.num_layers
+    def _is_of_other_layer(self, name: str) -> bool:
+        """Of one that looks at images, or of one beyond the model's where files may have such."""
+        layer = self._layer.match(name)
+        if layer is None:
+            return False
+        number, config = int(layer[1]), self._model_config
+        is_beyond = number >= config.num_layers + len(config.image_layers)
+        return number in config.image_layers or (self._names.ignores_later_layers and is_beyond)
 
     def _is_elsewhere(self, name: str) -> bool:
         stage, layer = self._stage, self._layer.match(name)
         if layer is not None:
-            index = int(layer[1])
-            return index < self._model_config.num_layers and not stage.start <= index < stage.stop
+            index = self._indices.get(int(layer[1]))
+            return index is not None and not stage.start <= index < stage.stop
         module = name.rpartition(".")[0]
         names = self._names
         if module in (names.embedding, names.positions, names.token_types, names.embedding_norm, names.project_in):

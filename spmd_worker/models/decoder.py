@@ -165,7 +165,7 @@ class DecoderStack(nn.Module):
         hidden_size = model_config.hidden_size
         if stage.is_first:
             self.embed_tokens = VocabularyParallelEmbedding(
-                context, model_config.vocab_size, model_config.embedding_size
+                context, model_config.num_embeddings, model_config.embedding_size
             )
             self._multiplier = _embedding_multiplier(model_config, context.dtype)
             if model_config.num_positions:
@@ -414,7 +414,7 @@ class DecoderForCausalLM(nn.Module):
         """Of each layer of the model, tensors of a layer of its kind. There are dense ones and sparse ones, and some
         lack a norm; of a kind that this stage does not have, one is made without memory.
         """
-        layers, names, stage = self.model_config.layers, self.model_config.names, self.stage
+        layers, stage = self.model_config.layers, self.stage
         of_kind: dict[tuple[ExpertsConfig | None, tuple[bool, ...]], dict[str, tuple[int, ...]]] = {}
         kinds = [(layer.experts, layer.norms) for layer in layers]
         for index in (*range(stage.start, stage.stop), *range(len(layers))):
@@ -422,7 +422,7 @@ class DecoderForCausalLM(nn.Module):
                 continue
             is_own = stage.start <= index < stage.stop
             shapes = own if is_own else self._shapes_without_memory(index)
-            prefix = f"{names.layers}.{index}."
+            prefix = self._names.layer_prefix(index)
             of_kind[kinds[index]] = {
                 name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)
             }

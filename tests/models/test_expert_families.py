@@ -41,7 +41,7 @@ from spmd_worker.model_config.layer_config import ExpertsConfig
 from spmd_worker.model_config.model_config import read_model_files
 
 
-@quick("qwen3_moe")
+@quick("qwen3_moe", later=("glm4v_moe",))
 def test_logits_are_transformers_from_full_and_from_thin_files(name: str):
     model = load_model(expert_folder(name))
     whole = prompt_logits(model, PROMPTS)

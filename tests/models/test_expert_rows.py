@@ -197,7 +197,8 @@ BAD = [
     ("Qwen3Moe", {"num_local_experts": 10**9}, "num_local_experts=1000000000 must be a whole number from 1 to 4096"),
     ("Dots1", {}, "n_routed_experts=None must be a whole number"),
     ("Qwen2Moe", {"mlp_only_layers": 3}, "mlp_only_layers=3 must be a list of layers, from 0 on"),
-    ("Qwen2Moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported; only False is"),
+    ("Qwen2Moe", {"use_sliding_window": 1}, "use_sliding_window=1 must be true or false"),
+    ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
     ("Phimoe", {}, "its layers have experts of a form that does not run"),
 ]
 
@@ -296,6 +297,9 @@ def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
     files += [{**minimal, "num_hidden_layers": 70}]
     files += [{**minimal, "mlp_only_layers": [1]}, *({**minimal, key: "other"} for key in required)]
     files += [{**minimal, "use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 70}]
+    files += [{**minimal, "use_sliding_window": True}]
+    if "text_config" in whole:
+        files.append({**whole, "text_config": {**whole["text_config"], "tie_word_embeddings": True}})
     found: list[Any] = []
     for config in files:
         try:
@@ -303,6 +307,10 @@ def readings(architecture: str, required: tuple[str, ...]) -> list[Any]:
         except SpmdError as error:
             found.append(str(error))
     return found
+
+
+NOTICED: dict[str, Any] = {"OlmoeForCausalLM": [], "Glm4vMoeForConditionalGeneration": pytest.mark.stress}
+"""Families whose entries are broken one by one in another tier than that of layouts."""
 
 
 def is_case_noticed(name: str) -> bool:
@@ -327,7 +335,7 @@ SAME_FUNCTION = {
 
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(each, marks=[] if each == "OlmoeForCausalLM" else pytest.mark.matrix) for each in EXPERT_FAMILIES],
+    [pytest.param(each, marks=NOTICED.get(each, pytest.mark.matrix)) for each in EXPERT_FAMILIES],
 )
 def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: str, monkeypatch: pytest.MonkeyPatch):
     cases = [name for name in CASES if read_model_files(expert_folder(name)).model_config.architecture == architecture]
@@ -339,6 +347,20 @@ def test_each_entry_of_a_row_is_noticed_when_it_is_the_plain_one(architecture: s
         if readings(architecture, required) == right and not any(is_case_noticed(name) for name in cases):
             silent.append(what)
     assert [what for what in silent if (architecture, what) not in SAME_FUNCTION] == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("qwen2_moe_window", each) for each in ("never", "late_layers", "in_use")]
+    + [("qwen3_moe_sparse_step", each) for each in ("never", "late_layers", "even_layers")],
+)
+def test_windows_of_other_layers_are_noticed_in_logits(name: str, rule: str, monkeypatch: pytest.MonkeyPatch):
+    """What one of Qwen's families does with the same keys is not what another does."""
+    assert not is_case_noticed(name)
+    architecture = read_model_files(expert_folder(name)).model_config.architecture
+    monkeypatch.setitem(FAMILIES, architecture, replace(FAMILIES[architecture], sliding_window=rule))
+    assert is_case_noticed(name)
 
 
 def test_what_transformers_has_in_memory_of_a_backbone_alone_is_taken_without_its_prefix():

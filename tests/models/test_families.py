@@ -3,6 +3,7 @@
 Float32, 1e-4 of the largest logit. A row is read from two files: with every key, and thinned as the hub's are.
 """
 
+import json
 import shutil
 from dataclasses import fields, replace
 from functools import cache
@@ -21,6 +22,7 @@ from family_checkpoints import (
     stir,
     thinned_folder,
 )
+from image_checkpoints import AS_IN_MEMORY, NESTED
 from model_configs import spelled, windows_of
 from model_types import MODEL_TYPES
 from our_model import is_noticed, load_model, prompt_logits
@@ -28,20 +30,21 @@ from reference_models import random_prompt, reference_greedy, relative_error
 from safetensors.torch import load_file, save_file
 from thread_groups import on_ranks
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, OPTForSequenceClassification
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, OPTForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from two_stages import TwoStages
 
 from spmd_worker import LLM, SamplingParams
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.topology import Stage
-from spmd_worker.errors import SpmdError
+from spmd_worker.errors import CheckpointError, ModelConfigError, SpmdError
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.attention import Attention
 from spmd_worker.layers.checkpoint_layer import PackedLayer
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.model_config.families.family import Family, Names
-from spmd_worker.model_config.families.table import FAMILIES
+from spmd_worker.model_config.families.table import FAMILIES, REFUSED
 from spmd_worker.model_config.model_config import ModelConfig, model_config_of, read_model_files
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
@@ -203,7 +206,7 @@ def test_a_tensor_by_heads_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
     [
         pytest.param(each, marks=pytest.mark.stress if each in SIMILAR else [])
         for each in WITH_IMAGES
-        if each not in ("qwen3_vl", "idefics3", "smolvlm")
+        if each not in ("qwen3_vl", "idefics3", "smolvlm", *AS_IN_MEMORY)
     ],
 )
 def test_names_that_newer_transformers_gives_are_taken_in_files_and_in_memory(name: str, tmp_path: Path):
@@ -313,10 +316,13 @@ def test_chunks_of_any_size_give_the_bits_of_whole_prompts(name: str, dtype: str
         assert all(map(torch.equal, prompt_logits(model, PROMPTS, chunk), whole)), chunk
 
 
+NESTED_FAMILIES = [name for name, kind in MODEL_TYPES.items() if kind in NESTED]
 DENSE_FAMILIES = [name for name, family in FAMILIES.items() if family.experts is None]
 """Those with experts are in test_expert_rows.py."""
 FIRST_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Their entries are broken one by one in test_against_transformers.py."""
+NOTICED: dict[str, Any] = {"Gemma3ForCausalLM": [], "GPT2LMHeadModel": []}
+"""Families whose entries are broken one by one in the first tier; others in that of layouts, the latest in stress."""
 
 SIZES = {
     "vocab_size": 160_000,
@@ -328,6 +334,7 @@ SIZES = {
 HAVE_SIZES = (
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GPT2LMHeadModel"),
     *("VaultGemmaForCausalLM", "FalconForCausalLM", "GPTBigCodeForCausalLM", "OPTForCausalLM"),
+    "MllamaForConditionalGeneration",
 )
 OWN_SIZES = {
     "HeliumForCausalLM": {"hidden_size": 5120, "num_attention_heads": 40},
@@ -337,6 +344,7 @@ OWN_SIZES = {
     "Cohere2ForCausalLM": {"vocab_size": 256_000},
     "StableLmForCausalLM": {"hidden_size": 512},
     "GPTNeoXForCausalLM": {"hidden_size": 512},
+    "Exaone4_5_ForConditionalGeneration": {"model_type": "exaone4"},
 }
 """What goes with the class's other defaults, and what it cannot do without."""
 HAVE_OWN_HEADS = ("Mistral3ForConditionalGeneration", "InternVLForConditionalGeneration")
@@ -373,12 +381,16 @@ def minimal_files(architecture: str) -> list[dict[str, Any]]:
 
 
 def row_of(config: ModelConfig) -> Family:
-    """Of its form, where it has one."""
+    """Of its form, where it has one, and of its text, where that is another family's."""
     row = FAMILIES[config.architecture]
+    row = FAMILIES[next(iter(row.text_families.values()))] if row.text_families else row
     return row.forms[config.form - 1].family if config.form else row
 
 
-@pytest.mark.parametrize("architecture", DENSE_FAMILIES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(each, marks=pytest.mark.stress if each in NESTED_FAMILIES else []) for each in DENSE_FAMILIES],
+)
 def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: str, tmp_path: Path):
     for config in minimal_files(architecture):
         whole = AutoConfig.for_model(**config)
@@ -387,13 +399,17 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
         row, heads = row_of(ours), getattr(theirs, "num_kv_heads", theirs.num_attention_heads)
         assert ours.num_kv_heads == (row.num_kv_heads or getattr(theirs, "num_key_value_heads", heads))
         assert ours.max_position_embeddings == theirs.max_position_embeddings
-        sizes = (theirs.vocab_size, theirs.hidden_size, theirs.num_hidden_layers, theirs.num_attention_heads)
+        passed = [each for each in getattr(theirs, "cross_attention_layers", []) if each < theirs.num_hidden_layers]
+        num_layers = theirs.num_hidden_layers - len(passed)
+        sizes = (theirs.vocab_size, theirs.hidden_size, num_layers, theirs.num_attention_heads)
         assert (ours.vocab_size, ours.hidden_size, ours.num_layers, ours.num_heads) == sizes
+        assert ours.image_layers == tuple(passed)
         if "intermediate_size" not in config.get("text_config", {"intermediate_size": 0}):
             assert ours.intermediate_size == theirs.intermediate_size
         # Of these transformers ties the head unless the files have another; the hub's have one and do not say so.
         says_tied = "tie_word_embeddings" in config.get("text_config", {}) or architecture not in HAVE_OWN_HEADS
-        assert ours.has_tied_embeddings == (whole.tie_word_embeddings and says_tied)
+        can_be_tied = row.spelled.get("tie_word_embeddings") != "" and whole.tie_word_embeddings
+        assert ours.has_tied_embeddings == (can_be_tied and says_tied)
         eps = [getattr(theirs, key) for key in EPSILONS if hasattr(theirs, key)]
         assert [ours.norm.eps] == (eps if row.eps_key else [row.eps])
         eos = getattr(theirs, "eos_token_id", None)
@@ -430,9 +446,11 @@ def test_the_head_of_a_text_part_is_tied_as_it_is_to_transformers(of_whole: bool
             "architectures": [architecture],
             "model_type": MODEL_TYPES[architecture],
             "tie_word_embeddings": of_whole,
-            "text_config": {**SIZES, "tie_word_embeddings": of_text},
+            "text_config": {**SIZES, **OWN_SIZES.get(architecture, {}), "tie_word_embeddings": of_text},
         }
-        theirs = AutoConfig.for_model(**config).tie_word_embeddings
+        # The one class that ties nothing, whatever a file says.
+        can_be_tied = architecture != "MllamaForConditionalGeneration"
+        theirs = can_be_tied and AutoConfig.for_model(**config).tie_word_embeddings
         assert model_config_of(config, Path("config.json")).has_tied_embeddings == theirs, architecture
 
 
@@ -478,11 +496,12 @@ def mutants(row: Family) -> list[tuple[str, Family]]:
 
 def mutants_of_row(row: Family) -> list[tuple[str, Family]]:
     entries = [(name, family) for name, family in _entries(Family, row, Family()) if name not in _TABLES]
-    # Aliases are no checkpoint's of transformers here: the test of them, above, says what they are.
+    # Aliases are no checkpoint's of transformers here: the test of them, above, says what they are. Layers that
+    # speculate have a test of their own, below.
     names = [
         (f"names.{name}", replace(row, names=each))
         for name, each in _entries(Names, row.names, Names())
-        if name != "aliases"
+        if name not in ("aliases", "ignores_later_layers")
     ]
     tables = [
         (f"{table}.{key}", replace(row, **{table: {each: given[each] for each in given if each != key}}))
@@ -506,6 +525,8 @@ def readings(architecture: str) -> list[ModelConfig | str]:
     deep = {"num_hidden_layers": 90, "use_sliding_window": True, "sliding_window": 9}
     named = [{**sized, **named, "num_key_value_heads": 2, "head_dim": 48}, {**sized, **deep}]
     named += [{**named[0], **form.where} for form in row.forms]
+    tied = [(minimal[0], True), (minimal[-1], False)] if row.is_text_part else []
+    named += [{**config, "tie_word_embeddings": is_tied} for config, is_tied in tied]
     found: list[ModelConfig | str] = []
     try:
         config = model_config_of(minimal[0], Path("config.json"))
@@ -535,7 +556,9 @@ def is_case_noticed(name: str) -> bool:
 @pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param(each, marks=[] if each in ("Gemma3ForCausalLM", "GPT2LMHeadModel") else pytest.mark.matrix)
+        pytest.param(
+            each, marks=NOTICED.get(each, pytest.mark.stress if each in NESTED_FAMILIES else pytest.mark.matrix)
+        )
         for each in DENSE_FAMILIES
         if each not in FIRST_FAMILIES
     ],
@@ -563,8 +586,92 @@ def test_an_epsilon_that_is_a_constant_of_the_class_is_seen_in_logits(
     assert is_case_noticed(name)
 
 
+@pytest.mark.stress
+def test_what_transformers_wraps_around_a_text_of_the_table_runs_or_is_refused_by_name():
+    refused = {name for names in REFUSED.values() for name in names}
+    texts = {*MODEL_TYPES.values(), "glm4v_text", "qwen3_vl_text", "mllama_text_model"}
+    wrapped = {}
+    for model_type, architecture in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items():
+        parts = getattr(CONFIG_MAPPING[model_type], "sub_configs_defaults", {})
+        if getattr(parts.get("text_config"), "model_type", None) in texts:
+            wrapped[architecture] = architecture in FAMILIES or architecture in refused
+    assert len(wrapped) > 30
+    assert [architecture for architecture, is_known in wrapped.items() if not is_known] == []
+
+
+@pytest.mark.stress
+def test_a_layer_beyond_the_last_is_passed_by_where_files_may_have_one(tmp_path: Path):
+    for name in ("glm_ocr", "glm4v"):
+        shutil.copytree(family_folder(name), tmp_path / name)
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        tensors["model.language_model.layers.2.eh_proj.weight"] = torch.zeros(4, 4)
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    both = (new_model(folder).parameters() for folder in (tmp_path / "glm_ocr", family_folder("glm_ocr")))
+    assert all(map(torch.equal, *both))
+    with pytest.raises(CheckpointError, match="eh_proj"):
+        new_model(tmp_path / "glm4v")
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["opt_350m", "stablelm_12b"])
+def test_text_passes_by_the_layers_that_look_at_images(tmp_path: Path):
+    """As transformers without an image: what is in those layers makes no difference, and their numbers are counted."""
+    folder = family_folder("mllama")
+    config = read_model_files(folder).model_config
+    assert (config.num_layers, config.image_layers, config.layer_numbers) == (3, (0, 3), (1, 2, 4))
+    names = new_model(folder).checkpoint_shapes
+    assert {name.split(".")[3] for name in names if ".layers." in name} == {"1", "2", "4"}
+    shutil.copytree(folder, tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    passed = [name for name in tensors if ".layers.0." in name or ".layers.3." in name]
+    assert any("cross_attn" in name for name in passed)
+    tensors |= {name: tensors[name] + 1 for name in passed}
+    # Rows of tokens that no text has.
+    tensors["language_model.model.embed_tokens.weight"][96:] += 1
+    save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    assert worst_error("mllama", prompt_logits(new_model(tmp_path / "other"), PROMPTS)) < TOLERANCE
+    # Negative control: a layer of text that is taken for one of images, and one the other way round.
+    for broken in ((1, 3), (0,), (0, 3, 4)):
+        path = tmp_path / "other" / "config.json"
+        text = json.loads((folder / "config.json").read_text())
+        text["text_config"]["cross_attention_layers"] = list(broken)
+        path.write_text(json.dumps(text))
+        try:
+            logits = prompt_logits(new_model(tmp_path / "other"), PROMPTS)
+        except CheckpointError:
+            continue
+        assert worst_error("mllama", logits) > TOLERANCE, broken
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("all", "cross_attention_layers='all' must be a list of layers, from 0 on"),
+        ([-1], "cross_attention_layers=-1 must be a whole number from 0"),
+        ([True], "cross_attention_layers=True must be a whole number from 0"),
+        (list(range(9)), "leaves none of num_hidden_layers=8 for text"),
+    ],
+)
+def test_what_is_wrong_with_layers_that_look_at_images_is_one_sentence(layers: Any, message: str):
+    text = {**SIZES, "num_key_value_heads": 8, "cross_attention_layers": layers}
+    config = {"architectures": ["MllamaForConditionalGeneration"], "text_config": text}
+    with pytest.raises(ModelConfigError) as caught:
+        model_config_of(config, Path("config.json"))
+    assert message in str(caught.value)
+    # Beyond the last layer there is nothing to pass by.
+    text["cross_attention_layers"] = [1, 8, 1]
+    assert model_config_of(config, Path("config.json")).image_layers == (1,)
+
+
+@pytest.mark.stress
+def test_a_token_of_an_image_is_an_error_row_where_it_has_a_row_of_the_table():
+    with LLM(family_folder("mllama"), num_blocks=60) as llm:
+        fine, image = llm.generate([[5, 6, 7], [5, 96, 7]], GREEDY, use_tqdm=False, on_error="row")
+    assert fine.error is None
+    assert image.error == "token id 96 is outside the vocabulary of 96 tokens"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["opt_350m", "stablelm_12b", "mllama"])
 def test_a_stage_knows_the_tensors_of_the_other_one(name: str):
     folder = family_folder(name)
     whole = new_model(folder).checkpoint_shapes

@@ -103,8 +103,9 @@ class Family:
 
     `*_bias` True is always, False never, a text the key of config.json that says. `default_head_size` 0 means hidden
     size / heads. `sliding_window` says when the window applies: "never", "always", "late_layers" (only with
-    `use_sliding_window`, from layer `max_window_layers` on) or "layer_types" (as listed, else all but every
-    `full_attention_every`th layer, which `full_attention_every_key` may say too).
+    `use_sliding_window`, from layer `max_window_layers` on), "even_layers" (only with it too, layers 0, 2, 4 and so on
+    before `max_window_layers`), "in_use" (with it in every layer, whatever is listed) or "layer_types" (as listed, else
+    all but every `full_attention_every`th layer, which `full_attention_every_key` may say too).
 
     `norm_kind` to `norm_has_bias` are as in `NormConfig`, `qk_norm`, `is_gated` as in `LayerConfig`. `has_rope` False:
     positions are learned, a table of `max_position_embeddings` rows. `has_local_rope`: sliding layers have a rope of
@@ -114,9 +115,11 @@ class Family:
     `scale_root_key` what it is the inverse root of; without both it is the head size. `intermediate_factor`, times the
     hidden size, is the intermediate size where the file names none. `embeds_by_root`: embeddings are multiplied by the
     root of the hidden size, rounded to the dtype. `is_text_part`: the model takes images too and runs with text alone;
-    its sizes are in `text_config`, or in older files where those of other models are. `tie_of_text` says when the
-    text's `tie_word_embeddings` counts beside that of the whole file: "never", "else" (where the whole says nothing),
-    or "also" (one of both is enough).
+    its sizes are in `text_config`, or in older files where those of other models are. `image_layers_key` lists layers
+    that look at images alone, which text passes by; `num_image_embeddings` rows of the table of embeddings, behind
+    those of the vocabulary, are of tokens that no text has. `tie_of_text` says when the text's `tie_word_embeddings`
+    counts beside that of the whole file: "never", "else" (where the whole says nothing), or "also" (one of both is
+    enough).
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
@@ -173,6 +176,8 @@ class Family:
     intermediate_factor: int = 0
     embeds_by_root: bool = False
     is_text_part: bool = False
+    image_layers_key: str = ""
+    num_image_embeddings: int = 0
     tie_of_text: str = "never"
     embedding_multiplier_key: str = ""
     residual_multiplier_key: str = ""

@@ -349,6 +349,15 @@ _LATENT: Final = "its layers have experts and attention over a latent cache"
 _RECURRENT: Final = "some of its layers have a recurrent state, which is no paged cache"
 _ALIBI: Final = "its attention knows positions by biases (alibi)"
 _IMAGES: Final = "it takes images; for text alone give the checkpoint of its language model"
+_SPEECH: Final = "it takes speech; for text alone give the checkpoint of its language model"
+_PREFIX: Final = (
+    "tokens of its prompts see those behind them too, and none of its prompts is without an image; for text alone give "
+    "the checkpoint of a Gemma"
+)
+_LOGIT_SCALE: Final = (
+    "what its logit_scale does is not the same in all releases of transformers; for text alone give the checkpoint of "
+    "its language model"
+)
 _RELATIVE: Final = "its attention knows positions by their distance, as learned biases"
 _HAS_ENCODER: Final = "it is a decoder beside an encoder"
 
@@ -358,10 +367,23 @@ REFUSED: Final[dict[str, tuple[str, ...]]] = {
     _RECURRENT: ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "MambaForCausalLM"),
     _ALIBI: ("MptForCausalLM", "BloomForCausalLM"),
     _IMAGES: (
-        *("Gemma4ForConditionalGeneration", "PaliGemmaForConditionalGeneration"),
-        "AyaVisionForConditionalGeneration",
-        *("Glm4vForConditionalGeneration", "MllamaForConditionalGeneration", "Llama4ForConditionalGeneration"),
+        *("Gemma4ForConditionalGeneration", "Llama4ForConditionalGeneration", "Ovis2ForConditionalGeneration"),
+        *("DeepseekVLHybridForConditionalGeneration", "Cosmos3OmniForConditionalGeneration"),
+        *("HunYuanVLForConditionalGeneration", "FastVlmForConditionalGeneration"),
+        *("Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration"),
+        "InstructBlipVideoForConditionalGeneration",
+        *("GraniteDoclingForConditionalGeneration", "Granite4VisionForConditionalGeneration"),
+        *("Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
+        *("PerceptionLMForConditionalGeneration", "QianfanOCRForConditionalGeneration"),
     ),
+    _SPEECH: (
+        *("Qwen2AudioForConditionalGeneration", "VoxtralForConditionalGeneration", "GlmAsrForConditionalGeneration"),
+        *("GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration"),
+        *("FunAsrNanoForConditionalGeneration", "Qwen3ASRForConditionalGeneration"),
+        *("VibeVoiceAsrForConditionalGeneration", "MossTranscribeDiarizeForConditionalGeneration"),
+    ),
+    _PREFIX: ("PaliGemmaForConditionalGeneration",),
+    _LOGIT_SCALE: ("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"),
     _RELATIVE: ("MPNetModel", "T5EncoderModel"),
     _HAS_ENCODER: (*("T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration"),),
 }

@@ -3,10 +3,12 @@
 See `table.py`. Names of tensors are those of the hub's files, which transformers writes too.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 
 LANGUAGE_MODEL: Final = {
     "model.language_model.": "language_model.model.",
@@ -30,6 +32,7 @@ _SIZES: Final[dict[str, dict[str, Any]]] = {
     "mistral": {**_LLAMA_SIZES, "intermediate_size": 14336},
     "qwen2": _QWEN_SIZES,
     "qwen3": _QWEN_SIZES,
+    "exaone4": {**_LLAMA_SIZES, "vocab_size": 102400, "intermediate_size": 16384},
 }
 """Of the classes, which files of these wrappers leave out."""
 _ARCHITECTURES: Final = {
@@ -37,6 +40,7 @@ _ARCHITECTURES: Final = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
 }
 
 
@@ -46,15 +50,17 @@ def inside(names: Names, prefix: str) -> Names:
     return replace(names, **tops)  # type: ignore[arg-type]  # texts, all of them
 
 
-def _text_of(models: str, names: Names, *kinds: str, tie_of_text: str = "never") -> Family:
-    """A wrapper of these kinds of text, the first where a file says none."""
+def _text_of(
+    models: str, names: Names, *kinds: str, tie_of_text: str = "never", defaults: Mapping[str, Any] | None = None
+) -> Family:
+    """A wrapper of these kinds of text, the first where a file says none. `defaults` are of every kind."""
     return Family(
         models=models,
         names=names,
         is_text_part=True,
         tie_of_text=tie_of_text,
         text_families={kind: _ARCHITECTURES[kind] for kind in kinds},
-        text_defaults={kind: _SIZES[kind] for kind in kinds},
+        text_defaults={kind: {**_SIZES[kind], **(defaults or {})} for kind in kinds},
     )
 
 
@@ -67,6 +73,39 @@ _SMOLVLM_NAMES: Final = Names(
     norm="model.text_model.norm",
     ignored_prefixes=("model.vision_model.", "model.connector."),
 )
+_VIDEO_LLAVA_NAMES: Final = replace(
+    _LLAVA_NAMES,
+    ignored_prefixes=("image_tower.", "video_tower.", "multi_modal_projector."),
+    aliases={**LANGUAGE_MODEL, "model.image_tower.": "image_tower.", "model.video_tower.": "video_tower."},
+)
+_TIED: Final = {"tie_word_embeddings": True}
+_GLM_NAMES: Final = Names(
+    norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+)
+_GLM4V: Final[dict[str, Any]] = {
+    "qkv_bias": True,
+    "output_bias": False,
+    "mlp_bias": False,
+    "has_interleaved_rope": True,
+    "may_have_partial_rope": True,
+    "is_text_part": True,
+    # The size of a head is what the heads share, whatever a file says.
+    "spelled": {"head_dim": ""},
+    "defaults": {"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+}
+
+
+def _beside(names: Names, *others: str) -> Names:
+    """The names of `model.language_model` beside `others`, which are for other input, with its head outside."""
+    return replace(
+        names,
+        embedding="model.language_model.embed_tokens",
+        layers="model.language_model.layers",
+        norm="model.language_model.norm",
+        ignored_prefixes=tuple(f"model.{other}." for other in others),
+    )
+
 
 TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "Mistral3ForConditionalGeneration": Family(
@@ -96,4 +135,122 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     ),
     "Idefics3ForConditionalGeneration": _text_of("Idefics3, the text", _SMOLVLM_NAMES, "llama"),
     "SmolVLMForConditionalGeneration": _text_of("SmolVLM, SmolVLM2, the text", _SMOLVLM_NAMES, "llama"),
+    "LlavaNextVideoForConditionalGeneration": _text_of(
+        "LLaVA-NeXT-Video, the text", _LLAVA_NAMES, "llama", "mistral", "qwen2", tie_of_text="also"
+    ),
+    "VideoLlavaForConditionalGeneration": _text_of("Video-LLaVA, the text", _VIDEO_LLAVA_NAMES, "llama"),
+    "Idefics2ForConditionalGeneration": _text_of("Idefics2, the text", _SMOLVLM_NAMES, "mistral"),
+    "VideoLlama3ForConditionalGeneration": _text_of(
+        "VideoLLaMA 3, the text", _beside(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
+    ),
+    "LightOnOcrForConditionalGeneration": _text_of(
+        "LightOnOCR, the text", _beside(Names(), "vision_encoder", "vision_projection"), "qwen3", defaults=_TIED
+    ),
+    "GotOcr2ForConditionalGeneration": _text_of(
+        "GOT-OCR 2, the text",
+        replace(inside(Names(), "language_model."), ignored_prefixes=OTHER_INPUT, aliases=LANGUAGE_MODEL),
+        "qwen2",
+        defaults=_TIED,
+    ),
+    "JanusForConditionalGeneration": _text_of(
+        "Janus, Janus-Pro, the text",
+        _beside(
+            Names(),
+            *("vision_model", "aligner", "vqmodel"),
+            *("generation_embeddings", "generation_aligner", "generation_head"),
+        ),
+        "llama",
+        defaults=_TIED,
+    ),
+    "DeepseekVLForConditionalGeneration": _text_of(
+        "DeepSeek-VL 1.3B, the text", _beside(Names(), "vision_model", "aligner"), "llama", defaults=_TIED
+    ),
+    "Exaone4_5_ForConditionalGeneration": replace(
+        _text_of(
+            "EXAONE 4.5, the text",
+            replace(
+                _beside(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")
+            ),
+            "exaone4",
+        ),
+        # What the first files call it.
+        text_families={"exaone4": "Exaone4ForCausalLM", "exaone4_5_text": "Exaone4ForCausalLM"},
+    ),
+    "Glm4vForConditionalGeneration": Family(
+        **_GLM4V, models="GLM-4.1V, GLM-4.6V-Flash, the text", names=_beside(_GLM_NAMES, "visual"), tie_of_text="also"
+    ),
+    "Glm46VForConditionalGeneration": Family(
+        **_GLM4V, models="GLM-4.6V, dense, of the class of that name, the text", names=_beside(_GLM_NAMES, "visual")
+    ),
+    "GlmOcrForConditionalGeneration": Family(
+        models="GLM-OCR, the text",
+        names=replace(_beside(_GLM_NAMES, "visual"), ignores_later_layers=True),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        has_interleaved_rope=True,
+        may_have_partial_rope=True,
+        is_text_part=True,
+        tie_of_text="also",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+    ),
+    "PaddleOCRVLForConditionalGeneration": Family(
+        models="PaddleOCR-VL, the text",
+        names=Names(
+            ignored_prefixes=("visual.", "mlp_AR."),
+            aliases={
+                "model.language_model.": "model.",
+                "model.visual.": "visual.",
+                "model.projector.": "mlp_AR.",
+            },
+        ),
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        default_head_size=128,
+        is_text_part=True,
+        tie_of_text="also",
+        defaults={
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "eos_token_id": 2,
+        },
+    ),
+    "MllamaForConditionalGeneration": Family(
+        models="Llama 3.2 Vision, the text, which passes by the layers that look at images",
+        names=replace(
+            inside(Names(), "language_model."),
+            ignored_prefixes=("vision_model.", "multi_modal_projector."),
+            aliases={
+                "model.language_model.": "language_model.model.",
+                "model.vision_model.": "vision_model.",
+                "model.multi_modal_projector.": "multi_modal_projector.",
+                "lm_head.": "language_model.lm_head.",
+            },
+        ),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        is_text_part=True,
+        image_layers_key="cross_attention_layers",
+        num_image_embeddings=8,
+        # Its head is never the embedding, which has more rows, and the heads share the hidden size.
+        spelled={"head_dim": "", "tie_word_embeddings": ""},
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+            "eos_token_id": 128001,
+        },
+    ),
 }
