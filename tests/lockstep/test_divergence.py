@@ -62,7 +62,7 @@ IN_A_MESSAGE = {
 }
 
 MASK = r"step 7 .*rank {victim} diverged .*: mask_checksums\[0\]: \d+ on rank 0, \d+ on rank {victim}$"
-FORM = {"structured_outputs": {"regex": "[a-e ]{40}"}}
+FORM = {"structured_outputs": {"regex": "[a-e ]{200}"}, "ignore_eos": False}
 
 HARMLESS_WITHOUT_DIGESTS = sorted({**AT_START, **IN_A_STEP}.keys() - {"number_of_prompts"})
 """A rank with another number of prompts fails by itself, on an answer that it did not ask for."""
