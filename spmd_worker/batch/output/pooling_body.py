@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from spmd_worker.batch.output.decimals import shortest_decimals
 from spmd_worker.batch.output.openai_body import JsonObject
 from spmd_worker.batch.row import PoolingAsk, Row, TextPrompt
 from spmd_worker.sequence.outputs import RequestOutput
@@ -27,7 +28,7 @@ def pooled_record(row: Row, outputs: Sequence[RequestOutput]) -> JsonObject:
     return {
         "custom_id": row.custom_id,
         "index": row.index,
-        key: _numbers(output.vector),
+        key: shortest_decimals(output.vector),
         "usage": {"prompt_tokens": len(output.prompt_token_ids)},
         "error": None,
     }
@@ -59,7 +60,7 @@ def pair_scores(ask: PoolingAsk, outputs: Sequence[RequestOutput], *, are_pairs:
         return []
     vectors = [output.vector or [] for output in outputs]
     if are_pairs:
-        return [_numbers(vector)[0] for vector in vectors]
+        return [shortest_decimals(vector)[0] for vector in vectors]
     firsts, seconds = vectors[: ask.num_firsts], vectors[ask.num_firsts :]
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
     return [cosine(first, second) for first, second in zip(firsts, seconds, strict=True)]
@@ -80,10 +81,5 @@ def _ranked(ask: PoolingAsk, scores: Sequence[float]) -> list[JsonObject]:
 def _vector(output: RequestOutput, ask: PoolingAsk) -> Any:
     assert output.vector is not None
     if not ask.is_base64:
-        return _numbers(output.vector)
+        return shortest_decimals(output.vector)
     return base64.b64encode(np.array(output.vector, dtype="<f4").tobytes()).decode("ascii")
-
-
-def _numbers(vector: Sequence[float]) -> list[float]:
-    """The shortest decimal numbers that are these float32 ones."""
-    return [float(str(each)) for each in np.array(vector, dtype=np.float32)]
