@@ -55,15 +55,13 @@ class HermesCalls:
                 if behind is None:
                     return parts
                 self._call, text = UpTo(_CLOSE_MARKER, len(_CLOSE)), behind
-            found = self._call.read(text)
+            call = self._call
+            found = call.read(text)
             if found is None:
-                break
+                return [*parts, _whole_call(call.text) or _OPEN + call.text] if is_end else parts
             inner, close, text = found
             self._call = None
             parts.append(_whole_call(inner) or _OPEN + inner + close)
-        if is_end:
-            parts.append(_whole_call(self._call.text) or _OPEN + self._call.text)
-        return parts
 
 
 class Llama3Calls:
