@@ -77,7 +77,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     unknown = [side for side in options.sides if side not in SIDES]
     if unknown:
         parser.error(f"--sides has {unknown[0]!r}: give some of {', '.join(SIDES)}")
-    options.model = options.model or options.work / "minilm-l6-like"
+    # The sides run in another folder than this.
+    options.work = options.work.resolve()
+    options.model = (options.model or options.work / "minilm-l6-like").resolve()
+    options.openvino_model = options.openvino_model and options.openvino_model.resolve()
     return options
 
 

@@ -18,12 +18,13 @@ class MemoryMarks:
     """MiB by percent of the rows done; 0 is before the first row."""
 
     def __init__(self, num_rows: int) -> None:
-        self.mib: dict[str, float] = {}
-        self._num_rows, self._num_done = num_rows, 0
-        self._left = list(MARKS)
+        self._num_rows = num_rows
+        self.begin()
 
     def begin(self) -> None:
-        self.mib["0"] = round(resident_mib(), 1)
+        """No row is done: what came before does not count."""
+        self.mib: dict[str, float] = {"0": round(resident_mib(), 1)}
+        self._num_done, self._left = 0, list(MARKS)
 
     def add(self, count: int) -> None:
         """So many more rows are done."""

@@ -41,7 +41,6 @@ def main(arguments: list[str] | None = None) -> int:
     start = start_sentence_transformers if options.peer == "sentence-transformers" else start_openvino
     encode, version = start(options, marks)
     batch = options.batch or best_batch(encode, texts)
-    marks.__init__(len(texts))  # type: ignore[misc]  # what was tried does not count
     marks.begin()
     began_s = time.perf_counter()
     vectors = encode(texts, batch)
