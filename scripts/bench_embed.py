@@ -77,7 +77,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     unknown = [side for side in options.sides if side not in SIDES]
     if unknown:
         parser.error(f"--sides has {unknown[0]!r}: give some of {', '.join(SIDES)}")
-    # The sides run in another folder than this.
     options.work = options.work.resolve()
     options.model = (options.model or options.work / "minilm-l6-like").resolve()
     options.openvino_model = options.openvino_model and options.openvino_model.resolve()
@@ -131,7 +130,7 @@ def start_side(options: argparse.Namespace, side: str, earlier: list[dict[str, A
         command += ["--rows", str(options.rows), "--model", str(options.model), "--dtype", options.dtype]
         command += ["--output-format", options.output_format, *threads]
     variables = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, **variables})
+    subprocess.run(command, check=True, env={**os.environ, **variables})
     figures: dict[str, Any] = json.loads(result.read_text())
     return figures
 
