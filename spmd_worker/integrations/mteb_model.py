@@ -40,7 +40,7 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
         # mteb passes its own devices, such as cuda:0.
         own = str(device or "auto").split(":")[0]
         self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", **options)
-        path = Path(self.llm.llm_engine.resolved.model_folder) / "config_sentence_transformers.json"
+        path = self.llm.llm_engine.resolved.model_folder / "config_sentence_transformers.json"
         settings = parse_json_object(read_regular_file(path)) if path.exists() else {}
         self._prompts = dict(prompts or settings.get("prompts") or {})
         self._default = settings.get("default_prompt_name")
