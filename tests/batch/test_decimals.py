@@ -17,10 +17,10 @@ def bits(values: list[float]) -> bytes:
     return struct.pack(f"<{len(values)}d", *values)
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=30))
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=8))
 @example([0.0, -0.0, 1.0, -1.0, 0.1, -0.1, 0.3, 1e-5, 1e-13, 9.9999998e-14, 1e6, 999999.94, 16777216.0, 3.4e38, 1e-45])
 @example([0.5, 0.25, 2.0**-20, 2.0**-40, 2.0**19, 2.0**20, 0.49999997, 9.99999e-05, 0.001, 0.00099999999])
-@settings(max_examples=200)
+@settings(max_examples=50)
 def test_any_float32_is_spelled_as_by_itself(vector: list[float]):
     assert bits(shortest_decimals(vector)) == bits(one_by_one(vector))
 

@@ -244,8 +244,14 @@ def test_the_hand_written_answers_are_the_same_character_by_character():
 
 
 def test_the_test_sees_a_piece_that_is_read_by_itself(monkeypatch: pytest.MonkeyPatch):
-    """The control: without what the reader keeps of the pieces before."""
-    monkeypatch.setattr(answer_parts.PassOn, "read", lambda self, text, is_end=False: (text, None))
+    """The control: without what a reader keeps of the pieces before."""
+    right = answer_parts.PassOn.read
+
+    def read_by_itself(self: answer_parts.PassOn, text: str, *, is_end: bool = False) -> tuple[str, str | None]:
+        self._held = ""
+        return right(self, text, is_end=is_end)
+
+    monkeypatch.setattr(answer_parts.PassOn, "read", read_by_itself)
     with pytest.raises(AssertionError):
         check_cuts(reader(HERMES), f"x{BLOCK}", range(20))
 
