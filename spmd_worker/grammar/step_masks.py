@@ -123,7 +123,7 @@ class GrammarMasks:
         }
         several = {index: token_ids for index, token_ids in forced.items() if len(token_ids) > 1}
         forbidden = forbidden_of(bits[answerable], self._compiler.vocab_size)
-        return StepMasks(indices, forbidden, crc32(bits), tuple(failed), several)
+        return StepMasks(indices, forbidden, crc32(bits.data), tuple(failed), several)
 
     def _state(self, row: ConstrainedRow) -> RowGrammar:
         """After the row's tokens so far."""

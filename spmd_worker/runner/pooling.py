@@ -9,6 +9,7 @@ T: tokens of the step; R: its rows; H: hidden size.
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +31,9 @@ def add_rows(totals: Tensor, hidden: Tensor, spans: Sequence[tuple[int, int]]) -
     """
     order = sorted(range(len(spans)), key=lambda row: spans[row][0] - spans[row][1])
     lengths = [spans[row][1] - spans[row][0] for row in order]
-    starts = torch.tensor([spans[row][0] for row in order], device=hidden.device)
+    starts, rows = (_indices(each, hidden.device) for each in ([spans[row][0] for row in order], order))
     # The longest first: who has tokens left is a beginning of this.
-    sums, num_left, place = totals[order], len(order), 0
+    sums, num_left, place = totals.index_select(0, rows), len(order), 0
     while num_left > 1:
         sums[:num_left].add_(hidden.index_select(0, starts[:num_left] + place).float())
         place += 1
@@ -42,7 +43,11 @@ def add_rows(totals: Tensor, hidden: Tensor, spans: Sequence[tuple[int, int]]) -
         start, end = spans[order[0]]
         for token in hidden[start + place : end].float().unbind(0):
             sums[0].add_(token)
-    totals[order] = sums
+    totals.index_copy_(0, rows, sums)
+
+
+def _indices(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device, non_blocking=True)
 
 
 class RowPooling:
@@ -94,7 +99,7 @@ class RowPooling:
         if kind == "last":
             return [hidden[end - 1].float() if each.num_samples else None for each, (_, end) in zip(scheduled, spans)]
         if kind == "cls":
-            totals = hidden[[start for start, _ in spans]].float()
+            totals = hidden.index_select(0, _indices([start for start, _ in spans], hidden.device)).float()
         else:
             totals = torch.zeros(len(spans), hidden.shape[1], dtype=torch.float32, device=hidden.device)
         for row, each in enumerate(scheduled):
