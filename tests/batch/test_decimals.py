@@ -1,12 +1,15 @@
-"""Numbers of vectors are written as numpy writes a float32 by itself."""
+"""Numbers of vectors are written as numpy writes a float32 by itself, and read again from lines as JSON reads them."""
 
+import json
 import struct
+from typing import Any
 
 import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmd_worker.batch.output.decimals import shortest_decimals
+from spmd_worker.batch.output.output_file import parquet_row
 
 
 def one_by_one(vector: list[float]) -> list[float]:
@@ -39,3 +42,27 @@ def test_numbers_like_those_of_vectors_are_spelled_as_by_themselves():
     assert bits(shortest_decimals(values.tolist())) == bits(one_by_one(values.tolist()))
     # The control: as many digits for all is another spelling.
     assert [float(f"{each:.9g}") for each in values[:6000]] != one_by_one(values[:6000].tolist())
+
+
+def test_a_vector_of_a_line_is_cut_out_of_it_and_is_what_json_reads():
+    chance = np.random.default_rng(6)
+    vectors = (chance.standard_normal((4, 6)) * 10.0 ** chance.integers(-9, 3, (4, 6))).astype(np.float32)
+    usage = {"prompt_tokens": 3, "total_tokens": 3}
+    for vector in vectors:
+        numbers = shortest_decimals(vector.tolist())
+        data: list[Any] = [{"object": "embedding", "index": 0, "embedding": numbers}]
+        shapes = (
+            {"custom_id": '"embedding": [1]', "index": 7, "embedding": numbers, "usage": usage, "error": None},
+            {"custom_id": "a", "response": {"body": {"data": data, "usage": usage}}, "error": None},
+        )
+        for answer in shapes:
+            line = f"{json.dumps(answer)}\n".encode()
+            row = parquet_row(7, line, ("embedding", 6))
+            assert np.array(row["embedding"], dtype=np.float32).tobytes() == vector.tobytes()
+            assert (row["json"], row["custom_id"]) == (line.decode().rstrip(), answer["custom_id"])
+            assert row["prompt_tokens"] == 3
+            # Of another length, or several of them, there is none; without the column nothing is cut.
+            assert parquet_row(7, line, ("embedding", 5))["embedding"] is None
+            assert "embedding" not in parquet_row(7, line)
+        two = {"custom_id": "a", "response": {"body": {"data": data * 2, "usage": usage}}, "error": None}
+        assert parquet_row(7, json.dumps(two).encode(), ("embedding", 6))["embedding"] is None
