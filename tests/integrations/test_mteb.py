@@ -95,8 +95,5 @@ def test_vectors_are_those_of_embed_behind_the_prompt_that_belongs_to_them(make:
             found = encoded(encoder, kind, prompt_type, batch_size=32, show_progress_bar=False)
             assert found.dtype == np.float32
             assert found.tolist() == [each.outputs.embedding for each in expected], (kind, prompt_type)
-
-
-def test_another_precision_is_refused(make: Callable[..., Any]):
     with pytest.raises(ValueError, match="precision='int8': vectors are float32 here"):
-        encoded(make(prompts={}), "STS", None, precision="int8")
+        encoded(plain, "STS", None, precision="int8")

@@ -127,7 +127,7 @@ def test_a_mask_that_differs_is_named_though_every_rank_samples_the_same(tmp_pat
 # Negative controls.
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_a_mask_that_differs_goes_unnoticed_where_steps_have_no_checksums_of_masks(tmp_path):
     job = run("row_mask_without_checksums", tmp_path, asked=FORM)
     assert job.has_struck

@@ -185,11 +185,11 @@ def test_embeddings_have_tokens_a_second_memory_and_the_same_vectors_by_both_doo
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=run_forked))
-    settings = ["scheduler.max_num_seqs=8", "--rows", "20", "--turns", "2"]
+    settings = ["scheduler.max_num_seqs=8", "--rows", "20", "--turns", "1"]
     assert bench.main([str(tmp_path / "work"), *settings, "--sides", "job,embed,openvino"], shape) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert "left out: openvino" in lines[0]
-    assert order == ["job", "embed", "embed", "job"]
+    assert order == ["job", "embed"]
     figures = json.loads(last)
     assert figures["tokens"] > 20 * 5
     assert figures["largest_difference"] == {"job": 0.0, "embed": 0.0}
