@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spmd_worker.batch.output.decimals import shortest_decimals
+from spmd_worker.batch.output.decimals import SpelledNumbers, shortest_decimals, shortest_text
 from spmd_worker.batch.output.output_file import parquet_row
 
 
@@ -26,6 +26,7 @@ def bits(values: list[float]) -> bytes:
 @settings(max_examples=50)
 def test_any_float32_is_spelled_as_by_itself(vector: list[float]):
     assert bits(shortest_decimals(vector)) == bits(one_by_one(vector))
+    assert shortest_text(vector) == json.dumps(one_by_one(vector))
 
 
 def test_numbers_like_those_of_vectors_are_spelled_as_by_themselves():
@@ -40,6 +41,7 @@ def test_numbers_like_those_of_vectors_are_spelled_as_by_themselves():
         ]
     ).astype(np.float32)
     assert bits(shortest_decimals(values.tolist())) == bits(one_by_one(values.tolist()))
+    assert shortest_text(values.tolist()) == json.dumps(one_by_one(values.tolist()))
     # The control: as many digits for all is another spelling.
     assert [float(f"{each:.9g}") for each in values[:6000]] != one_by_one(values[:6000].tolist())
 
@@ -66,3 +68,13 @@ def test_a_vector_of_a_line_is_cut_out_of_it_and_is_what_json_reads():
             assert "embedding" not in parquet_row(7, line)
         two = {"custom_id": "a", "response": {"body": {"data": data * 2, "usage": usage}}, "error": None}
         assert parquet_row(7, json.dumps(two).encode(), ("embedding", 6))["embedding"] is None
+
+
+def test_the_numbers_of_a_line_stand_where_their_marks_were_unless_a_row_has_the_mark_too():
+    vectors = [[0.25, -0.125], [1e-7]]
+    for name, fills in (("a", True), ("\0numbers", True), ("\0numbers\0", False)):
+        numbers = SpelledNumbers()
+        marked = {"custom_id": name, "data": [numbers.mark(each) for each in vectors], "end": 1}
+        filled = numbers.fill(json.dumps(marked).encode())
+        assert filled == (json.dumps({**marked, "data": vectors}).encode() if fills else None)
+    assert SpelledNumbers().fill(b"{}") == b"{}"

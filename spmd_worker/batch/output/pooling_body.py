@@ -5,7 +5,7 @@ digits as tell it from its neighbours.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +19,11 @@ from spmd_worker.sequence.pooling_params import cosine
 _CREATED: Final = 0
 
 
-def pooled_record(row: Row, outputs: Sequence[RequestOutput]) -> JsonObject:
+Spell = Callable[[Sequence[float]], Any]
+"""What a record has of a vector that is written as numbers."""
+
+
+def pooled_record(row: Row, outputs: Sequence[RequestOutput], spell: Spell = shortest_decimals) -> JsonObject:
     """The output line's object of a plain row."""
     (output,), ask = outputs, row.pooling
     assert ask is not None
@@ -28,13 +32,19 @@ def pooled_record(row: Row, outputs: Sequence[RequestOutput]) -> JsonObject:
     return {
         "custom_id": row.custom_id,
         "index": row.index,
-        key: shortest_decimals(output.vector),
+        key: spell(output.vector),
         "usage": {"prompt_tokens": len(output.prompt_token_ids)},
         "error": None,
     }
 
 
-def pooling_body(row: Row, outputs: Sequence[RequestOutput], scores: Sequence[float], model_name: str) -> JsonObject:
+def pooling_body(
+    row: Row,
+    outputs: Sequence[RequestOutput],
+    scores: Sequence[float],
+    model_name: str,
+    spell: Spell = shortest_decimals,
+) -> JsonObject:
     """The body of a response: `outputs` of the row's texts; of a row that scores, `scores` of its pairs."""
     ask = row.pooling
     assert ask is not None
@@ -48,7 +58,7 @@ def pooling_body(row: Row, outputs: Sequence[RequestOutput], scores: Sequence[fl
         top: JsonObject = {"id": f"score-{row.index}", "object": "list", "created": _CREATED}
         return {**top, "model": model, "data": data, "usage": counts}
     data = [
-        {"object": "embedding", "index": index, "embedding": _vector(output, ask)}
+        {"object": "embedding", "index": index, "embedding": _vector(output, ask, spell)}
         for index, output in enumerate(outputs)
     ]
     return {"object": "list", "data": data, "model": model, "usage": counts}
@@ -78,8 +88,8 @@ def _ranked(ask: PoolingAsk, scores: Sequence[float]) -> list[JsonObject]:
     return results
 
 
-def _vector(output: RequestOutput, ask: PoolingAsk) -> Any:
+def _vector(output: RequestOutput, ask: PoolingAsk, spell: Spell) -> Any:
     assert output.vector is not None
     if not ask.is_base64:
-        return shortest_decimals(output.vector)
+        return spell(output.vector)
     return base64.b64encode(np.array(output.vector, dtype="<f4").tobytes()).decode("ascii")
