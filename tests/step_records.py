@@ -97,13 +97,14 @@ plans = st.builds(
 )
 sampled_ids = token_ids.map(SampledIds) | st.lists(token_ids, max_size=4).map(SampledIds.of)
 messages = st.builds(
-    lambda plan, events, sampled, digest: StepMessage(
-        plan.step, events, plan, sampled.token_ids, digest, sampled.num_ids
+    lambda plan, events, sampled, digest, mask_checksums: StepMessage(
+        plan.step, events, plan, sampled.token_ids, digest, sampled.num_ids, mask_checksums
     ),
     plans,
     events,
     sampled_ids,
     st.binary(max_size=32),
+    st.lists(st.integers(0, 2**32 - 1), max_size=2).map(tuple),
 )
 
 
@@ -127,7 +128,7 @@ def every_change(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _changes_of_message(message: StepMessage) -> Iterator[tuple[str, StepMessage]]:
     for inner, plan in every_change(message.plan, "plan"):
         yield inner, dataclasses.replace(message, plan=plan, step=plan.step)
-    for name in ("events", "sampled_token_ids", "num_sampled_ids"):
+    for name in ("events", "sampled_token_ids", "num_sampled_ids", "mask_checksums"):
         for inner, changed in every_change(getattr(message, name), name):
             yield from _replaced(message, inner, **{name: changed})
 
@@ -222,7 +223,8 @@ class RunModel:
         events = (FinishTransfers((self.last.block_ops.transfer,)),) if self.last.block_ops.transfer else ()
         self.last = plan
         ids = SampledIds.of(sampled.values())
-        return StepMessage(plan.step, events, plan, ids.token_ids, bytes(16), ids.num_ids)
+        mask_checksums = (self.chance.randrange(2**32),) if self._is_odd() else ()
+        return StepMessage(plan.step, events, plan, ids.token_ids, bytes(16), ids.num_ids, mask_checksums)
 
     def _is_odd(self) -> bool:
         return self.chance.random() > self.regularity

@@ -4,6 +4,7 @@ says what it does.
 
 import json
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,29 @@ def test_a_mean_has_the_same_bits_in_chunks_and_a_sum_of_chunks_has_not(monkeypa
     plain = pooled("mean", PROMPTS[:1])
     assert pooled("mean", PROMPTS[:1], **WAYS["in chunks"]) == plain
 
-    def summed(total: torch.Tensor, rows: torch.Tensor) -> None:
-        total.add_(rows.float().sum(0))
+    def summed(totals: torch.Tensor, hidden: torch.Tensor, spans: list[tuple[int, int]]) -> None:
+        for total, (start, end) in zip(totals, spans, strict=True):
+            total.add_(hidden[start:end].float().sum(0))
 
     # The control: each chunk is summed by itself.
     monkeypatch.setattr(pooling_module, "add_rows", summed)
     assert pooled("mean", PROMPTS[:1], **WAYS["in chunks"]) != plain
+
+
+def test_the_sums_of_a_step_are_those_of_each_row_alone_token_by_token() -> None:
+    chance = torch.Generator().manual_seed(2)
+    for lengths in ([1], [5, 5], [1, 9, 2, 9, 30], [7] * 12, [40, 1, 1]):
+        ends = [0, *accumulate(lengths)]
+        spans = list(pairwise(ends))
+        for dtype in (torch.float32, torch.bfloat16):
+            hidden = torch.randn(ends[-1], 24, generator=chance).to(dtype)
+            begun = torch.randn(len(lengths), 24, generator=chance)
+            totals, expected = begun.clone(), begun.clone()
+            pooling_module.add_rows(totals, hidden, spans)
+            for row, (start, end) in enumerate(spans):
+                for token in range(start, end):
+                    expected[row] = expected[row] + hidden[token].float()
+            assert torch.equal(totals, expected), lengths
 
 
 def test_a_mean_takes_nothing_from_the_cache_of_prefixes_and_a_last_token_does(

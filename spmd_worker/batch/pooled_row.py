@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from spmd_worker.batch.input.prompt_values import RowProblem
 from spmd_worker.batch.input.row_parser import encode
+from spmd_worker.batch.output.decimals import shortest_decimals
 from spmd_worker.batch.output.openai_body import JsonObject
-from spmd_worker.batch.output.pooling_body import pair_scores, pooling_body
+from spmd_worker.batch.output.pooling_body import Spell, pair_scores, pooling_body
 from spmd_worker.batch.row import Prompt, Row, RowError, TextPrompt, shape_of
 from spmd_worker.compat.prompts import TextPair
 from spmd_worker.config.schema import RowLimits
@@ -119,12 +120,14 @@ def _cut_ids(
     return tuple(token_ids), num_first if texts[1] is not None else None
 
 
-def pooled_response(encoded: EncodedPooledRow, output: PooledOutput, model_name: str) -> JsonObject:
+def pooled_response(
+    encoded: EncodedPooledRow, output: PooledOutput, model_name: str, spell: Spell = shortest_decimals
+) -> JsonObject:
     """The body of the response to an OpenAI row."""
     row = encoded.row
     assert row.pooling is not None, "a row that is pooled"
     scores = pair_scores(row.pooling, output.outputs, are_pairs=encoded.are_pairs)
-    return pooling_body(row, output.outputs, scores, model_name)
+    return pooling_body(row, output.outputs, scores, model_name, spell)
 
 
 def _text(prompt: object) -> str:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from spmd_worker.batch.output.pooling_body import pooled_record
+from spmd_worker.batch.output.decimals import SpelledNumbers, shortest_decimals
+from spmd_worker.batch.output.pooling_body import Spell, pooled_record
 from spmd_worker.batch.output.row_answer import RowAnswer, error_result
 from spmd_worker.batch.output.row_writer import error_code_of, json_line, response_line
 from spmd_worker.batch.pooled_row import EncodedPooledRow, PooledOutput, encode_pooled, pooled_response
@@ -76,7 +77,11 @@ class PooledRows:
             code = error_code_of(failed)
             line = error_result(RowError(row.index, row.custom_id, shape_of(row.kind), code, str(failed.error))).line
             return RowAnswer(row.index, line, code, num_tokens, num_cached)
-        if row.kind == "pooled":
-            return RowAnswer(row.index, json_line(pooled_record(row, outputs)), None, num_tokens, num_cached)
-        line = response_line(row, pooled_response(encoded, output, self._model_name))
+        numbers = SpelledNumbers()
+        line = numbers.fill(self._line(encoded, output, numbers.mark)) or self._line(encoded, output, shortest_decimals)
         return RowAnswer(row.index, line, None, num_tokens, num_cached)
+
+    def _line(self, encoded: EncodedPooledRow, output: PooledOutput, spell: Spell) -> bytes:
+        if encoded.row.kind == "pooled":
+            return json_line(pooled_record(encoded.row, output.outputs, spell))
+        return response_line(encoded.row, pooled_response(encoded, output, self._model_name, spell))

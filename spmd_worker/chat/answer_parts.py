@@ -1,14 +1,16 @@
-"""The parts of an answer's text, content and tool calls, and what the parsers of all formats share.
+"""The parts of an answer's text, content and tool calls, and what the readers of all formats share.
 
-A parser is a function of the text alone. Of a text that may go on (`is_whole` false) it returns the parts that stay as
-they are however it goes on: an answer that is streamed is its parts so far. No text makes a parser raise: what is no
-call is content, as it is.
+A text comes in pieces, or whole in one. A reader is given each piece once and returns the parts that have become
+certain, which stay as they are however the text goes on: what it keeps is where it is, and what it has not decided, so
+that a long answer costs what its characters cost, however it is cut. No text makes a reader raise: what is no call is
+content, as it is.
 """
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,16 @@ class ToolCall:
 
 
 Part = str | ToolCall
-Parser = Callable[[str, bool], list[Part]]
+
+
+class CallReader(Protocol):
+    """Of one answer."""
+
+    def read(self, text: str, *, is_end: bool) -> list[Part]:
+        """The parts that have become certain with the next piece of the text; content may be cut anywhere. `is_end`: it
+        is the last.
+        """
+
 
 _MARGIN: Final = " \t\r\n"
 
@@ -103,22 +114,102 @@ def num_held(text: str, marker: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
-def content_of(parts: Sequence[Part], is_whole: bool) -> str:
-    """What is beside the calls, without the spaces around them. Without a call all of it, as it is.
+class UpTo:
+    """Keeps a text up to the first of a marker: a match of `marker`, which `most` characters at most decide."""
 
-    Of a text that goes on spaces at the end are left out: a call may follow them.
-    """
-    pieces: list[str] = [""]
-    for part in parts:
-        if isinstance(part, ToolCall):
-            pieces[-1] = pieces[-1].rstrip()
-            pieces.append("")
-        elif len(pieces) > 1 and not pieces[-1]:
-            pieces[-1] = part.lstrip()
-        else:
-            pieces[-1] += part
-    text = "\n".join([piece for piece in pieces if piece])
-    return text if is_whole else text.rstrip()
+    def __init__(self, marker: re.Pattern[str], most: int) -> None:
+        self._marker, self._num_kept = marker, most - 1
+        self._pieces: list[str] = []
+        self._tail = ""
+
+    @property
+    def text(self) -> str:
+        """All that was read, while no marker was."""
+        return "".join(self._pieces)
+
+    def read(self, text: str) -> tuple[str, str, str] | None:
+        """What is before the marker, the marker, and what is behind it; None while there is none. Each character is
+        looked at once, but for the few that may begin a marker.
+        """
+        window = self._tail + text
+        self._pieces.append(text)
+        found = self._marker.search(window)
+        if found is None:
+            self._tail = window[max(len(window) - self._num_kept, 0) :]
+            return None
+        whole = self.text
+        before = len(whole) - len(window)
+        return whole[: before + found.start()], found[0], whole[before + found.end() :]
+
+
+class PassOn:
+    """Passes a text on up to the first of some markers, and holds back what may become one. `marker` matches them."""
+
+    def __init__(self, marker: re.Pattern[str], *markers: str) -> None:
+        self._marker, self._markers = marker, markers
+        self._held = ""
+
+    def read(self, text: str, *, is_end: bool = False) -> tuple[str, str | None]:
+        """What is certain before a marker, and what is behind it; None while there is none."""
+        window = self._held + text
+        found = self._marker.search(window)
+        if found is not None:
+            self._held = ""
+            return window[: found.start()], window[found.end() :]
+        held = 0 if is_end else max([num_held(window, marker) for marker in self._markers])
+        self._held = window[len(window) - held :]
+        return window[: len(window) - held], None
+
+
+class Stripped:
+    """Passes a text on without the spaces around it; with those before it where it `keeps_beginning`."""
+
+    def __init__(self, *, keeps_beginning: bool = False) -> None:
+        self._has_begun = keeps_beginning
+        self._spaces: list[str] = []
+
+    @property
+    def spaces(self) -> str:
+        """Behind what was passed on, so far."""
+        return "".join(self._spaces)
+
+    def read(self, text: str) -> str:
+        """What is certain with the next piece."""
+        text = text if self._has_begun else text.lstrip()
+        kept = text.rstrip()
+        self._has_begun = self._has_begun or bool(kept)
+        if not kept:
+            self._spaces.append(text)
+            return ""
+        found = self.spaces + kept
+        self._spaces = [text[len(kept) :]]
+        return found
+
+
+class Content:
+    """What is beside the calls of an answer, without the spaces around them. Without a call all of it, as it is."""
+
+    def __init__(self) -> None:
+        self._piece = Stripped(keeps_beginning=True)
+        self._has_text = self._is_behind_call = False
+
+    def read(self, parts: Iterable[Part], *, is_end: bool) -> tuple[str, list[ToolCall]]:
+        """The content that has become certain with the next parts, and the calls among them. Spaces at the end are held
+        back: a call may follow them.
+        """
+        found: list[str] = []
+        calls: list[ToolCall] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                calls.append(part)
+                self._piece, self._is_behind_call = Stripped(), True
+            elif text := self._piece.read(part):
+                # What is between two calls is a line of its own.
+                found += ["\n", text] if self._is_behind_call and self._has_text else [text]
+                self._has_text, self._is_behind_call = True, False
+        if is_end:
+            found.append(self._piece.spaces)
+        return "".join(found), calls
 
 
 def _string(value: str) -> str:

@@ -1,19 +1,19 @@
 """A chat answer's tokens -> its message: reasoning, content, tool calls.
 
 Text is what decoding gives, with the special tokens in it by which the model's format marks its parts, which decoding
-leaves out. An answer that goes on is read anew with each of its tokens: what it has so far stays as it is.
+leaves out. An answer that is streamed is read as it comes, each of its characters once, and a whole one in one piece.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmd_worker.chat.answer_parts import Part, ToolCall, content_of
-from spmd_worker.chat.call_parsers import call_parser
+from spmd_worker.chat.answer_parts import CallReader, Content, Part, ToolCall, num_held
+from spmd_worker.chat.call_parsers import NoCalls, call_reader
 from spmd_worker.chat.chat_format import NONE, REASONING_MARKERS, ChatFormat
 from spmd_worker.chat.chat_request import ChatRequest
-from spmd_worker.chat.harmony import harmony_parts
-from spmd_worker.chat.reasoning import split_reasoning
+from spmd_worker.chat.harmony import HarmonyReader
+from spmd_worker.chat.reasoning import ReasoningReader
 from spmd_worker.sequence.outputs import CompletionOutput
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
@@ -21,7 +21,7 @@ from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """What an answer's text comes to. `content` is "" where there is none."""
+    """What an answer's text, or a piece of it, comes to. `content` is "" where there is none."""
 
     content: str
     reasoning: str = ""
@@ -42,7 +42,7 @@ class AnswerReader:
     @property
     def reads(self) -> bool:
         """Whether an answer can have anything but content."""
-        return self._wants_calls or self.format.is_harmony or self.format.reasoning in REASONING_MARKERS
+        return self.wants_calls or self.format.is_harmony or self.format.reasoning in REASONING_MARKERS
 
     @property
     def is_named(self) -> bool:
@@ -53,27 +53,51 @@ class AnswerReader:
         """For one answer to this prompt."""
         return MarkedText(self.tokenizer, self.format.markers, prompt_token_ids, sampling)
 
-    def read(self, text: str, is_whole: bool = True) -> ChatAnswer:
-        """Of a text that may go on (`is_whole` false): what of its answer is certain."""
-        reasoning, parts = self._parts(text, is_whole)
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        is_parallel = self.request is None or self.request.is_parallel
-        return ChatAnswer(content_of(parts, is_whole), reasoning, tuple(calls if is_parallel else calls[:1]))
+    def read(self, text: str) -> ChatAnswer:
+        """Of a whole text."""
+        return self.stream().read(text, is_end=True)
 
-    def _parts(self, text: str, is_whole: bool) -> tuple[str, list[Part]]:
-        if self.format.is_harmony:
-            return harmony_parts(text, is_whole, has_calls=self._wants_calls)
-        markers = REASONING_MARKERS.get(self.format.reasoning)
-        reasoning = ""
-        if markers is not None:
-            reasoning, text = split_reasoning(text, is_whole, markers, is_open=self.starts_in_reasoning)
-        if self.request is None or not self._wants_calls:
-            return reasoning, [text]
-        return reasoning, call_parser(self.format.tool_calls, self.request)(text, is_whole)
+    def stream(self) -> "AnswerStream":
+        """For one answer whose text comes in pieces."""
+        return AnswerStream(self)
 
     @property
-    def _wants_calls(self) -> bool:
+    def wants_calls(self) -> bool:
+        """Whether calls are looked for."""
         return self.request is not None and self.request.wants_calls and self.format.tool_calls != NONE
+
+
+class AnswerStream:
+    """One answer: what comes of each piece of its text."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        request, markers = reader.request, REASONING_MARKERS.get(reader.format.reasoning)
+        self._harmony = HarmonyReader(has_calls=reader.wants_calls) if reader.format.is_harmony else None
+        self._reasoning: ReasoningReader | None = None
+        if markers is not None:
+            self._reasoning = ReasoningReader(markers, is_open=reader.starts_in_reasoning)
+        self._calls: CallReader = NoCalls()
+        if request is not None and reader.wants_calls and self._harmony is None:
+            self._calls = call_reader(reader.format.tool_calls, request)
+        self._content = Content()
+        self._is_parallel = request is None or request.is_parallel
+        self.num_calls = 0
+
+    def read(self, text: str, *, is_end: bool) -> ChatAnswer:
+        """What has become certain with the next piece, which is the last one where `is_end`."""
+        reasoning, parts = self._parts(text, is_end=is_end)
+        content, calls = self._content.read(parts, is_end=is_end)
+        kept = calls if self._is_parallel else calls[: max(1 - self.num_calls, 0)]
+        self.num_calls += len(kept)
+        return ChatAnswer(content, reasoning, tuple(kept))
+
+    def _parts(self, text: str, *, is_end: bool) -> tuple[str, list[Part]]:
+        if self._harmony is not None:
+            return self._harmony.read(text, is_end=is_end)
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.read(text, is_end=is_end)
+        return reasoning, self._calls.read(text, is_end=is_end)
 
 
 class MarkedText:
@@ -91,28 +115,40 @@ class MarkedText:
         self._sampling = sampling
         # Others are in the text as it is.
         kept = {} if tokenizer is None or not sampling.skip_special_tokens else tokenizer.special_ids(markers)
+        self._markers = tuple(kept)
         self._marker = re.compile(f"({'|'.join(map(re.escape, kept))})")
         self._decoder: IncrementalDecoder | None = None
         if tokenizer is not None and kept:
             self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids, True, tuple(kept.values()))
-        self._num_tokens = 0
-        self._text = ""
+        self._num_tokens = self._num_characters = 0
+        # What a stop string may still take back.
+        self._held = ""
         self._has_ended = False
 
-    def text_of(self, completion: CompletionOutput) -> str:
-        """Of the completion with all of its tokens so far."""
+    def read(self, completion: CompletionOutput) -> str:
+        """What is new in the completion with all of its tokens so far."""
+        if self._has_ended:
+            return ""
+        self._has_ended = completion.finished()
         if self._decoder is None:
-            return completion.text
-        if not self._has_ended:
-            token_ids = _shown_ids(completion, self._sampling)
-            self._text += self._decoder.append(token_ids[self._num_tokens :])
-            self._num_tokens = len(token_ids)
-            if completion.finished():
-                self._text += self._decoder.flush()
-                self._has_ended = True
-        if not self._sampling.stop:
-            return self._text
-        return _cut(self._text, self._marker, len(completion.text))
+            new = completion.text[self._num_characters :]
+            self._num_characters += len(new)
+            return new
+        token_ids = _shown_ids(completion, self._sampling)
+        text = self._decoder.append(token_ids[self._num_tokens :])
+        self._num_tokens = len(token_ids)
+        if self._has_ended:
+            text += self._decoder.flush()
+        return self._shown(text, len(completion.text)) if self._sampling.stop else text
+
+    def _shown(self, text: str, num_characters: int) -> str:
+        """So much more of the text that `num_characters` of it are in no marker: a stop string ends it, or may."""
+        window = self._held + text
+        num_unknown = 0 if self._has_ended else max([num_held(window, marker) for marker in self._markers])
+        given, count = _cut(window[: len(window) - num_unknown], self._marker, num_characters - self._num_characters)
+        self._num_characters += count
+        self._held = window[len(given) :]
+        return given
 
 
 def _shown_ids(completion: CompletionOutput, sampling: SamplingParams) -> list[int]:
@@ -122,13 +158,13 @@ def _shown_ids(completion: CompletionOutput, sampling: SamplingParams) -> list[i
     return completion.token_ids[:-1] if is_hidden else completion.token_ids
 
 
-def _cut(text: str, marker: re.Pattern[str], length: int) -> str:
-    """So much of a text that `length` characters of it are in no marker: a stop string ends it, or may."""
-    at = 0
+def _cut(text: str, marker: re.Pattern[str], length: int) -> tuple[str, int]:
+    """So much of a text that `length` characters of it, if it has so many, are in no marker; and how many they are."""
+    at = count = 0
     for number, piece in enumerate(marker.split(text)):
         # Every other piece is a marker.
-        if number % 2 == 0 and len(piece) > length:
-            return text[: at + length]
+        if number % 2 == 0 and len(piece) > length - count:
+            return text[: at + length - count], length
         at += len(piece)
-        length -= 0 if number % 2 else len(piece)
-    return text
+        count += 0 if number % 2 else len(piece)
+    return text, count

@@ -1,97 +1,147 @@
 """Tool calls in the text of an answer: the formats of Hermes and Qwen, Llama 3 and Mistral.
 
-Read from published chat templates and model cards; each parser is a `Parser` of `answer_parts.py`.
+Read from published chat templates and model cards; each reader is a `CallReader` of `answer_parts.py`.
 """
 
 import re
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from spmd_worker.chat.answer_parts import Parser, Part, ToolCall, after_margin, call_at, num_held, object_members
+from spmd_worker.chat.answer_parts import (
+    CallReader,
+    Part,
+    PassOn,
+    ToolCall,
+    UpTo,
+    after_margin,
+    call_at,
+    object_members,
+)
 from spmd_worker.chat.chat_format import PYTHON_TAG
 from spmd_worker.chat.chat_request import ChatRequest
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN_MARKER, _CLOSE_MARKER = re.compile(_OPEN), re.compile(_CLOSE)
 _MISTRAL_CALLS: Final = "[TOOL_CALLS]"
+_MISTRAL_MARKER: Final = re.compile(re.escape(_MISTRAL_CALLS))
 _MISTRAL_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 """name, a call id perhaps, and what stands before the arguments."""
 
 
-def no_calls(text: str, is_whole: bool) -> list[Part]:
+class NoCalls:
     """All is content."""
-    return [text]
+
+    def read(self, text: str, *, is_end: bool) -> list[Part]:
+        """See `CallReader`."""
+        return [text]
 
 
-def hermes_calls(text: str, is_whole: bool) -> list[Part]:
+class HermesCalls:
     """An object with `name` and `arguments` between <tool_call> and </tool_call>, which the end of the text may stand
     for; any number of them, anywhere.
     """
-    parts: list[Part] = []
-    at = 0
-    while (start := text.find(_OPEN, at)) >= 0:
-        parts.append(text[at:start])
-        end = text.find(_CLOSE, start)
-        if end < 0 and not is_whole:
-            return parts
-        inner = text[start + len(_OPEN) : end if end >= 0 else len(text)]
-        at = end + len(_CLOSE) if end >= 0 else len(text)
-        parts.append(_whole_call(inner) or text[start:at])
-    parts.append(_certain(text[at:], _OPEN, is_whole))
-    return parts
+
+    def __init__(self) -> None:
+        self._content = PassOn(_OPEN_MARKER, _OPEN)
+        self._call: UpTo | None = None
+
+    def read(self, text: str, *, is_end: bool) -> list[Part]:
+        """See `CallReader`."""
+        parts: list[Part] = []
+        while True:
+            if self._call is None:
+                before, behind = self._content.read(text, is_end=is_end)
+                parts.append(before)
+                if behind is None:
+                    return parts
+                self._call, text = UpTo(_CLOSE_MARKER, len(_CLOSE)), behind
+            call = self._call
+            found = call.read(text)
+            if found is None:
+                return [*parts, _whole_call(call.text) or _OPEN + call.text] if is_end else parts
+            inner, close, text = found
+            self._call = None
+            parts.append(_whole_call(inner) or _OPEN + inner + close)
 
 
-def llama3_calls(request: ChatRequest, text: str, is_whole: bool) -> list[Part]:
+class Llama3Calls:
     """The whole text is one object with `name` and `parameters`, or several with `;` between them, behind
     <|python_tag|>, which may be left out where answers are not in JSON anyway. An object that names none of the
     request's functions is no call.
     """
-    needs_tag = request.schema is not None and not request.must_call
-    head = text.lstrip()
-    begins = (PYTHON_TAG,) if needs_tag else (PYTHON_TAG, "{")
-    may_be_call = head.startswith(begins) or PYTHON_TAG.startswith(head)
-    if not may_be_call:
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._request = request
+        needs_tag = request.schema is not None and not request.must_call
+        self._beginnings = (PYTHON_TAG,) if needs_tag else (PYTHON_TAG, "{")
+        # What the text begins with, without spaces, until that says what it may be.
+        self._head = ""
+        self._may_be_call: bool | None = None
+        self._pieces: list[str] = []
+
+    def read(self, text: str, *, is_end: bool) -> list[Part]:
+        """See `CallReader`. Calls are certain with the end of the text."""
+        if self._may_be_call is None:
+            self._head = self._head + text if self._head else text.lstrip()
+            if self._head.startswith(self._beginnings):
+                self._may_be_call = True
+            elif not PYTHON_TAG.startswith(self._head):
+                self._may_be_call = False
+                return ["".join([*self._pieces, text])]
+        if self._may_be_call is False:
+            return [text]
+        self._pieces.append(text)
+        return self._calls("".join(self._pieces)) if is_end else []
+
+    def _calls(self, text: str) -> list[Part]:
+        body = text.lstrip().removeprefix(PYTHON_TAG)
+        calls: list[Part] = []
+        at = after_margin(body, 0)
+        while (found := call_at(body, at, needs_arguments=True)) is not None:
+            call, at = found
+            if call.name not in self._request.functions:
+                return [text]
+            calls.append(call)
+            at = after_margin(body, at)
+            if at == len(body):
+                return calls
+            if body[at] != ";":
+                return [text]
+            at = after_margin(body, at + 1)
         return [text]
-    if not is_whole:
-        return []
-    body = head.removeprefix(PYTHON_TAG)
-    calls: list[Part] = []
-    at = after_margin(body, 0)
-    while (found := call_at(body, at, needs_arguments=True)) is not None:
-        call, at = found
-        if call.name not in request.functions:
-            return [text]
-        calls.append(call)
-        at = after_margin(body, at)
-        if at == len(body):
-            return calls
-        if body[at] != ";":
-            return [text]
-        at = after_margin(body, at + 1)
-    return [text]
 
 
-def mistral_calls(text: str, is_whole: bool) -> list[Part]:
+class MistralCalls:
     """[TOOL_CALLS] and a list of objects with `name` and `arguments`, or for each call [TOOL_CALLS], the name, [ARGS]
     and the arguments. Calls end an answer: they are certain with its end.
     """
-    start = text.find(_MISTRAL_CALLS)
-    if start < 0:
-        return [_certain(text, _MISTRAL_CALLS, is_whole)]
-    if not is_whole:
-        return [text[:start]]
-    parts: list[Part] = [text[:start]]
-    for piece in text[start:].split(_MISTRAL_CALLS)[1:]:
-        calls = _mistral_list(piece) or _mistral_named(piece)
-        parts += calls or [_MISTRAL_CALLS + piece]
-    return parts
+
+    def __init__(self) -> None:
+        self._content = PassOn(_MISTRAL_MARKER, _MISTRAL_CALLS)
+        self._calls: list[str] | None = None
+
+    def read(self, text: str, *, is_end: bool) -> list[Part]:
+        """See `CallReader`."""
+        parts: list[Part] = []
+        if self._calls is None:
+            before, behind = self._content.read(text, is_end=is_end)
+            parts.append(before)
+            if behind is None:
+                return parts
+            self._calls, text = [], behind
+        self._calls.append(text)
+        if is_end:
+            for piece in "".join(self._calls).split(_MISTRAL_CALLS):
+                calls = _mistral_list(piece) or _mistral_named(piece)
+                parts += calls or [_MISTRAL_CALLS + piece]
+        return parts
 
 
-def call_parser(tool_calls: str, request: ChatRequest) -> Parser:
-    """Of the format with this name, but harmony's."""
+def call_reader(tool_calls: str, request: ChatRequest) -> CallReader:
+    """For one answer in the format with this name, but harmony's."""
     if tool_calls == "llama3_json":
-        return partial(llama3_calls, request)
-    return _PARSERS[tool_calls]
+        return Llama3Calls(request)
+    return _READERS[tool_calls]()
 
 
 def _whole_call(text: str) -> ToolCall | None:
@@ -126,9 +176,8 @@ def _mistral_named(text: str) -> list[Part]:
     return [ToolCall(head[1], text[head.end() : found[1]])]
 
 
-def _certain(text: str, marker: str, is_whole: bool) -> str:
-    """Without what may become the marker."""
-    return text if is_whole else text[: len(text) - num_held(text, marker)]
-
-
-_PARSERS: Final[Mapping[str, Parser]] = {"none": no_calls, "hermes": hermes_calls, "mistral": mistral_calls}
+_READERS: Final[Mapping[str, Callable[[], CallReader]]] = {
+    "none": NoCalls,
+    "hermes": HermesCalls,
+    "mistral": MistralCalls,
+}

@@ -12,8 +12,7 @@ Source: the harmony format's description by OpenAI.
 import re
 from typing import Final
 
-from spmd_worker.chat.answer_parts import Part, ToolCall, num_held, object_text
-from spmd_worker.chat.reasoning import Reasoned
+from spmd_worker.chat.answer_parts import Part, PassOn, Stripped, ToolCall, UpTo, object_text
 
 _HEAD: Final = re.compile(r"(?:\s*<\|start\|>)?([^<]*)<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>")
 _END: Final = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>|<\|channel\|>)")
@@ -21,48 +20,100 @@ _RECIPIENT: Final = re.compile(r"\bto=(\S+)")
 _FUNCTIONS: Final = "functions."
 _UNFINISHED_HEAD: Final = re.compile(r"\s*<\|(?:start|channel)\|>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*\Z")
 _BODY_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_MESSAGE: Final = re.compile(r"<\|message\|>")
+_MOST: Final = len("<|channel|>")
+"""Characters of the longest of these."""
 
 
-def harmony_parts(text: str, is_whole: bool, *, has_calls: bool) -> tuple[str, list[Part]]:
-    """The reasoning and the parts. `has_calls`: messages to functions are calls, and content where not. From what is no
-    message on, the text is content.
+class _Message:
+    """One message whose head was read: reasoning, content, or a call, which is kept up to its end."""
+
+    def __init__(self, head: re.Match[str], *, has_calls: bool) -> None:
+        self._head = head[0]
+        recipient = _RECIPIENT.search(f"{head[1]} {head[2]}") if has_calls else None
+        self._function = None if recipient is None else recipient[1].removeprefix(_FUNCTIONS)
+        self.is_reasoning = recipient is None and head[2].split()[:1] == ["analysis"]
+        self.has_text = False
+        """Whether any of it was passed on."""
+        self._call = UpTo(_END, _MOST) if recipient is not None else None
+        self._text, self._stripped = PassOn(_END, *_BODY_ENDS), Stripped()
+
+    def read(self, text: str, *, is_end: bool) -> tuple[str, ToolCall | None, str | None]:
+        """Text that has become certain, the call that it was, and what is behind the message; None where it goes on."""
+        if self._call is not None:
+            found = self._call.read(text)
+            if found is not None:
+                return *self._called(found[0], found[1]), found[2]
+            return (*self._called(self._call.text, ""), None) if is_end else ("", None, None)
+        certain, behind = self._text.read(text, is_end=is_end)
+        return self._stripped.read(certain) if self.is_reasoning else certain, None, behind
+
+    def _called(self, body: str, end: str) -> tuple[str, ToolCall | None]:
+        """The call, or the message as it is where it is none."""
+        arguments = object_text(body)
+        if arguments is None or self._function is None:
+            return self._head + body + end, None
+        return "", ToolCall(self._function, arguments)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is to a function."""
+        return self._call is not None
+
+
+class HarmonyReader:
+    """Of one answer, whose text comes in pieces (`answer_parts.py`). `has_calls`: messages to functions are calls, and
+    content where not. From what is no message on, the text is content, with its end.
     """
-    reasoning: list[str] = []
-    parts: list[Part] = []
-    at = 0
-    while at < len(text):
-        head = _HEAD.match(text, at)
-        if head is None:
-            # A head that goes on may become one; one that was cut off says nothing.
-            if is_whole and not _UNFINISHED_HEAD.match(text, at):
-                parts.append(text[at:])
-            break
-        end = _END.search(text, head.end())
-        is_ended = end is not None or is_whole
-        body = text[head.end() : end.start() if end is not None else len(text)]
-        at = end.end() if end is not None else len(text)
-        recipient = _RECIPIENT.search(f"{head[1]} {head[2]}")
-        if recipient is not None and has_calls:
-            if is_ended:
-                arguments = object_text(body)
-                name = recipient[1].removeprefix(_FUNCTIONS)
-                parts.append(text[head.start() : at] if arguments is None else ToolCall(name, arguments))
-            continue
-        body = body if is_ended else _certain(body)
-        if head[2].split()[:1] == ["analysis"]:
-            reasoning.append(body.strip())
-        elif body:
-            # Of two messages in a row.
-            parts.append(f"\n{body}" if parts and isinstance(parts[-1], str) else body)
-    return "\n".join([each for each in reasoning if each]), parts
 
+    def __init__(self, *, has_calls: bool) -> None:
+        self._has_calls = has_calls
+        self._head = UpTo(_MESSAGE, _MOST)
+        self._message: _Message | None = None
+        self._rest: list[str] | None = None
+        # Two messages in a row are lines.
+        self._has_reasoning = self._is_behind_content = False
 
-def split_harmony(text: str, is_whole: bool) -> Reasoned:
-    """Reasoning and content, where no calls are looked for."""
-    reasoning, parts = harmony_parts(text, is_whole, has_calls=False)
-    return Reasoned(reasoning, "".join([part for part in parts if isinstance(part, str)]))
+    def read(self, text: str, *, is_end: bool) -> tuple[str, list[Part]]:
+        """What has become certain with the next piece: reasoning, and parts."""
+        reasoning: list[str] = []
+        parts: list[Part] = []
+        while self._rest is None:
+            if self._message is None:
+                found = self._head.read(text)
+                if found is None:
+                    break
+                before, marker, text = found
+                head = _HEAD.fullmatch(before + marker)
+                if head is None:
+                    self._rest, text = [before + marker], text
+                    break
+                self._message = _Message(head, has_calls=self._has_calls)
+            behind = self._read_message(self._message, text, reasoning, parts, is_end=is_end)
+            if behind is None:
+                return "".join(reasoning), parts
+            self._message, self._head, text = None, UpTo(_MESSAGE, _MOST), behind
+        if self._rest is not None:
+            self._rest.append(text)
+        if is_end:
+            # A head that was cut off says nothing.
+            rest = self._head.text if self._rest is None else "".join(self._rest)
+            parts += [rest] if rest and not _UNFINISHED_HEAD.match(rest) else []
+        return "".join(reasoning), parts
 
-
-def _certain(body: str) -> str:
-    """Without what may become the marker that ends it."""
-    return body[: len(body) - max(num_held(body, marker) for marker in _BODY_ENDS)]
+    def _read_message(
+        self, message: _Message, text: str, reasoning: list[str], parts: list[Part], *, is_end: bool
+    ) -> str | None:
+        """Of the message that the text is in; what is behind it, None where it goes on."""
+        certain, call, behind = message.read(text, is_end=is_end)
+        if call is not None:
+            parts.append(call)
+            self._is_behind_content = False
+        elif certain and message.is_reasoning:
+            reasoning += ["\n", certain] if self._has_reasoning and not message.has_text else [certain]
+            self._has_reasoning = message.has_text = True
+        elif certain:
+            is_line = self._is_behind_content and not message.has_text and not message.is_call
+            parts.append(f"\n{certain}" if is_line else certain)
+            self._is_behind_content = message.has_text = True
+        return behind

@@ -1,34 +1,58 @@
 """Reasoning at the beginning of an answer's text, between two markers."""
 
-from typing import NamedTuple
+import re
+from enum import Enum, auto
 
-from spmd_worker.chat.answer_parts import num_held
-
-
-class Reasoned(NamedTuple):
-    """An answer's reasoning, "" where there is none, and what comes behind it."""
-
-    reasoning: str
-    answer: str
+from spmd_worker.chat.answer_parts import PassOn, Stripped
 
 
-def split_reasoning(text: str, is_whole: bool, markers: tuple[str, str], *, is_open: bool) -> Reasoned:
-    """`is_open`: the prompt's end has opened the reasoning. Without its end all is reasoning. Only what begins the text
+class _Place(Enum):
+    """Where the text is that comes next."""
+
+    HEAD = auto()
+    REASONING = auto()
+    BEHIND = auto()
+    ANSWER = auto()
+
+
+class ReasoningReader:
+    """Of one answer, whose text comes in pieces (`answer_parts.py`).
+
+    `is_open`: the prompt's end has opened the reasoning. Without its end all is reasoning. Only what begins the text
     counts: a marker behind the first words is content.
-
-    Of a text that may go on (`is_whole` false): what is certain.
     """
-    begin, end = markers
-    head = text.lstrip()
-    # Some models open what the prompt has opened once more.
-    is_marked = head.startswith(begin)
-    if not is_whole and not is_marked and begin.startswith(head):
-        return Reasoned("", "")
-    if not is_marked and not is_open:
-        return Reasoned("", text)
-    inside = head[len(begin) :] if is_marked else text
-    place = inside.find(end)
-    if place >= 0:
-        return Reasoned(inside[:place].strip(), inside[place + len(end) :].lstrip())
-    certain = inside if is_whole else inside[: len(inside) - num_held(inside, end)]
-    return Reasoned(certain.strip(), "")
+
+    def __init__(self, markers: tuple[str, str], *, is_open: bool) -> None:
+        self._begin, end = markers
+        self._is_open = is_open
+        self._place = _Place.HEAD
+        # What the text begins with, as it is and without spaces, until that says what it is.
+        self._pieces: list[str] = []
+        self._head = ""
+        self._inside = PassOn(re.compile(re.escape(end)), end)
+        self._reasoning = Stripped()
+
+    def read(self, text: str, *, is_end: bool) -> tuple[str, str]:
+        """What has become certain with the next piece: reasoning, and text of the answer behind it."""
+        reasoning = ""
+        if self._place is _Place.HEAD:
+            text = self._opened(text, is_end=is_end)
+        if self._place is _Place.REASONING:
+            before, behind = self._inside.read(text, is_end=is_end)
+            reasoning, text = self._reasoning.read(before), behind or ""
+            self._place = self._place if behind is None else _Place.BEHIND
+        if self._place is _Place.BEHIND:
+            text = text.lstrip()
+            self._place = _Place.ANSWER if text else self._place
+        return reasoning, text
+
+    def _opened(self, text: str, *, is_end: bool) -> str:
+        """What follows the beginning of the text, once it is known what that is; "" before."""
+        self._pieces.append(text)
+        self._head = self._head + text if self._head else text.lstrip()
+        # Some models open what the prompt has opened once more.
+        is_marked = self._head.startswith(self._begin)
+        if not is_end and not is_marked and self._begin.startswith(self._head):
+            return ""
+        self._place = _Place.REASONING if is_marked or self._is_open else _Place.ANSWER
+        return self._head[len(self._begin) :] if is_marked else "".join(self._pieces)

@@ -93,7 +93,7 @@ def answer_messages(
     reader = AnswerReader(chat_format, request, is_open, tokenizer)
     messages = []
     for completion in output.outputs:
-        text = reader.marked_text(output.prompt_token_ids, sampling).text_of(completion)
+        text = reader.marked_text(output.prompt_token_ids, sampling).read(completion)
         ids = CallIds(output.request_id, completion.index, chat_format.tool_calls)
         messages.append(chat_message(reader.read(text), ids))
     return messages

@@ -162,9 +162,20 @@ def _check_digests(
 
 
 def _digests(prompts: Sequence[tuple[EncodedPrompt, SamplingParams]]) -> list[str]:
-    return [blake2b(canonical(_as_json(*prompt)), digest_size=8).hexdigest() for prompt in prompts]
+    digests: list[str] = []
+    last, coded = None, b""
+    for prompt, sampling in prompts:
+        # Prompts of a call often share their parameters, which are more to write down than a short prompt.
+        if sampling is not last:
+            last, coded = sampling, canonical(asdict(sampling))
+        digests.append(blake2b(canonical(_own_json(prompt)) + coded, digest_size=8).hexdigest())
+    return digests
 
 
 def _as_json(prompt: EncodedPrompt, sampling: SamplingParams) -> dict[str, Any]:
-    own = {"prompt_token_ids": list(prompt.token_ids), "sampling": asdict(sampling)}
+    return {**_own_json(prompt), "sampling": asdict(sampling)}
+
+
+def _own_json(prompt: EncodedPrompt) -> dict[str, Any]:
+    own: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
     return own if prompt.pooling is None else {**own, "pooling": asdict(prompt.pooling)}

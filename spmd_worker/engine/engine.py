@@ -144,6 +144,7 @@ class LLMEngine:
         self._script_tokenizer: Any = None
         self._last_taken = (self.default_sampling, self.default_sampling)
         self._sampled = SampledIds()
+        self._mask_checksums: tuple[int, ...] = ()
         self._finished_transfers: tuple[int, ...] = ()
         self._worker_events = WorkerEvents(executor)
         self.weight_updates = WeightUpdates(executor, channel.rank, partial(len, scheduler.queues.groups))
@@ -594,8 +595,9 @@ class LLMEngine:
             self._finished_transfers,
             self._worker_events.problem,
             self._sampled.num_ids,
+            self._mask_checksums,
         )
-        self._sampled, self._finished_transfers = SampledIds(), ()
+        self._sampled, self._mask_checksums, self._finished_transfers = SampledIds(), (), ()
         self.weight_updates.check_agreed(agreed.events)
         self.times.end("lockstep")
         self._in_flight.add(agreed)
@@ -611,6 +613,7 @@ class LLMEngine:
         """The oldest step in flight has ended: take in what it sampled, then its events."""
         self.times.end("execute")
         self._sampled = self._sampled.joined(SampledIds(result.token_ids, result.num_token_ids))
+        self._mask_checksums += result.mask_checksums
         self._finished_transfers += result.finished_transfers
         self._request_times.end(step.plan)
         ended = end_step(self.scheduler, step.plan, result, step.events, self._apply_event)

@@ -78,4 +78,7 @@ class StepPipeline:
         """What the last stage sampled, on every rank."""
         is_source = self._channel.rank == self._sampling_rank
         payload = self._channel.broadcast(encode_result(result) if is_source else None, self._sampling_rank)
-        return replace(decode_result(payload), finished_transfers=result.finished_transfers)
+        shared = decode_result(payload)
+        # A rank of the last stage made masks of its own.
+        own_masks = result.mask_checksums or shared.mask_checksums
+        return replace(shared, finished_transfers=result.finished_transfers, mask_checksums=own_masks)

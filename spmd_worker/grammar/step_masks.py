@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Final, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +41,12 @@ class ConstrainedRow(NamedTuple):
 class StepMasks:
     """`forbidden` bool [M, vocabulary]: row m is that of sampling row `indices[m]`. Those in `failed` have no token
     that may follow, or used up a limit. `forced` has, of some other rows, the tokens that follow in any case, the first
-    of which is all that the mask leaves.
+    of which is all that the mask leaves. `checksum` is a CRC-32 of what every row may take, the failed ones included.
     """
 
     indices: tuple[int, ...]
     forbidden: NDArray[np.bool_]
+    checksum: int
     failed: tuple[int, ...] = ()
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
@@ -120,7 +122,8 @@ class GrammarMasks:
             if row.takes_several and not state.problem
         }
         several = {index: token_ids for index, token_ids in forced.items() if len(token_ids) > 1}
-        return StepMasks(indices, forbidden_of(bits[answerable], self._compiler.vocab_size), tuple(failed), several)
+        forbidden = forbidden_of(bits[answerable], self._compiler.vocab_size)
+        return StepMasks(indices, forbidden, crc32(bits.data), tuple(failed), several)
 
     def _state(self, row: ConstrainedRow) -> RowGrammar:
         """After the row's tokens so far."""

@@ -14,29 +14,34 @@ _MAX_VALUE_CHARACTERS: Final = 120
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """All that the digest of a step covers: its plan, the events that enter with it, the ids the last step sampled."""
+    """All that the digest of a step covers: its plan, the events that enter with it, the ids that the last step sampled
+    and checksums of the masks that it sampled under.
+    """
 
     plan: StepPlan
     events: tuple[Event, ...]
     sampled_token_ids: tuple[int, ...]
     num_sampled_ids: tuple[int, ...] = ()
+    mask_checksums: tuple[int, ...] = ()
 
 
 def record_of(message: StepMessage) -> Record:
     """The record of the step that a message is about."""
-    return Record(message.plan, message.events, message.sampled_token_ids, message.num_sampled_ids)
+    sampled = (message.sampled_token_ids, message.num_sampled_ids, message.mask_checksums)
+    return Record(message.plan, message.events, *sampled)
 
 
 def first_difference(mine: Record, theirs: Record, my_rank: int, their_rank: int) -> str | None:
     """For example "groups[5].block_ids[3]: 17 on rank 0, 21 on rank 2", or None where the records are equal.
 
-    Causes come before effects: the step number, the events, the ids sampled, then what was planned. Names are as in the
-    records, without `plan.`, and without `sequences[0].` in groups that list one sequence on both ranks. Where two
-    lists of different lengths differ before the shorter ends, the lengths follow in brackets.
+    Causes come before effects: the step number, the events, the masks, the ids sampled, then what was planned. Names
+    are as in the records, without `plan.`, and without `sequences[0].` in groups that list one sequence on both ranks.
+    Where two lists of different lengths differ before the shorter ends, the lengths follow in brackets.
     """
     difference = (
         _walk("step", mine.plan.step, theirs.plan.step)
         or _walk("events", mine.events, theirs.events)
+        or _walk("mask_checksums", mine.mask_checksums, theirs.mask_checksums)
         or _walk("num_sampled_ids", mine.num_sampled_ids, theirs.num_sampled_ids)
         or _walk("sampled_token_ids", mine.sampled_token_ids, theirs.sampled_token_ids)
         # Before `num_tokens`, which counts them.

@@ -80,16 +80,20 @@ class Lockstep:
         finished_transfers: tuple[int, ...] = (),
         event_problem: str = "",
         num_sampled_ids: tuple[int, ...] = (),
+        mask_checksums: tuple[int, ...] = (),
     ) -> AgreedStep:
         """`events` are rank 0's to raise; the others' are ignored. `finished_transfers` are this rank's own, and so is
         `event_problem`: why it did not prepare the worker event of the step before, "" where it did or there was none.
-        `num_sampled_ids` shares out the ids, as in `StepMessage`.
+        `num_sampled_ids` shares out the ids, and `mask_checksums` are of what they were sampled under, as in
+        `StepMessage`.
 
         Raises ReplicaDivergedError, the same on every rank, when the step must not run; RankFailedError when a rank is
         gone or silent.
         """
-        digest = self._digest.update(Record(plan, self._last_events, sampled_token_ids, num_sampled_ids))
-        own = StepMessage(plan.step, self._last_events, plan, sampled_token_ids, digest, num_sampled_ids)
+        record = Record(plan, self._last_events, sampled_token_ids, num_sampled_ids, mask_checksums)
+        digest = self._digest.update(record)
+        shared = (num_sampled_ids, mask_checksums)
+        own = StepMessage(plan.step, self._last_events, plan, sampled_token_ids, digest, *shared)
         self.records.append(own)
         self._finished_transfers += finished_transfers
         try:

@@ -113,12 +113,12 @@ class Replay:
                 f"the log begins at step {message.step}: what led there is not in it, so it can be compared with "
                 f"another (--diff) but not replayed"
             )
+        run, replay = (Record(each, last_events, *sampled, message.mask_checksums) for each in (message.plan, plan))
         if plan != message.plan:
-            run, replay = (Record(each, last_events, *sampled) for each in (message.plan, plan))
             difference = first_difference(run, replay, 0, 1)
             assert difference is not None, f"step {plan.step}: the plans are unequal and no field differs"
             raise ReplayDivergedError(f"step {message.step}: {_in_words(difference, 'in the log', 'in the replay')}")
-        digest = self._digest.update(Record(plan, last_events, *sampled))
+        digest = self._digest.update(replay)
         if message.digest:
             self._compare_digests(message, digest)
         self.num_steps += 1

@@ -140,7 +140,14 @@ class ModelRunner:
             ids = SampledIds.of(masks.taken(sampled.token_ids))
             # Rows that asked for some take one token a step.
             logprobs = tuple([entry for entry, row in zip(logprobs, ids.rows()) for _ in row])
-        return StepResult(pending.step, ids.token_ids, logprobs, pending.prompt_logprobs, num_token_ids=ids.num_ids)
+        return StepResult(
+            pending.step,
+            ids.token_ids,
+            logprobs,
+            pending.prompt_logprobs,
+            num_token_ids=ids.num_ids,
+            mask_checksums=() if masks is None else (masks.checksum,),
+        )
 
     def forget(self, plan: StepPlan) -> None:
         """The sequences and requests that the plan says have ended."""

@@ -3,11 +3,13 @@
 What a mean needs of earlier chunks is kept for each row: a float32 sum, to which hidden states are added one after the
 other in the order of tokens. So the bits of a mean do not depend on how its row was cut into chunks.
 
-T: tokens of the step; H: hidden size.
+T: tokens of the step; R: its rows; H: hidden size.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +22,32 @@ from spmd_worker.sequence.sampled import NON_FINITE
 Vectors = tuple[tuple[RequestId, bytes], ...]
 
 
-def add_rows(total: Tensor, rows: Tensor) -> None:
-    """Add `rows` [T, H] to `total`, float32 [H], one after the other."""
-    for row in rows.float().unbind(0):
-        total.add_(row)
+def add_rows(totals: Tensor, hidden: Tensor, spans: Sequence[tuple[int, int]]) -> None:
+    """Add to each of `totals`, float32 [R, H], its part of `hidden` [T, H], one token after the other; `spans` say
+    where each begins and ends.
+
+    Of all rows the first token, then of all that have one the second: short rows cost few calls, and the sums of one
+    are those that it has alone.
+    """
+    order = sorted(range(len(spans)), key=lambda row: spans[row][0] - spans[row][1])
+    lengths = [spans[row][1] - spans[row][0] for row in order]
+    starts, rows = (_indices(each, hidden.device) for each in ([spans[row][0] for row in order], order))
+    # The longest first: who has tokens left is a beginning of this.
+    sums, num_left, place = totals.index_select(0, rows), len(order), 0
+    while num_left > 1:
+        sums[:num_left].add_(hidden.index_select(0, starts[:num_left] + place).float())
+        place += 1
+        while num_left and lengths[num_left - 1] <= place:
+            num_left -= 1
+    if num_left:
+        start, end = spans[order[0]]
+        for token in hidden[start + place : end].float().unbind(0):
+            sums[0].add_(token)
+    totals.index_copy_(0, rows, sums)
+
+
+def _indices(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device, non_blocking=True)
 
 
 class RowPooling:
@@ -45,8 +69,8 @@ class RowPooling:
         vectors, little-endian float32.
         """
         digests, vectors = [], []
-        for each, start, end in zip(scheduled, query_starts, query_starts[1:]):
-            pooled = self._pooled(each, hidden[start:end])
+        spans = list(pairwise(query_starts))
+        for each, pooled in zip(scheduled, self._pooled(scheduled, spans, hidden), strict=True):
             if pooled is None:
                 continue
             params, request_id = each.sequence.request.pooling, each.sequence.request.request_id
@@ -65,23 +89,40 @@ class RowPooling:
             vectors.append((request_id, content))
         return tuple(digests), tuple(vectors)
 
-    def _pooled(self, each: ScheduledSequence, hidden: Tensor) -> Tensor | None:
-        """Float32 [H] of a row that ends, of which `hidden` are the states of its last tokens; None for another."""
-        sequence, is_end = each.sequence, each.num_samples > 0
-        request_id, first, kind = sequence.request.request_id, sequence.num_computed_tokens, self._pooler.config
-        if kind.pooling_type == "last":
-            return hidden[-1].float() if is_end else None
-        if first == 0:
-            # A row that was preempted begins again.
-            total = hidden[0].float().clone() if kind.pooling_type == "cls" else torch.zeros_like(hidden[0].float())
+    def _pooled(
+        self, scheduled: Sequence[ScheduledSequence], spans: Sequence[tuple[int, int]], hidden: Tensor
+    ) -> list[Tensor | None]:
+        """Float32 [H] of each row that ends; None for another."""
+        kind = self._pooler.config.pooling_type
+        if not scheduled:
+            return []
+        if kind == "last":
+            return [hidden[end - 1].float() if each.num_samples else None for each, (_, end) in zip(scheduled, spans)]
+        if kind == "cls":
+            totals = hidden.index_select(0, _indices([start for start, _ in spans], hidden.device)).float()
         else:
-            num_counted, total = self._begun.pop(request_id)
-            assert num_counted == first, (request_id, num_counted, first, "tokens were skipped")
-        if kind.pooling_type == "mean":
-            add_rows(total, hidden)
-        num_tokens = first + each.num_scheduled_tokens
-        if not is_end:
-            self._begun[request_id] = (num_tokens, total)
+            totals = torch.zeros(len(spans), hidden.shape[1], dtype=torch.float32, device=hidden.device)
+        for row, each in enumerate(scheduled):
+            # A row that was preempted begins again.
+            if each.sequence.num_computed_tokens:
+                totals[row] = self._total_so_far(each)
+        if kind == "mean":
+            add_rows(totals, hidden, spans)
+        return [self._ended(each, total) for each, total in zip(scheduled, totals.unbind(0), strict=True)]
+
+    def _total_so_far(self, each: ScheduledSequence) -> Tensor:
+        request_id, first = each.sequence.request.request_id, each.sequence.num_computed_tokens
+        num_counted, total = self._begun.pop(request_id)
+        assert num_counted == first, (request_id, num_counted, first, "tokens were skipped")
+        return total
+
+    def _ended(self, each: ScheduledSequence, total: Tensor) -> Tensor | None:
+        """What a row comes to; None, and `total` is kept, where it goes on."""
+        request_id = each.sequence.request.request_id
+        num_tokens = each.sequence.num_computed_tokens + each.num_scheduled_tokens
+        if not each.num_samples:
+            # A copy: a view would keep the totals of all rows of the step.
+            self._begun[request_id] = (num_tokens, total.clone())
             return None
         self._begun.pop(request_id, None)
-        return total / num_tokens if kind.pooling_type == "mean" else total
+        return total / num_tokens if self._pooler.config.pooling_type == "mean" else total

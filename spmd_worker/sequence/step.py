@@ -57,6 +57,7 @@ class StepResult:
     `token_ids` (None where the row did not ask) or empty when no row asked; `prompt_logprobs` has (request, first
     position, one entry a position) for requests that asked and prompt positions of this step. `vectors` has (request,
     little-endian float32) of rows that are pooled; their digests stand in `token_ids` (`vector_digest`).
+    `mask_checksums` has one number, of the masks of all rows whose answers have a form, where the step has such rows.
     `finished_transfers` is this rank's own report (`TransferEngine.finished`): here alone ranks may differ.
     """
 
@@ -67,6 +68,7 @@ class StepResult:
     finished_transfers: tuple[int, ...] = ()
     num_token_ids: tuple[int, ...] = ()
     vectors: tuple[tuple[RequestId, bytes], ...] = ()
+    mask_checksums: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_num_ids("StepResult.num_token_ids", self.num_token_ids, self.token_ids)

@@ -20,7 +20,7 @@ from spmd_worker.batch.output.openai_body import (
 from spmd_worker.batch.output.row_writer import json_line
 from spmd_worker.batch.pooled_row import EncodedPooledRow, PooledOutput, pooled_response
 from spmd_worker.batch.row import EncodedRow
-from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer, MarkedText
+from spmd_worker.chat.answer_reader import AnswerReader, AnswerStream, MarkedText
 from spmd_worker.chat.message import call_records
 from spmd_worker.sequence.outputs import CompletionOutput, RequestOutput
 
@@ -93,14 +93,14 @@ def answer_body(row: EncodedRow, output: RequestOutput, name: AnswerName) -> Jso
 
 @dataclass(slots=True)
 class _Sent:
-    """Of one choice: how much of it its chunks had."""
+    """Of one choice: how much of it its chunks had, and where its text and the reading of it are."""
 
     num_characters: int = 0
     num_tokens: int = 0
     offset: int = 0
     has_ended: bool = False
     text: MarkedText | None = None
-    answer: ChatAnswer = field(default_factory=lambda: ChatAnswer(""))
+    answer: AnswerStream | None = None
 
 
 @dataclass(slots=True)
@@ -147,29 +147,26 @@ class ChunkWriter:
         """Of a chat whose answers have reasoning and calls: these as they are certain, a call in one piece."""
         is_first = completion.index not in self._sent
         sent = self._sent.setdefault(completion.index, _Sent())
-        if sent.text is None:
+        if sent.has_ended:
+            return None
+        if sent.text is None or sent.answer is None:
             sent.text = reader.marked_text(self.row.prompt_token_ids, self.row.sampling)
-        before, answer = sent.answer, reader.read(sent.text.text_of(completion), completion.finished())
+            sent.answer = reader.stream()
+        num_calls, is_end = sent.answer.num_calls, completion.finished()
+        new = sent.answer.read(sent.text.read(completion), is_end=is_end)
         delta: JsonObject = {"role": "assistant"} if is_first else {}
-        for name, old, new in (
-            ("reasoning_content", before.reasoning, answer.reasoning),
-            ("content", before.content, answer.content),
-        ):
-            if len(new) > len(old):
-                delta[name] = new[len(old) :]
-        num_calls = len(before.tool_calls)
-        calls = call_records(answer.tool_calls[num_calls:], call_ids(self.row, completion.index), num_calls)
+        delta |= {"reasoning_content": new.reasoning} if new.reasoning else {}
+        delta |= {"content": new.content} if new.content else {}
+        calls = call_records(new.tool_calls, call_ids(self.row, completion.index), num_calls)
         if calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, num_calls)]
         part = completion
         if completion.logprobs is not None:
             part = replace(completion, logprobs=completion.logprobs[sent.num_tokens :] or None)
-        is_end = completion.finished() and not sent.has_ended
         if not (delta or part.logprobs or is_end):
             return None
-        sent.answer, sent.num_tokens = answer, len(completion.token_ids)
-        sent.has_ended = sent.has_ended or is_end
-        return chat_choice(ended(self.row, part, answer), {"delta": delta}, self.row)
+        sent.num_tokens, sent.has_ended = len(completion.token_ids), is_end
+        return chat_choice(ended(self.row, part, sent.answer.num_calls), {"delta": delta}, self.row)
 
     def _chunk(self, choices: list[JsonObject]) -> JsonObject:
         return {

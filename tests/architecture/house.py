@@ -138,6 +138,7 @@ OPTIONAL = {
     "sentencepiece": ("spmd_worker.tokenizer.conversion",),
     "trl": ("spmd_worker.integrations.trl", "spmd_worker.integrations.swift"),
     "inspect_ai": ("spmd_worker.integrations.inspect_ai_model",),
+    "mteb": ("spmd_worker.integrations.mteb_model",),
     "llguidance": ("spmd_worker.grammar.forms",),
     "triton": tuple(
         f"spmd_worker.kernels.triton.{name}"
@@ -149,6 +150,7 @@ OPTIONAL = {
 NEED_OPTIONAL = (
     "spmd_worker.integrations.lm_eval_model",
     "spmd_worker.integrations.inspect_ai_model",
+    "spmd_worker.integrations.mteb_model",
     "spmd_worker.integrations.trl",
     "spmd_worker.integrations.swift",
 )

@@ -197,12 +197,15 @@ def test_texts_are_admitted_as_they_can_run_and_not_row_by_row(tmp_path: Path, m
 
 @pytest.mark.matrix
 def test_a_parquet_file_has_vectors_in_a_list_column_of_fixed_size(tmp_path: Path) -> None:
-    rows = answered(tmp_path, "last", EMBEDDED[:6], "out.parquet")
+    # A row may be called as what stands for numbers while a line is made (`decimals.py`).
+    asked = [*EMBEDDED[:6], openai("\0numbers\0", "embeddings", input=TEXTS[0])]
+    rows = answered(tmp_path, "last", asked, "out.parquet")
     kind = pyarrow.parquet.read_schema(tmp_path / "out.parquet").field("embedding").type
     assert kind == pyarrow.list_(pyarrow.float32(), SIZES["hidden_size"])
     assert near(rows[0]["embedding"], TEXTS[0])
     assert rows[5]["embedding"] == rows[2]["embedding"]
-    assert [row["embedding"] is None for row in rows] == [False, True, False, True, True, False]
+    assert [row["embedding"] is None for row in rows] == [False, True, False, True, True, False, False]
+    assert (rows[6]["custom_id"], rows[6]["embedding"]) == ("\0numbers\0", rows[0]["embedding"])
 
 
 def test_no_text_of_a_row_is_anothers_length_or_missing() -> None:

@@ -1,7 +1,9 @@
 """Hand-written answers of every format: what is read out of them, whole and as they go on."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,10 @@ from chat_models import ADD, OBJECT, TOOLS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_worker.chat import answer_reader
+from spmd_worker.chat import answer_parts, answer_reader
 from spmd_worker.chat.answer_parts import ToolCall, object_members
 from spmd_worker.chat.answer_reader import AnswerReader, ChatAnswer
-from spmd_worker.chat.call_parsers import no_calls
+from spmd_worker.chat.call_parsers import NoCalls
 from spmd_worker.chat.chat_format import ChatFormat, chat_format_of, model_chat_format
 from spmd_worker.chat.chat_request import ChatRequest, chat_request
 from spmd_worker.config.schema import ModelOptions
@@ -127,14 +129,14 @@ def test_calls_and_reasoning_come_back_and_what_is_no_call_is_content_as_it_is()
 @pytest.mark.parametrize(
     "broken",
     [
-        lambda name, request: no_calls,
-        lambda name, request: lambda text, is_whole: [ToolCall("add", '{"a": 1}')],
-        lambda name, request: lambda text, is_whole: [text.replace("<tool_call>", ""), CALL],
+        lambda name, request: NoCalls(),
+        lambda name, request: SimpleNamespace(read=lambda text, is_end: [ToolCall("add", '{"a": 1}')]),
+        lambda name, request: SimpleNamespace(read=lambda text, is_end: [text.replace("<tool_call>", ""), CALL]),
     ],
 )
-def test_a_parser_that_is_broken_is_noticed(broken: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_a_reader_that_is_broken_is_noticed(broken: Callable, monkeypatch: pytest.MonkeyPatch):
     """The control."""
-    monkeypatch.setattr(answer_reader, "call_parser", broken)
+    monkeypatch.setattr(answer_reader, "call_reader", broken)
     with pytest.raises(AssertionError):
         check_all(AnswerReader.read)
 
@@ -175,9 +177,17 @@ def test_reasoning_that_the_prompt_has_opened_needs_no_beginning():
     assert reader(HERMES, is_open=True).read("cut o") == ChatAnswer("", "cut o")
 
 
-def is_beginning(part: ChatAnswer, whole: ChatAnswer) -> bool:
-    calls = part.tool_calls == whole.tool_calls[: len(part.tool_calls)]
-    return calls and whole.content.startswith(part.content) and whole.reasoning.startswith(part.reasoning)
+def as_it_comes(chat_reader: AnswerReader, pieces: Sequence[str]) -> list[ChatAnswer]:
+    """All that is certain after each piece, and then with the end."""
+    stream, found = chat_reader.stream(), [ChatAnswer("")]
+    for number in range(len(pieces) + 1):
+        # Some answers end with a piece, some with nothing behind their last.
+        new = stream.read(pieces[number] if number < len(pieces) else "", is_end=number == len(pieces))
+        before = found[-1]
+        calls = (*before.tool_calls, *new.tool_calls)
+        found.append(ChatAnswer(before.content + new.content, before.reasoning + new.reasoning, calls))
+    assert len(found[-1].tool_calls) == stream.num_calls
+    return found[1:]
 
 
 PIECES = [
@@ -205,27 +215,73 @@ PIECES = [
 ]
 
 
-def check_beginnings(read: Callable[[str, bool], ChatAnswer], text: str) -> None:
-    whole, before = read(text, True), ChatAnswer("")
-    for length in range(len(text) + 1):
-        part = read(text[:length], False)
-        assert is_beginning(before, part), (text, length)
-        assert is_beginning(part, whole), (text, length)
-        before = part
+def check_cuts(chat_reader: AnswerReader, text: str, cuts: Sequence[int]) -> None:
+    """What an answer comes to, and what of it is certain at each moment, does not depend on how it is cut."""
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    found = as_it_comes(chat_reader, [text[start:end] for start, end in pairwise(places)])
+    assert found[-1] == chat_reader.read(text), (text, places)
+    for end, part in zip(places[1:], found):
+        assert part == as_it_comes(chat_reader, [text[:end]])[0], (text, places, end)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(PIECES), max_size=9), st.sampled_from([HERMES, LLAMA, MISTRAL, HARMONY]), st.booleans())
-def test_what_is_certain_of_an_answer_that_goes_on_stays(pieces: Sequence[str], chat_format: ChatFormat, is_open: bool):
-    check_beginnings(reader(chat_format, is_open=is_open).read, "".join(pieces))
+EACH_FORMAT = st.sampled_from([HERMES, LLAMA, MISTRAL, HARMONY])
+CUTS = st.lists(st.integers(0, 400), max_size=12)
 
 
-def test_every_beginning_of_the_hand_written_answers_stays():
-    for chat_format, text, _ in ANSWERS:
-        check_beginnings(reader(chat_format).read, text)
-    # The control: a text that is taken for whole at each character.
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=9), EACH_FORMAT, st.booleans(), st.booleans(), CUTS)
+def test_an_answer_is_the_same_however_it_is_cut(
+    pieces: Sequence[str], chat_format: ChatFormat, is_open: bool, is_parallel: bool, cuts: Sequence[int]
+):
+    request = REQUEST if is_parallel else chat_request({"tools": TOOLS, "parallel_tool_calls": False})
+    check_cuts(reader(chat_format, request, is_open=is_open), "".join(pieces), cuts)
+
+
+def test_the_hand_written_answers_are_the_same_character_by_character():
+    for chat_format, text, expected in ANSWERS:
+        check_cuts(reader(chat_format), text, range(len(text)))
+        assert as_it_comes(reader(chat_format), list(text))[-1] == expected
+
+
+def test_the_test_sees_a_piece_that_is_read_by_itself(monkeypatch: pytest.MonkeyPatch):
+    """The control: without what a reader keeps of the pieces before."""
+    right = answer_parts.PassOn.read
+
+    def read_by_itself(self: answer_parts.PassOn, text: str, *, is_end: bool = False) -> tuple[str, str | None]:
+        self._held = ""
+        return right(self, text, is_end=is_end)
+
+    monkeypatch.setattr(answer_parts.PassOn, "read", read_by_itself)
     with pytest.raises(AssertionError):
-        check_beginnings(lambda text, is_whole: reader(HERMES).read(text), f"x{BLOCK}")
+        check_cuts(reader(HERMES), f"x{BLOCK}", range(20))
+
+
+def test_a_long_answer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
+    """In each format, as content, reasoning and an open call: what is searched grows as the text does."""
+    searched = [0]
+
+    class Counting:
+        def __init__(self, pattern: re.Pattern[str]) -> None:
+            self._pattern = pattern
+
+        def search(self, text: str) -> Any:
+            searched[0] += len(text)
+            return self._pattern.search(text)
+
+    for searcher in (answer_parts.UpTo, answer_parts.PassOn):
+        init = searcher.__init__
+        monkeypatch.setattr(
+            searcher, "__init__", lambda self, marker, *rest, _init=init: _init(self, Counting(marker), *rest)
+        )
+    for chat_format, beginning in (
+        *((HERMES, ""), (HERMES, "<think>"), (HERMES, '<tool_call>{"name": "')),
+        *((LLAMA, "{"), (MISTRAL, ""), (MISTRAL, "[TOOL_CALLS]"), (HARMONY, "")),
+        *((HARMONY, "<|channel|>final<|message|>"), (HARMONY, "<|channel|>analysis<|message|>")),
+        (HARMONY, "<|channel|>x to=functions.add<|message|>{"),
+    ):
+        searched[0] = 0
+        as_it_comes(reader(chat_format), [beginning, *["words of it "] * 500])
+        assert searched[0] <= 4 * 12 * 500, (chat_format, beginning)
 
 
 VALUES = st.sampled_from([None, True, -1, 1.5, "", "}", '"', [], [1, "]"], {"a": {}}])

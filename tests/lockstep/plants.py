@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import ranks
+from numpy.typing import NDArray
 
 import launch
 from kv_cache.block import BlockHash, BlockId
@@ -28,6 +30,7 @@ from spmd_worker import llm
 from spmd_worker.config.schema import RunConfig
 from spmd_worker.engine import startup as engine_start
 from spmd_worker.errors import DIVERGED_EXIT_CODE, RanksDisagreeError, ReplicaDivergedError
+from spmd_worker.grammar.row_grammar import RowGrammar
 from spmd_worker.liveness.signals import EndingSignals
 from spmd_worker.lockstep.transport import connect, step_channel
 from spmd_worker.lockstep.wire import codec
@@ -349,6 +352,34 @@ def sampled_id(place: Place, arguments: list[str]) -> None:
         return result
 
     ModelRunner.sample = sample
+
+
+@plant
+def row_mask(place: Place, arguments: list[str]) -> None:
+    """One token more is allowed, of the first rank's shard of the vocabulary: the ids are the same."""
+    if not place.is_victim:
+        return
+    right_forward, right_fill = ModelRunner.forward, RowGrammar.fill
+    steps: list[int] = [0]
+
+    def forward(self: ModelRunner, step: int, *given: object, **named: object) -> None:
+        steps[0] = step
+        right_forward(self, step, *given, **named)
+
+    def fill(self: RowGrammar, bits: NDArray[np.int32]) -> None:
+        right_fill(self, bits)
+        if steps[0] == STEP:
+            place.strike()
+            bits[0] ^= 1
+
+    ModelRunner.forward, RowGrammar.fill = forward, fill
+
+
+@plant
+def row_mask_without_checksums(place: Place, arguments: list[str]) -> None:
+    row_mask(place, arguments)
+    right = ModelRunner.sample
+    ModelRunner.sample = lambda self: dataclasses.replace(right(self), mask_checksums=())
 
 
 # Over gloo.

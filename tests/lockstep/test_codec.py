@@ -100,6 +100,7 @@ FULL_MESSAGE = StepMessage(
     sampled_token_ids=(11, 21, 31, 32),
     digest=bytes(range(32)),
     num_sampled_ids=(1, 1, 2),
+    mask_checksums=(2**32 - 1, 5),
 )
 
 
@@ -265,6 +266,16 @@ def test_another_version_is_refused_by_name():
     data = encode_message(FULL_MESSAGE)
     with pytest.raises(MessageError, match=f"layout version {VERSION + 1}; this is version {VERSION}"):
         decode_message(refit(bytes([VERSION + 1]) + data[1:]))
+
+
+def test_unknown_flags_and_checksums_that_are_not_there_are_refused():
+    data = encode_message(StepMessage(1, (), StepPlan(1), (), b""))
+    for flags, words in ((4, "unknown flags 0x4"), (255, "unknown flags 0xff")):
+        with pytest.raises(MessageError, match=words):
+            decode_message(refit(data[:1] + bytes([flags]) + data[2:]))
+    # Version, flags, step, layout, no digest, no ids, no numbers of ids; then no checksums.
+    with pytest.raises(MessageError, match="checksums of masks are announced and there are none"):
+        decode_message(refit(data[:1] + b"\x02" + data[2:10] + b"\0" + data[10:]))
 
 
 def test_records_with_other_fields_are_refused():

@@ -154,6 +154,10 @@ DELTA = SequenceGroupMetadataDelta(2, (SequenceDataDelta(0, (4,), 1, (), 2, 1, 1
             "sampled_token_ids[1]: 21 on rank 0, 5 on rank 1",
         ),
         (
+            dataclasses.replace(MESSAGE, mask_checksums=(7, 5), sampled_token_ids=(11, 5, 31, 32)),
+            "mask_checksums[0]: 4294967295 on rank 0, 7 on rank 1",
+        ),
+        (
             dataclasses.replace(MESSAGE, step=8, plan=dataclasses.replace(PLAN, step=8)),
             "step: 9 on rank 0, 8 on rank 1",
         ),

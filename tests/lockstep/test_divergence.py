@@ -4,10 +4,13 @@ Each plant has its negative control: with digests off, or with the one check off
 hangs into the timeout.
 """
 
+import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -57,6 +60,9 @@ IN_A_MESSAGE = {
     "flipped_bit": r"step 7 .*rank {victim} cannot read rank 0's message: checksum does not match",
     "flipped_bit_of_the_frame": r"step 7 .*message 6 from rank 0 never reached rank {victim}$",
 }
+
+MASK = r"step 7 .*rank {victim} diverged .*: mask_checksums\[0\]: \d+ on rank 0, \d+ on rank {victim}$"
+FORM = {"structured_outputs": {"regex": "[a-e ]{200}"}, "ignore_eos": False}
 
 HARMLESS_WITHOUT_DIGESTS = sorted({**AT_START, **IN_A_STEP}.keys() - {"number_of_prompts"})
 """A rank with another number of prompts fails by itself, on an answer that it did not ask for."""
@@ -112,7 +118,21 @@ def test_divergence_in_a_step_ends_four_ranks_with_70(tmp_path, name):
     check_step(run(name, tmp_path, num_ranks=4), tmp_path, {**IN_A_STEP, **IN_A_MESSAGE}[name])
 
 
+@pytest.mark.matrix
+def test_a_mask_that_differs_is_named_though_every_rank_samples_the_same(tmp_path):
+    check_step(run("row_mask", tmp_path, asked=FORM), tmp_path, MASK)
+    check_records_show_what_was_named(tmp_path, 2)
+
+
 # Negative controls.
+
+
+@pytest.mark.stress
+def test_a_mask_that_differs_goes_unnoticed_where_steps_have_no_checksums_of_masks(tmp_path):
+    job = run("row_mask_without_checksums", tmp_path, asked=FORM)
+    assert job.has_struck
+    assert job.exit_codes == (0, 0), job.output
+    assert not list(tmp_path.rglob("records.*"))
 
 
 def test_without_a_plant_ranks_with_different_hash_seeds_show_no_divergence(tmp_path):
@@ -209,22 +229,24 @@ def test_a_rank_that_hangs_in_a_collective_ends_soon_after_the_launcher_wants_it
 # Helpers.
 
 
-def run(name: str, folder: Path, *arguments: str, num_ranks: int = 2) -> PlantedJob:
-    """The ranks' hash seeds differ, as those of a launcher's ranks do."""
-    write_rows(folder)
+def run(
+    name: str, folder: Path, *arguments: str, num_ranks: int = 2, asked: Mapping[str, Any] | None = None
+) -> PlantedJob:
+    """The ranks' hash seeds differ, as those of a launcher's ranks do. `asked`: what the rows ask for besides."""
+    write_rows(folder, asked or {})
     done = ranks.run_forked([PLANTS, name, folder, *arguments], num_ranks, LIMIT_S, hash_seeds=True)
     stderr = tuple((folder / f"stderr.rank{rank}").read_text(errors="replace") for rank in range(num_ranks))
     return PlantedJob(done.exit_codes, stderr, done.output, bool(list(folder.glob("struck.rank*"))))
 
 
-def write_rows(folder: Path) -> None:
+def write_rows(folder: Path, asked: Mapping[str, Any]) -> None:
     """One greedy row and three sampled ones, which all decode together."""
+    plain = {"max_tokens": 12, "ignore_eos": True}
     rows = [
-        f'{{"prompt": "copy {"a b c d e"[: 2 * index + 3]} =", "max_tokens": 12, "ignore_eos": true, '
-        f'"temperature": {0.8 if index else 0}}}\n'
+        {"prompt": f"copy {'a b c d e'[: 2 * index + 3]} =", **plain, "temperature": 0.8 if index else 0, **asked}
         for index in range(NUM_ROWS)
     ]
-    (folder / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 def check_start(job: PlantedJob, folder: Path, expected: str) -> None:
@@ -273,7 +295,7 @@ def records_of(folder: Path, rank: int) -> list[StepMessage]:
 
 
 def check_torchrun(name: str, folder: Path, num_ranks: int) -> None:
-    write_rows(folder)
+    write_rows(folder, {})
     source = """
         import os, sys
         from pathlib import Path

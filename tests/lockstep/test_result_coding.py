@@ -22,6 +22,7 @@ results = st.builds(
     st.lists(ids, max_size=20).map(tuple),
     st.lists(entries, max_size=5).map(tuple),
     st.lists(st.tuples(st.integers(0, 1000).map(RequestId), ids, st.lists(entries, max_size=3).map(tuple))).map(tuple),
+    mask_checksums=st.lists(st.integers(0, 2**32 - 1), max_size=1).map(tuple),
 )
 
 

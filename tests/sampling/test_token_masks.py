@@ -41,7 +41,7 @@ def step() -> tuple[torch.Tensor, list[SampleRow], StepMasks]:
     forbidden = np.ones((len(indices), VOCAB_SIZE), dtype=np.bool_)
     for place in range(len(indices)):
         forbidden[place, torch.randint(VOCAB_SIZE, (1 + place % 5,), generator=generator).numpy()] = False
-    return logits, rows, StepMasks(indices, forbidden, (10,))
+    return logits, rows, StepMasks(indices, forbidden, 0, (10,))
 
 
 def sharded(size: int, masks: TokenMasks) -> list[Sampled]:

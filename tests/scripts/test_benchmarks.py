@@ -167,6 +167,38 @@ def test_masks_times_steps_of_rows_with_a_form_and_without(tmp_path: Path, monke
     assert figures["tokens_a_step"] > 1.1
 
 
+@pytest.mark.matrix
+def test_embeddings_have_tokens_a_second_memory_and_the_same_vectors_by_both_doors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """Its sides are forked."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    bench, order = import_module("bench_embed"), list[str]()
+    shape = import_module("embed_sides.model_folder").Shape(2, 32, 4, 64, 400)
+
+    def run_forked(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
+        if command[1] == "-c":
+            return subprocess.CompletedProcess(command, 1)
+        order.append(command[command.index("--side") + 1])
+        done = ranks.run_script(command[1:], timeout_s=240)
+        assert done.returncode == 0, done.stderr
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=run_forked))
+    settings = ["scheduler.max_num_seqs=8", "--rows", "20", "--turns", "1"]
+    assert bench.main([str(tmp_path / "work"), *settings, "--sides", "job,embed,openvino"], shape) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert "left out: openvino" in lines[0]
+    assert order == ["job", "embed"]
+    figures = json.loads(last)
+    assert figures["tokens"] > 20 * 5
+    assert figures["largest_difference"] == {"job": 0.0, "embed": 0.0}
+    assert figures["ratios"]["embed"] == 1.0 > 0 < figures["ratios"]["job"]
+    for memory in figures["memory_mib"].values():
+        assert [*memory] == ["0", "10", "50", "100"]
+        assert min(memory.values()) > 0
+
+
 @pytest.mark.stress
 def test_lockstep_has_a_row_for_each_number_of_ranks_and_sequences():
     done = run("bench_runtime.py", "lockstep", "--ranks", "2", "--sequences", "4,16", "--steps", "5")

@@ -13,8 +13,7 @@ def chat_answer(row: EncodedRow, completion: CompletionOutput) -> ChatAnswer:
     """Of a completion with all of its tokens."""
     if row.reader is None:
         return ChatAnswer(completion.text)
-    text = row.reader.marked_text(row.prompt_token_ids, row.sampling).text_of(completion)
-    return row.reader.read(text)
+    return row.reader.read(row.reader.marked_text(row.prompt_token_ids, row.sampling).read(completion))
 
 
 def call_ids(row: EncodedRow, sample: int) -> CallIds:
@@ -23,7 +22,7 @@ def call_ids(row: EncodedRow, sample: int) -> CallIds:
     return CallIds(name, sample, NONE if row.reader is None else row.reader.format.tool_calls)
 
 
-def ended(row: EncodedRow, completion: CompletionOutput, answer: ChatAnswer) -> CompletionOutput:
+def ended(row: EncodedRow, completion: CompletionOutput, num_calls: int) -> CompletionOutput:
     """The completion with OpenAI's reason for its end: `tool_calls`, but for a function that the row has named."""
-    is_called = completion.finish_reason == "stop" and answer.tool_calls and row.reader and not row.reader.is_named
+    is_called = completion.finish_reason == "stop" and num_calls and row.reader and not row.reader.is_named
     return replace(completion, finish_reason="tool_calls") if is_called else completion

@@ -45,7 +45,7 @@ def chat_choice(completion: CompletionOutput, content: Mapping[str, Any], row: E
 def _whole_chat_choice(completion: CompletionOutput, row: EncodedRow) -> JsonObject:
     answer = chat_answer(row, completion)
     message = chat_message(answer, call_ids(row, completion.index))
-    return chat_choice(ended(row, completion, answer), {"message": message}, row)
+    return chat_choice(ended(row, completion, len(answer.tool_calls)), {"message": message}, row)
 
 
 def logprob_records(position: TokenLogprobs) -> list[JsonObject]:

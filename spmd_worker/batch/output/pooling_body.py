@@ -5,11 +5,12 @@ digits as tell it from its neighbours.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
+from spmd_worker.batch.output.decimals import shortest_decimals
 from spmd_worker.batch.output.openai_body import JsonObject
 from spmd_worker.batch.row import PoolingAsk, Row, TextPrompt
 from spmd_worker.sequence.outputs import RequestOutput
@@ -18,7 +19,11 @@ from spmd_worker.sequence.pooling_params import cosine
 _CREATED: Final = 0
 
 
-def pooled_record(row: Row, outputs: Sequence[RequestOutput]) -> JsonObject:
+Spell = Callable[[Sequence[float]], Any]
+"""What a record has of a vector that is written as numbers."""
+
+
+def pooled_record(row: Row, outputs: Sequence[RequestOutput], spell: Spell = shortest_decimals) -> JsonObject:
     """The output line's object of a plain row."""
     (output,), ask = outputs, row.pooling
     assert ask is not None
@@ -27,13 +32,19 @@ def pooled_record(row: Row, outputs: Sequence[RequestOutput]) -> JsonObject:
     return {
         "custom_id": row.custom_id,
         "index": row.index,
-        key: _numbers(output.vector),
+        key: spell(output.vector),
         "usage": {"prompt_tokens": len(output.prompt_token_ids)},
         "error": None,
     }
 
 
-def pooling_body(row: Row, outputs: Sequence[RequestOutput], scores: Sequence[float], model_name: str) -> JsonObject:
+def pooling_body(
+    row: Row,
+    outputs: Sequence[RequestOutput],
+    scores: Sequence[float],
+    model_name: str,
+    spell: Spell = shortest_decimals,
+) -> JsonObject:
     """The body of a response: `outputs` of the row's texts; of a row that scores, `scores` of its pairs."""
     ask = row.pooling
     assert ask is not None
@@ -47,7 +58,7 @@ def pooling_body(row: Row, outputs: Sequence[RequestOutput], scores: Sequence[fl
         top: JsonObject = {"id": f"score-{row.index}", "object": "list", "created": _CREATED}
         return {**top, "model": model, "data": data, "usage": counts}
     data = [
-        {"object": "embedding", "index": index, "embedding": _vector(output, ask)}
+        {"object": "embedding", "index": index, "embedding": _vector(output, ask, spell)}
         for index, output in enumerate(outputs)
     ]
     return {"object": "list", "data": data, "model": model, "usage": counts}
@@ -59,7 +70,7 @@ def pair_scores(ask: PoolingAsk, outputs: Sequence[RequestOutput], *, are_pairs:
         return []
     vectors = [output.vector or [] for output in outputs]
     if are_pairs:
-        return [_numbers(vector)[0] for vector in vectors]
+        return [shortest_decimals(vector)[0] for vector in vectors]
     firsts, seconds = vectors[: ask.num_firsts], vectors[ask.num_firsts :]
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
     return [cosine(first, second) for first, second in zip(firsts, seconds, strict=True)]
@@ -77,13 +88,8 @@ def _ranked(ask: PoolingAsk, scores: Sequence[float]) -> list[JsonObject]:
     return results
 
 
-def _vector(output: RequestOutput, ask: PoolingAsk) -> Any:
+def _vector(output: RequestOutput, ask: PoolingAsk, spell: Spell) -> Any:
     assert output.vector is not None
     if not ask.is_base64:
-        return _numbers(output.vector)
+        return spell(output.vector)
     return base64.b64encode(np.array(output.vector, dtype="<f4").tobytes()).decode("ascii")
-
-
-def _numbers(vector: Sequence[float]) -> list[float]:
-    """The shortest decimal numbers that are these float32 ones."""
-    return [float(str(each)) for each in np.array(vector, dtype=np.float32)]

@@ -7,11 +7,12 @@ oldest of which the message's ids are of. Messages must be decoded in order, eac
 first message on. A message with nothing before it stands alone (`encode_message`, `decode_message`).
 
     byte            version
-    byte            flags: bit 0, coded against the message before
+    byte            flags: bit 0, coded against the message before; bit 1, there are checksums of masks
     signed          step
     4 bytes         checksum of the message before, if bit 0; else of the layout of the records
     blob            digest
     counted ...     sampled token ids, and how many each sequence was given (none where each was given one)
+    counted         checksums of masks, if bit 1
     records         events, and the plan but for its step and the continuing sequences: see `record_codec.py`
     continuing      see `continuing_packing.py`
     4 bytes         CRC-32 of everything before
@@ -36,6 +37,7 @@ from spmd_worker.sequence.step import StepPlan
 
 VERSION: Final = 3
 _GOES_ON: Final = 1
+_HAS_MASKS: Final = 2
 _CHECKSUM: Final = struct.Struct("<I")
 _MAX_DIGEST_BYTES: Final = 64
 # These are coded by hand, because it pays: against the ids in the same message, a sequence that goes on costs no byte,
@@ -98,11 +100,14 @@ class Decoder:
     def decode(self, data: bytes) -> StepMessage:
         """The next message. Raises MessageError, and stays as it was, unless these are exactly its bytes."""
         reader = ByteReader(data, _checked_end(data))
-        step, base = self._read_head(reader)
+        step, base, has_masks = self._read_head(reader)
         digest = reader.blob()
         if len(digest) > _MAX_DIGEST_BYTES:
             raise MessageError(f"a digest of {len(digest)} bytes")
         sampled = SampledIds(reader.counted(), reader.counted())
+        mask_checksums = reader.counted() if has_masks else ()
+        if has_masks and not mask_checksums:
+            raise MessageError("checksums of masks are announced and there are none")
         (events,) = _EVENTS.read(reader, 1)
         values = _PLAN.read_fields(reader)
         try:
@@ -115,27 +120,28 @@ class Decoder:
         if reader.num_left:
             raise MessageError(f"{reader.num_left} bytes left over")
         self._base = _next_base(base, data[-_CHECKSUM.size :], plan, self._num_in_flight)
-        return StepMessage(step, events, plan, sampled.token_ids, digest, sampled.num_ids)
+        return StepMessage(step, events, plan, sampled.token_ids, digest, sampled.num_ids, mask_checksums)
 
-    def _read_head(self, reader: ByteReader) -> tuple[int, _Base | None]:
-        """The step, and the message before it if this one is coded against that."""
+    def _read_head(self, reader: ByteReader) -> tuple[int, _Base | None, bool]:
+        """The step, the message before it if this one is coded against that, and whether checksums of masks follow."""
         version, flags, step = reader.byte(), reader.byte(), reader.integer_64()
         if version != VERSION:
             raise MessageError(f"layout version {version}; this is version {VERSION}")
-        if flags not in (0, _GOES_ON):
+        if flags & ~(_GOES_ON | _HAS_MASKS):
             raise MessageError(f"unknown flags {flags:#x}")
+        has_masks = bool(flags & _HAS_MASKS)
         checksum = reader.take(_CHECKSUM.size)
-        if flags == 0:
+        if not flags & _GOES_ON:
             if checksum != _LAYOUT:
                 raise MessageError("its records have other fields: another version of this code wrote it")
-            return step, None
+            return step, None, has_masks
         if self._base is None:
             raise MessageError(f"message of step {step} goes on from step {step - 1}, which was not read")
         if step != self._base.next_step:
             raise MessageError(f"message of step {step} where {self._base.next_step} comes next")
         if checksum != self._base.checksum:
             raise MessageError(f"message of step {step} goes on from another message of step {step - 1}")
-        return step, self._base
+        return step, self._base, has_masks
 
 
 def encode_message(message: StepMessage) -> bytes:
@@ -176,10 +182,12 @@ def _write_head(writer: ByteWriter, message: StepMessage, base: _Base | None) ->
     if len(message.digest) > _MAX_DIGEST_BYTES:
         raise MessageError(f"a digest of {len(message.digest)} bytes")
     writer.byte(VERSION)
-    writer.byte(0 if base is None else _GOES_ON)
+    writer.byte((0 if base is None else _GOES_ON) | (_HAS_MASKS if message.mask_checksums else 0))
     writer.signed(message.step)
     writer.data += _LAYOUT if base is None else base.checksum
     writer.blob(message.digest)
     writer.counted(message.sampled_token_ids)
     writer.counted(message.num_sampled_ids)
+    if message.mask_checksums:
+        writer.counted(message.mask_checksums)
     _EVENTS.write(writer, (message.events,))

@@ -17,6 +17,9 @@ class StepMessage:
     """Step number, events that enter with it, the plan, and the ids sampled in the step before, in that plan's order
     (`sequence/sampled.py`); `num_sampled_ids` says how many each sequence was given, empty where each was given one.
 
+    `mask_checksums` are those of the steps that sampled the ids, of each that had rows whose answers have a form
+    (`StepResult.mask_checksums`).
+
     `digest` is rank 0's chained digest of all that up to and with this step; empty where digests are switched off.
     """
 
@@ -26,6 +29,7 @@ class StepMessage:
     sampled_token_ids: tuple[int, ...]
     digest: bytes
     num_sampled_ids: tuple[int, ...] = ()
+    mask_checksums: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.step == self.plan.step, f"message of step {self.step} carries the plan of step {self.plan.step}"

@@ -1,0 +1,110 @@
+"""Float32 numbers as the shortest decimal ones that tell them from their neighbours, and as text in lines of JSON.
+
+A row has hundreds of them: they are spelled all at once, and the few that are rare each by itself.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_POWERS: Final = np.array([float(f"1e{power}") for power in range(23)])
+"""Of ten, as far as a float64 is one exactly: a whole number by one of them is rounded once, as a decimal is read."""
+
+_LEAST: Final = 1e-13
+_MOST: Final = 1e5
+"""Between these a number of 5 to 9 digits is a whole number by one of the powers, and none is halfway between two
+float32.
+"""
+
+_MOST_DIGITS: Final = 9
+"""So many tell any float32 from its neighbours."""
+
+_LEAST_DIGITS: Final = 5
+"""A number that so few tell, or fewer, is one in a hundred and spelled by itself."""
+
+_UNSURE: Final = 1e-5
+"""So near to the middle of two decimals, a product that was rounded does not say which is nearer."""
+
+_WIDTH: Final = 22
+_SIGN, _POINT, _ZEROS, _DIGITS, _END = 0, slice(1, 3), slice(3, 6), slice(6, 15), slice(20, _WIDTH)
+"""Characters of a number in [0.0001, 1): sign, "0.", zeros, digits; of any, what stands before the next."""
+
+_PLACES: Final = 10 ** np.arange(_MOST_DIGITS - 1, -1, -1)
+_HOLE: Final = "\0numbers\0"
+_HOLE_IN_LINES: Final = b'"\\u0000numbers\\u0000"'
+
+
+def shortest_decimals(vector: Sequence[float]) -> list[float]:
+    """`float(str(each))` of float32 numbers."""
+    given = np.array(vector, dtype=np.float32)
+    sizes, is_found, _ = _found(given)
+    values: list[float] = np.copysign(sizes, given).tolist()
+    for place in np.flatnonzero(~is_found):
+        values[place] = float(str(given[place]))
+    return values
+
+
+def shortest_text(vector: Sequence[float]) -> str:
+    """`json.dumps(shortest_decimals(vector))`."""
+    given = np.array(vector, dtype=np.float32)
+    sizes, is_found, exponents = _found(given)
+    is_short = is_found & (exponents >= -4) & (exponents < 0)
+    wholes = np.rint(sizes * _POWERS[_MOST_DIGITS - 1 - exponents]).astype(np.int64)
+    # What was rounded up to the next power of ten has another exponent.
+    is_short &= wholes < 10**_MOST_DIGITS
+    characters = np.full((len(given), _WIDTH), ord("0"), dtype=np.uint8)
+    characters[:, _SIGN], characters[:, _POINT], characters[:, _END] = ord("-"), (48, 46), (44, 32)
+    digits = wholes[:, None] // _PLACES % 10
+    characters[:, _DIGITS] += digits.astype(np.uint8)
+    is_kept = np.zeros(characters.shape, dtype=np.bool_)
+    is_kept[:, _SIGN], is_kept[:, _POINT], is_kept[:, _END] = np.signbit(given), True, True
+    is_kept[:, _ZEROS] = np.arange(3) < -1 - exponents[:, None]
+    # Without the zeros at the end.
+    is_kept[:, _DIGITS] = np.logical_or.accumulate(digits[:, ::-1] != 0, axis=1)[:, ::-1]
+    for place in np.flatnonzero(~is_short):
+        text = repr(float(str(given[place]))).encode("ascii")
+        characters[place, : len(text)] = np.frombuffer(text, dtype=np.uint8)
+        is_kept[place, : _END.start] = np.arange(_END.start) < len(text)
+    is_kept[-1:, _END] = False
+    return f"[{characters[is_kept].tobytes().decode('ascii')}]"
+
+
+def _found(given: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]:
+    """Of each number: the size of its decimal, whether that is known, and the exponent of its size in tens."""
+    size = np.abs(given.astype(np.float64))
+    # A power of two has neighbours at two distances.
+    is_plain = (size >= _LEAST) & (size < _MOST) & (np.frexp(size)[0] != 0.5)
+    size = np.where(is_plain, size, 1.0)
+    narrow, exponents = size.astype(np.float32), np.floor(np.log10(size)).astype(np.int64)
+    best, is_alive = size, is_plain
+    for num_digits in range(_MOST_DIGITS, _LEAST_DIGITS - 1, -1):
+        scale = _POWERS[num_digits - 1 - exponents]
+        scaled = size * scale
+        whole = np.rint(scaled)
+        is_plain = is_plain & (np.abs(np.abs(scaled - whole) - 0.5) > _UNSURE)
+        decimal = whole / scale
+        is_alive = is_alive & (decimal.astype(np.float32) == narrow)
+        best = np.where(is_alive, decimal, best)
+    return best, is_plain & ~is_alive, exponents
+
+
+class SpelledNumbers:
+    """The vectors of one line of JSON, which is made with a mark in place of each and filled afterwards."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def mark(self, vector: Sequence[float]) -> str:
+        """What stands for the next vector in the record of the line."""
+        self._texts.append(shortest_text(vector))
+        return _HOLE
+
+    def fill(self, line: bytes) -> bytes | None:
+        """The line; None where it has a mark of its own somewhere, so that they cannot be told apart."""
+        pieces = line.split(_HOLE_IN_LINES)
+        if len(pieces) != len(self._texts) + 1:
+            return None
+        texts = [text.encode("ascii") for text in self._texts]
+        return b"".join([each for pair in zip(pieces, [*texts, b""], strict=True) for each in pair])

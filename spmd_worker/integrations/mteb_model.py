@@ -1,0 +1,64 @@
+"""mteb's tasks on this runtime: an encoder that mteb takes as it takes a SentenceTransformer.
+
+    mteb.evaluate(SpmdWorkerEncoder("DIR"), mteb.get_tasks(["STS12"]))
+
+Prompts and the similarity are those of the folder's config_sentence_transformers.json, chosen as mteb and
+sentence-transformers choose them. Knows mteb and `LLM`.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from mteb.models import ModelMeta
+from mteb.models.abs_encoder import AbsEncoder
+from mteb.models.model_meta import ScoringFunction
+from numpy.typing import NDArray
+
+from spmd_worker.errors import ConfigError
+from spmd_worker.files import parse_json_object, read_regular_file
+from spmd_worker.llm import LLM
+
+_NAMES: Final = {"query": ("query",), "document": ("document", "passage", "corpus")}
+"""What sentence-transformers takes for a kind of text where the task has no prompt of its own."""
+
+
+class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that may not be there
+    """`model_name` is a folder or a name on the hub; `options` are `LLM`'s, `prompts` stand in place of the folder's.
+    Texts beyond the model's length are cut, as sentence-transformers cuts them.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        revision: str | None = None,
+        device: str | None = None,
+        *,
+        prompts: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        # mteb passes its own devices, such as cuda:0.
+        own = str(device or "auto").split(":")[0]
+        self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", **options)
+        path = self.llm.llm_engine.resolved.model_folder / "config_sentence_transformers.json"
+        settings = parse_json_object(read_regular_file(path)) if path.exists() else {}
+        self._prompts = dict(prompts or settings.get("prompts") or {})
+        self._default = settings.get("default_prompt_name")
+        self.model_prompts = self.validate_task_to_prompt_name(self._prompts, raise_for_invalid_keys=False)[0]
+        similarity = ScoringFunction(settings.get("similarity_fn_name") or "cosine")
+        about = {"name": f"spmd_worker/{Path(model_name).name}", "revision": revision, "similarity_fn_name": similarity}
+        self.mteb_model_meta = ModelMeta.create_empty(about)
+
+    def encode(
+        self, inputs: Any, *, task_metadata: Any, prompt_type: Any = None, **options: Any
+    ) -> NDArray[np.float32]:
+        """[texts, numbers]. Raises ConfigError for a precision other than float32, and what `LLM.embed` raises."""
+        if options.get("precision") not in (None, "float32"):
+            raise ConfigError(f"precision={options['precision']!r}: vectors are float32 here; leave it out")
+        named = self.get_prompt_name(task_metadata, prompt_type)
+        names = (named, *_NAMES.get(getattr(prompt_type, "value", ""), ()), self._default)
+        prompt = next((self._prompts[name] for name in names if name in self._prompts), "")
+        texts = [prompt + text for batch in inputs for text in batch["text"]]
+        is_shown = bool(options.get("show_progress_bar"))
+        outputs = self.llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=is_shown)
+        return np.array([each.outputs.embedding for each in outputs], dtype=np.float32)

@@ -1,0 +1,99 @@
+"""mteb's encoder: what it asks for is what `LLM.embed` gives, behind the prompt that belongs to it.
+
+mteb itself is not installed here: modules with the names that the encoder uses stand in for it, and docs/trainers.md
+says what `scripts/compare_mteb.py` gave with it.
+"""
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from encoder_models import encoder_folder
+
+from spmd_worker import LLM
+
+MODULE = "spmd_worker.integrations.mteb_model"
+OPTIONS = {"dtype": "float32"}
+pytestmark = pytest.mark.matrix
+PROMPTS = {"query": "to find: ", "passage": "kept: ", "STS": "like: "}
+
+
+class AbsEncoder:
+    """As much as the encoder takes of mteb's: a name by the task's kind, else by the text's."""
+
+    model_prompts: dict[str, str] | None = None
+
+    @staticmethod
+    def validate_task_to_prompt_name(prompts: dict[str, str], raise_for_invalid_keys: bool) -> Any:
+        assert not raise_for_invalid_keys
+        return ({key: value for key, value in prompts.items() if key != "passage"}, ()) if prompts else (None, None)
+
+    def get_prompt_name(self, task_metadata: Any, prompt_type: Any) -> str | None:
+        names = [task_metadata.type, getattr(prompt_type, "value", None)]
+        return next((name for name in names if name in (self.model_prompts or {})), None)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    models, encoders, meta = (ModuleType(f"mteb.models{name}") for name in ("", ".abs_encoder", ".model_meta"))
+    vars(models).update(ModelMeta=SimpleNamespace(create_empty=lambda given: SimpleNamespace(**given)))
+    vars(encoders).update(AbsEncoder=AbsEncoder)
+    vars(meta).update(ScoringFunction=str)
+    for module in (ModuleType("mteb"), models, encoders, meta):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    encoder_class = importlib.import_module(MODULE).SpmdWorkerEncoder
+    made = []
+
+    def make_encoder(settings: dict[str, Any] | None = None, **options: Any) -> Any:
+        folder = tmp_path / f"model{len(made)}"
+        shutil.copytree(encoder_folder("bert_mean"), folder)
+        if settings is not None:
+            (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+        made.append(encoder_class(str(folder), device="cpu", **OPTIONS, **options))
+        return made[-1]
+
+    yield make_encoder
+    for each in made:
+        each.llm.close()
+    del sys.modules[MODULE]
+
+
+BATCHES = [{"text": ["hello world", "the cache"]}, {"text": ["a text about the scheduler " * 40]}]
+
+
+def encoded(encoder: Any, kind: str, prompt_type: str | None, **options: Any) -> Any:
+    wanted = None if prompt_type is None else SimpleNamespace(value=prompt_type)
+    about = {"task_metadata": SimpleNamespace(type=kind, name="Task"), "hf_split": "test", "hf_subset": "default"}
+    return encoder.encode(BATCHES, prompt_type=wanted, **about, **options)
+
+
+def test_vectors_are_those_of_embed_behind_the_prompt_that_belongs_to_them(make: Callable[..., Any]):
+    plain = make()
+    told = make({"prompts": PROMPTS, "default_prompt_name": "query", "similarity_fn_name": "dot"})
+    assert plain.mteb_model_meta.similarity_fn_name == "cosine"
+    assert told.mteb_model_meta.similarity_fn_name == "dot"
+    assert plain.mteb_model_meta.name == "spmd_worker/model0"
+    with LLM(encoder_folder("bert_mean"), device="cpu", **OPTIONS) as llm:
+        for encoder, kind, prompt_type, prompt in (
+            (plain, "STS", None, ""),
+            (told, "STS", None, PROMPTS["STS"]),
+            (told, "Retrieval", "query", PROMPTS["query"]),
+            # mteb knows no such kind of text, sentence-transformers does.
+            (told, "Retrieval", "document", PROMPTS["passage"]),
+            (told, "Classification", None, PROMPTS["query"]),
+        ):
+            texts = [prompt + text for batch in BATCHES for text in batch["text"]]
+            expected = llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
+            found = encoded(encoder, kind, prompt_type, batch_size=32, show_progress_bar=False)
+            assert found.dtype == np.float32
+            assert found.tolist() == [each.outputs.embedding for each in expected], (kind, prompt_type)
+    with pytest.raises(ValueError, match="precision='int8': vectors are float32 here"):
+        encoded(plain, "STS", None, precision="int8")
