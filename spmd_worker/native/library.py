@@ -69,7 +69,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "argmax": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     "int8_maxima": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
     "int8_quantise": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),
-    "int8_gemm": (*_BYTE_GEMM, _POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER),
+    "int8_product": (*_BYTE_GEMM, *(_POINTER, _POINTER, _INTEGER), *(_POINTER, _POINTER, _INTEGER)),
+    "int8_argmax": (*_BYTE_GEMM, *(_INTEGER, _POINTER, _POINTER), *(_POINTER, _POINTER, _INTEGER)),
     "int8_scaled": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER, _INTEGER), *(_POINTER,) * 3, _INTEGER),
 }
 # Of one dtype alone, or of none.
