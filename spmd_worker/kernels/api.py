@@ -118,6 +118,19 @@ class Kernels(Protocol):
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[R, V] -> of each row the largest, float32 [R], and its first place, int64 [R]. NaN is the largest."""
 
+    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+        """[R, V], float32 [R], float32 [R] -> what each row's tokens are drawn by, int64 [R, n], n as an implementation
+        likes: the row's n sums are those of the masses of as many pieces of it.
+
+        A mass is floor(2^40 x 2^((logit - largest) x factor)); V is at most 2^22, and no logit is NaN. The sums are
+        exact, so neither the order nor how a vocabulary is cut enters them.
+        """
+
+    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+        """Of each row the first place at which its running mass is above its target, int64 [R] -> int64 [R]: -1 where
+        there is none, or the target is below 0. `masses` are those of the same logits.
+        """
+
 
 class QuantisedKernels(Kernels, Protocol):
     """Kernels whose packed weights are int8, with a scale an output: what they stand for is near what was packed.

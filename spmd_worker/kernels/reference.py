@@ -4,9 +4,14 @@ Follows the order of roundings of Hugging Face's models, so that low-precision r
 nothing about layers, attention or ranks.
 """
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_MASS: Final = 2.0**40
+_NUMBERS_AT_ONCE: Final = 1 << 18
 
 
 class ReferenceKernels:
@@ -93,3 +98,28 @@ class ReferenceKernels:
         """See `Kernels.largest`."""
         values, indices = rows.float().max(dim=-1)
         return values, indices
+
+    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+        """See `Kernels.masses`. One piece."""
+        sums = [_masses(*each).sum(dim=-1, keepdim=True) for each in _row_blocks(logits, largest, factors)]
+        return torch.cat(sums)
+
+    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+        """See `Kernels.find_mass`."""
+        found = [
+            torch.searchsorted(_masses(*each).cumsum(dim=-1), sought.unsqueeze(1), right=True).squeeze(1)
+            for *each, sought in _row_blocks(logits, largest, factors, targets)
+        ]
+        return torch.where((targets < 0) | (targets >= masses.sum(dim=-1)), -1, torch.cat(found))
+
+
+def _masses(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+    powers = ((logits.float() - largest.unsqueeze(1)) * factors.unsqueeze(1)).double().exp2_()
+    return powers.mul_(_MASS).to(torch.int64)
+
+
+def _row_blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """A few rows at a time on the CPU: whole, what is computed between them is memory that the system maps anew."""
+    num_rows, num_columns = logits.shape
+    size = max(1, _NUMBERS_AT_ONCE // max(1, num_columns)) if logits.is_cpu else max(1, num_rows)
+    return list(zip(*(each.split(size) for each in (logits, *others)), strict=True))
