@@ -46,6 +46,23 @@ class LayerWeights:
     window: int
 
 
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What filters leave of R rows of logits. `largest` and `factors` float32 [R] as of `Kernels.masses`; `lowest`
+    float32 [R], or minus infinity; `top_k` int64 [R], 0 for all; `top_p` float64 [R], 1 for all.
+    """
+
+    largest: Tensor
+    factors: Tensor
+    lowest: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order above."""
+        return self.largest, self.factors, self.lowest, self.top_k, self.top_p
+
+
 class Kernels(Protocol):
     """One implementation per kind of device; passed as an argument to the layers."""
 
@@ -129,6 +146,12 @@ class Kernels(Protocol):
     def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
         """Of each row the first place at which its running mass is above its target, int64 [R] -> int64 [R]: -1 where
         there is none, or the target is below 0. `masses` are those of the same logits.
+        """
+
+    def cut_(self, logits: Tensor, cuts: "Cuts") -> None:
+        """Float32 [R, V], without NaN: minus infinity in place of what each row's filters drop. A row keeps what is not
+        below `lowest`, of that the `top_k` largest, and of these the fewest that hold `top_p` of their `masses`; what
+        is equal to something that is kept is kept.
         """
 
 

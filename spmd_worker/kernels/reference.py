@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_worker.kernels.api import Cuts
+
 _MASS: Final = 2.0**40
 _NUMBERS_AT_ONCE: Final = 1 << 18
 
@@ -111,6 +113,20 @@ class ReferenceKernels:
             for *each, sought in _row_blocks(logits, largest, factors, targets)
         ]
         return torch.where((targets < 0) | (targets >= masses.sum(dim=-1)), -1, torch.cat(found))
+
+    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
+        """See `Kernels.cut_`. Of each row all logits in order, and nothing is read back."""
+        for rows, largest, factors, lowest, top_k, top_p in _row_blocks(logits, *cuts.tensors()):
+            ordered = rows.sort(dim=-1, descending=True).values
+            has_count = (top_k > 0) & (top_k < rows.shape[1])
+            last = ordered.gather(1, (top_k - 1).clamp(0, rows.shape[1] - 1).unsqueeze(1)).squeeze(1)
+            least = torch.maximum(lowest, torch.where(has_count, last, -torch.inf))
+            masses = _masses(ordered, largest, factors).masked_fill_(ordered < least.unsqueeze(1), 0)
+            running = masses.cumsum(dim=-1)
+            targets = (top_p * running[:, -1].double()).ceil().long().clamp(min=1)
+            place = torch.searchsorted(running, targets.unsqueeze(1)).clamp(max=rows.shape[1] - 1)
+            nucleus = torch.where(top_p < 1.0, ordered.gather(1, place).squeeze(1), -torch.inf)
+            rows.masked_fill_(rows < torch.maximum(least, nucleus).unsqueeze(1), -torch.inf)
 
 
 def _masses(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     ),
     "team_counters": (_POINTER,),
+    "cut_float32": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5, _INTEGER),
     "int8_sums": (*_BYTE_GEMM, _POINTER, _INTEGER),
 }
 _LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)

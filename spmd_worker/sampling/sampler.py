@@ -13,10 +13,9 @@ before everything else; log-probabilities that are raw are of all tokens.
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch import Tensor
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.sampling.filters import filter_logits
+from spmd_worker.sampling.filters import MOST_TEMPERATURE, factors_of, filter_logits
 from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
 from spmd_worker.sampling.processors import process_logits
 from spmd_worker.sampling.random import draw_bits
@@ -36,13 +35,6 @@ from spmd_worker.sequence.sampled import FORM_FAILED, NON_FINITE
 from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
 Value = TypeVar("Value")
-
-_MOST_TEMPERATURE: Final = 1e30
-"""Hotter is as hot: all tokens that are left are equally likely. Float32 has no larger powers to spare."""
-
-_LOG2_E: Final = math.log2(math.e)
-_MOST_FACTOR: Final = 1e38
-"""Colder is as cold: all but the largest have no mass. Float32 has hardly larger numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +215,7 @@ class Sampler:
             reported = self._log_softmax(logits, rows, wants)
         masks.apply(logits, 0)
         process_logits(logits, rows, self._eos_token_ids)
-        for values, row in zip(logits, rows, strict=True):
-            if not row.sampling.is_greedy and row.sampling.has_filters:
-                tempered = (values - values.max()) / min(row.sampling.temperature, _MOST_TEMPERATURE)
-                filter_logits(tempered, row.sampling)
-                values.masked_fill_(tempered == -torch.inf, -torch.inf)
+        self._filter(logits, rows)
         if wants and reported is None:
             reported = self._log_softmax(logits, rows, wants)
         alone = GroupHandle(ranks=(0,), rank=0, group=None)
@@ -238,6 +226,16 @@ class Sampler:
             assert reported is not None, wants
             logprobs[index] = token_logprobs(reported[place], chosen[index], rows[index].sampling.logprobs or 0)
         return Sampled(tuple(chosen), tuple(logprobs))
+
+    def _filter(self, logits: Tensor, rows: list[SampleRow]) -> None:
+        """What top-k, top-p and min-p drop, in place: [K, V]."""
+        cut = [index for index, row in enumerate(rows) if not row.sampling.is_greedy and row.sampling.has_filters]
+        if not cut:
+            return
+        own = _rows_of(logits, cut)
+        filter_logits(self._kernels, own, [rows[index].sampling for index in cut])
+        if own is not logits:
+            logits[cut] = own
 
     def _choose(
         self, logits: Tensor, rows: list[SampleRow], group: GroupHandle, forbidden_id: int = NON_FINITE
@@ -279,7 +277,7 @@ def _draw(
     numbers: the ids are the same however the vocabulary is cut.
     """
     device = logits.device
-    largest, factors = largest.float(), _factors(rows).to(device)
+    largest, factors = largest.float(), factors_of([row.sampling for row in rows], device)
     masses = kernels.masses(logits, largest, factors)
     before = group.all_gather(masses.sum(dim=-1)).cumsum(dim=0)
     bits = draw_bits([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
@@ -300,12 +298,6 @@ def _shares(bits: Tensor, totals: Tensor) -> Tensor:
     return (high * upper << 3) + (rest >> 27)
 
 
-def _factors(rows: list[SampleRow]) -> Tensor:
-    """Float32 [K]: what logits are multiplied by before they are powers of two."""
-    values = [min(_LOG2_E / min(row.sampling.temperature, _MOST_TEMPERATURE), _MOST_FACTOR) for row in rows]
-    return torch.tensor(values, dtype=torch.float32)
-
-
 def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> Tensor:
     """Int64 [R]: ids, but `otherwise` where the value is not finite."""
     return torch.where(values.isfinite(), ids.long(), otherwise)
@@ -313,7 +305,7 @@ def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> T
 
 def _temperatures(rows: list[SampleRow], device: torch.device) -> Tensor:
     """Float32 [K, 1]; 1 for greedy rows."""
-    values = [1.0 if row.sampling.is_greedy else min(row.sampling.temperature, _MOST_TEMPERATURE) for row in rows]
+    values = [1.0 if row.sampling.is_greedy else min(row.sampling.temperature, MOST_TEMPERATURE) for row in rows]
     return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
 

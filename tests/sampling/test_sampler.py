@@ -21,6 +21,7 @@ from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.sampling import row_blocks
+from spmd_worker.sampling.filters import factors_of
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
 from spmd_worker.sequence.outputs import TokenLogprobs
@@ -529,7 +530,7 @@ def test_draws_are_those_of_the_definition_in_plain_python(dtype: torch.dtype):
     rows = [row(stream=index, temperature=(0.5, 1.0, 2.0)[index % 3]) for index in range(60)]
     found = Sampler(single_group(), 0, 1500, EOS, "raw_logprobs", kernels).sample(logits, rows).token_ids
     for index, each in enumerate(rows):
-        largest, factor = logits[index].max().reshape(1).float(), sampler_module._factors([each])
+        largest, factor = logits[index].max().reshape(1).float(), factors_of([each.sampling], torch.device("cpu"))
         columns = logits[index].unsqueeze(1)
         masses = kernels.masses(columns, largest.expand(1500).contiguous(), factor.expand(1500).contiguous())
         running = list(itertools.accumulate(masses.flatten().tolist()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.api import Cuts, Kernels
 from spmd_worker.kernels.cpu.linear import PackedKernels
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
@@ -61,6 +61,7 @@ class CpuKernels(PackedKernels):
         }
         of_gemm = library.functions["gemm_argmax_bfloat16"]
         self._functions["gemm_argmax", torch.bfloat16] = of_gemm
+        self._functions["cut", torch.float32] = library.functions["cut_float32"]
 
     def has_products(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype are packed for the library's own products."""
@@ -278,6 +279,16 @@ class CpuKernels(PackedKernels):
         ids = torch.empty(num_rows, dtype=torch.int64)
         self._functions["find_mass", logits.dtype](*rows, masses.data_ptr(), targets.data_ptr(), ids.data_ptr())
         return ids
+
+    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
+        """See `Kernels.cut_`."""
+        rows = _drawn(logits, cuts.largest, cuts.factors)
+        others = cuts.tensors()[2:]
+        for each, dtype in zip(others, (torch.float32, torch.int64, torch.float64), strict=True):
+            assert each.shape == logits.shape[:1], (each.shape, logits.shape)
+            assert each.dtype == dtype, (each.dtype, dtype)
+            assert each.is_contiguous(), each.stride()
+        self._functions["cut", logits.dtype](*rows, *(each.data_ptr() for each in others), num_threads())
 
 
 def are_panels(weight: Tensor) -> bool:
