@@ -14,6 +14,7 @@ from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.attention.cpu import CpuBackend
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.topology import Stage
+from spmd_worker.kernels.cpu.int8 import Int8CpuKernels
 from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
@@ -60,12 +61,16 @@ def new_model(
     stage: Stage | None = None,
     instruction_set: str = WITH_AMX,
     backend: AttentionBackend | None = None,
+    *,
+    has_bytes: bool = False,
 ) -> DecoderForCausalLM:
-    """Packed; each rank of a group has other weights."""
+    """Packed, into int8 if it `has_bytes`; each rank of a group has other weights."""
     library = library_for(instruction_set)
     group = group or single_group()
     backend = backend or CpuBackend(library, dtype, model_config.head_size, BLOCK_SIZE)
-    context = LayerContext(group, CpuKernels(library), backend, dtype, torch.device("cpu"))
+    quantised = Int8CpuKernels(library, dtype) if has_bytes else None
+    kernels = quantised or CpuKernels(library)
+    context = LayerContext(group, kernels, backend, dtype, torch.device("cpu"), quantised=quantised)
     model = build_model(context, model_config, stage)
     generator = torch.Generator().manual_seed(11 + group.rank)
     for parameter in model.parameters():

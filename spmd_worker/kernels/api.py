@@ -46,6 +46,23 @@ class LayerWeights:
     window: int
 
 
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What filters leave of R rows of logits. `largest` and `factors` float32 [R] as of `Kernels.masses`; `lowest`
+    float32 [R], or minus infinity; `top_k` int64 [R], 0 for all; `top_p` float64 [R], 1 for all.
+    """
+
+    largest: Tensor
+    factors: Tensor
+    lowest: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order above."""
+        return self.largest, self.factors, self.lowest, self.top_k, self.top_p
+
+
 class Kernels(Protocol):
     """One implementation per kind of device; passed as an argument to the layers."""
 
@@ -117,6 +134,25 @@ class Kernels(Protocol):
 
     def largest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[R, V] -> of each row the largest, float32 [R], and its first place, int64 [R]. NaN is the largest."""
+
+    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+        """[R, V], float32 [R], float32 [R] -> what each row's tokens are drawn by, int64 [R, n], n as an implementation
+        likes: the row's n sums are those of the masses of as many pieces of it.
+
+        A mass is floor(2^40 x 2^((logit - largest) x factor)); V is at most 2^22, and no logit is NaN. The sums are
+        exact, so neither the order nor how a vocabulary is cut enters them.
+        """
+
+    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+        """Of each row the first place at which its running mass is above its target, int64 [R] -> int64 [R]: -1 where
+        there is none, or the target is below 0. `masses` are those of the same logits.
+        """
+
+    def cut_(self, logits: Tensor, cuts: "Cuts") -> None:
+        """Float32 [R, V], without NaN: minus infinity in place of what each row's filters drop. A row keeps what is not
+        below `lowest`, of that the `top_k` largest, and of these the fewest that hold `top_p` of their `masses`; what
+        is equal to something that is kept is kept.
+        """
 
 
 class QuantisedKernels(Kernels, Protocol):

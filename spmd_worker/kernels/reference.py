@@ -4,9 +4,16 @@ Follows the order of roundings of Hugging Face's models, so that low-precision r
 nothing about layers, attention or ranks.
 """
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from spmd_worker.kernels.api import Cuts
+
+_MASS: Final = 2.0**40
+_NUMBERS_AT_ONCE: Final = 1 << 18
 
 
 class ReferenceKernels:
@@ -93,3 +100,42 @@ class ReferenceKernels:
         """See `Kernels.largest`."""
         values, indices = rows.float().max(dim=-1)
         return values, indices
+
+    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+        """See `Kernels.masses`. One piece."""
+        sums = [_masses(*each).sum(dim=-1, keepdim=True) for each in _row_blocks(logits, largest, factors)]
+        return torch.cat(sums)
+
+    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+        """See `Kernels.find_mass`."""
+        found = [
+            torch.searchsorted(_masses(*each).cumsum(dim=-1), sought.unsqueeze(1), right=True).squeeze(1)
+            for *each, sought in _row_blocks(logits, largest, factors, targets)
+        ]
+        return torch.where((targets < 0) | (targets >= masses.sum(dim=-1)), -1, torch.cat(found))
+
+    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
+        """See `Kernels.cut_`. Of each row all logits in order, and nothing is read back."""
+        for rows, largest, factors, lowest, top_k, top_p in _row_blocks(logits, *cuts.tensors()):
+            ordered = rows.sort(dim=-1, descending=True).values
+            has_count = (top_k > 0) & (top_k < rows.shape[1])
+            last = ordered.gather(1, (top_k - 1).clamp(0, rows.shape[1] - 1).unsqueeze(1)).squeeze(1)
+            least = torch.maximum(lowest, torch.where(has_count, last, -torch.inf))
+            masses = _masses(ordered, largest, factors).masked_fill_(ordered < least.unsqueeze(1), 0)
+            running = masses.cumsum(dim=-1)
+            targets = (top_p * running[:, -1].double()).ceil().long().clamp(min=1)
+            place = torch.searchsorted(running, targets.unsqueeze(1)).clamp(max=rows.shape[1] - 1)
+            nucleus = torch.where(top_p < 1.0, ordered.gather(1, place).squeeze(1), -torch.inf)
+            rows.masked_fill_(rows < torch.maximum(least, nucleus).unsqueeze(1), -torch.inf)
+
+
+def _masses(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+    powers = ((logits.float() - largest.unsqueeze(1)) * factors.unsqueeze(1)).double().exp2_()
+    return powers.mul_(_MASS).to(torch.int64)
+
+
+def _row_blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """A few rows at a time on the CPU: whole, what is computed between them is memory that the system maps anew."""
+    num_rows, num_columns = logits.shape
+    size = max(1, _NUMBERS_AT_ONCE // max(1, num_columns)) if logits.is_cpu else max(1, num_rows)
+    return list(zip(*(each.split(size) for each in (logits, *others)), strict=True))

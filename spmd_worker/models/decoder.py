@@ -191,6 +191,7 @@ class DecoderStack(nn.Module):
             for rope in model_config.ropes
         )
         self.dtype, self._group, self._attention = context.dtype, context.parts_group, context.attention
+        self._sums_in_layers = context.parts_group.size != context.tensor_group.size
         self.joined_layers: JoinedLayers | None = None
         """All layers at once, where that can be; None: one by one."""
 
@@ -258,7 +259,7 @@ class DecoderStack(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         weights = [each for layer in layers if (each := layer.weights()) is not None]
         self.joined_layers = None
-        is_plain = len(self._rotaries) == 1 and self._rotaries[0].is_plain
+        is_plain = len(self._rotaries) == 1 and self._rotaries[0].is_plain and not self._sums_in_layers
         if weights and is_plain and len(weights) == len(self.layers):
             self.joined_layers = self._attention.join_layers(weights, layers[0].sizes(), self._group)
 

@@ -19,6 +19,8 @@ inline int64_t panel_bytes(int64_t num_inputs) {
   return num_inputs * kBytePanel + (num_inputs % kByteStep == 0 ? 128 : 512);
 }
 
+inline int64_t padded_to_steps(int64_t num_inputs) { return (num_inputs + kByteStep - 1) / kByteStep * kByteStep; }
+
 // Rows [num_rows][x_stride] as `spmd_int8_quantise_*` makes them; `num_inputs` is a multiple of 32, `num_outputs` of 16.
 struct ByteGemm {
   const int8_t* x;

@@ -7,12 +7,17 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
 
+#include "argmax.h"
 #include "elements.h"
+#include "exports.h"
 #include "int8.h"
 #include "team.h"
 
 namespace {
+
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 constexpr float kMost = 127.0f;
 constexpr float kLeast = 1e-30f;
@@ -53,8 +58,11 @@ void quantise_row(const Element* row, int64_t size, float largest, int8_t offset
       const int64_t count = std::min<int64_t>(kLanes, size - place);
       // Adding this many rounds to a whole number, the even one of two.
       const Floats whole = (load_some(row + place, count) * factor + magic) - magic;
-      const Ints numbers = __builtin_convertvector(whole, Ints);
-      for (int64_t lane = 0; lane < count; ++lane) to[place + lane] = int8_t(numbers[lane] + offset);
+      const Bytes numbers = __builtin_convertvector(__builtin_convertvector(whole, Ints) + int32_t(offset), Bytes);
+      if (count == kLanes)
+        store(to + place, numbers);
+      else
+        std::memcpy(to + place, &numbers, count);
     }
     place = size;
   }
@@ -68,6 +76,18 @@ void quantise(
   const int8_t offset = rows_are_offset() ? -128 : 0;
   each_by_team(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
     quantise_row(x + row * x_stride, size, maxima[row], offset, to + row * to_stride, to_stride);
+  });
+}
+
+// Rows of bytes, [num_rows][padded_to_steps(size)], and their largest magnitudes, of which a row's are still near.
+template <class Element>
+void make_rows(
+    const Element* x, int64_t x_stride, int64_t num_rows, int64_t size, float* maxima, int8_t* to, int64_t num_threads) {
+  const int8_t offset = rows_are_offset() ? -128 : 0;
+  const int64_t stride = padded_to_steps(size);
+  each_by_team(num_rows, num_rows * size < kSmall ? 1 : num_threads, [&](int64_t row) {
+    maxima[row] = row_maximum(x + row * x_stride, size);
+    quantise_row(x + row * x_stride, size, maxima[row], offset, to + row * stride, stride);
   });
 }
 
@@ -123,6 +143,31 @@ struct Results final : ByteSink {
   }
 };
 
+// Of each row the largest result among the first `count`, as it would be written, seen by one thread.
+template <class Element>
+struct Largest final : ByteSink {
+  const ByteGemm& gemm;
+  const float* maxima;
+  int64_t count;
+  mutable LaneArgmax by_lane;
+
+  Largest(const ByteGemm& product, const float* largest, int64_t how_many)
+      : gemm(product), maxima(largest), count(how_many), by_lane(product.num_rows) {}
+
+  void take(int64_t row, int64_t end, int64_t pair, bool has_two, const int32_t* sums) const override {
+    for (; row < end; ++row, sums += 32)
+      for (int64_t panel = pair * 2; panel <= pair * 2 + has_two; ++panel)
+        for (int64_t lane = 0; lane < kBytePanel; lane += kLanes) {
+          const int64_t first = panel * kBytePanel + lane;
+          Floats values = as_kept<Element>(
+              scaled(sums + panel % 2 * kBytePanel + lane, scale_of(maxima[row]), gemm.scales(panel) + lane));
+          if (first + kLanes > count)
+            values = lane_numbers() + int(first) < int(count) ? values : broadcast(-kInfinity);
+          by_lane.take(row, int(first / kLanes), values);
+        }
+  }
+};
+
 // The sums themselves.
 struct Sums final : ByteSink {
   int64_t num_outputs;
@@ -141,6 +186,23 @@ void multiply_all(const ByteGemm& gemm, const ByteSink& sink, int64_t num_thread
   const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
   run_by_team(cut.num_items(), is_small ? 1 : num_threads, [&](Items& items) {
     for (int64_t item = items.next(); item >= 0; item = items.next()) run_byte_items(gemm, cut, sink, item, item + 1);
+  });
+}
+
+template <class Element>
+void find_largest(
+    const ByteGemm& gemm, const float* maxima, int64_t count, float* values, int64_t* places, int64_t num_threads) {
+  const ByteCut cut(gemm, int(num_threads));
+  const bool is_small = gemm.num_rows * gemm.num_inputs * gemm.num_outputs < kFewProducts;
+  std::fill_n(values, gemm.num_rows, -kInfinity), std::fill_n(places, gemm.num_rows, 0);
+  std::mutex merging;
+  run_by_team(cut.num_items(), is_small ? 1 : num_threads, [&](Items& items) {
+    const Largest<Element> largest(gemm, maxima, count);
+    // In ascending order, which `LaneArgmax` relies on.
+    for (int64_t item = items.next(); item >= 0; item = items.next())
+      run_byte_items(gemm, cut, largest, item, item + 1);
+    const std::lock_guard<std::mutex> alone(merging);
+    for (int64_t row = 0; row < gemm.num_rows; ++row) largest.by_lane.merge(row, values[row], places[row]);
   });
 }
 
@@ -178,13 +240,24 @@ void scale_sums(
       int64_t to_stride, int64_t num_threads) {                                                                        \
     quantise(x, x_stride, num_rows, size, maxima, to, to_stride, num_threads);                                         \
   }                                                                                                                    \
-  /* Where the gemm `is_gated`, `num_outputs` counts gates and what they open, and `to` has half as many columns. */   \
-  extern "C" void spmd_int8_gemm_##name(                                                                               \
-      const int8_t* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const int8_t* packed,                   \
-      int64_t num_outputs, const float* maxima, const Element* bias, Element* to, int64_t is_gated,                    \
+  /* Numbers by a weight. Where the gemm `is_gated`, `num_outputs` counts gates and what they open, and `to` has half as\
+     many columns. `maxima` [num_rows] and `rows` [num_rows][num_inputs rounded up to 64] are memory to work in. */    \
+  extern "C" void spmd_int8_product_##name(                                                                            \
+      const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const int8_t* packed,                  \
+      int64_t num_outputs, const Element* bias, Element* to, int64_t is_gated, float* maxima, int8_t* rows,            \
       int64_t num_threads) {                                                                                           \
-    const ByteGemm gemm = {x, x_stride, num_rows, packed, num_inputs, num_outputs};                                    \
+    make_rows(x, x_stride, num_rows, num_inputs, maxima, rows, num_threads);                                           \
+    const ByteGemm gemm = {rows, padded_to_steps(num_inputs), num_rows, packed, num_inputs, num_outputs};              \
     multiply_all(gemm, Results<Element>(gemm, maxima, bias, to, is_gated != 0), num_threads);                          \
+  }                                                                                                                    \
+  /* The argmax of each row of such a product and its first place, among the first `count` outputs. */                 \
+  extern "C" void spmd_int8_argmax_##name(                                                                             \
+      const Element* x, int64_t x_stride, int64_t num_rows, int64_t num_inputs, const int8_t* packed,                  \
+      int64_t num_outputs, int64_t count, float* values, int64_t* places, float* maxima, int8_t* rows,                 \
+      int64_t num_threads) {                                                                                           \
+    make_rows(x, x_stride, num_rows, num_inputs, maxima, rows, num_threads);                                           \
+    const ByteGemm gemm = {rows, padded_to_steps(num_inputs), num_rows, packed, num_inputs, num_outputs};              \
+    find_largest<Element>(gemm, maxima, count, values, places, num_threads);                                           \
   }                                                                                                                    \
   /* Sums of `spmd_int8_sums` over several parts of the inputs -> what one gemm over all of them gives. */             \
   extern "C" void spmd_int8_scaled_##name(                                                                             \

@@ -17,7 +17,8 @@ struct Calls;
   struct Calls<Element> {                                                                                              \
     static constexpr auto rms_norm = spmd_rms_norm_##name;                                                             \
     static constexpr auto add_rms_norm = spmd_add_rms_norm_##name;                                                     \
-    static constexpr auto gemm = spmd_gemm_##name;                                                               \
+    static constexpr auto gemm = spmd_gemm_##name;                                                                     \
+    static constexpr auto int8_product = spmd_int8_product_##name;                                                     \
     static constexpr auto attend_projected = spmd_attend_projected_##name;                                             \
     SPMD_CALLS_OF_A_GROUP(name)                                                                                        \
   };
@@ -31,10 +32,18 @@ struct Calls;
 SPMD_CALLS(float32, float)
 SPMD_CALLS(bfloat16, uint16_t)
 
-// Products are packed for the AMX unit. A bias may be null.
+// Weights are in panels of elements or, where the stack `has_bytes`, of bytes (int8.h). A bias may be null.
 template <class Element>
 struct Layer {
-  const Element *input_norm, *qkv, *qkv_bias, *output, *output_bias, *norm, *gates, *gates_bias, *down, *down_bias;
+  const Element* input_norm;
+  const void* qkv;
+  const Element* qkv_bias;
+  const void* output;
+  const Element *output_bias, *norm;
+  const void* gates;
+  const Element* gates_bias;
+  const void* down;
+  const Element* down_bias;
   int64_t window;
 };
 
@@ -42,7 +51,7 @@ struct Layer {
 template <class Element>
 struct Stack {
   const Layer<Element>* layers;
-  int64_t hidden_size, num_heads, num_kv_heads, head_size, intermediate_size, block_size;
+  int64_t hidden_size, num_heads, num_kv_heads, head_size, intermediate_size, block_size, has_bytes;
   float epsilon, scale;
 };
 
@@ -58,10 +67,13 @@ struct Ranks {
   ranks->memory, ranks->rank, ranks->size, ranks->slot_bytes, ranks->spin_ns, ranks->timeout_ns, ranks->processes,     \
       ranks->few_elements
 
-// `x`, `projected`, `attended` and `opened` are memory to work in.
+// `x`, `projected`, `attended` and `opened` are memory to work in, and so are, where the stack `has_bytes`, `bytes` and
+// `maxima`: of as many rows, and for the widest of them.
 template <class Element>
 struct Step {
   Element *residual, *x, *projected, *attended, *opened;
+  int8_t* bytes;
+  float* maxima;
   const Element *cos, *sin;
   Element* cache;
   int64_t layer_stride, block_stride;
@@ -80,10 +92,16 @@ struct Run {
   int64_t num_elements() const { return step.num_tokens * stack.hidden_size; }
 
   void multiply(
-      const Element* x, int64_t num_inputs, const Element* weight, int64_t num_outputs, const Element* bias, Element* to,
+      const Element* x, int64_t num_inputs, const void* weight, int64_t num_outputs, const Element* bias, Element* to,
       bool is_gated = false) const {
-    Calls<Element>::gemm(
-        x, num_inputs, step.num_tokens, num_inputs, weight, num_outputs, bias, to, is_gated, step.num_threads);
+    if (stack.has_bytes)
+      Calls<Element>::int8_product(
+          x, num_inputs, step.num_tokens, num_inputs, static_cast<const int8_t*>(weight), num_outputs, bias, to,
+          is_gated, step.maxima, step.bytes, step.num_threads);
+    else
+      Calls<Element>::gemm(
+          x, num_inputs, step.num_tokens, num_inputs, static_cast<const Element*>(weight), num_outputs, bias, to,
+          is_gated, step.num_threads);
   }
 
   // Where this rank's part of the next sum goes, and is until then.

@@ -67,9 +67,12 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "silu_and_mul": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
     "gemm": (*(_POINTER, _INTEGER, _INTEGER, _INTEGER), *(_POINTER, _INTEGER, _POINTER, _POINTER), *(_INTEGER,) * 2),
     "argmax": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
+    "masses": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 3, _INTEGER),
+    "find_mass": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5),
     "int8_maxima": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
     "int8_quantise": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),
-    "int8_gemm": (*_BYTE_GEMM, _POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER),
+    "int8_product": (*_BYTE_GEMM, *(_POINTER, _POINTER, _INTEGER), *(_POINTER, _POINTER, _INTEGER)),
+    "int8_argmax": (*_BYTE_GEMM, *(_INTEGER, _POINTER, _POINTER), *(_POINTER, _POINTER, _INTEGER)),
     "int8_scaled": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER, _INTEGER), *(_POINTER,) * 3, _INTEGER),
 }
 # Of one dtype alone, or of none.
@@ -79,6 +82,7 @@ _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     ),
     "team_counters": (_POINTER,),
+    "cut_float32": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5, _INTEGER),
     "int8_sums": (*_BYTE_GEMM, _POINTER, _INTEGER),
 }
 _LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)

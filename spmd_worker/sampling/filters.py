@@ -1,49 +1,53 @@
-"""What cuts the distribution: min-p, top-k, top-p.
+"""What cuts the distribution: min-p, top-k, top-p; and what temperature makes of logits.
 
 Each filter finds a threshold for its row and drops everything below it, so that ties are kept or dropped together and
 the outcome depends on the row's values alone, not on the order in which a sort leaves equal ones. The order is vLLM's:
-min-p, top-k, then top-p of what top-k left.
+min-p, top-k, then top-p of what top-k left. What a token weighs is its mass, a whole number (`Kernels.masses`).
 
-V: vocabulary. All logits are already divided by the temperature.
+K: rows; V: vocabulary.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from spmd_worker.kernels.api import Cuts, Kernels
 from spmd_worker.sequence.sampling_params import SamplingParams
 
-_NUM_CANDIDATES = 1024
-"""How many of the likeliest are sorted first; only when they do not hold `top_p` of the mass, all are."""
+MOST_TEMPERATURE: Final = 1e30
+"""Hotter is as hot: all tokens that are left are equally likely. Float32 has no larger powers to spare."""
+
+_LOG2_E: Final = math.log2(math.e)
+_MOST_FACTOR: Final = 1e38
+"""Colder is as cold: all but the largest have no mass. Float32 has hardly larger numbers."""
 
 
-def filter_logits(values: Tensor, sampling: SamplingParams) -> None:
-    """Set what the filters drop to minus infinity, in place; float32 [V]."""
-    threshold = -math.inf
-    if sampling.min_p > 0.0:
-        threshold = float(values.max()) + math.log(sampling.min_p)
-    if 0 < sampling.top_k < values.numel():
-        threshold = max(threshold, float(torch.topk(values, sampling.top_k).values[-1]))
-    _drop_below(values, threshold)
-    if sampling.top_p < 1.0:
-        _drop_below(values, _nucleus_threshold(values, sampling.top_p))
+def factors_of(samplings: Sequence[SamplingParams], device: torch.device) -> Tensor:
+    """Float32 [K]: what logits are multiplied by before they are powers of two. Of rows that draw."""
+    values = [min(_LOG2_E / _temperature(each), _MOST_FACTOR) for each in samplings]
+    return torch.tensor(values, dtype=torch.float32).to(device)
 
 
-def _drop_below(values: Tensor, threshold: float) -> None:
-    if threshold > -math.inf:
-        values[values < threshold] = -torch.inf
+def filter_logits(kernels: Kernels, logits: Tensor, samplings: Sequence[SamplingParams]) -> None:
+    """Set what the filters drop to minus infinity, in place; float32 [K, V], of rows that draw and have filters.
+
+    A row without a finite largest logit, which has nothing to draw, is left with any values.
+    """
+    device = logits.device
+    largest = torch.nan_to_num(kernels.largest(logits)[0], nan=0.0, posinf=0.0, neginf=0.0)
+    below = [_temperature(each) * math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in samplings]
+    cuts = Cuts(
+        largest=largest,
+        factors=factors_of(samplings, device),
+        lowest=largest + torch.tensor(below, dtype=torch.float32).to(device),
+        top_k=torch.tensor([max(0, each.top_k) for each in samplings], dtype=torch.int64).to(device),
+        top_p=torch.tensor([each.top_p for each in samplings], dtype=torch.float64).to(device),
+    )
+    kernels.cut_(logits, cuts)
 
 
-def _nucleus_threshold(values: Tensor, top_p: float) -> float:
-    """The smallest logit among the fewest likeliest tokens that hold `top_p` of the mass."""
-    weights = torch.exp((values - values.max()).double())
-    target = top_p * float(weights.cumsum(0)[-1])
-    num_candidates = min(_NUM_CANDIDATES, values.numel())
-    while True:
-        likeliest = torch.topk(values, num_candidates).values
-        mass = torch.exp((likeliest - likeliest[0]).double()).cumsum(0)
-        if num_candidates == values.numel() or float(mass[-1]) >= target:
-            index = int(torch.searchsorted(mass, torch.tensor(target, dtype=mass.dtype, device=mass.device)))
-            return float(likeliest[min(index, num_candidates - 1)])
-        num_candidates = values.numel()
+def _temperature(sampling: SamplingParams) -> float:
+    return min(sampling.temperature, MOST_TEMPERATURE)

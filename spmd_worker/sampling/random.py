@@ -34,11 +34,10 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
     return c0, c1, c2, c3
 
 
-def uniforms(streams: list[int], samples: list[int], positions: list[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) a row, 53 bits: `streams` unsigned 64-bit, `samples` and `positions` below 2**32."""
+def draw_bits(streams: list[int], samples: list[int], positions: list[int]) -> NDArray[np.int64]:
+    """53 random bits a row: `streams` unsigned 64-bit, `samples` and `positions` below 2**32."""
     stream = np.array(streams, dtype=np.uint64)
     position, sample = np.array(positions, dtype=np.uint64), np.array(samples, dtype=np.uint64)
     zero = np.zeros_like(stream)
     first, second, _, _ = philox((position, sample, zero, zero), (stream & _LOW, stream >> _SHIFT))
-    bits = (first << _SHIFT | second) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
+    return ((first << _SHIFT | second) >> np.uint64(11)).astype(np.int64)

@@ -1,9 +1,10 @@
 """Logits of vocabulary shards -> token ids, the same on every rank of the tensor-parallel group.
 
 Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by
-inverting the cumulative distribution with one counter-based uniform a row. Their log-probabilities come from the
-shards too (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties; all but greedy ones
-where bits must not depend on the number of ranks) have their logits gathered. A row's token depends on its own logits,
+inverting the cumulative distribution with one counter-based uniform a row; masses are whole numbers, so that what is
+drawn of equal logits does not depend on the number of ranks. Their log-probabilities come from the shards too
+(`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties; log-probabilities whose bits must
+not depend on the number of ranks) have their logits gathered. A row's token depends on its own logits,
 parameters and key alone. A row with a logit that is NaN or infinite, or with none above minus infinity, gets
 `NON_FINITE` in place of an id; every rank says so of the same rows, because each looks at the largest logits of all
 shards. A row whose form lets no token follow gets `FORM_FAILED`; what other forms forbid is masked in each shard,
@@ -14,7 +15,7 @@ R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks o
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +23,11 @@ from torch import Tensor
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.sampling.filters import filter_logits
+from spmd_worker.sampling.filters import MOST_TEMPERATURE, factors_of, filter_logits
 from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
 from spmd_worker.sampling.processors import process_logits
-from spmd_worker.sampling.random import uniforms
+from spmd_worker.sampling.random import draw_bits
 from spmd_worker.sampling.row import SampleRow
-from spmd_worker.sampling.row_blocks import row_blocks
 from spmd_worker.sampling.shard_logprobs import log_masses, shard_logprobs
 from spmd_worker.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.sequence.outputs import TokenLogprobs
@@ -35,9 +35,6 @@ from spmd_worker.sequence.sampled import FORM_FAILED, NON_FINITE
 from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
 Value = TypeVar("Value")
-
-_MOST_TEMPERATURE: Final = 1e30
-"""Hotter is as hot: all tokens that are left are equally likely. Float32 has no larger powers to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +74,8 @@ class Sampler:
         *,
         is_exact: bool = False,
     ) -> None:
-        """With `is_exact` what is drawn and reported is computed of whole vocabularies, on one rank too: of equal
-        logits it is then the same bits on any number of ranks, which sums over shards are not.
+        """With `is_exact` what is reported is computed of whole vocabularies, on one rank too: of equal logits it is
+        then the same bits on any number of ranks, which sums over shards are not.
         """
         self._kernels = ReferenceKernels() if kernels is None else kernels
         self._group, self._shard_start, self._vocab_size = group, shard_start, vocab_size
@@ -96,7 +93,7 @@ class Sampler:
             # What is reported of a row with a mask is not what it is chosen by.
             wants_whole = row.sampling.logprobs == ALL_LOGPROBS or index in masks.places
             is_whole = row.sampling.needs_logprobs and (self._group.size == 1 or wants_whole)
-            is_whole = is_whole or (self._is_exact and (row.sampling.needs_logprobs or not row.sampling.is_greedy))
+            is_whole = is_whole or (self._is_exact and row.sampling.needs_logprobs)
             (others if row.needs_all_logits or is_whole else simple).append(index)
         token_ids = [FORM_FAILED] * len(rows)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -218,11 +215,7 @@ class Sampler:
             reported = self._log_softmax(logits, rows, wants)
         masks.apply(logits, 0)
         process_logits(logits, rows, self._eos_token_ids)
-        for values, row in zip(logits, rows, strict=True):
-            if not row.sampling.is_greedy and row.sampling.has_filters:
-                tempered = (values - values.max()) / min(row.sampling.temperature, _MOST_TEMPERATURE)
-                filter_logits(tempered, row.sampling)
-                values.masked_fill_(tempered == -torch.inf, -torch.inf)
+        self._filter(logits, rows)
         if wants and reported is None:
             reported = self._log_softmax(logits, rows, wants)
         alone = GroupHandle(ranks=(0,), rank=0, group=None)
@@ -233,6 +226,16 @@ class Sampler:
             assert reported is not None, wants
             logprobs[index] = token_logprobs(reported[place], chosen[index], rows[index].sampling.logprobs or 0)
         return Sampled(tuple(chosen), tuple(logprobs))
+
+    def _filter(self, logits: Tensor, rows: list[SampleRow]) -> None:
+        """What top-k, top-p and min-p drop, in place: [K, V]."""
+        cut = [index for index, row in enumerate(rows) if not row.sampling.is_greedy and row.sampling.has_filters]
+        if not cut:
+            return
+        own = _rows_of(logits, cut)
+        filter_logits(self._kernels, own, [rows[index].sampling for index in cut])
+        if own is not logits:
+            logits[cut] = own
 
     def _choose(
         self, logits: Tensor, rows: list[SampleRow], group: GroupHandle, forbidden_id: int = NON_FINITE
@@ -249,7 +252,7 @@ class Sampler:
         if drawn:
             drawn_rows = [rows[index] for index in drawn]
             first = self._first_id(group)
-            ids = _draw(_rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
+            ids = _draw(self._kernels, _rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
             _scatter(ids, drawn, chosen)
         return _Choice(chosen, columns, best_values)
 
@@ -267,27 +270,32 @@ class Sampler:
         return self._shard_start if group.size > 1 else 0
 
 
-def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int) -> list[int]:
-    """The id at which the mass, summed in the order of ids in float64, passes a uniform share of the whole."""
+def _draw(
+    kernels: Kernels, logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int
+) -> list[int]:
+    """The id at which the running mass, in the order of ids, passes a uniform share of the whole. Masses are whole
+    numbers: the ids are the same however the vocabulary is cut.
+    """
     device = logits.device
-    temperatures = _temperatures(rows, device).double()
-    mass = torch.empty(logits.shape, dtype=torch.float64, device=device)
-    for block in row_blocks(logits):
-        shares = ((logits[block].double() - largest[block].unsqueeze(1)) / temperatures[block]).exp_()
-        torch.cumsum(shares, dim=-1, out=mass[block])
-    totals = group.all_gather(mass[:, -1].contiguous())
-    before = totals.cumsum(dim=0)
-    draws = uniforms([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
-    targets = torch.from_numpy(draws).to(device) * before[-1]
+    largest, factors = largest.float(), factors_of([row.sampling for row in rows], device)
+    masses = kernels.masses(logits, largest, factors)
+    before = group.all_gather(masses.sum(dim=-1)).cumsum(dim=0)
+    bits = draw_bits([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
+    targets = _shares(torch.from_numpy(bits).to(device), before[-1])
     offset = before[group.rank - 1] if group.rank else torch.zeros_like(targets)
-    local = torch.searchsorted(mass, (targets - offset).unsqueeze(1), right=True).squeeze(1)
-    # A target at the very end of a shard may be rounded past it: the last id with mass takes it.
-    last = torch.searchsorted(mass, mass[:, -1:].contiguous()).squeeze(1)
+    found = kernels.find_mass(logits, largest, factors, masses, targets - offset)
     owner = torch.searchsorted(before.t().contiguous(), targets.unsqueeze(1), right=True).squeeze(1)
-    found = torch.minimum(local, last) + first
-    candidates = group.all_gather(found)
-    owner = owner.clamp(max=group.size - 1).unsqueeze(0)
-    return [int(token_id) for token_id in candidates.gather(0, owner).squeeze(0).tolist()]
+    candidates = group.all_gather(found + first)
+    return [int(token_id) for token_id in candidates.gather(0, owner.unsqueeze(0)).squeeze(0).tolist()]
+
+
+def _shares(bits: Tensor, totals: Tensor) -> Tensor:
+    """Int64 [K] of 53 bits, int64 [K] below 2^58 -> floor(bits x totals / 2^53), exactly, in numbers of 64 bits."""
+    high, low = bits >> 26, bits & (1 << 26) - 1
+    upper, lower = totals >> 30, totals & (1 << 30) - 1
+    # high upper 2^56 + (low upper 2^4 + high lower) 2^26 + low lower, over 2^26 and then over 2^27.
+    rest = (low * upper << 4) + high * lower + (low * lower >> 26)
+    return (high * upper << 3) + (rest >> 27)
 
 
 def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> Tensor:
@@ -297,7 +305,7 @@ def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> T
 
 def _temperatures(rows: list[SampleRow], device: torch.device) -> Tensor:
     """Float32 [K, 1]; 1 for greedy rows."""
-    values = [1.0 if row.sampling.is_greedy else min(row.sampling.temperature, _MOST_TEMPERATURE) for row in rows]
+    values = [1.0 if row.sampling.is_greedy else min(row.sampling.temperature, MOST_TEMPERATURE) for row in rows]
     return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
 

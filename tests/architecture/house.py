@@ -226,7 +226,6 @@ _SAMPLER = "this sampler's host code decides"
 MAY_READ_BACK = {
     "spmd_worker.layers.experts": {"bincount": (1, _EXPERTS), "tolist": (1, _EXPERTS)},
     "spmd_worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},
-    "spmd_worker.sampling.filters": {"tensor": (1, _SAMPLER)},
     "spmd_worker.sampling.logprobs": {"nonzero": (1, _SAMPLER), "tolist": (2, _SAMPLER)},
     "spmd_worker.sampling.processors": {"tensor": (2, _SAMPLER), "unique": (2, _SAMPLER)},
     "spmd_worker.sampling.sampler": {"tensor": (1, _SAMPLER), "tolist": (5, _SAMPLER)},

@@ -224,3 +224,35 @@ def test_the_largest_of_each_row_and_its_first_place(instruction_set, dtype, cou
 def test_no_rows_have_no_largest(instruction_set):
     values, indices = kernels_for(instruction_set).largest(torch.empty(0, 8))
     assert (values.shape, indices.shape) == ((0,), (0,))
+
+
+@each_library
+@each_dtype
+@pytest.mark.parametrize("count", [1, 15, 64, 1024, 2500])
+def test_masses_are_those_of_plain_torch_and_exact_in_any_pieces(instruction_set, dtype, count):
+    kernels = kernels_for(instruction_set)
+    logits = numbers(9, count + 5, dtype=dtype, seed=count)[:, :count]
+    logits[2] = 1.0
+    logits[1, 1::5] = -torch.inf
+    largest, factors = logits.float().amax(dim=1), torch.tensor([1.44, 0.3, 9.0] * 3)
+    factors[3], factors[4] = 1e38, 1e-30
+    each = kernels.masses(logits.reshape(-1, 1), *(x.repeat_interleave(count) for x in (largest, factors)))
+    each = each.view(9, count)
+    expected = (((logits.float() - largest[:, None]) * factors[:, None]).double().exp2() * 2.0**40).floor().long()
+    assert torch.allclose(each.double(), expected.double(), rtol=4e-7, atol=1)
+    sums = kernels.masses(logits, largest, factors)
+    assert torch.equal(sums.sum(dim=1), each.sum(dim=1))
+    assert each.max(dim=1).values.tolist() == [2**40] * 9
+    assert each[4].tolist() == [2**40] * count
+    for share in (0.0, 0.1, 0.5, 0.999, 1.0):
+        targets = (each.sum(dim=1).double() * share).long().clamp(max=each.sum(dim=1) - 1)
+        found = kernels.find_mass(logits, largest, factors, sums, targets)
+        running = each.cumsum(dim=1)
+        assert torch.equal(found, torch.searchsorted(running, targets.unsqueeze(1), right=True).squeeze(1))
+    beyond = kernels.find_mass(logits, largest, factors, sums, each.sum(dim=1))
+    assert beyond.tolist() == kernels.find_mass(logits, largest, factors, sums, -targets - 1).tolist() == [-1] * 9
+    ours, plain = (
+        one.find_mass(logits, largest, factors, one.masses(logits, largest, factors), targets // 3)
+        for one in (kernels, reference)
+    )
+    assert torch.equal(ours, plain)

@@ -60,6 +60,27 @@ def test_every_instruction_set_has_the_bits_of_plain_torch(
             assert torch.equal(bits(ours.linear(some, packed, bias)), bits(plain.linear(some, expected, bias)))
 
 
+@each_library
+@each_dtype
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "count"), [(64, 48, 48), (96, 160, 151), (90, 34, 34)])
+def test_the_argmax_in_the_product_is_that_of_the_product(
+    instruction_set: str, dtype: torch.dtype, num_inputs: int, num_outputs: int, count: int
+):
+    """First places of ties, of what is no number, and of what is beyond the last output; the control in it: outputs
+    that are not there would win."""
+    kernels = Int8CpuKernels(library_for(instruction_set), dtype)
+    x, weight = rows_and_weight(47, num_inputs, num_outputs, dtype)
+    weight[3, 0], weight[7] = 1.0, weight[5]
+    weight[count:] = weight[:count].abs().amax() * x[5].sign()
+    packed = kernels.pack(weight)
+    values, places = kernels.linear_argmax(x, packed, count)
+    expected, at = kernels.largest(kernels.linear(x, packed, None)[:, :count])
+    assert torch.equal(bits(values), bits(expected))
+    assert torch.equal(places, at)
+    if count < num_outputs:
+        assert kernels.linear_argmax(x, packed, num_outputs)[1][5] >= count
+
+
 def test_the_comparison_sees_a_sum_that_is_off_by_one():
     """Negative control."""
     kernels, (x, weight) = Int8CpuKernels(native(), torch.float32), rows_and_weight(2, 64, 64, torch.float32)

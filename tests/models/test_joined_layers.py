@@ -11,7 +11,7 @@ import ranks
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
 from model_configs import with_layers
-from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, needs_avx512
+from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, each_library, needs_avx512
 from our_model import prompt_logits
 from reference_models import random_prompt
 
@@ -43,6 +43,24 @@ def test_joined_layers_give_the_same_bits(
 ):
     model = new_model(model_config, dtype, instruction_set=instruction_set)
     assert are_equal(*joined_and_one_by_one(model, PROMPTS, chunk))
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("model_config", [SHAPES["biased"], SHAPES["wide heads"]], ids=["biased", "wide heads"])
+@each_library
+@each_dtype
+def test_joined_layers_of_int8_give_the_same_bits(
+    dtype: torch.dtype, instruction_set: str, model_config: ModelConfig, chunk: int | None
+):
+    model = new_model(model_config, dtype, instruction_set=instruction_set, has_bytes=True)
+    assert model.model.layers[0].self_attn.qkv_proj.weight.dtype == torch.int8
+    assert are_equal(*joined_and_one_by_one(model, PROMPTS, chunk))
+
+
+def test_layers_that_exchange_sums_of_bytes_run_one_by_one():
+    """Each of their products needs the other ranks in its midst."""
+    model = new_model(PLAIN, torch.bfloat16, GroupHandle((0, 1), 0, None), has_bytes=True, instruction_set=WITHOUT_AMX)
+    assert model.model.joined_layers is None
 
 
 @pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_avx512), WITHOUT_AMX])

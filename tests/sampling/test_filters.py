@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from native_libraries import native
 
-from spmd_worker.sampling import filters
+from spmd_worker.kernels.cpu.native import CpuKernels
+from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.sampling.filters import filter_logits
 from spmd_worker.sequence.sampling_params import SamplingParams
 
@@ -13,13 +15,19 @@ INF = math.inf
 
 
 def kept(logits: list[float] | torch.Tensor, **sampling: float) -> list[int]:
-    """Ids that survive."""
-    values = torch.as_tensor(logits, dtype=torch.float32).clone()
-    before = values.clone()
-    filter_logits(values, SamplingParams(**sampling))
-    survivors = torch.nonzero(values > -INF).squeeze(1)
-    assert torch.equal(values[survivors], before[survivors]), "what is kept is not changed"
-    return survivors.tolist()
+    """Ids that survive: by the compiled kernels and by plain torch, alone and beside another row."""
+    before = torch.as_tensor(logits, dtype=torch.float32).unsqueeze(0)
+    found = []
+    for kernels in (CpuKernels(native()), ReferenceKernels()):
+        values, beside = before.clone(), torch.cat((before.flip(1), before))
+        filter_logits(kernels, values, [SamplingParams(**sampling)])
+        filter_logits(kernels, beside, [SamplingParams(top_k=1), SamplingParams(**sampling)])
+        assert torch.equal(values[0], beside[1]), "a row is cut as if it were alone"
+        survivors = torch.nonzero(values[0] > -INF).squeeze(1)
+        assert torch.equal(values[0][survivors], before[0][survivors]), "what is kept is not changed"
+        found.append(survivors.tolist())
+    assert found[0] == found[1]
+    return found[0]
 
 
 def naive_kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
@@ -33,7 +41,7 @@ def naive_kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: 
     weights = {index: math.exp(value - largest) for index, value in values.items()}
     total, mass, nucleus, last = sum(weights.values()), 0.0, [], None
     for index in sorted(weights, key=lambda index: -weights[index]):
-        if mass >= top_p * total and values[index] != last:
+        if top_p < 1.0 and mass >= top_p * total and values[index] != last:
             break
         mass, last = mass + weights[index], values[index]
         nucleus.append(index)
@@ -107,11 +115,20 @@ def test_coarse_logits_full_of_ties_are_cut_as_the_definitions_say(sampling: dic
         assert kept(logits, **sampling) == naive_kept(logits, **sampling)
 
 
-def test_a_flat_vocabulary_needs_more_candidates_than_are_sorted_first():
-    logits = 0.1 * torch.randn(5000, generator=torch.Generator().manual_seed(2))
-    survivors = kept(logits, top_p=0.9)
-    assert survivors == naive_kept(logits, top_p=0.9)
-    assert len(survivors) > filters._NUM_CANDIDATES
+@pytest.mark.parametrize("scale", [0.1, 1e-5, 30.0])
+def test_large_vocabularies_flat_and_steep_are_cut_as_the_definitions_say(scale: float):
+    logits = scale * torch.randn(5000, generator=torch.Generator().manual_seed(2))
+    for sampling in ({"top_p": 0.9}, {"top_k": 700}, {"top_k": 4000, "top_p": 0.3}):
+        assert kept(logits, **sampling) == naive_kept(logits, **sampling)
+
+
+def test_temperature_comes_before_the_filters():
+    """As of logits that are divided already."""
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(5))
+    for temperature in (0.3, 2.5):
+        for sampling in ({"top_p": 0.7}, {"min_p": 0.2}):
+            tempered = kept(logits, temperature=temperature, **sampling)
+            assert tempered == naive_kept(logits / temperature, **sampling) != naive_kept(logits, **sampling)
 
 
 def test_the_order_of_equal_tokens_does_not_matter():
@@ -124,8 +141,10 @@ def test_the_order_of_equal_tokens_does_not_matter():
         assert sorted(order[permuted].tolist()) == kept(logits, **sampling)
 
 
-def test_the_comparison_sees_top_p_that_is_taken_before_top_k(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: with nothing left of the nucleus rule, the sets differ."""
-    monkeypatch.setattr(filters, "_nucleus_threshold", lambda values, top_p: float(values.max()))
+def test_the_comparison_sees_top_p_that_is_taken_before_top_k():
+    """Negative control."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(4))
-    assert kept(logits, top_p=0.95) != naive_kept(logits, top_p=0.95)
+    first = naive_kept(logits, top_p=0.8)
+    left = torch.full((300,), -INF)
+    left[first] = logits[first]
+    assert kept(logits, top_k=50, top_p=0.8) != naive_kept(left, top_k=50)

@@ -1,4 +1,4 @@
-"""Philox against the vectors its authors published; uniforms as a function of stream, sample and position alone."""
+"""Philox against its authors' vectors; what rows draw by as a function of stream, sample and position alone."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spmd_worker.sampling import random as counter_random
-from spmd_worker.sampling.random import philox, uniforms
+from spmd_worker.sampling.random import draw_bits, philox
 
 # "kat_vectors" of Random123 1.14 for philox4x32-10: counter, key, result.
 KNOWN = [
@@ -39,23 +39,23 @@ def test_the_vectors_see_one_round_too_few(monkeypatch):
     assert all(run_philox(counter, key) != expected for counter, key, expected in KNOWN)
 
 
-def test_a_uniform_is_the_first_64_bits_of_its_counter_and_key():
+def test_a_row_draws_by_the_first_53_bits_of_its_counter_and_key():
     stream, sample, position = 0x299F31D0A4093822, 7, 1234
     first, second, _, _ = run_philox((position, sample, 0, 0), (0xA4093822, 0x299F31D0))
-    assert uniforms([stream], [sample], [position])[0] == ((first << 32 | second) >> 11) / 2**53
+    assert int(draw_bits([stream], [sample], [position])[0]) == (first << 32 | second) >> 11
 
 
 def test_every_part_of_the_name_counts_and_company_does_not():
     base = ([5], [0], [0])
     others = [([6], [0], [0]), ([5 + 2**32], [0], [0]), ([5], [1], [0]), ([5], [0], [1])]
-    values = [float(uniforms(*each)[0]) for each in [base, *others]]
+    values = [int(draw_bits(*each)[0]) for each in [base, *others]]
     assert len(dict.fromkeys(values)) == len(values)
-    together = uniforms([5, 6, 5 + 2**32, 5, 5], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1])
+    together = draw_bits([5, 6, 5 + 2**32, 5, 5], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1])
     assert together.tolist() == values
 
 
-def test_uniforms_lie_in_the_unit_interval_and_fill_it_evenly():
-    values = uniforms([2**64 - 1] * 20_000, [0] * 20_000, list(range(20_000)))
+def test_bits_as_a_share_of_one_lie_in_the_unit_interval_and_fill_it_evenly():
+    values = draw_bits([2**64 - 1] * 20_000, [0] * 20_000, list(range(20_000))) / 2**53
     assert values.min() >= 0.0
     assert values.max() < 1.0
     counts, _ = np.histogram(values, bins=100, range=(0, 1))
@@ -69,9 +69,9 @@ def test_the_hosts_generators_are_neither_read_nor_written():
     def states() -> tuple[object, ...]:
         return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
 
-    before, first = states(), uniforms([1], [2], [3]).tolist()
+    before, first = states(), draw_bits([1], [2], [3]).tolist()
     assert states() == before
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    assert uniforms([1], [2], [3]).tolist() == first
+    assert draw_bits([1], [2], [3]).tolist() == first

@@ -3,20 +3,25 @@
 Shards are played by threads; the vocabulary of 211 ids does not divide, and with 8 ranks most of them own nothing.
 """
 
+import bisect
+import itertools
 import math
 import random
 
 import numpy as np
 import pytest
 import torch
+from native_libraries import native
 from thread_groups import on_ranks
 
 import spmd_worker.sampling.sampler as sampler_module
 import spmd_worker.sampling.shard_logprobs as shard_module
 from spmd_worker.config.schema import LOGPROBS_MODES
 from spmd_worker.distributed.communicator import GroupHandle, single_group
+from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.sampling import row_blocks
+from spmd_worker.sampling.filters import factors_of
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
 from spmd_worker.sequence.outputs import TokenLogprobs
@@ -170,9 +175,9 @@ def test_a_rows_token_does_not_depend_on_its_neighbours_or_their_order():
 
 def test_the_comparison_sees_a_draw_that_is_named_by_its_place_in_the_batch(monkeypatch: pytest.MonkeyPatch):
     """Negative control: randomness named by place gives other tokens in another order."""
-    uniforms = sampler_module.uniforms
+    draw_bits = sampler_module.draw_bits
     monkeypatch.setattr(
-        sampler_module, "uniforms", lambda streams, samples, places: uniforms([*range(len(streams))], samples, places)
+        sampler_module, "draw_bits", lambda streams, samples, places: draw_bits([*range(len(streams))], samples, places)
     )
     logits, rows = mixed()
     together = whole(logits, rows).token_ids
@@ -507,6 +512,30 @@ def test_the_tests_see_a_sampler_that_takes_what_comes(monkeypatch: pytest.Monke
         test_a_row_whose_logits_are_not_finite_gets_no_id_on_any_rank_and_its_neighbours_theirs(
             slice(0, 1), float("nan"), 1
         )
+
+
+def test_shares_of_a_total_are_exact():
+    generator = random.Random(3)
+    cases = [(generator.getrandbits(53), generator.getrandbits(1 + index % 58)) for index in range(2000)]
+    cases += [(2**53 - 1, 2**58 - 1), (0, 2**58 - 1), (2**53 - 1, 2**40), (1, 1), (2**52, 3)]
+    bits, totals = torch.tensor(cases, dtype=torch.int64).unbind(1)
+    assert sampler_module._shares(bits, totals).tolist() == [one * other >> 53 for one, other in cases]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_are_those_of_the_definition_in_plain_python(dtype: torch.dtype):
+    """A row draws the first id whose running mass exceeds its share of the whole; masses by the compiled kernels."""
+    kernels = CpuKernels(native())
+    logits = (3 * torch.randn(60, 1500, generator=torch.Generator().manual_seed(4))).to(dtype)
+    rows = [row(stream=index, temperature=(0.5, 1.0, 2.0)[index % 3]) for index in range(60)]
+    found = Sampler(single_group(), 0, 1500, EOS, "raw_logprobs", kernels).sample(logits, rows).token_ids
+    for index, each in enumerate(rows):
+        largest, factor = logits[index].max().reshape(1).float(), factors_of([each.sampling], torch.device("cpu"))
+        columns = logits[index].unsqueeze(1)
+        masses = kernels.masses(columns, largest.expand(1500).contiguous(), factor.expand(1500).contiguous())
+        running = list(itertools.accumulate(masses.flatten().tolist()))
+        bits = int(sampler_module.draw_bits([each.stream], [each.sample_index], [each.position])[0])
+        assert found[index] == bisect.bisect_right(running, bits * running[-1] >> 53), index
 
 
 def test_a_row_is_uniform_where_it_is_as_hot_as_can_be():

@@ -21,7 +21,7 @@ _OFFSET: Final = 128
 _ROW_STEP: Final = 64
 """Bytes that a row of inputs is padded to a multiple of."""
 
-_FUNCTIONS: Final = ("maxima", "quantise", "gemm", "scaled")
+_FUNCTIONS: Final = ("maxima", "quantise", "product", "argmax", "scaled")
 
 
 def int8_kernels(dtype: torch.dtype) -> "tuple[Int8Kernels | Int8CpuKernels, str | None]":
@@ -36,6 +36,11 @@ def int8_kernels(dtype: torch.dtype) -> "tuple[Int8Kernels | Int8CpuKernels, str
 def are_byte_panels(packed: Tensor) -> bool:
     """Whether an int8 weight is in panels."""
     return packed.dtype == torch.int8 and packed.ndim == 3
+
+
+def row_bytes(num_inputs: int) -> int:
+    """Of a row of so many inputs, as the library's products take it."""
+    return -(-num_inputs // _ROW_STEP) * _ROW_STEP
 
 
 def int8_shape(packed: Tensor) -> tuple[int, int]:
@@ -122,21 +127,31 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
         return self._product(x, weight, bias, is_gated=True)
 
     def linear_argmax(self, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `Kernels.linear_argmax`."""
+        """See `Kernels.linear_argmax`. In panels the product is never written down."""
         if weight.dtype != torch.int8:
             return super().linear_argmax(x, weight, count)
-        return self.largest(self.linear(x, weight, None)[:, :count])
+        if not are_byte_panels(weight) or weight.shape[1] != 1:
+            return self.largest(self.linear(x, weight, None)[:, :count])
+        x, num_outputs = self._checked(x), _num_outputs(weight)
+        assert 0 < count <= num_outputs, (count, num_outputs)
+        values, places = torch.empty(len(x), dtype=torch.float32), torch.empty(len(x), dtype=torch.int64)
+        maxima, rows = _scratch(x)
+        self._int8["argmax"](
+            *_product_arguments(x, weight),
+            *(count, values.data_ptr(), places.data_ptr()),
+            *(maxima.data_ptr(), rows.data_ptr(), num_threads()),
+        )
+        return values, places
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool) -> Tensor:
         x, num_outputs = self._checked(x), _num_outputs(weight)
-        maxima = self.row_maxima(x)
         output = torch.empty((len(x), num_outputs // (1 + is_gated)), dtype=x.dtype)
         bias = self._checked_bias(bias, num_outputs)
-        rows = self._quantised(x, maxima)
-        self._int8["gemm"](
-            *_gemm_arguments(rows, weight),
-            *(maxima.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr()),
-            *(is_gated, num_threads()),
+        maxima, rows = _scratch(x)
+        self._int8["product"](
+            *_product_arguments(x, weight),
+            *(None if bias is None else bias.data_ptr(), output.data_ptr(), is_gated),
+            *(maxima.data_ptr(), rows.data_ptr(), num_threads()),
         )
         return output
 
@@ -168,7 +183,7 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
     def _quantised(self, x: Tensor, maxima: Tensor) -> Tensor:
         """[T, I] -> int8 [T, I rounded up to 64], as the library's products take it."""
         num_rows, num_inputs = x.shape
-        rows = torch.empty((num_rows, -(-num_inputs // _ROW_STEP) * _ROW_STEP), dtype=torch.int8)
+        rows = torch.empty((num_rows, row_bytes(num_inputs)), dtype=torch.int8)
         self._int8["quantise"](
             *(x.data_ptr(), x.stride(0), num_rows, num_inputs, maxima.data_ptr()),
             *(rows.data_ptr(), rows.shape[1], num_threads()),
@@ -191,6 +206,19 @@ class Int8CpuKernels(Int8Packing, CpuKernels):
 
 def _num_outputs(weight: Tensor) -> int:
     return weight.shape[0] * weight.shape[1] * PANEL
+
+
+def _scratch(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What the library works in for a product of `x` [T, I]: float32 [T], int8 [T, bytes of a row]."""
+    num_rows, num_inputs = x.shape
+    rows = torch.empty((num_rows, row_bytes(num_inputs)), dtype=torch.int8)
+    return torch.empty(num_rows, dtype=torch.float32), rows
+
+
+def _product_arguments(x: Tensor, weight: Tensor) -> tuple[int, ...]:
+    assert weight.is_contiguous(), weight.stride()
+    assert x.shape[1] == inputs_of(weight.shape[-1]), (x.shape, weight.shape)
+    return (x.data_ptr(), x.stride(0), *x.shape, weight.data_ptr(), _num_outputs(weight))
 
 
 def _gemm_arguments(rows: Tensor, weight: Tensor) -> tuple[int, ...]:

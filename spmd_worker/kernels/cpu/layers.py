@@ -19,10 +19,13 @@ from torch import Tensor
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.distributed.shared_memory import SharedMemoryGroup
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
+from spmd_worker.kernels.cpu.int8 import are_byte_panels, row_bytes
 from spmd_worker.kernels.cpu.native import are_gated_panels, are_panels, dtype_name
+from spmd_worker.model_config.int8_format import PANEL, panel_bytes
 from spmd_worker.native.library import NativeLibrary
 from spmd_worker.native.threads import num_threads
 
+_WEIGHTS: Final = ("qkv", "output", "gates", "down")
 _TENSORS: Final = tuple(each.name for each in fields(LayerWeights) if each.name != "window")
 
 _TOKENS_A_CALL: Final = 4096
@@ -54,7 +57,9 @@ class _Layer(ctypes.Structure):
 class _Stack(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
-        *_fields("hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size", "block_size"),
+        *_fields(
+            "hidden_size", "num_heads", "num_kv_heads", "head_size", "intermediate_size", "block_size", "has_bytes"
+        ),
         *_fields("epsilon", "scale", kind=ctypes.c_float),
     ]
 
@@ -65,7 +70,7 @@ class _Ranks(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        *_fields("residual", "x", "projected", "attended", "opened", "cos", "sin"),
+        *_fields("residual", "x", "projected", "attended", "opened", "bytes", "maxima", "cos", "sin"),
         *_fields("cache", "layer_stride", "block_stride", "tables", "table_stride"),
         *_fields("blocks", "offsets", "query_starts", "context_lengths"),
         *_fields("num_sequences", "num_tokens", "num_threads"),
@@ -84,7 +89,7 @@ class NativeLayers:
         fast: SharedMemoryGroup | None,
     ) -> None:
         self._layers, self._sizes, self._fast = tuple(layers), sizes, fast
-        self._dtype = layers[0].qkv.dtype
+        self._dtype, self._has_bytes = layers[0].input_norm.dtype, _has_bytes(layers[0])
         self._function = library.functions[f"run_layers_{dtype_name(self._dtype)}"]
         addresses = [
             _Layer(*(None if each is None else each.data_ptr() for each in _tensors(layer)), layer.window)
@@ -92,7 +97,7 @@ class NativeLayers:
         ]
         self._stack = _Stack(
             *((_Layer * len(layers))(*addresses), sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads),
-            *(sizes.head_size, sizes.intermediate_size, block_size, sizes.eps, sizes.scale),
+            *(sizes.head_size, sizes.intermediate_size, block_size, self._has_bytes, sizes.eps, sizes.scale),
         )
 
     def run(self, residual: Tensor, angles: tuple[Tensor, Tensor], cache: Tensor, step: StepAddresses) -> Tensor:
@@ -114,8 +119,11 @@ class NativeLayers:
         heads_size = sizes.num_heads * sizes.head_size
         widths = (sizes.hidden_size, heads_size + 2 * sizes.num_kv_heads * sizes.head_size, heads_size)
         work = [torch.empty((num_tokens, width), dtype=self._dtype) for width in (*widths, sizes.intermediate_size)]
+        widest = row_bytes(max(sizes.hidden_size, heads_size, sizes.intermediate_size)) if self._has_bytes else 0
+        rows = torch.empty((num_tokens, widest), dtype=torch.int8)
+        maxima = torch.empty(num_tokens if self._has_bytes else 0, dtype=torch.float32)
         arguments = _Step(
-            *(residual.data_ptr(), *(each.data_ptr() for each in (*work, *angles))),
+            *(residual.data_ptr(), *(each.data_ptr() for each in (*work, rows, maxima, *angles))),
             *(cache.data_ptr(), cache.stride(0), cache.stride(1), step.tables, step.table_stride),
             *(step.token_blocks, step.token_offsets, step.query_starts, step.context_lengths),
             *(step.num_sequences, num_tokens, num_threads()),
@@ -141,11 +149,13 @@ class NativeLayers:
 def join_layers(
     library: NativeLibrary, layers: Sequence[LayerWeights], sizes: LayerSizes, block_size: int, group: GroupHandle
 ) -> NativeLayers | None:
-    """None where a product is not of the library's own, or the group exchanges tensors another way than in memory."""
+    """None where a product is not of the library's own, or the group exchanges tensors another way than in memory, or
+    its ranks exchange sums of bytes.
+    """
     fast = group.fast
     if not (fast is None and group.size == 1) and not isinstance(fast, SharedMemoryGroup):
         return None
-    if not layers or not all(_is_packed(layer) for layer in layers):
+    if not layers or not (all(map(_is_packed, layers)) or (group.size == 1 and all(map(_has_bytes, layers)))):
         return None
     for layer in layers:
         _check_shapes(layer, sizes)
@@ -160,18 +170,30 @@ def _is_packed(layer: LayerWeights) -> bool:
     return all(are_panels(each) for each in (layer.qkv, layer.output, layer.down)) and are_gated_panels(layer.gates)
 
 
+def _has_bytes(layer: LayerWeights) -> bool:
+    """Whether its products are of int8, all in panels."""
+    return all(are_byte_panels(each) for each in (layer.qkv, layer.output, layer.gates, layer.down))
+
+
 def _check_shapes(layer: LayerWeights, sizes: LayerSizes) -> None:
     """Whatever the compiled code would read out of bounds for is an AssertionError here."""
     hidden, heads_size = sizes.hidden_size, sizes.num_heads * sizes.head_size
     projected, opened = heads_size + 2 * sizes.num_kv_heads * sizes.head_size, sizes.intermediate_size
+    has_bytes, dtype = _has_bytes(layer), layer.input_norm.dtype
+
+    def count(num_inputs: int, num_outputs: int) -> int:
+        return num_outputs // PANEL * panel_bytes(num_inputs) if has_bytes else num_inputs * num_outputs
+
     counts = (
-        *(hidden, hidden * projected, projected, heads_size * hidden, hidden),
-        *(hidden, 2 * hidden * opened, 2 * opened, opened * hidden, hidden),
+        *(hidden, count(hidden, projected), projected, count(heads_size, hidden), hidden),
+        *(hidden, count(hidden, 2 * opened), 2 * opened, count(opened, hidden), hidden),
     )
     assert sizes.num_heads % sizes.num_kv_heads == 0, (sizes.num_heads, sizes.num_kv_heads)
-    for name, tensor, count in zip(_TENSORS, _tensors(layer), counts, strict=True):
+    assert not has_bytes or (layer.gates.shape[1], layer.qkv.shape[1]) == (2, 1), (layer.gates.shape, layer.qkv.shape)
+    for name, tensor, expected in zip(_TENSORS, _tensors(layer), counts, strict=True):
         if tensor is not None:
-            assert tensor.numel() == count, (name, tensor.shape, count)
-            assert tensor.dtype == layer.qkv.dtype, (name, tensor.dtype)
+            is_of_bytes = has_bytes and name in _WEIGHTS
+            assert tensor.numel() == expected, (name, tensor.shape, expected)
+            assert tensor.dtype == (torch.int8 if is_of_bytes else dtype), (name, tensor.dtype)
             assert tensor.is_cpu, (name, tensor.device)
             assert tensor.is_contiguous(), (name, tensor.stride())

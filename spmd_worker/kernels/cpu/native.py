@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.api import Cuts, Kernels
 from spmd_worker.kernels.cpu.linear import PackedKernels
 from spmd_worker.native.library import NativeLibrary, native_library
 from spmd_worker.native.threads import num_threads
@@ -21,6 +21,7 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # A weight in panels for the library's products is [outputs / 16, inputs / 2, 16, 2], a gated one [outputs / 32, 2,
 # inputs / 2, 16, 2]; the AMX unit takes 32 inputs at a time.
 _PANEL, _STEP, _PANELS_NDIM, _GATED_NDIM = 16, 32, 4, 5
+_PIECE = 1024  # ids whose masses draws.cpp sums up by themselves
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # by the numbers that rows.cpp has for them
 
 
@@ -51,6 +52,8 @@ class CpuKernels(PackedKernels):
             "activate",
             "bound",
             "argmax",
+            "masses",
+            "find_mass",
             "gemm",
         )
         self._functions = {
@@ -58,6 +61,7 @@ class CpuKernels(PackedKernels):
         }
         of_gemm = library.functions["gemm_argmax_bfloat16"]
         self._functions["gemm_argmax", torch.bfloat16] = of_gemm
+        self._functions["cut", torch.float32] = library.functions["cut_float32"]
 
     def has_products(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype are packed for the library's own products."""
@@ -257,6 +261,35 @@ class CpuKernels(PackedKernels):
         )
         return values, indices
 
+    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+        """See `Kernels.masses`."""
+        rows = _drawn(logits, largest, factors)
+        sums = torch.empty((logits.shape[0], -(-logits.shape[1] // _PIECE)), dtype=torch.int64)
+        self._functions["masses", logits.dtype](*rows, sums.data_ptr(), num_threads())
+        return sums
+
+    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+        """See `Kernels.find_mass`."""
+        rows = _drawn(logits, largest, factors)
+        num_rows, count = logits.shape
+        for each, shape in ((masses, (num_rows, -(-count // _PIECE))), (targets, (num_rows,))):
+            assert each.shape == shape, (each.shape, shape)
+            assert each.dtype == torch.int64, each.dtype
+            assert each.is_contiguous(), each.stride()
+        ids = torch.empty(num_rows, dtype=torch.int64)
+        self._functions["find_mass", logits.dtype](*rows, masses.data_ptr(), targets.data_ptr(), ids.data_ptr())
+        return ids
+
+    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
+        """See `Kernels.cut_`."""
+        rows = _drawn(logits, cuts.largest, cuts.factors)
+        others = cuts.tensors()[2:]
+        for each, dtype in zip(others, (torch.float32, torch.int64, torch.float64), strict=True):
+            assert each.shape == logits.shape[:1], (each.shape, logits.shape)
+            assert each.dtype == dtype, (each.dtype, dtype)
+            assert each.is_contiguous(), each.stride()
+        self._functions["cut", logits.dtype](*rows, *(each.data_ptr() for each in others), num_threads())
+
 
 def are_panels(weight: Tensor) -> bool:
     """Whether `pack` has put a weight into panels."""
@@ -289,6 +322,18 @@ def _checked_input(x: Tensor, panels: Tensor) -> Tensor:
     assert x.ndim == 2, x.shape
     assert x.shape[1] == panels.shape[-3] * 2, (x.shape, panels.shape)
     return _with_whole_rows(x)
+
+
+def _drawn(logits: Tensor, largest: Tensor, factors: Tensor) -> tuple[int, ...]:
+    """Rows of logits to draw from, as the library takes them."""
+    _check(logits)
+    assert logits.ndim == 2, logits.shape
+    assert logits.stride(1) == 1, logits.stride()
+    for each in (largest, factors):
+        assert each.shape == logits.shape[:1], (each.shape, logits.shape)
+        assert each.dtype == torch.float32, each.dtype
+        assert each.is_contiguous(), each.stride()
+    return (logits.data_ptr(), logits.stride(0), *logits.shape, largest.data_ptr(), factors.data_ptr())
 
 
 def _argmax_scratch(num_rows: int) -> tuple[Tensor, Tensor]:

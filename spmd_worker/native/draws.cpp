@@ -1,0 +1,195 @@
+// What is drawn from: masses of token ids as whole numbers, whose sums are the same in any order, and what top-k and top-p
+// leave of it.
+//
+// The mass of a logit x in a row whose largest is m is floor(2^40 * 2^((x - m) * factor)), computed in float (the factor is
+// log2(e) / temperature), so that the largest has 2^40. Sums are exact as long as a row has less than 2^22 ids; whoever adds
+// up which part of a vocabulary, and in which order, changes nothing. A row with a logit that is NaN is not to be given.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "elements.h"
+#include "team.h"
+
+namespace {
+
+typedef int64_t Longs __attribute__((vector_size(kLanes * 8)));
+
+constexpr int64_t kPiece = 1024;   // ids whose masses are summed up by themselves, so that an id is found among few
+constexpr int64_t kSmall = 16384;  // ids: below this a second thread costs more than it brings
+constexpr float kMost = 1099511627776.0f;
+
+struct Tempered {
+  float largest, factor;
+
+  // What is before `count` of a vector's logits; the rest has no mass.
+  template <class Element>
+  SPMD_INLINE_MEMBER Longs masses(const Element* logits, int64_t count) const {
+    const Floats x = load_some(logits, count);
+    const Floats power = exp2_of_falling((x - broadcast(largest)) * broadcast(factor));
+    const Floats kept = count >= kLanes ? power : (lane_numbers() < int(count) ? power : Floats{});
+    return __builtin_convertvector(kept * broadcast(kMost), Longs);
+  }
+
+  template <class Element>
+  int64_t sum(const Element* logits, int64_t count) const {
+    Longs sums{};
+    for (int64_t place = 0; place < count; place += kLanes) sums += masses(logits + place, count - place);
+    int64_t sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+    return sum;
+  }
+
+  // The first place at which the running mass is above `target`, or `count`.
+  template <class Element>
+  int64_t find(const Element* logits, int64_t count, int64_t target) const {
+    for (int64_t place = 0; place < count; place += kLanes) {
+      const Longs each = masses(logits + place, count - place);
+      for (int lane = 0; lane < kLanes; ++lane)
+        if ((target -= each[lane]) < 0) return place + lane;
+    }
+    return count;
+  }
+};
+
+template <class Element>
+void sum_pieces(
+    const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest, const float* factors,
+    int64_t* sums, int64_t num_threads) {
+  const int64_t num_pieces = (count + kPiece - 1) / kPiece;
+  each_by_team(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
+    const Tempered tempered = {largest[row], factors[row]};
+    for (int64_t piece = 0; piece < num_pieces; ++piece)
+      sums[row * num_pieces + piece] =
+          tempered.sum(logits + row * stride + piece * kPiece, std::min(kPiece, count - piece * kPiece));
+  });
+}
+
+template <class Element>
+void find_ids(
+    const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest, const float* factors,
+    const int64_t* sums, const int64_t* targets, int64_t* ids) {
+  const int64_t num_pieces = (count + kPiece - 1) / kPiece;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    int64_t piece = 0, target = targets[row];
+    const int64_t* own = sums + row * num_pieces;
+    ids[row] = -1;
+    if (target < 0) continue;
+    while (piece < num_pieces && target >= own[piece]) target -= own[piece++];
+    if (piece == num_pieces) continue;
+    const int64_t first = piece * kPiece;
+    ids[row] = first + Tempered{largest[row], factors[row]}.find(
+                           logits + row * stride + first, std::min(kPiece, count - first), target);
+  }
+}
+
+// ---- what filters leave of a row ---------------------------------------------------------------------------------
+
+// Whole numbers in the order of the floats.
+SPMD_INLINE uint32_t key_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits ^ (bits >> 31 != 0 ? 0xffffffffu : 0x80000000u);
+}
+
+SPMD_INLINE float of_key(uint32_t key) {
+  const uint32_t bits = key ^ (key >> 31 != 0 ? 0x80000000u : 0xffffffffu);
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// The largest number of a row such that those that are not smaller weigh `target` or more together; minus infinity where
+// all of them do not. A digit of the key at a time, from the highest on.
+template <class Weight>
+float select(const float* row, int64_t count, int64_t target, const Weight& weight) {
+  constexpr int kDigits[][2] = {{21, 11}, {10, 11}, {0, 10}};  // shift and bits
+  uint32_t above = 0;
+  for (const auto& [shift, bits] : kDigits) {
+    int64_t weights[1 << 11] = {};
+    const uint32_t mask = (1u << bits) - 1;
+    for (int64_t place = 0; place < count; ++place) {
+      const uint32_t key = key_of(row[place]);
+      if (shift + bits == 32 || key >> (shift + bits) == above) weights[key >> shift & mask] += weight(place);
+    }
+    int digit = int(mask);
+    while (digit >= 0 && weights[digit] < target) target -= weights[digit--];
+    if (digit < 0) return -kInfinity;
+    above = above << bits | uint32_t(digit);
+  }
+  return of_key(above);
+}
+
+// The smallest logit that is kept: not below `lowest`, of the `top_k` largest (0: all), and of the likeliest of those that
+// hold `top_p` of their mass.
+struct Filter {
+  Tempered tempered;
+  float lowest;
+  int64_t top_k;
+  double top_p;
+
+  float least(const float* row, int64_t count) const {
+    float least = lowest;
+    if (top_k > 0 && top_k < count)
+      least = std::max(least, select(row, count, top_k, [](int64_t) { return int64_t(1); }));
+    if (top_p >= 1.0) return least;
+    thread_local std::vector<int64_t> masses;
+    masses.resize(count + kLanes);
+    Longs sums{};
+    for (int64_t place = 0; place < count; place += kLanes) {
+      Longs each = tempered.masses(row + place, count - place);
+      for (int lane = 0; lane < kLanes && place + lane < count; ++lane)
+        if (row[place + lane] < least) each[lane] = 0;
+      store(masses.data() + place, each);
+      sums += each;
+    }
+    int64_t total = 0;
+    for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
+    const int64_t target = std::clamp<int64_t>(int64_t(std::ceil(top_p * double(total))), 1, std::max<int64_t>(total, 1));
+    return std::max(least, select(row, count, target, [](int64_t place) { return masses[place]; }));
+  }
+};
+
+void cut_row(float* row, int64_t count, const Filter& filter) {
+  const float least = filter.least(row, count);
+  const Floats limit = broadcast(least), none = broadcast(-kInfinity);
+  int64_t place = 0;
+  for (; place + kLanes <= count; place += kLanes) {
+    const Floats x = load_floats(row + place);
+    store_floats(row + place, x < limit ? none : x);
+  }
+  for (; place < count; ++place)
+    if (row[place] < least) row[place] = -kInfinity;
+}
+
+}  // namespace
+
+// Minus infinity in place of what the filters of each row drop.
+extern "C" void spmd_cut_float32(
+    float* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest, const float* factors,
+    const float* lowest, const int64_t* top_k, const double* top_p, int64_t num_threads) {
+  each_by_team(num_rows, num_rows * count < kSmall ? 1 : num_threads, [&](int64_t row) {
+    cut_row(logits + row * stride, count, {{largest[row], factors[row]}, lowest[row], top_k[row], top_p[row]});
+  });
+}
+
+#define SPMD_DRAWS(name, Element)                                                                                      \
+  /* Of each row's pieces of `kPiece` ids the sum of their masses: [num_rows][pieces]. */                              \
+  extern "C" void spmd_masses_##name(                                                                                  \
+      const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest,                    \
+      const float* factors, int64_t* sums, int64_t num_threads) {                                                      \
+    sum_pieces(logits, stride, num_rows, count, largest, factors, sums, num_threads);                                  \
+  }                                                                                                                    \
+  /* Of each row the first place at which its running mass is above its target; -1 where there is none, or the target  \
+     is below 0. `sums` are of `spmd_masses`. */                                                                       \
+  extern "C" void spmd_find_mass_##name(                                                                               \
+      const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest,                    \
+      const float* factors, const int64_t* sums, const int64_t* targets, int64_t* ids) {                               \
+    find_ids(logits, stride, num_rows, count, largest, factors, sums, targets, ids);                                   \
+  }
+
+SPMD_DRAWS(float32, float)
+SPMD_DRAWS(bfloat16, uint16_t)
