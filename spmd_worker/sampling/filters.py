@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from spmd_worker.sampling.running_sums import running_sums
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _NUM_CANDIDATES = 1024
@@ -38,11 +39,11 @@ def _drop_below(values: Tensor, threshold: float) -> None:
 def _nucleus_threshold(values: Tensor, top_p: float) -> float:
     """The smallest logit among the fewest likeliest tokens that hold `top_p` of the mass."""
     weights = torch.exp((values - values.max()).double())
-    target = top_p * float(weights.cumsum(0)[-1])
+    target = top_p * float(running_sums(weights)[-1])
     num_candidates = min(_NUM_CANDIDATES, values.numel())
     while True:
         likeliest = torch.topk(values, num_candidates).values
-        mass = torch.exp((likeliest - likeliest[0]).double()).cumsum(0)
+        mass = running_sums(torch.exp((likeliest - likeliest[0]).double()))
         if num_candidates == values.numel() or float(mass[-1]) >= target:
             index = int(torch.searchsorted(mass, torch.tensor(target, dtype=mass.dtype, device=mass.device)))
             return float(likeliest[min(index, num_candidates - 1)])

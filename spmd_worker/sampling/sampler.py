@@ -28,6 +28,7 @@ from spmd_worker.sampling.processors import process_logits
 from spmd_worker.sampling.random import uniforms
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.row_blocks import row_blocks
+from spmd_worker.sampling.running_sums import running_sums
 from spmd_worker.sampling.shard_logprobs import log_masses, shard_logprobs
 from spmd_worker.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.sequence.outputs import TokenLogprobs
@@ -268,13 +269,13 @@ class Sampler:
 
 
 def _draw(logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int) -> list[int]:
-    """The id at which the mass, summed in the order of ids in float64, passes a uniform share of the whole."""
+    """The id at which the mass, summed in the order of ids (`running_sums`), passes a uniform share of the whole."""
     device = logits.device
     temperatures = _temperatures(rows, device).double()
     mass = torch.empty(logits.shape, dtype=torch.float64, device=device)
     for block in row_blocks(logits):
         shares = ((logits[block].double() - largest[block].unsqueeze(1)) / temperatures[block]).exp_()
-        torch.cumsum(shares, dim=-1, out=mass[block])
+        running_sums(shares, mass[block])
     totals = group.all_gather(mass[:, -1].contiguous())
     before = totals.cumsum(dim=0)
     draws = uniforms([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
