@@ -115,8 +115,9 @@ class Family:
     hidden size, is the intermediate size where the file names none. `embeds_by_root`: embeddings are multiplied by the
     root of the hidden size, rounded to the dtype. `is_text_part`: the model takes images too and runs with text alone;
     its sizes are in `text_config`, or in older files where those of other models are. `tie_of_text` says when the
-    text's `tie_word_embeddings` counts beside that of the whole file: "never", "else" (where the whole says nothing),
-    or "also" (one of both is enough).
+    text's `tie_word_embeddings` counts beside that of the whole file: "never", "also" (one of both is enough), or
+    "else" (where the whole says nothing; and where the text does not tie then, the head is still the embedding if the
+    files have no other).
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
