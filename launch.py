@@ -24,6 +24,7 @@ from spmd_worker.config.compose import as_yaml, compose_run
 from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment, read_rank_environment
 from spmd_worker.errors import ConfigError, SpmdError
+from spmd_worker.metrics.log import configure_logging
 from spmd_worker.model_config.families.listing import describe_families
 from spmd_worker.rank_program import CONF, CommandParser, describe_keys, fail, prepare_torch, run_rank, write_report
 from spmd_worker.resolved import ResolvedRun, find_model, resolve_run
@@ -151,6 +152,8 @@ def prefault_cache(config: RunConfig, environment: RankEnvironment) -> ResolvedR
 
 
 def _run(config: RunConfig, environment: RankEnvironment) -> int:
+    # What is said of the model's files is said of them as they are read.
+    configure_logging(environment.rank, environment.world_size)
     # A download may take hours: before anything watches the ranks.
     find_model(config)
     resolved = prefault_cache(config, environment)

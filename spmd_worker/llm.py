@@ -524,7 +524,9 @@ class LLM:
         whole tensors by name, as `update_weights` does. It has no forward pass. Of a packed weight (those of the linear
         layers on the CPU) each parameter that is asked for is a copy, kept until `function` ends: where memory is
         short, ask for a few in each call. `collective_rpc("get_model_inspection")` shows shapes without any. What was
-        cached before is not found after it, changed or not.
+        cached before is not found after it, changed or not. Raises ValueError for what cannot be changed, with nothing
+        changed on this rank; where other ranks did not refuse, what computes next raises RanksDisagreeError on all,
+        until all weights were loaded.
         """
         return self.llm_engine.apply_model(function)
 

@@ -13,6 +13,7 @@ from spmd_worker.config.schema import ParallelConfig, RunConfig
 from spmd_worker.distributed.expert_layout import expert_layout_of
 from spmd_worker.distributed.topology import RankLayout, check_divides, layout_of
 from spmd_worker.errors import ConfigError
+from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MOST_INPUTS
@@ -143,6 +144,7 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
         logger.warning(
             "%s says nothing of pooling: a row's vector is the last token's, normalised; see model.pooling_type",
             location.folder,
+            extra=SAME_ON_EVERY_RANK,
         )
     pooling = pooling or last_token_pooling(files.model_config.embedding_size)
     if options.classifier_from_token is not None:

@@ -261,6 +261,8 @@ FORCED = {
     "json": ({"json": {"const": f"x{ADDED}"}}, rf'"x{ADDED}"'),
     "lark": ({"grammar": f'start: %json {{"const": "x{ADDED}"}}'}, rf'"x{ADDED}"'),
     "ebnf": ({"grammar": f'root ::= "x{ADDED}1"'}, rf"x{ADDED}1"),
+    "engine's": ({"grammar": json.dumps({"grammars": [{"lark_grammar": f'start: "x{ADDED}1"'}]})}, rf"x{ADDED}1"),
+    "forcing": ({"grammar": f'%llguidance {{"no_forcing": false}}\nstart: "x{ADDED}1"'}, rf"x{ADDED}1"),
 }
 
 
@@ -274,7 +276,7 @@ def test_a_text_that_is_a_token_too_may_be_all_that_can_follow(added: LLM, name:
 
 def test_an_engine_that_forces_tokens_refuses_what_it_has_allowed(added: LLM, monkeypatch: pytest.MonkeyPatch):
     """Negative control."""
-    monkeypatch.setattr(forms, "_NO_FORCING", "")
+    monkeypatch.setattr(forms, "_NO_FORCING", {"lark_grammar": 'start: ""'})
     assert generate(added, {"choice": [f"y{ADDED}1", f"y{ADDED}2"]}).error_code == "grammar_failed"
 
 

@@ -18,6 +18,8 @@ from spmd_worker.grammar import row_grammar, step_masks
 from spmd_worker.grammar.forms import GrammarError
 from spmd_worker.grammar.step_masks import StepMasks
 from spmd_worker.metrics.step_stats import StepStats
+from spmd_worker.scheduler import budget
+from spmd_worker.scheduler.budget import StepBudget
 from spmd_worker.tools import replay
 
 LONG = {
@@ -69,6 +71,27 @@ def test_rows_of_all_kinds_are_the_same_with_tokens_forced(llm: LLM, plain: list
     check(outputs, rows()[2])
     assert answers(outputs) == plain
     assert llm.llm_engine.counters.num_steps > before
+
+
+@pytest.mark.matrix
+def test_answers_do_not_depend_on_how_many_forms_a_step_compiles(
+    llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    left: list[int] = []
+    begin_form = StepBudget.begin_form
+
+    def noted(self: StepBudget, sequence: Any) -> None:
+        left.extend([self.num_form_bytes] if sequence.begins_form else [])
+        begin_form(self, sequence)
+
+    monkeypatch.setattr(StepBudget, "begin_form", noted)
+    assert answers(run(llm)) == plain
+    num_forms = sum(params.num_sequences for params in rows()[1] if params.structured_outputs is not None)
+    # Several in a step, of which each leaves less.
+    assert len(left) == num_forms > left.count(budget.MOST_FORM_BYTES)
+    monkeypatch.setattr(budget, "LEAST_FORM_BYTES", budget.MOST_FORM_BYTES)
+    assert answers(run(llm)) == plain
+    assert left[num_forms:] == [budget.MOST_FORM_BYTES] * num_forms, "one in a step"
 
 
 @pytest.mark.matrix

@@ -67,6 +67,7 @@ from spmd_worker.metrics.prometheus import PrometheusFile, require_prometheus
 from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, write_stage_times
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
 from spmd_worker.resolved import ResolvedRun
+from spmd_worker.scheduler.budget import MOST_FORM_BYTES
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.device import device_type
 
@@ -338,9 +339,14 @@ def _answer_alone(engine: LLMEngine, rows: JobInput, output: JobOutput, model_na
 
 
 def _admit(rows: JobInput, runner: RowRunner, output: JobOutput, most_unfinished: int) -> None:
-    """The rows that are there, until so many requests run, or so many rows were looked at: a step may be due."""
+    """The rows that are there, until so many requests run, so many rows were looked at, or so large forms compiled: a
+    step may be due.
+    """
+    most_form_bytes = runner.num_form_bytes + MOST_FORM_BYTES
     for _ in range(most_unfinished):
-        if rows.has_ended or runner.num_requests >= most_unfinished or (found := rows.next_row()) is None:
+        if runner.num_requests >= most_unfinished or runner.num_form_bytes >= most_form_bytes:
+            return
+        if rows.has_ended or (found := rows.next_row()) is None:
             return
         answer = error_result(found.row) if isinstance(found.row, RowError) else runner.admit(found.row)
         if answer is not None:

@@ -1,7 +1,7 @@
 """A row that is pooled: its texts as ids that an engine takes, and the body of its response."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from spmd_worker.batch.input.prompt_values import RowProblem
 from spmd_worker.batch.input.row_parser import encode
@@ -9,31 +9,22 @@ from spmd_worker.batch.output.decimals import shortest_decimals
 from spmd_worker.batch.output.openai_body import JsonObject
 from spmd_worker.batch.output.pooling_body import Spell, pair_scores, pooling_body
 from spmd_worker.batch.row import Prompt, Row, RowError, TextPrompt, shape_of
-from spmd_worker.compat.prompts import TextPair
+from spmd_worker.compat.prompts import Encoded, TextPair, encode_pair, take_pooling
 from spmd_worker.config.schema import RowLimits
 from spmd_worker.engine.validation import RequestError, RequestLimits
 from spmd_worker.sequence.outputs import RequestOutput
-from spmd_worker.sequence.pooling_params import PoolingParams, pooled_sampling, taken_pooling, truncated_row
+from spmd_worker.sequence.pooling_params import PoolingParams, pooled_sampling, taken_pooling
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPooledRow:
-    """A row that can run: the ids of each of its texts. `are_pairs`: a text is both of a pair; `num_first_tokens` are
-    how many tokens of each text are of its first, where the model is told so.
-    """
+    """A row that can run: the ids and the parameters of each of its texts. `are_pairs`: a text is both of a pair."""
 
     row: Row
     params: PoolingParams
-    texts: tuple[tuple[int, ...], ...]
+    texts: tuple[tuple[tuple[int, ...], PoolingParams], ...]
     are_pairs: bool
-    num_first_tokens: tuple[int | None, ...] = ()
-
-    def requests(self) -> Iterator[tuple[tuple[int, ...], PoolingParams]]:
-        """Ids and parameters of each text."""
-        firsts = self.num_first_tokens or (None,) * len(self.texts)
-        for token_ids, first in zip(self.texts, firsts, strict=True):
-            yield token_ids, self.params if first is None else replace(self.params, num_first_tokens=first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,35 +80,43 @@ def _encoded(
         # One at a time: the first that is too long ends it, before all are there.
         pairs = (TextPair(_text(first), _text(second)) for first, second in zip(firsts, seconds))
         prompts = pairs if config.is_encoder else (TextPrompt(pair.first + pair.second) for pair in pairs)
-    texts, num_first_tokens = [], []
+    texts = []
     for prompt in prompts:
-        token_ids, num_first = _cut_ids(prompt, tokenizer, engine, ask.params.truncate_prompt_tokens)
-        engine.check(token_ids, pooled_sampling(taken, config), taken)
-        if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
-            message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens={max_prompt_tokens}"
+        encoded = _cut(prompt, tokenizer, engine, ask.params)
+        engine.check(encoded.token_ids, pooled_sampling(taken, config), taken)
+        num_tokens = len(encoded.token_ids)
+        if max_prompt_tokens is not None and num_tokens > max_prompt_tokens:
+            message = f"the prompt has {num_tokens} tokens, more than limits.max_prompt_tokens={max_prompt_tokens}"
             raise RowProblem("prompt_too_long", message)
-        texts.append(token_ids)
-        num_first_tokens.append(num_first if config.has_token_types else None)
-    return EncodedPooledRow(row, taken, tuple(texts), are_pairs, tuple(num_first_tokens))
+        assert encoded.pooling is not None, "taken"
+        texts.append((encoded.token_ids, encoded.pooling))
+    return EncodedPooledRow(row, taken, tuple(texts), are_pairs)
 
 
-def _cut_ids(
-    prompt: Prompt | TextPair, tokenizer: Tokenizer | None, engine: RequestLimits, length: int | None
-) -> tuple[tuple[int, ...], int | None]:
-    """The ids of a prompt, as `truncate_prompt_tokens` leaves them, and of a pair how many are of the first text."""
+def _cut(
+    prompt: Prompt | TextPair, tokenizer: Tokenizer | None, engine: RequestLimits, params: PoolingParams
+) -> Encoded:
+    """A prompt as ids, cut as `take_pooling` cuts."""
+
+    def need_tokenizer() -> Tokenizer:
+        assert tokenizer is not None, "of text"
+        return tokenizer
+
     if isinstance(prompt, TextPair):
-        texts: tuple[str, str | None] = (prompt.first, prompt.second)
-    elif isinstance(prompt, TextPrompt) and length is not None and engine.pooling and engine.pooling.is_encoder:
-        texts = (prompt.text, None)
+        if tokenizer is None:
+            raise RowProblem("tokenizer_missing", "the model folder has no tokenizer.json: give ids")
+        encoded = encode_pair(prompt, need_tokenizer)
     else:
-        return truncated_row(encode(prompt, tokenizer)[1], length, engine.max_model_len), None
-    if tokenizer is None:
-        raise RowProblem("tokenizer_missing", "the model folder has no tokenizer.json: give ids")
+        text, token_ids = encode(prompt, tokenizer)
+        # What a chat template has made of messages is cut as ids are: its special tokens are part of the text.
+        encoded = Encoded(text if isinstance(prompt, TextPrompt) else None, token_ids)
     try:
-        token_ids, num_first = tokenizer.encode_inside(*texts, engine.max_model_len if length == -1 else length)
+        take_pooling(encoded, params, engine.pooling, engine.max_model_len, need_tokenizer)
     except ValueError as error:
         raise RowProblem("invalid_value", str(error)) from None
-    return tuple(token_ids), num_first if texts[1] is not None else None
+    if encoded.error is not None:
+        raise RowProblem("invalid_value", encoded.error)
+    return encoded
 
 
 def pooled_response(

@@ -38,6 +38,12 @@ class RowRunner:
         """Of those rows, all their samples and texts."""
         return sum(row.sampling.num_sequences for row in self._rows.values()) + self._pooled.num_sequences
 
+    @property
+    def num_form_bytes(self) -> int:
+        """Of the forms of answers that were compiled for rows to be admitted."""
+        grammars = self._engine.limits.grammars
+        return 0 if grammars is None else grammars.num_checked_bytes
+
     def admit(self, row: Row) -> RowAnswer | None:
         """Queue a row for the next step; the answer, now, of one that cannot run."""
         if row.pooling is not None:

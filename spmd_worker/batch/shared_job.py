@@ -5,6 +5,7 @@ the others do. Files are rank 0's alone: rows and answers of the others travel t
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -19,6 +20,7 @@ from spmd_worker.batch.row_window import NumberedLine, RowWindow
 from spmd_worker.data_parallel.replicas import Replicas, num_wanted
 from spmd_worker.data_parallel.round import ReplicaRound
 from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.scheduler.budget import MOST_FORM_BYTES
 
 WAITS_FOR_RANKS: Final = True
 """For the watchdog, which finds it in the module of a frame."""
@@ -46,24 +48,29 @@ class ReplicaWork:
         self.has_ended = False
         self._engine, self._round, self._drawer, self._deliver = engine, round_, drawer, deliver
         self._runner = RowRunner(engine, model_name)
+        self._drawn: deque[NumberedLine] = deque()
         self._num_told_tokens = 0
         self._last_step_s = time.monotonic()
 
     def advance(self) -> None:
         """One step, or a pause where there is nothing to do yet. Raises RankFailedError when a replica has failed."""
-        if num_wanted(self._engine, self._runner.num_sequences) and not self.has_ended:
-            self._admit(self._drawer.draw())
+        if not self._drawn and num_wanted(self._engine, self._runner.num_sequences) and not self.has_ended:
+            self._drawn.extend(self._drawer.draw())
+        self._admit()
         if self._runner.num_rows:
             self._step()
-        elif self._drawer.has_ended and not self.has_ended:
+        elif self._drawer.has_ended and not self._drawn and not self.has_ended:
             self._end()
         else:
             self._pause()
         if self._round.send_heartbeat():
             self._tell_tokens()
 
-    def _admit(self, rows: list[NumberedLine]) -> None:
-        for each in rows:
+    def _admit(self) -> None:
+        """What was drawn, until forms of so many bytes were compiled: a step may be due."""
+        most_form_bytes = self._runner.num_form_bytes + MOST_FORM_BYTES
+        while self._drawn and self._runner.num_form_bytes < most_form_bytes:
+            each = self._drawn.popleft()
             # Rank 0 found nothing wrong with its form, and asked after its name.
             row = parse_row(each.index, each.line, self._engine.default_sampling, self._engine.config.limits)
             assert isinstance(row, Row), row

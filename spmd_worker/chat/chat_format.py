@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from spmd_worker.config.schema import ModelOptions
+from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ def model_chat_format(options: ModelOptions, tokenizer: Tokenizer | None) -> Cha
     if options.tool_call_format == "auto" and found.takes_tools and found.tool_calls == NONE:
         logger.warning(
             "the chat template takes tools, and its tool calls are in no form that is known: they stay in the content; "
-            "model.tool_call_format says which form they have"
+            "model.tool_call_format says which form they have",
+            extra=SAME_ON_EVERY_RANK,
         )
     return found
 

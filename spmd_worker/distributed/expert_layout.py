@@ -11,6 +11,7 @@ from typing import Any, Final
 from spmd_worker import files
 from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.errors import ConfigError
+from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,9 @@ def expert_layout_of(parallel: ParallelConfig, model_config: ModelConfig) -> Exp
         return None
     if not counts:
         logger.warning(
-            "parallel.enable_expert_parallel=true has no effect: %s has no experts", model_config.architecture
+            "parallel.enable_expert_parallel=true has no effect: %s has no experts",
+            model_config.architecture,
+            extra=SAME_ON_EVERY_RANK,
         )
         return None
     (count,) = counts

@@ -370,7 +370,8 @@ class LLMEngine:
             # Before the requests that wait to be admitted.
             with self.calls.lock:
                 self._events = [event, *(each for each in self._events if not isinstance(each, CommitWeights))]
-            logger.info("%d new weights are committed as version %d", event.num_tensors, event.version)
+            if event.num_tensors:
+                logger.info("%d new weights are committed as version %d", event.num_tensors, event.version)
 
     def complete_weights(self) -> None:
         """As `commit_weights`, before something that needs weights that are complete. Raises RuntimeError, too, while

@@ -2,16 +2,21 @@
 
 Trainers load tensors straight into each rank's model, as many as a call as they like, and nobody says which is the
 last. So the commit comes with the next call that needs whole weights, on every rank by itself. What was loaded is
-compared with rank 0's in the step's own message, and before that in the exchange of a call that has one.
+compared with rank 0's in the step's own message, and before that in the exchange of a call that has one. So is how
+often a rank refused what `apply_model` changed there, as it does by itself.
 """
 
 import json
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from typing import Final
 
 from spmd_worker.errors import MissingWeightsError, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.sequence.events import CommitWeights, Event
+
+CHANGES_REFUSED: Final = "changes that apply_model refused"
+"""Stands beside the names of weights: what ranks compare of calls that changed weights on some of them alone."""
 
 
 class WeightUpdates:
@@ -57,26 +62,31 @@ class WeightUpdates:
         """End the update that is open, if one is: what to tell the replicas.
 
         Raises MissingWeightsError for weights that were not loaded, unless `is_partial` and none was dropped, and
-        RanksDisagreeError where the workers of this executor were given different ones; the update stays open.
+        RanksDisagreeError where the workers of this executor were given different ones; the update stays open. Changes
+        that were refused are for the ranks to compare, too: where all have refused them, nothing was changed.
         """
         updates = [update for update in self._executor.get_weight_updates() if update is not None]
         if not updates:
             return None
-        if self._num_in_flight():
+        digests, missing, must_be_whole, num_refused = updates[0]
+        is_open = bool(digests or missing)
+        if is_open and self._num_in_flight():
             raise RuntimeError(
                 f"weights were loaded while {self._num_in_flight()} requests were being answered, with neither the old "
                 f"ones nor the new: close this LLM and make a new one"
             )
-        digests, missing, must_be_whole = updates[0]
         if any(update != updates[0] for update in updates) or len(updates) != self._executor.num_workers:
             raise RanksDisagreeError("the workers of this executor have loaded different weights: load them again")
         if missing and (must_be_whole or not is_partial):
             raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_whole)
         self._executor.end_weight_update()
-        self._digests = {**self._digests, **digests} if missing else digests
-        self._is_whole |= not missing
-        self.uncompared = {**self.uncompared, **digests} if missing else digests
-        self._expected = CommitWeights(self._next_version(), len(digests))
+        is_whole, num_tensors = is_open and not missing, len(digests)
+        if num_refused:
+            digests = {**digests, CHANGES_REFUSED: str(num_refused)}
+        self._digests = digests if is_whole else {**self._digests, **digests}
+        self._is_whole |= is_whole
+        self.uncompared = digests if is_whole else {**self.uncompared, **digests}
+        self._expected = CommitWeights(self._next_version(), num_tensors)
         return self._expected
 
     def _next_version(self) -> int:
@@ -105,4 +115,8 @@ class WeightUpdates:
 
 
 def _in_words(event: CommitWeights | None) -> str:
-    return "none" if event is None else f"{event.num_tensors} tensors of version {event.version}"
+    if event is None:
+        return "none"
+    # Nothing was loaded: changes were refused.
+    refused = f" or {CHANGES_REFUSED}" if event.num_tensors == 0 else ""
+    return f"{event.num_tensors} tensors{refused} of version {event.version}"

@@ -17,6 +17,7 @@ from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.errors import ConfigError
 from spmd_worker.lockstep.transfers import TransferBook
+from spmd_worker.models.weight_update import WeightUpdateReport
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.sleep_tags import tags_after
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -154,7 +155,7 @@ class Executor(ABC):
         """`num_in_flight` says how many requests are being answered: no weight may change meanwhile."""
         self._num_in_flight = num_in_flight
 
-    def get_weight_updates(self) -> list[tuple[dict[str, str], list[str], bool] | None]:
+    def get_weight_updates(self) -> list[WeightUpdateReport | None]:
         """Of each worker, in rank order: see `WorkerBase.get_weight_update`. May be empty where none is open."""
         return self.collective_rpc("get_weight_update")
 

@@ -26,6 +26,7 @@ from spmd_worker.lockstep.wire.codec import Encoder
 from spmd_worker.lockstep.wire.message import StepMessage
 from spmd_worker.memory import host
 from spmd_worker.metrics.log import LOGGER_NAME
+from spmd_worker.models.weight_update import WeightUpdateReport
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -139,7 +140,7 @@ class MultiprocExecutor(Executor):
             self._fail_with(error)
             raise
 
-    def get_weight_updates(self) -> list[tuple[dict[str, str], list[str], bool] | None]:
+    def get_weight_updates(self) -> list[WeightUpdateReport | None]:
         """See `Executor.get_weight_updates`. The workers are asked after calls that may have loaded weights."""
         if not self._may_have_update:
             return []

@@ -34,6 +34,12 @@ LIMITS: Final = {
 }
 """What a form may cost. All are counts: nothing depends on how fast a rank is."""
 
+FORCING_ITEMS: Final = 2_000
+"""In place of `step_max_items` where tokens are forced: no bytes of a text that alone can follow are counted, but what
+it is made of, and one of 10,000 bytes repeated makes two items each time. So it is 12 MB at most, 0.5 s; masks of known
+forms take some 800 items, and where one takes more nothing is forced in the row.
+"""
+
 LEXER_STATE_BYTES: Final = 400
 """Measured: 9,900 states took 3.5 MB, what rows of 200 tokens build 0.2 to 0.3 MB."""
 
@@ -73,6 +79,8 @@ class GrammarCompiler:
         self._table: Any = None
         # A server's requests are checked in another thread than the engine's.
         self._lock = threading.Lock()
+        self.num_checked_bytes = 0
+        """Of the forms that `check` has compiled, each time that one was not kept."""
         self._compiled: dict[StructuredOutputsParams, _NewState | GrammarError] = {}
 
     def check(self, form: StructuredOutputsParams) -> None:
@@ -80,6 +88,7 @@ class GrammarCompiler:
         enforce whole, that is beyond `LIMITS` from its first token on, or that no answer has.
         """
         with self._lock:
+            self.num_checked_bytes += form.num_bytes if form not in self._compiled else 0
             compiled = self._compile(form)
         if isinstance(compiled, GrammarError):
             raise compiled
@@ -115,9 +124,14 @@ class GrammarCompiler:
         except ConfigError as error:
             raise GrammarError("extra_missing", str(error)) from None
         table = self._token_table()
-        limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
-        new_matcher = partial(llguidance.LLMatcher, table, engine_grammar(form), log_level=0, limits=limits)
-        matcher = new_matcher()
+        grammar = engine_grammar(form)
+
+        def new_matcher(can_force: bool) -> Any:
+            counts = LIMITS | ({"step_max_items": FORCING_ITEMS} if can_force else {})
+            limits = llguidance.LLParserLimits(**counts, verbose_errors=False)
+            return llguidance.LLMatcher(table, grammar, log_level=0, limits=limits)
+
+        matcher = new_matcher(False)
         if matcher.is_error():
             raise _refused(form, matcher.get_error())
         not_enforced = matcher.get_grammar_warnings()

@@ -15,9 +15,10 @@ from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
 DEFAULT_WHITESPACE: Final = r"[ \t\n\r]{1,32}"
 """Between the parts of a JSON answer. Without a bound a model that likes spaces would never end."""
 
-_NO_FORCING: Final = '%llguidance {"no_forcing": true}\n'
-"""Where only one text can follow the engine would allow its tokenizer's tokens alone, and then refuse one that was
-added to the vocabulary (`<tool_call>` in a choice) as no text. So it allows all tokens that spell the text.
+_NO_FORCING: Final = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
+"""A grammar more that nothing refers to: what one says of forcing is true of all. Where only one text can follow the
+engine would allow its tokenizer's tokens alone, and then refuse one that was added to the vocabulary (`<tool_call>` in
+a choice) as no text; and it would work through all of that text. So it allows all tokens that spell the text.
 """
 
 _MOST_RULES: Final = 500
@@ -52,7 +53,7 @@ def engine_grammar(form: StructuredOutputsParams) -> str:
     grammar = _form_grammar(form) if form.around is None else _surrounded(_form_grammar(form), form.around)
     for schema in _schemas_of(grammar):
         _check_copies(schema)
-    return grammar
+    return _unforced(grammar)
 
 
 def _surrounded(grammar: str, around: str) -> str:
@@ -63,7 +64,7 @@ def _surrounded(grammar: str, around: str) -> str:
         name = grammars[0].setdefault("name", "form")
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise GrammarError("grammar_refused", f"grammar is no JSON of llguidance's: {error}") from None
-    outer = {"lark_grammar": _NO_FORCING + around.replace("@form", f"@{name}")}
+    outer = {"lark_grammar": around.replace("@form", f"@{name}")}
     return json.dumps({"grammars": [outer, *grammars]})
 
 
@@ -71,10 +72,10 @@ def _form_grammar(form: StructuredOutputsParams) -> str:
     if form.json is not None or form.json_object:
         return _of_schema(form)
     if form.regex is not None:
-        return _unforced(str(load_llguidance().LLMatcher.grammar_from_regex(form.regex)))
+        return str(load_llguidance().LLMatcher.grammar_from_regex(form.regex))
     if form.choice is not None:
         # One terminal, in upper case: a rule of so many alternatives would be more than a row of the parser holds.
-        return f"{_NO_FORCING}start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choice))
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choice))
     assert form.grammar is not None, form
     return _as_lark(form.grammar)
 
@@ -90,7 +91,7 @@ def _of_schema(form: StructuredOutputsParams) -> str:
     is_said = form.disable_any_whitespace or form.whitespace_pattern is not None
     theirs = own if isinstance(own, dict) else {}
     schema["x-guidance"] = theirs | options if is_said else _with_default(theirs, options)
-    return _unforced(json.dumps({"grammars": [{"json_schema": schema}]}))
+    return json.dumps({"grammars": [{"json_schema": schema}]})
 
 
 def _schemas_of(grammar: str) -> Iterator[Any]:
@@ -132,22 +133,26 @@ def _with_default(theirs: dict[str, Any], options: dict[str, Any]) -> dict[str, 
 
 
 def _unforced(grammar: str) -> str:
-    """The engine's own JSON, with a grammar more that nothing refers to: what one says of forcing is true of all."""
-    whole = json.loads(grammar)
-    whole["grammars"].append({"lark_grammar": f'{_NO_FORCING}start: ""'})
+    """As the engine's own JSON, with `_NO_FORCING`, whatever a grammar itself says of it."""
+    try:
+        is_lark = not grammar.lstrip().startswith("{")
+        whole = {"grammars": [{"lark_grammar": grammar}]} if is_lark else json.loads(grammar)
+        whole["grammars"].append(_NO_FORCING)
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        # Refused by the engine.
+        return grammar
     return json.dumps(whole)
 
 
 def _as_lark(grammar: str) -> str:
     """EBNF and GBNF define with `::=`, which Lark's syntax does not have outside a literal."""
     if "::=" not in grammar:
-        is_engines_json = grammar.lstrip().startswith("{")
-        return grammar if is_engines_json else _NO_FORCING + grammar
+        return grammar
     if grammar.count("::=") > _MOST_RULES:
         message = f"grammar has more than {_MOST_RULES} rules in EBNF: write it in Lark's syntax"
         raise GrammarError("grammar_refused", message)
     convert = load_llguidance().gbnf_to_lark.any_to_lark
     try:
-        return _NO_FORCING + str(convert(grammar))
+        return str(convert(grammar))
     except Exception as error:  # of a parser that raises what comes: RecursionError, IndexError, its own
         raise GrammarError("grammar_refused", f"grammar is no EBNF that can be read: {error}") from None

@@ -19,8 +19,8 @@ BITS: Final = 32
 """Of a word of a mask: bit b of word w is token 32 w + b."""
 
 MOST_FORCED_BYTES: Final = 4096
-"""Of a text that alone can follow. The engine works through all of it at once (`a{1000000}`): in a row that has come to
-a longer one nothing is forced any more.
+"""Of a text that alone can follow. The engine works through all of it at once (`a{1000000}`), as far as the items that
+the parser may make for it reach: in a row that has come to a longer one nothing is forced any more.
 """
 
 _MOST_SPELLINGS: Final = 64
@@ -33,7 +33,8 @@ _SPECIAL: Final = b"\xff"
 
 class RowGrammar:
     """`new_matcher` makes an `llguidance.LLMatcher` with a lexer of its own; it never raises, but ends in an error, and
-    stays there. `table` is its `LLTokenizer`; of its tokens those from `vocab_size` on are not the model's.
+    stays there. It is given whether tokens will be forced, and bounds what is worked through for that. `table` is its
+    `LLTokenizer`; of its tokens those from `vocab_size` on are not the model's.
 
     `eos_token_ids` are given where some of them spell text too: as text they are forbidden then, so that they end the
     row and nothing else. `can_force`: whether tokens are forced. Once false, it stays.
@@ -41,15 +42,16 @@ class RowGrammar:
 
     def __init__(
         self,
-        new_matcher: Callable[[], Any],
+        new_matcher: Callable[[bool], Any],
         table: Any,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         can_force: bool = True,
     ) -> None:
-        self._new_matcher, self._matcher, self._table = new_matcher, new_matcher(), table
+        self._new_matcher, self._table = new_matcher, table
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self.can_force = can_force and bool(table.is_canonical)
+        self._matcher = new_matcher(self.can_force)
         self._taken: list[int] = []
         self._is_looked_at = False
         self._forced: deque[int] = deque()
@@ -90,19 +92,26 @@ class RowGrammar:
         """What may follow the tokens taken, once for each number of them: it uses up what the engine may use."""
         self._is_looked_at = True
         if not self._mask(bits):
+            if self.can_force and self._matcher.is_error():
+                # Of what bounds forcing a form may have more, that bounds no mask.
+                self._stop_forcing(bits)
             return
         num_allowed = int(np.bitwise_count(bits.view(np.uint32)).sum())
         if not self.can_force or num_allowed > _MOST_SPELLINGS or self._matcher.is_accepting():
             return
         if not self._force():
             # What was worked out of it counts against the limits, of the copy's lexer, which is the same.
-            self.can_force, self._matcher = False, self._new_matcher()
-            for token_id in self._taken:
-                self._consume(token_id)
-                # As when they were taken: what the lexer may work out is bounded from one look to the next.
-                if self.problem or not self._mask(bits):
-                    return
-            self._mask(bits)
+            self._stop_forcing(bits)
+
+    def _stop_forcing(self, bits: NDArray[np.int32]) -> None:
+        """Be the state that never forced anything, and look."""
+        self.can_force, self.problem, self._matcher = False, "", self._new_matcher(False)
+        for token_id in self._taken:
+            self._consume(token_id)
+            # As when they were taken: what the lexer may work out is bounded from one look to the next.
+            if self.problem or not self._mask(bits):
+                return
+        self._mask(bits)
 
     def _mask(self, bits: NDArray[np.int32]) -> bool:
         """Whether any token may follow."""

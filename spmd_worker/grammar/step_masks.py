@@ -1,6 +1,8 @@
 """The masks of one step's constrained rows, computed beside its forward pass.
 
-Every rank that samples has the states of its rows, and makes the same masks of the same tokens.
+Every rank that samples has the states of its rows, and makes the same masks of the same tokens. A state is compiled in
+the step in which its sequence first samples, or, of one that forked, samples for the first time by itself: of those the
+scheduler lets so many into a step (`scheduler/budget.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,10 +111,15 @@ class GrammarMasks:
             self._states.pop(key, None)
 
     def _masks(self, rows: Sequence[ConstrainedRow]) -> StepMasks:
-        states = [self._state(row) for row in rows]
+        owners = _owners(rows)
+        states = [self._state(key, row) for key, row in zip(owners, rows, strict=True)]
         bits = self._compiler.new_bits(len(rows))
-        for state, own in zip(states, bits, strict=True):
-            state.fill(own)
+        filled: dict[SequenceKey, int] = {}
+        for place, (key, state) in enumerate(zip(owners, states, strict=True)):
+            if filled.setdefault(key, place) == place:
+                state.fill(bits[place])
+            else:
+                bits[place] = bits[filled[key]]
         failed = [row.row_index for row, state in zip(rows, states, strict=True) if state.problem]
         answerable = [place for place, row in enumerate(rows) if row.row_index not in failed]
         indices = tuple([rows[place].row_index for place in answerable])
@@ -125,15 +132,23 @@ class GrammarMasks:
         forbidden = forbidden_of(bits[answerable], self._compiler.vocab_size)
         return StepMasks(indices, forbidden, crc32(bits.data), tuple(failed), several)
 
-    def _state(self, row: ConstrainedRow) -> RowGrammar:
-        """After the row's tokens so far."""
-        state = self._states.get(row.key)
+    def _state(self, key: SequenceKey, row: ConstrainedRow) -> RowGrammar:
+        """That of `key`, after the row's tokens so far."""
+        state = self._states.get(key)
         if state is None:
             try:
-                state = self._states[row.key] = self._compiler.start(row.form)
+                state = self._states[key] = self._compiler.start(row.form)
             except GrammarError as error:
                 # Rows are admitted with forms that compile: this rank's packages or files are not the engine's.
                 raise ConfigError(f"structured_outputs: a form that was admitted cannot be compiled: {error}") from None
             state.can_force = state.can_force and row.may_force
         state.take(row.output_token_ids)
         return state
+
+
+def _owners(rows: Sequence[ConstrainedRow]) -> list[SequenceKey]:
+    """Whose state each row takes its mask from: its own; but samples of a request that have no tokens yet, and fork in
+    this step, have that of the first of them.
+    """
+    firsts: dict[RequestId, SequenceKey] = {}
+    return [row.key if row.output_token_ids else firsts.setdefault(row.key.request_id, row.key) for row in rows]

@@ -5,18 +5,24 @@ Configures the runtime's own logger and no other.
 
 import logging
 import sys
+from typing import Final
 
 LOGGER_NAME = "spmd_worker"
 
+SAME_ON_EVERY_RANK: Final = {"is_same_on_every_rank": True}
+"""`extra` of a line that follows from what all ranks read: rank 0 says it for them."""
+
 
 def configure_logging(rank: int, world_size: int) -> None:
-    """For programs (`launch.py`): INFO on rank 0, WARNING and up with a rank tag on the others. A library leaves it
-    alone.
+    """For programs (`launch.py`): INFO on rank 0, WARNING and up with a rank tag on the others, but not what rank 0
+    says for all. A library leaves it alone.
     """
     logger = logging.getLogger(LOGGER_NAME)
     tag = f"[rank {rank}] " if world_size > 1 and rank > 0 else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{tag}%(levelname)s %(message)s"))
+    if rank > 0:
+        handler.addFilter(lambda record: not getattr(record, "is_same_on_every_rank", False))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False

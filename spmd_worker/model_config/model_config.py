@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from spmd_worker import files
 from spmd_worker.errors import ModelConfigError
+from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.config_reader import MOST, ConfigReader, shown, whole_number
 from spmd_worker.model_config.experts_reader import read_experts
 from spmd_worker.model_config.families.encoder_rows import ENCODERS
@@ -37,6 +38,7 @@ from spmd_worker.model_config.rope import (
     with_alpha,
     with_query_growth,
 )
+from spmd_worker.model_config.tensor_names import tensor_names
 from spmd_worker.model_config.weight_format import Quantization
 
 __all__ = ["DTYPE_BYTES", "ENCODERS", "FAMILIES", "ModelConfig", "ModelFiles", "RopeParameters"]
@@ -258,6 +260,8 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     others = b"".join(_content(each) for each in pooling_files(model_folder))
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path)
+    if _lacks_head(model_folder, config, family_of(model_config.architecture)):
+        model_config = replace(model_config, has_tied_embeddings=True)
     generates = model_config.architecture in config["architectures"] and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
     pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
@@ -265,6 +269,14 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
     return ModelFiles(model_config, generation, digest, generates)
+
+
+def _lacks_head(model_folder: Path, config: Mapping[str, Any], family: Family) -> bool:
+    """Whether the head must be the embedding, whatever the text says: the class ties them, and there is no other."""
+    if family.tie_of_text != "else" or config.get(_TIE) is not None:
+        return False
+    names = [family.names.canonical(name) for name in tensor_names(model_folder)]
+    return bool(names) and not any(name.startswith(f"{family.names.head}.") for name in names)
 
 
 def _content(path: Path) -> bytes:
@@ -638,6 +650,7 @@ def _checkpoint_dtype(reader: ConfigReader) -> str:
     logger.warning(
         "%s=%s is not one of %s: model.dtype=auto takes float32, set model.dtype to compute in another",
         *(reader.where(key), shown(given), ", ".join(DTYPE_BYTES)),
+        extra=SAME_ON_EVERY_RANK,
     )
     return "float32"
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from spmd_worker import files
 from spmd_worker.errors import ModelConfigError
+from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.layer_config import NormConfig
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,8 @@ def _of_encoder(folder: Path, config: Mapping[str, Any], hidden_size: int, encod
     elif (folder / _MODULES_FILE).exists():
         pooling = _modules(folder, config, hidden_size)
     else:
-        logger.warning("%s says nothing of pooling: a row's vector is the mean of its tokens'", folder)
+        message = "%s says nothing of pooling: a row's vector is the mean of its tokens'"
+        logger.warning(message, folder, extra=SAME_ON_EVERY_RANK)
         pooling = mean_pooling(hidden_size)
     return replace(pooling, is_encoder=True, has_token_types=encoder.has_token_types)
 
@@ -312,7 +314,8 @@ def _warn_of_default_prompt(folder: Path) -> None:
     path = folder / "config_sentence_transformers.json"
     name = _read(path).get("default_prompt_name") if path.exists() else None
     if name is not None:
-        logger.warning("%s: default_prompt_name=%s is ignored: put the prompt before your texts yourself", path, name)
+        message = "%s: default_prompt_name=%s is ignored: put the prompt before your texts yourself"
+        logger.warning(message, path, name, extra=SAME_ON_EVERY_RANK)
 
 
 def _listed(path: Path) -> list[Mapping[str, Any]]:

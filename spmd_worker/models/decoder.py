@@ -439,6 +439,7 @@ class DecoderForCausalLM(nn.Module):
     def as_checkpoint(self) -> Iterator[CheckpointView]:
         """This rank's weights under their checkpoint names, to look at and to change. What was changed counts at the
         end, also where that is an exception: some weights are changed at once, and a head must follow its embedding.
+        Raises ValueError for changes that are refused, which `weight_update` counts: other ranks may have made theirs.
         """
         names = {name: name for name in self._held}
         if self._names.embedding in self._held and self._names.has_tied_head and self.stage.is_last:
@@ -447,7 +448,11 @@ class DecoderForCausalLM(nn.Module):
         try:
             yield view
         finally:
-            view.write_back()
+            try:
+                view.write_back()
+            except ValueError:
+                self.weight_update.num_refused += 1
+                raise
 
     @cached_property
     def _held(self) -> dict[str, HeldWeight]:

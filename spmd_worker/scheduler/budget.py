@@ -1,14 +1,43 @@
-"""What one step may still take: tokens and sequences."""
+"""What one step may still take: tokens, sequences, and forms of answers, which are compiled beside the forward pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
+
+from spmd_worker.sequence.sequence import Sequence
+from spmd_worker.sequence.structured_outputs import MAX_GRAMMAR_BYTES
+
+MOST_FORM_BYTES: Final = MAX_GRAMMAR_BYTES
+"""Of the texts of forms that are compiled in one step: at least what one form may have, so that each finds its step."""
+
+LEAST_FORM_BYTES: Final = 1024
+"""What a form counts for, however short: so at most 64 are compiled in a step."""
+
+
+def form_bytes(sequence: Sequence) -> int:
+    """What compiling the form of a sequence counts for; 0 where there is none to compile."""
+    form = sequence.request.sampling.structured_outputs
+    return max(form.num_bytes, LEAST_FORM_BYTES) if sequence.begins_form and form is not None else 0
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """`num_tokens` may still be computed in this step, `num_sequences` may still join those that run."""
+    """`num_tokens` may still be computed in this step, `num_sequences` may still join those that run, and forms of
+    `num_form_bytes` in all may still be compiled.
+    """
 
     num_tokens: int
     num_sequences: int
+    num_form_bytes: int = field(default_factory=lambda: MOST_FORM_BYTES)
+
+    def may_sample(self, sequence: Sequence) -> bool:
+        """Whether there is room for the form that it would begin."""
+        return not sequence.begins_form or form_bytes(sequence) <= self.num_form_bytes
+
+    def begin_form(self, sequence: Sequence) -> None:
+        """The sequence samples: a form that it has and that is not compiled yet is compiled. The caller asked first."""
+        self.num_form_bytes -= form_bytes(sequence)
+        assert self.num_form_bytes >= 0, self.num_form_bytes
+        sequence.begins_form = False
 
     def spend(self, num_tokens: int) -> None:
         """Take tokens; the caller asked first."""

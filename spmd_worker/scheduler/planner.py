@@ -152,6 +152,9 @@ class Planner:
         """Who computes just what it was given continues, if its table only grows; a copied block needs a delta."""
         first, num_ids = sequence.num_computed_tokens, len(sequence.output_token_ids) - sequence.num_sent_tokens
         is_all = num_tokens == sequence.num_uncomputed_tokens
+        if is_all and not budget.may_sample(sequence):
+            # It has just forked, or come to the end of its prompt.
+            return
         continues = sequence.is_known and is_all and (num_ids == num_tokens or sequence.repeats_last)
         may_lack_room = len(self._queues.running) == 1 or self._limits.num_virtual_engines > 1
         if may_lack_room and not self._cache.can_extend(sequence.table, first, first + num_tokens):
@@ -197,6 +200,8 @@ class Planner:
             return False
         if self._queues.width(sequence) > budget.num_sequences:
             return False
+        if num_uncomputed <= budget.num_tokens and not budget.may_sample(sequence):
+            return False
         is_alone = not (self._queues.running or self._queues.loading)
         return self._allocator.has_room(sequence, prefix, keep_watermark=not is_alone)
 
@@ -228,4 +233,6 @@ class Planner:
         sequence.repeats_last = False
         change = self._allocator.extend(sequence, num_tokens)
         budget.spend(num_tokens)
+        if is_sampling:
+            budget.begin_form(sequence)
         return Decision(sequence, first, num_tokens, self._queues.width(sequence) if is_sampling else 0, change)

@@ -163,6 +163,8 @@ class Scheduler:
             for sequence, token_id, token_logprobs in zip(sampling, token_ids, reported, strict=True):
                 if sequence.status is SequenceStatus.RUNNING:
                     self._append(sequence, token_id, token_logprobs, ended)
+                else:
+                    self.counters.num_output_tokens -= 1
         self.counters.num_output_tokens += len(token_ids)
         self.queues.drop_ended()
         return ended

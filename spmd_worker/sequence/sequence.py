@@ -57,7 +57,8 @@ class Sequence:
     `num_lost_tokens` were computed and must be again. `shares_tail`: it forked and has not written since, so the block
     it writes to next may be another's too. `has_loaded`: a transfer was waited for since it last had blocks.
     `repeats_last`: it sampled and was given no id, so its last token is computed again, though the mirrors have it.
-    `is_new_fork`: it forked and the mirrors were never sent it.
+    `is_new_fork`: it forked and the mirrors were never sent it. `begins_form`: its answer has a form, which the workers
+    compile when it next samples.
     """
 
     request: Request
@@ -83,8 +84,10 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     key: SequenceKey = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    begins_form: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.begins_form = self.request.sampling.structured_outputs is not None
         self.key = SequenceKey(self.request.request_id, self.sample_index)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
 

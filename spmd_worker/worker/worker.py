@@ -49,6 +49,7 @@ from spmd_worker.mirror.mirror import Mirror
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.registry import build_model
 from spmd_worker.models.weight_memory import WeightMemory
+from spmd_worker.models.weight_update import WeightUpdateReport
 from spmd_worker.native.library import TeamCounters, thread_waits
 from spmd_worker.native.threads import torch_alone, torchs_threads_sleep
 from spmd_worker.resolved import ResolvedRun
@@ -361,12 +362,9 @@ class Worker(WorkerBase):
         assert self._model is not None, "load_model comes first"
         self._model.weight_update.num_in_flight = num_in_flight
 
-    def get_weight_update(self) -> tuple[dict[str, str], list[str], bool] | None:
+    def get_weight_update(self) -> WeightUpdateReport | None:
         """See `WorkerBase.get_weight_update`."""
-        if self._model is None or not self._model.weight_update.is_open:
-            return None
-        update = self._model.weight_update
-        return update.digests, update.missing(self._model.checkpoint_shapes), update.must_be_whole
+        return None if self._model is None else self._model.weight_update.report(self._model.checkpoint_shapes)
 
     def end_weight_update(self) -> None:
         """See `WorkerBase.end_weight_update`."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from spmd_worker.distributed.groups import ParallelGroups
+    from spmd_worker.models.weight_update import WeightUpdateReport
 
 
 class WorkerBase(ABC):
@@ -132,9 +133,10 @@ class WorkerBase(ABC):
         the worker is in the engine's process.
         """
 
-    def get_weight_update(self) -> tuple[dict[str, str], list[str], bool] | None:
+    def get_weight_update(self) -> "WeightUpdateReport | None":
         """Of weights that were loaded and not committed: digests by checkpoint name, the names of those that were not
-        loaded, and whether none of these may stay as it is. None where no update is open.
+        loaded, and whether none of these may stay as it is; of changes of `apply_model`, how often they were refused
+        since the last commit. None where no update is open and none was refused.
         """
         return None
 

@@ -64,6 +64,11 @@ def bytes_of(worker):
     arguments = (resolved.model_config, resolved.layout, own_rank, resolved.dtype, "cpu")
     return [held, weights_bytes(*arguments, "int8"), weights_bytes(*arguments)]
 
+weight = "model.layers.0.self_attn.o_proj.weight"
+
+def doubled_on_one(model):
+    model.get_parameter(weight).mul_(2 if rank == 1 else 1)
+
 def run(folder, layout, **more):
     with LLM(folder, quantization="int8", **layout, **job["settings"], **more) as llm:
         found = {"answers": answer(llm), "bytes": llm.collective_rpc(bytes_of)[0]}
@@ -71,8 +76,13 @@ def run(folder, layout, **more):
             llm.apply_model(lambda model: [each.sum().item() for each in model.parameters()])
             found["looked at"] = answer(llm)
             if layout.get("tensor_parallel_size", 1) > 1:
-                name = "model.layers.0.self_attn.o_proj.weight"
-                found["changed"] = attempt(lambda: llm.apply_model(lambda model: model.get_parameter(name).mul_(2)))
+                found["changed"] = attempt(lambda: llm.apply_model(lambda model: model.get_parameter(weight).mul_(2)))
+                found["unchanged"] = attempt(lambda: answer(llm))
+                attempt(lambda: llm.apply_model(doubled_on_one))
+                llm.llm_engine.executor.driver_worker.model_runner.model.weight_update.num_refused = 0
+                found["uncounted"] = attempt(lambda: answer(llm))
+                found["changed on one"] = attempt(lambda: llm.apply_model(doubled_on_one))
+                found["not the same"] = [attempt(lambda: answer(llm)) for _ in range(2)]
             llm.update_weights(other)
             found["updated"] = answer(llm)
         return found
@@ -132,7 +142,15 @@ def test_every_tensor_parallel_size_and_stages_give_one_ranks_bits(tmp_path: Pat
             of = found[f"{first} {layout}"]
             assert of["looked at"] == of["answers"], "showing weights changes none"
             assert of["updated"] == by_rank[0]["fresh"]["answers"], "as if the engine had begun with them"
-        assert "load_weights" in found[f"{first} four"]["changed"], "ranks have parts of its rows"
+        four = found[f"{first} four"]
+        assert "load_weights" in four["changed"], "ranks have parts of its rows"
+        assert four["unchanged"] == four["answers"], "what all ranks refuse changes nothing"
+        # Negative control: what is not counted nobody compares.
+        assert four["uncounted"] == four["answers"]
+        is_refused = isinstance(four["changed on one"], str)
+        assert is_refused == (found is by_rank[1])
+        # Until whole weights are loaded, which "updated" shows.
+        assert all("RanksDisagreeError" in each and "apply_model refused" in each for each in four["not the same"])
         # Ranks that have loaded do not wait for what another would exchange.
         assert "RankFailedError: rank 3 failed while loading the model" in found["failed"]
         for value in [each for name, each in found.items() if name != "failed"]:

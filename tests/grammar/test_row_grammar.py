@@ -40,7 +40,8 @@ def test_what_a_row_makes_the_lexer_work_out_is_charged_to_no_other(
     for text in ("x" + "a" * 150, "y" + "c" * 150, "z" + "f" * 150):
         state = grammars.start(form)
         if are_copies:
-            state._matcher = base._matcher.deep_copy()
+            # One that forces is made anew where it is too much for it.
+            state._matcher, state.can_force = base._matcher.deep_copy(), False
         state.take(tokenizer.encode(text))
         problems += [state.problem] if state.problem else []
     assert bool(problems) == are_copies
@@ -105,3 +106,49 @@ def test_what_stands_around_a_form_is_part_of_the_answer(tokenizer: Tokenizer):
         assert (state.problem == "") == is_right, text
     with pytest.raises(ValueError, match="must say where the form stands: @form"):
         StructuredOutputsParams(regex="a", around='start: "x"')
+
+
+REPEATED = StructuredOutputsParams(grammar=f'start: "x" LIT{{2000}} ("y"|"z")\nLIT: "{"abcdefgh " * 100}"')
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_a_long_text_that_is_repeated_is_not_worked_through_to_its_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
+):
+    """Negative control: with the limit of masks the engine makes all of it, 1.8 MB."""
+    if not is_bounded:
+        monkeypatch.setattr(compiler, "FORCING_ITEMS", compiler.LIMITS["step_max_items"])
+    grammars = compiler_of(tokenizer)
+    state = grammars.start(REPEATED)
+    assert not state.can_force
+    text = state._new_matcher(True).compute_ff_bytes()
+    assert (len(text) < 1_500_000) == is_bounded
+    assert allowed(state) == tokenizer.encode("x")
+    state.take(tokenizer.encode("xabc"))
+    assert set(tokenizer.encode("d")) <= {*allowed(state)}
+
+
+def test_a_mask_of_more_than_forcing_may_cost_is_made_without(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    """At the form's beginning and on the way: as if nothing had ever been forced."""
+    for form, texts in (
+        (StructuredOutputsParams(grammar='start: (A|B)*\nA: "a"\nB: /[ab ]/'), ("", "ab")),
+        (StructuredOutputsParams(grammar='start: "<" (A|B)* ">"\nA: "a"\nB: /[ab ]/'), ("<", "<ab")),
+    ):
+        expected = compiler_of(tokenizer).start(form)
+        with monkeypatch.context() as patched:
+            patched.setattr(compiler, "FORCING_ITEMS", 2)
+            state = compiler_of(tokenizer).start(form)
+            for text in texts:
+                for each in (state, expected):
+                    each.take(tokenizer.encode(text))
+                assert (allowed(state), state.problem) == (allowed(expected), "")
+            assert not state.can_force
+        assert expected.can_force
+
+
+def test_what_checking_has_compiled_is_counted_once_a_form(tokenizer: Tokenizer):
+    grammars = compiler_of(tokenizer)
+    for pattern in ("abc", "abcd", "abc"):
+        grammars.check(StructuredOutputsParams(regex=pattern))
+        grammars.start(StructuredOutputsParams(regex=pattern * 9))
+    assert grammars.num_checked_bytes == 3 + 4

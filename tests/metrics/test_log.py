@@ -2,11 +2,21 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from our_logger import logger_as_it_was
 
 from spmd_worker.metrics.log import LOGGER_NAME, configure_logging
+from spmd_worker.model_config.model_config import model_config_of
+
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 90,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +45,16 @@ def test_rank_0_says_everything_but_details_and_no_tag(capsys: pytest.CaptureFix
 
 def test_another_rank_says_warnings_and_worse_with_its_tag(capsys: pytest.CaptureFixture[str]):
     assert say_all(3, 4, capsys) == ["[rank 3] WARNING memory is short", "[rank 3] ERROR it is gone"]
+
+
+@pytest.mark.parametrize(("rank", "num_lines"), [(0, 1), (3, 0)])
+def test_what_all_ranks_read_rank_0_says_for_them(capsys: pytest.CaptureFixture[str], rank: int, num_lines: int):
+    configure_logging(rank, 4)
+    model_config_of({"architectures": ["LlamaForCausalLM"], **SIZES, "dtype": "float8"}, Path("config.json"))
+    assert capsys.readouterr().err.count("takes float32") == num_lines
+    # Negative control: a line that is not marked.
+    logging.getLogger(f"{LOGGER_NAME}.model_config").warning("takes float32")
+    assert capsys.readouterr().err.count("takes float32") == 1
 
 
 def test_configuring_again_does_not_double_the_lines(capsys: pytest.CaptureFixture[str]):

@@ -454,6 +454,37 @@ def test_the_head_of_a_text_part_is_tied_as_it_is_to_transformers(of_whole: bool
         assert model_config_of(config, Path("config.json")).has_tied_embeddings == theirs, architecture
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("of_text", [None, False])
+@pytest.mark.parametrize("name", ["internvl", "mistral3"])
+def test_a_head_that_no_part_speaks_of_is_the_embedding_unless_the_files_have_one(
+    name: str, of_text: bool | None, tmp_path: Path
+):
+    folder = tmp_path / name
+    shutil.copytree(family_folder(name), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    config["text_config"] |= {"tie_word_embeddings": False} if of_text is False else {}
+    if of_text is None:
+        config["text_config"].pop("tie_word_embeddings", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert AutoConfig.for_model(**config).tie_word_embeddings
+    tensors = load_file(folder / "model.safetensors")
+    assert not any("lm_head" in each for each in tensors)
+    assert worst_error(name, prompt_logits(load_model(folder), PROMPTS)) < TOLERANCE
+    (embedding,) = (each for key, each in tensors.items() if key.endswith("embed_tokens.weight"))
+    for head in ("language_model.lm_head.weight", "lm_head.weight"):
+        save_file({**tensors, head: embedding * 2}, folder / "model.safetensors", {"format": "pt"})
+        assert not read_model_files(folder).model_config.has_tied_embeddings
+    # Without files, as of a plan, the hub's are taken to have one.
+    (folder / "model.safetensors").unlink()
+    assert not read_model_files(folder).model_config.has_tied_embeddings
+    names = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    for index, is_tied in ((names, True), ({"weight_map": 3}, False), ({}, False)):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert read_model_files(folder).model_config.has_tied_embeddings == is_tied
+
+
 def tensors_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the checkpoint."""
     context = LayerContext(single_group(), ReferenceKernels(), SdpaBackend(), torch.float32, torch.device("meta"))

@@ -124,10 +124,10 @@ class Table:
 def test_bits_beyond_the_vocabulary_are_never_tokens(vocab_size: int):
     allowed = [0, 30, 31, 32, 63, 69, 70, 95]
     bits = np.zeros(3, dtype=np.int32)
-    RowGrammar(lambda: Matcher(allowed), Table(), vocab_size, ()).fill(bits)
+    RowGrammar(lambda can_force: Matcher(allowed), Table(), vocab_size, ()).fill(bits)
     found = np.flatnonzero(~forbidden_of(bits[None], vocab_size)[0]).tolist()
     assert found == [each for each in allowed if each < vocab_size]
-    beyond = RowGrammar(lambda: Matcher([vocab_size, 95]), Table(), vocab_size, ())
+    beyond = RowGrammar(lambda can_force: Matcher([vocab_size, 95]), Table(), vocab_size, ())
     beyond.fill(np.zeros(3, dtype=np.int32))
     assert beyond.problem == "no token can follow"
 

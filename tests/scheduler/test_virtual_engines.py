@@ -66,6 +66,20 @@ def test_a_sequence_whose_token_is_being_sampled_does_not_go_on_and_is_not_preem
         assert output[1:] == [1 + 50 * request + position for position in range(4, 3 + len(output))]
 
 
+def test_tokens_that_come_for_an_aborted_request_are_counted_nowhere():
+    run = Run(virtual_engines=2)
+    for num_samples in (1, 3, 2):
+        run.admit(4, n=num_samples)
+    run.step()
+    # Their first tokens are being sampled.
+    run.abort(0)
+    run.abort(1)
+    run.finish()
+    outputs = [token_ids for request in range(3) for token_ids in run.tokens(request)]
+    assert [len(token_ids) for token_ids in outputs] == [0, 0, 8, 8]
+    assert run.scheduler.counters.num_output_tokens == 16
+
+
 def has_right_outputs(run: Run) -> bool:
     chance = random.Random(run.cache.num_blocks)
     for _ in range(10):

@@ -118,8 +118,8 @@ class Family:
     its sizes are in `text_config`, or in older files where those of other models are. `image_layers_key` lists layers
     that look at images alone, which text passes by; `num_image_embeddings` rows of the table of embeddings, behind
     those of the vocabulary, are of tokens that no text has. `tie_of_text` says when the text's `tie_word_embeddings`
-    counts beside that of the whole file: "never", "else" (where the whole says nothing), or "also" (one of both is
-    enough).
+    counts beside that of the whole file: "never", "also" (one of both is enough), or "else" (where the whole says
+    nothing; and where the text does not tie then, the head is still the embedding if the files have no other).
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that

@@ -1,0 +1,39 @@
+"""The names of the tensors in a model folder, for what config.json leaves to them. Reads no data.
+
+What is wrong with a file is said where it is loaded.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from spmd_worker import files
+
+_SINGLE_FILE: Final = "model.safetensors"
+_INDEX_FILE: Final = "model.safetensors.index.json"
+_LENGTH_BYTES: Final = 8
+_MOST_HEADER_BYTES: Final = 100_000_000
+
+
+def tensor_names(model_folder: Path) -> tuple[str, ...]:
+    """In the order of the file or of the index, the file first where both are there; empty where there is neither, or
+    it cannot be read.
+    """
+    single, index = model_folder / _SINGLE_FILE, model_folder / _INDEX_FILE
+    try:
+        if single.is_file():
+            return tuple(name for name in _header(single) if name != "__metadata__")
+        if index.is_file():
+            names = files.parse_json_object(files.read_regular_file(index)).get("weight_map")
+            return tuple(names) if isinstance(names, Mapping) else ()
+    except (OSError, ValueError, RecursionError):
+        pass
+    return ()
+
+
+def _header(path: Path) -> dict[str, object]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header = json.loads(file.read(length)) if length <= _MOST_HEADER_BYTES else {}
+    return header if isinstance(header, dict) else {}

@@ -1,0 +1,89 @@
+"""Rows are admitted until forms of so many bytes were compiled for them: then a step is due, and the others follow."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spmd_worker.batch import shared_job
+from spmd_worker.batch.job import _admit
+from spmd_worker.batch.row_window import NumberedLine
+from spmd_worker.batch.shared_job import ReplicaWork
+from spmd_worker.config.schema import RowLimits
+from spmd_worker.scheduler.budget import MOST_FORM_BYTES
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+FORM_BYTES = MOST_FORM_BYTES // 4
+
+
+class Runner:
+    """Takes rows, of which each has a form of `form_bytes`; a step answers them all."""
+
+    def __init__(self, form_bytes: int) -> None:
+        self.num_form_bytes, self.form_bytes = 0, form_bytes
+        self.admitted: list[Any] = []
+        self.steps: list[int] = []
+        self.num_requests = self.num_rows = self.num_sequences = 0
+
+    def admit(self, row: Any) -> None:
+        self.num_form_bytes += self.form_bytes
+        self.admitted.append(row)
+        self.num_rows += 1
+
+    def step(self) -> list[Any]:
+        self.steps.append(self.num_rows)
+        self.num_rows = 0
+        return []
+
+
+class Rows:
+    def __init__(self, num_rows: int) -> None:
+        self._rows = [SimpleNamespace(row=number) for number in range(num_rows)]
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._rows
+
+    def next_row(self) -> Any:
+        return self._rows.pop(0)
+
+
+@pytest.mark.parametrize(("form_bytes", "counts"), [(FORM_BYTES, [4, 4, 2]), (0, [10, 0, 0])])
+def test_a_job_takes_some_forms_between_two_steps(form_bytes: int, counts: list[int]):
+    rows, runner, found = Rows(10), Runner(form_bytes), []
+    for _ in counts:
+        before = len(runner.admitted)
+        _admit(rows, runner, SimpleNamespace(), 100)  # type: ignore[arg-type]  # what is asked of them
+        found.append(len(runner.admitted) - before)
+    assert found == counts
+    assert runner.admitted == list(range(10))
+
+
+@pytest.mark.parametrize(("form_bytes", "steps"), [(FORM_BYTES, [4, 4, 2]), (0, [10])])
+def test_a_replica_keeps_what_it_has_drawn_for_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, form_bytes: int, steps: list[int]
+):
+    runner = Runner(form_bytes)
+    monkeypatch.setattr(shared_job, "RowRunner", lambda engine, name: runner)
+    monkeypatch.setattr(shared_job, "num_wanted", lambda engine, num_unfinished: 1)
+    chunks = [[NumberedLine(index, b'{"prompt": "a"}') for index in range(10)]]
+    drawer = SimpleNamespace(has_ended=False)
+
+    def draw() -> list[NumberedLine]:
+        drawer.has_ended = not chunks
+        return chunks.pop() if chunks else []
+
+    drawer.draw = draw
+    engine: Any = SimpleNamespace(
+        default_sampling=SamplingParams(),
+        config=SimpleNamespace(limits=RowLimits(), executor=SimpleNamespace(timeout_s=1e9)),
+        counters=SimpleNamespace(num_output_tokens=0),
+        channel=SimpleNamespace(size=1),
+        close_followers=lambda: None,
+    )
+    round_: Any = SimpleNamespace(send_heartbeat=lambda: False, count=lambda number: None)
+    work = ReplicaWork(engine, round_, drawer, "model", lambda answers: None)  # type: ignore[arg-type]  # as above
+    while not work.has_ended:
+        work.advance()
+    assert runner.steps == steps
+    assert [row.index for row in runner.admitted] == list(range(10))
