@@ -138,4 +138,4 @@ def _row_blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """A few rows at a time on the CPU: whole, what is computed between them is memory that the system maps anew."""
     num_rows, num_columns = logits.shape
     size = max(1, _NUMBERS_AT_ONCE // max(1, num_columns)) if logits.is_cpu else max(1, num_rows)
-    return list(zip(*(each.split(size) for each in (logits, *others)), strict=True))
+    return list(zip(*(torch.split(each, size) for each in (logits, *others)), strict=True))
