@@ -5,10 +5,13 @@ not depend on the tokens beside it.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+
+MASS_BITS: Final = 40
+"""Of the largest mass of a row."""
 
 
 @dataclass(frozen=True, slots=True)

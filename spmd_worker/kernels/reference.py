@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_worker.kernels.api import Cuts
+from spmd_worker.kernels.api import MASS_BITS, Cuts
 
-_MASS: Final = 2.0**40
 _NUMBERS_AT_ONCE: Final = 1 << 18
 
 
@@ -131,7 +130,7 @@ class ReferenceKernels:
 
 def _masses(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
     powers = ((logits.float() - largest.unsqueeze(1)) * factors.unsqueeze(1)).double().exp2_()
-    return powers.mul_(_MASS).to(torch.int64)
+    return powers.mul_(2.0**MASS_BITS).to(torch.int64)
 
 
 def _row_blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:

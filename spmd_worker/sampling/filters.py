@@ -17,7 +17,7 @@ from torch import Tensor
 from spmd_worker.kernels.api import Cuts, Kernels
 from spmd_worker.sequence.sampling_params import SamplingParams
 
-MOST_TEMPERATURE: Final = 1e30
+_MOST_TEMPERATURE: Final = 1e30
 """Hotter is as hot: all tokens that are left are equally likely. Float32 has no larger powers to spare."""
 
 _LOG2_E: Final = math.log2(math.e)
@@ -25,9 +25,14 @@ _MOST_FACTOR: Final = 1e38
 """Colder is as cold: all but the largest have no mass. Float32 has hardly larger numbers."""
 
 
-def factors_of(samplings: Sequence[SamplingParams], device: torch.device) -> Tensor:
-    """Float32 [K]: what logits are multiplied by before they are powers of two. Of rows that draw."""
-    values = [min(_LOG2_E / _temperature(each), _MOST_FACTOR) for each in samplings]
+def tempered(temperature: float) -> float:
+    """What logits are divided by."""
+    return min(temperature, _MOST_TEMPERATURE)
+
+
+def factors_of(temperatures: Sequence[float], device: torch.device) -> Tensor:
+    """Float32 [K]: what logits are multiplied by before they are powers of two."""
+    values = [min(_LOG2_E / tempered(each), _MOST_FACTOR) for each in temperatures]
     return torch.tensor(values, dtype=torch.float32).to(device)
 
 
@@ -38,16 +43,12 @@ def filter_logits(kernels: Kernels, logits: Tensor, samplings: Sequence[Sampling
     """
     device = logits.device
     largest = torch.nan_to_num(kernels.largest(logits)[0], nan=0.0, posinf=0.0, neginf=0.0)
-    below = [_temperature(each) * math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in samplings]
+    below = [tempered(each.temperature) * math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in samplings]
     cuts = Cuts(
         largest=largest,
-        factors=factors_of(samplings, device),
+        factors=factors_of([each.temperature for each in samplings], device),
         lowest=largest + torch.tensor(below, dtype=torch.float32).to(device),
         top_k=torch.tensor([max(0, each.top_k) for each in samplings], dtype=torch.int64).to(device),
         top_p=torch.tensor([each.top_p for each in samplings], dtype=torch.float64).to(device),
     )
     kernels.cut_(logits, cuts)
-
-
-def _temperature(sampling: SamplingParams) -> float:
-    return min(sampling.temperature, MOST_TEMPERATURE)

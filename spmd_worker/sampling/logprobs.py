@@ -9,26 +9,12 @@ from torch import Tensor
 from spmd_worker.sequence.outputs import Logprob, TokenLogprobs
 
 
-def token_logprobs(logprobs: Tensor, token_id: int, num_likeliest: int) -> TokenLogprobs:
-    """Float32 [V] -> the token's own entry first, then the likeliest, all where it is -1; equal ones by ascending
-    id.
-    """
-    chosen = logprobs[token_id]
-    rank = int((logprobs > chosen).sum()) + 1
-    return entries_of(token_id, float(chosen), rank, likeliest(logprobs, num_likeliest))
-
-
 def entries_of(token_id: int, logprob: float, rank: int, likely: list[tuple[int, float]]) -> TokenLogprobs:
     """The entry of a token, then those of `likely`: (token id, log-probability), likeliest first."""
     entries: TokenLogprobs = {token_id: Logprob(logprob, rank)}
     for place, (likely_id, value) in enumerate(likely, start=1):
         entries.setdefault(likely_id, Logprob(value, place))
     return entries
-
-
-def log_softmax(logits: Tensor) -> Tensor:
-    """Float32 [K, V] -> float32 [K, V], row by row."""
-    return torch.log_softmax(logits, dim=-1)
 
 
 def likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:

@@ -2,9 +2,9 @@
 
 Greedy rows exchange one (value, id) pair a rank; plain-temperature rows also the mass of each shard, and draw by
 inverting the cumulative distribution with one counter-based uniform a row; masses are whole numbers, so that what is
-drawn of equal logits does not depend on the number of ranks. Their log-probabilities come from the shards too
-(`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties; log-probabilities whose bits must
-not depend on the number of ranks) have their logits gathered. A row's token depends on its own logits,
+drawn of equal logits does not depend on the number of ranks. Log-probabilities come from the shards too, by the same
+masses (`shard_logprobs.py`). Only rows that need whole vocabularies (filters, penalties) have their logits gathered.
+A row's token depends on its own logits,
 parameters and key alone. A row with a logit that is NaN or infinite, or with none above minus infinity, gets
 `NON_FINITE` in place of an id; every rank says so of the same rows, because each looks at the largest logits of all
 shards. A row whose form lets no token follow gets `FORM_FAILED`; what other forms forbid is masked in each shard,
@@ -23,8 +23,7 @@ from torch import Tensor
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.sampling.filters import MOST_TEMPERATURE, factors_of, filter_logits
-from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
+from spmd_worker.sampling.filters import factors_of, filter_logits, tempered
 from spmd_worker.sampling.processors import process_logits
 from spmd_worker.sampling.random import draw_bits
 from spmd_worker.sampling.row import SampleRow
@@ -46,18 +45,13 @@ class Sampled:
 
 
 class _Choice(NamedTuple):
-    """Parallel to the rows: their tokens, and what was found out on the way, [K] each.
+    """Parallel to the rows: their tokens, and what was found out on the way, [K].
 
-    `columns` int64: of the largest logit in this rank's shard; `largest` float64: of the vocabulary.
+    `largest` float64: the largest logits of the vocabulary, where they are known.
     """
 
     token_ids: list[int]
-    columns: Tensor
-    largest: Tensor
-
-    def of(self, indices: list[int]) -> "_Choice":
-        """Of the rows named."""
-        return _Choice([self.token_ids[i] for i in indices], self.columns[indices], self.largest[indices])
+    largest: Tensor | None = None
 
 
 class Sampler:
@@ -71,15 +65,10 @@ class Sampler:
         eos_token_ids: tuple[int, ...],
         logprobs_mode: str,
         kernels: Kernels | None = None,
-        *,
-        is_exact: bool = False,
     ) -> None:
-        """With `is_exact` what is reported is computed of whole vocabularies, on one rank too: of equal logits it is
-        then the same bits on any number of ranks, which sums over shards are not.
-        """
         self._kernels = ReferenceKernels() if kernels is None else kernels
         self._group, self._shard_start, self._vocab_size = group, shard_start, vocab_size
-        self._eos_token_ids, self._logprobs_mode, self._is_exact = eos_token_ids, logprobs_mode, is_exact
+        self._eos_token_ids, self._logprobs_mode = eos_token_ids, logprobs_mode
 
     def sample(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks = NO_MASKS) -> Sampled:
         """[R, Vs] and a row each; of those in `masks` the logits may change. Every rank of the group calls this with
@@ -91,9 +80,7 @@ class Sampler:
             if index in masks.failed:
                 continue
             # What is reported of a row with a mask is not what it is chosen by.
-            wants_whole = row.sampling.logprobs == ALL_LOGPROBS or index in masks.places
-            is_whole = row.sampling.needs_logprobs and (self._group.size == 1 or wants_whole)
-            is_whole = is_whole or (self._is_exact and row.sampling.needs_logprobs)
+            is_whole = row.sampling.needs_logprobs and index in masks.places
             (others if row.needs_all_logits or is_whole else simple).append(index)
         token_ids = [FORM_FAILED] * len(rows)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -129,103 +116,78 @@ class Sampler:
         """[K, Vs] and a token each -> its log-probability, and those of the likeliest: the bits that `sample` reports
         of these logits in raw_logprobs mode. Every rank of the group calls this with the same tokens.
         """
-        if self._group.size == 1 or num_likeliest == ALL_LOGPROBS or self._is_exact:
-            whole = log_softmax(self.gather(logits))
-            return [token_logprobs(row, token, num_likeliest) for row, token in zip(whole, token_ids, strict=True)]
-        return self._of_shards(logits, token_ids, [num_likeliest] * len(token_ids))
+        entries: list[TokenLogprobs] = []
+        for rows in _all_alone([num_likeliest] * len(token_ids)):
+            count = len(rows)
+            named = [token_ids[index] for index in rows]
+            entries += self._of_shards(
+                _rows_of(logits, rows), named, [num_likeliest] * count, [1.0] * count, self._group
+            )
+        return entries
 
     def _sample_shards(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[K, Vs], of rows that need no more than maxima and sums."""
         choice = self._choose(logits, rows, self._group)
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        return Sampled(tuple(choice.token_ids), tuple(self._report(logits, rows, choice, self._group)))
+
+    def _sample_gathered(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks) -> Sampled:
+        """[K, Vs], of rows that need whole vocabularies, of which every rank computes the same. What is reported of
+        logits that nothing has changed comes from the shards even so: how a token was chosen makes no difference.
+        """
+        whole, alone = self.gather(logits), GroupHandle(ranks=(0,), rank=0, group=None)
+        # Before they are processed: a row may forbid every token that it has.
+        is_finite = self._kernels.largest(whole)[0].isfinite().tolist()
+        masks.apply(whole, 0)
+        process_logits(whole, rows, self._eos_token_ids)
+        self._filter(whole, rows)
+        ids = self._choose(whole, rows, alone, forbidden_id=0).token_ids
+        choice = _Choice([each if finite else NON_FINITE for each, finite in zip(ids, is_finite, strict=True)])
+        is_processed = self._logprobs_mode == "processed_logprobs"
+        source, group = (whole, alone) if is_processed else (logits, self._group)
+        return Sampled(tuple(choice.token_ids), tuple(self._report(source, rows, choice, group)))
+
+    def _report(
+        self, logits: Tensor, rows: list[SampleRow], choice: _Choice, group: GroupHandle
+    ) -> list[TokenLogprobs | None]:
+        """Log-probabilities of the rows that want some, of logits [K, Vs], or [K, V] of a group of one."""
+        entries: list[TokenLogprobs | None] = [None] * len(rows)
         wants = [
             index
             for index, row in enumerate(rows)
             if row.sampling.needs_logprobs and choice.token_ids[index] != NON_FINITE
         ]
-        if wants:
-            reported = self._report(_rows_of(logits, wants), [rows[index] for index in wants], choice.of(wants))
-            _scatter(reported, wants, logprobs)
-        return Sampled(tuple(choice.token_ids), tuple(logprobs))
-
-    def _report(self, logits: Tensor, rows: list[SampleRow], choice: _Choice) -> list[TokenLogprobs]:
-        """Log-probabilities of rows that all want some."""
-        counts = [row.sampling.logprobs or 0 for row in rows]
-        # Of such rows nothing was processed but the temperature.
-        temperatures = self._reported_temperatures(rows, logits)
-        return self._of_shards(logits, choice.token_ids, counts, (choice.columns, choice.largest), temperatures)
-
-    def _log_softmax(self, logits: Tensor, rows: list[SampleRow], wants: list[int]) -> Tensor:
-        """What is reported of the rows that `wants` names: [K, V]."""
-        temperatures, values = self._reported_temperatures([rows[index] for index in wants], logits), logits[wants]
-        return log_softmax(values if temperatures is None else values / temperatures)
-
-    def _reported_temperatures(self, rows: list[SampleRow], logits: Tensor) -> Tensor | None:
-        """What logits are divided by before they are reported, [K, 1]; None for 1."""
-        return None if self._logprobs_mode == "raw_logprobs" else _temperatures(rows, logits.device)
+        for places in _all_alone([rows[index].sampling.logprobs or 0 for index in wants]):
+            named = [wants[place] for place in places]
+            asking = [rows[index].sampling for index in named]
+            temperatures = [1.0] * len(named)
+            if self._logprobs_mode != "raw_logprobs":
+                temperatures = [1.0 if each.is_greedy else each.temperature for each in asking]
+            reported = self._of_shards(
+                *(_rows_of(logits, named), [choice.token_ids[index] for index in named]),
+                *([each.logprobs or 0 for each in asking], temperatures, group),
+                None if choice.largest is None else choice.largest[named],
+            )
+            _scatter(reported, named, entries)
+        return entries
 
     def _of_shards(
         self,
         logits: Tensor,
         token_ids: list[int],
         nums_likeliest: list[int],
-        largest: tuple[Tensor, Tensor] | None = None,
-        temperatures: Tensor | None = None,
+        temperatures: list[float],
+        group: GroupHandle,
+        largest: Tensor | None = None,
     ) -> list[TokenLogprobs]:
-        """`largest` are columns and values as in `_Choice`, where they are known; `temperatures` float32 [K, 1]."""
+        """`largest` float64 [K] are those of the whole vocabulary, where they are known."""
         if largest is None:
             values, columns = self._kernels.largest(logits)
-            largest = columns, self._best(values, columns, self._group)[0]
-        if temperatures is None:
-            temperatures = torch.ones((len(token_ids), 1), device=logits.device)
-        masses = log_masses(logits, *largest, temperatures, self._group)
-        num_owned = max(0, min(logits.shape[1], self._vocab_size - self._shard_start))
-        return shard_logprobs(
-            logits, token_ids, nums_likeliest, largest[1], masses, temperatures, self._group, num_owned
-        )
-
-    def _sample_gathered(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks) -> Sampled:
-        """[K, Vs], of rows that need whole vocabularies. What is reported of logits that no other id of the row has
-        changed comes from the shards even so: how a token was chosen makes no difference.
-        """
-        sampled = self._sample_whole(self.gather(logits), rows, masks)
-        if self._group.size == 1 or self._logprobs_mode == "processed_logprobs" or self._is_exact:
-            return sampled
-        wants = [
-            index
-            for index, (row, entry) in enumerate(zip(rows, sampled.logprobs, strict=True))
-            if entry is not None and row.sampling.logprobs != ALL_LOGPROBS
-        ]
-        logprobs = list(sampled.logprobs)
-        if wants:
-            chosen = [sampled.token_ids[index] for index in wants]
-            counts = [rows[index].sampling.logprobs or 0 for index in wants]
-            temperatures = self._reported_temperatures([rows[index] for index in wants], logits)
-            shards = _rows_of(logits, wants)
-            _scatter(self._of_shards(shards, chosen, counts, temperatures=temperatures), wants, logprobs)
-        return Sampled(sampled.token_ids, tuple(logprobs))
-
-    def _sample_whole(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks) -> Sampled:
-        """[K, V] on every rank: each computes the same, so nothing is exchanged."""
-        # Before they are processed: a row may forbid every token that it has.
-        is_finite = self._kernels.largest(logits)[0].isfinite().tolist()
-        wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs and is_finite[index]]
-        reported: Tensor | None = None
-        if wants and self._logprobs_mode != "processed_logprobs":
-            reported = self._log_softmax(logits, rows, wants)
-        masks.apply(logits, 0)
-        process_logits(logits, rows, self._eos_token_ids)
-        self._filter(logits, rows)
-        if wants and reported is None:
-            reported = self._log_softmax(logits, rows, wants)
-        alone = GroupHandle(ranks=(0,), rank=0, group=None)
-        ids = self._choose(logits, rows, alone, forbidden_id=0).token_ids
-        chosen = [token_id if finite else NON_FINITE for token_id, finite in zip(ids, is_finite, strict=True)]
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        for place, index in enumerate(wants):
-            assert reported is not None, wants
-            logprobs[index] = token_logprobs(reported[place], chosen[index], rows[index].sampling.logprobs or 0)
-        return Sampled(tuple(chosen), tuple(logprobs))
+            largest = self._best(values, columns, group)[0]
+        factors = factors_of(temperatures, logits.device)
+        masses = log_masses(self._kernels, logits, largest, factors, group)
+        num_owned = max(0, min(logits.shape[1], self._vocab_size - self._first_id(group)))
+        hot = torch.tensor([tempered(each) for each in temperatures], dtype=torch.float64).to(logits.device)
+        return shard_logprobs(logits, token_ids, nums_likeliest, largest, masses, hot, group, num_owned)
 
     def _filter(self, logits: Tensor, rows: list[SampleRow]) -> None:
         """What top-k, top-p and min-p drop, in place: [K, V]."""
@@ -254,7 +216,7 @@ class Sampler:
             first = self._first_id(group)
             ids = _draw(self._kernels, _rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
             _scatter(ids, drawn, chosen)
-        return _Choice(chosen, columns, best_values)
+        return _Choice(chosen, best_values)
 
     def _best(self, values: Tensor, columns: Tensor, group: GroupHandle) -> tuple[Tensor, Tensor]:
         """Each rank's largest values and their columns, [R] -> the largest of all and its id, [R] each; equal values
@@ -277,7 +239,7 @@ def _draw(
     numbers: the ids are the same however the vocabulary is cut.
     """
     device = logits.device
-    largest, factors = largest.float(), factors_of([row.sampling for row in rows], device)
+    largest, factors = largest.float(), factors_of([row.sampling.temperature for row in rows], device)
     masses = kernels.masses(logits, largest, factors)
     before = group.all_gather(masses.sum(dim=-1)).cumsum(dim=0)
     bits = draw_bits([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
@@ -303,10 +265,13 @@ def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> T
     return torch.where(values.isfinite(), ids.long(), otherwise)
 
 
-def _temperatures(rows: list[SampleRow], device: torch.device) -> Tensor:
-    """Float32 [K, 1]; 1 for greedy rows."""
-    values = [1.0 if row.sampling.is_greedy else min(row.sampling.temperature, MOST_TEMPERATURE) for row in rows]
-    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+def _all_alone(nums_likeliest: list[int]) -> list[list[int]]:
+    """Which rows are reported together, in order: one that wants all tokens is by itself, for it is as large as all."""
+    if ALL_LOGPROBS not in nums_likeliest:
+        return [list(range(len(nums_likeliest)))] if nums_likeliest else []
+    several = [index for index, each in enumerate(nums_likeliest) if each != ALL_LOGPROBS]
+    alone = [[index] for index, each in enumerate(nums_likeliest) if each == ALL_LOGPROBS]
+    return [several, *alone] if several else alone
 
 
 def _rows_of(logits: Tensor, indices: list[int]) -> Tensor:

@@ -1,39 +1,33 @@
 """Log-probabilities from the logits of vocabulary shards, where each rank keeps its own.
 
-What crosses ranks is a few numbers a row: the sum of the exponentials, the chosen token's logit, how many tokens of a
-shard are likelier, and the likeliest of each shard. Every rank of the group gets the same values. A row's depend on its
-own logits alone; they may differ from those of the whole vocabulary by the rounding of that sum.
+What crosses ranks is a few numbers a row: the sum of the masses, the chosen token's logit, how many tokens of a shard
+are likelier, and the likeliest of each shard. Every rank of the group gets the same values. A row's depend on its own
+logits alone: masses are whole numbers (`Kernels.masses`), whose sums are the same bits however the vocabulary is cut.
 
 K: rows; Vs: token ids of this rank's shard; N: ranks of the group; n: likeliest that the row with most of them wants.
 All calls are made by every rank of the group, with the same rows.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
+from spmd_worker.kernels.api import MASS_BITS, Kernels
 from spmd_worker.sampling.logprobs import entries_of, likeliest
 from spmd_worker.sampling.row_blocks import row_blocks
 from spmd_worker.sequence.outputs import TokenLogprobs
+from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
 
-def log_masses(logits: Tensor, columns: Tensor, largest: Tensor, temperatures: Tensor, group: GroupHandle) -> Tensor:
+def log_masses(kernels: Kernels, logits: Tensor, largest: Tensor, factors: Tensor, group: GroupHandle) -> Tensor:
     """Float64 [K]: of each row the logarithm of the sum, over the vocabulary, of exp((logit - largest) / temperature).
 
-    `columns` int64 [K] are those of this shard's largest logits; `largest` float64 [K] are the vocabulary's;
-    `temperatures` float32 [K, 1].
+    `largest` float64 [K] are the vocabulary's; `factors` float32 [K] as of `filters.factors_of`.
     """
-    at_largest = []
-    for rows in row_blocks(logits):
-        values = (logits[rows].float() - largest[rows].float().unsqueeze(1)) / temperatures[rows]
-        # Not logsumexp, whose order of summing depends on the number of rows.
-        normalised = torch.log_softmax(values, dim=-1)
-        places = columns[rows].unsqueeze(1)
-        at_largest.append(torch.cat([each.gather(1, places) for each in (values, normalised)], dim=1))
-    best, least = torch.cat(at_largest).double().unbind(1)
-    # A shard that owns no token, or none that can be sampled, has no log-softmax.
-    own = torch.where(best == -torch.inf, 0.0, torch.exp(best - least))
-    return group.all_gather(own).cumsum(dim=0)[-1].log()
+    own = kernels.masses(logits, largest.float(), factors).sum(dim=-1)
+    return group.all_gather(own).sum(dim=0).double().log() - MASS_BITS * math.log(2.0)
 
 
 def shard_logprobs(
@@ -48,23 +42,25 @@ def shard_logprobs(
 ) -> list[TokenLogprobs]:
     """[K, Vs] -> of each row the entry of its token, `token_ids`, then those of its likeliest, `nums_likeliest`.
 
-    `masses` are of `log_masses`, `num_owned` the token ids of this shard that exist.
+    All likeliest where their number is -1. `masses` are of `log_masses`, `temperatures` float64 [K], `num_owned` the
+    token ids of this shard that exist.
     """
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
     shard_size = logits.shape[1]
     columns = (chosen - group.rank * shard_size).clamp(0, shard_size - 1).unsqueeze(1)
     by_rank = group.all_gather(logits.gather(1, columns).squeeze(1).double())
     values = by_rank.gather(0, (chosen // shard_size).unsqueeze(0)).squeeze(0)
-    own = _candidates(logits[:, :num_owned], nums_likeliest, group.rank * shard_size)
+    counts = [shard_size * group.size if each == ALL_LOGPROBS else each for each in nums_likeliest]
+    own = _candidates(logits[:, :num_owned], [min(each, shard_size) for each in counts], group.rank * shard_size)
     # Counts ride with the candidates, as a pair more.
-    counts = _num_above(logits, values).double()
-    own = torch.cat((torch.stack((counts, counts), dim=-1).unsqueeze(1), own), dim=1)
+    above = _num_above(logits, values).double()
+    own = torch.cat((torch.stack((above, above), dim=-1).unsqueeze(1), own), dim=1)
     gathered = group.all_gather(own)
     ranks: list[int] = (gathered[:, :, 0, 0].sum(dim=0).long() + 1).tolist()
     pairs = gathered[:, :, 1:].transpose(0, 1).flatten(1, 2)
 
     def logprobs_of(logit: Tensor) -> list[list[float]]:
-        scaled = (logit - largest.unsqueeze(1)) / temperatures.double() - masses.unsqueeze(1)
+        scaled = (logit - largest.unsqueeze(1)) / temperatures.unsqueeze(1) - masses.unsqueeze(1)
         result: list[list[float]] = scaled.float().tolist()
         return result
 
@@ -78,7 +74,7 @@ def shard_logprobs(
             for (value, likely_id), other in zip(listed[index], others, strict=True)
             if likely_id >= 0
         )
-        likely = [(likely_id, other) for _, likely_id, other in merged[: nums_likeliest[index]]]
+        likely = [(likely_id, other) for _, likely_id, other in merged[: counts[index]]]
         entries.append(entries_of(token_id, logprob, ranks[index], likely))
     return entries
 

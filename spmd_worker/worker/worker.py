@@ -561,5 +561,4 @@ class Worker(WorkerBase):
             self.model_config.eos_token_ids,
             self.config.model.logprobs_mode,
             self._kernels,
-            is_exact=self.config.model.quantization is not None,
         )

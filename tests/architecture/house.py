@@ -228,7 +228,7 @@ MAY_READ_BACK = {
     "spmd_worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},
     "spmd_worker.sampling.logprobs": {"nonzero": (1, _SAMPLER), "tolist": (2, _SAMPLER)},
     "spmd_worker.sampling.processors": {"tensor": (2, _SAMPLER), "unique": (2, _SAMPLER)},
-    "spmd_worker.sampling.sampler": {"tensor": (1, _SAMPLER), "tolist": (5, _SAMPLER)},
+    "spmd_worker.sampling.sampler": {"tolist": (5, _SAMPLER)},
     "spmd_worker.sampling.shard_logprobs": {"tensor": (1, _SAMPLER), "tolist": (3, _SAMPLER)},
 }
 """How often a module does so today, and why; one more is found, and one less has to be said here."""

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmd_worker.distributed.communicator import single_group
 from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.runner import prompt_logprobs as module
 from spmd_worker.runner.prompt_logprobs import prompt_logprobs
-from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
+from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
@@ -26,8 +27,8 @@ def whole_logits(hidden: Tensor) -> Tensor:
 
 
 def report(hidden: Tensor, token_ids: list[int], num_likeliest: int) -> list[TokenLogprobs]:
-    rows = log_softmax(whole_logits(hidden))
-    return [token_logprobs(row, token_id, num_likeliest) for row, token_id in zip(rows, token_ids, strict=True)]
+    sampler = Sampler(single_group(), 0, VOCAB_SIZE, (), "raw_logprobs")
+    return sampler.report(whole_logits(hidden), token_ids, num_likeliest)
 
 
 def chunk(first: int, end: int, wanted: int | None = 2, sample: int = 0) -> ScheduledSequence:

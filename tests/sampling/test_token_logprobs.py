@@ -3,33 +3,40 @@
 import pytest
 import torch
 
-from spmd_worker.sampling.logprobs import log_softmax, token_logprobs
-from spmd_worker.sequence.outputs import Logprob
+from spmd_worker.distributed.communicator import single_group
+from spmd_worker.sampling.sampler import Sampler
+from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
-LOGPROBS = torch.tensor([-3.0, -1.0, -2.0, -1.0, -4.0])
+LOGITS = torch.tensor([[-3.0, -1.0, -2.0, -1.0, -4.0]])
+
+
+def sampler(vocab_size: int) -> Sampler:
+    return Sampler(single_group(), 0, vocab_size, (), "raw_logprobs")
 
 
 @pytest.mark.parametrize(
     ("token_id", "count", "expected"),
     [
-        (2, 0, {2: Logprob(-2.0, 3)}),
-        (2, 1, {2: Logprob(-2.0, 3), 1: Logprob(-1.0, 1)}),
-        (2, 2, {2: Logprob(-2.0, 3), 1: Logprob(-1.0, 1), 3: Logprob(-1.0, 2)}),
-        (1, 2, {1: Logprob(-1.0, 1), 3: Logprob(-1.0, 2)}),
-        (4, 3, {4: Logprob(-4.0, 5), 1: Logprob(-1.0, 1), 3: Logprob(-1.0, 2), 2: Logprob(-2.0, 3)}),
-        (0, 99, {0: Logprob(-3.0, 4), 1: Logprob(-1.0, 1), 3: Logprob(-1.0, 2), 2: Logprob(-2.0, 3)}),
+        (2, 0, {2: 3}),
+        (2, 1, {2: 3, 1: 1}),
+        (2, 2, {2: 3, 1: 1, 3: 2}),
+        (1, 2, {1: 1, 3: 2}),
+        (4, 3, {4: 5, 1: 1, 3: 2, 2: 3}),
+        (0, 99, {0: 4, 1: 1, 3: 2, 2: 3, 4: 5}),
+        (0, ALL_LOGPROBS, {0: 4, 1: 1, 3: 2, 2: 3, 4: 5}),
     ],
 )
-def test_the_chosen_token_comes_first_then_the_likeliest(token_id: int, count: int, expected: dict[int, Logprob]):
-    entries = token_logprobs(LOGPROBS, token_id, count)
-    if count == 99:
-        expected = {**expected, 4: Logprob(-4.0, 5)}
-    assert list(entries.items()) == list(expected.items())
+def test_the_chosen_token_comes_first_then_the_likeliest(token_id: int, count: int, expected: dict[int, int]):
+    (entries,) = sampler(5).report(LOGITS, [token_id], count)
+    assert [(token, each.rank) for token, each in entries.items()] == list(expected.items())
 
 
-def test_log_softmax_is_row_by_row():
-    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
-    expected = logits.double() - logits.double().exp().sum(dim=1, keepdim=True).log()
-    torch.testing.assert_close(log_softmax(logits).double(), expected, rtol=1e-6, atol=1e-6)
-    for index in range(4):
-        assert torch.equal(log_softmax(logits[index : index + 1])[0], log_softmax(logits)[index])
+def test_they_are_log_softmax_row_by_row():
+    logits = 3 * torch.randn(4, 3000, generator=torch.Generator().manual_seed(0))
+    expected = torch.log_softmax(logits.double(), dim=1)
+    found = sampler(3000).report(logits, [7, 8, 9, 10], ALL_LOGPROBS)
+    for index, entries in enumerate(found):
+        ours = torch.tensor([entries[token].logprob for token in range(3000)])
+        torch.testing.assert_close(ours.double(), expected[index], rtol=2e-7, atol=3e-7)
+        assert sampler(3000).report(logits[index : index + 1], [7 + index], ALL_LOGPROBS) == [entries]
+        assert sampler(3000).report(logits[index : index + 1], [7 + index], 0)[0][7 + index] == entries[7 + index]
