@@ -162,11 +162,9 @@ class Sampler:
             temperatures = [1.0] * len(named)
             if self._logprobs_mode != "raw_logprobs":
                 temperatures = [1.0 if each.is_greedy else each.temperature for each in asking]
-            reported = self._of_shards(
-                *(_rows_of(logits, named), [choice.token_ids[index] for index in named]),
-                *([each.logprobs or 0 for each in asking], temperatures, group),
-                None if choice.largest is None else choice.largest[named],
-            )
+            token_ids, counts = [choice.token_ids[index] for index in named], [each.logprobs or 0 for each in asking]
+            largest = None if choice.largest is None else choice.largest[named]
+            reported = self._of_shards(_rows_of(logits, named), token_ids, counts, temperatures, group, largest)
             _scatter(reported, named, entries)
         return entries
 
