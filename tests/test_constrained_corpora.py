@@ -185,7 +185,7 @@ def test_these_tests_see_answers_without_masks(llm: LLM, monkeypatch: pytest.Mon
         seen = answered(llm, forms, is_right, masked=False)
         assert len(seen.wrong) > seen.whole * 3 // 4
         assert seen.whole > 10
-    monkeypatch.setattr(TokenMasks, "apply", lambda self, logits, first_id: None)
+    monkeypatch.setattr(TokenMasks, "apply", lambda self, kernels, logits, first_id: None)
     assert len(answered(llm, accepted(llm, drawn_schemas()[:60])[0], has_schema).wrong) > 40
 
 

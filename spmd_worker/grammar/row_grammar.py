@@ -151,9 +151,3 @@ def _clear_from(bits: NDArray[np.int32], first: int) -> None:
     if word < len(bits):
         bits.view(np.uint32)[word] &= np.uint32((1 << bit) - 1)
         bits[word + 1 :] = 0
-
-
-def forbidden_of(bits: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
-    """Bool [rows, vocabulary]: the tokens of the vocabulary whose bit is not set."""
-    unpacked = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
-    return np.logical_not(unpacked)

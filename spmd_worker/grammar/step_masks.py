@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spmd_worker.errors import ConfigError
 from spmd_worker.grammar.compiler import GrammarCompiler
 from spmd_worker.grammar.forms import GrammarError
-from spmd_worker.grammar.row_grammar import RowGrammar, forbidden_of
+from spmd_worker.grammar.row_grammar import RowGrammar
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sequence import SequenceKey
 from spmd_worker.sequence.structured_outputs import StructuredOutputsParams
@@ -41,13 +41,14 @@ class ConstrainedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """`forbidden` bool [M, vocabulary]: row m is that of sampling row `indices[m]`. Those in `failed` have no token
-    that may follow, or used up a limit. `forced` has, of some other rows, the tokens that follow in any case, the first
-    of which is all that the mask leaves. `checksum` is a CRC-32 of what every row may take, the failed ones included.
+    """`allowed` int32 [M, words], a bit a token (`row_grammar.BITS`): row m is that of sampling row `indices[m]`. Those
+    in `failed` have no token that may follow, or used up a limit. `forced` has, of some other rows, the tokens that
+    follow in any case, the first of which is all that the mask leaves. `checksum` is a CRC-32 of what every row may
+    take, the failed ones included.
     """
 
     indices: tuple[int, ...]
-    forbidden: NDArray[np.bool_]
+    allowed: NDArray[np.int32]
     checksum: int
     failed: tuple[int, ...] = ()
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -129,8 +130,7 @@ class GrammarMasks:
             if row.takes_several and not state.problem
         }
         several = {index: token_ids for index, token_ids in forced.items() if len(token_ids) > 1}
-        forbidden = forbidden_of(bits[answerable], self._compiler.vocab_size)
-        return StepMasks(indices, forbidden, crc32(bits.data), tuple(failed), several)
+        return StepMasks(indices, bits[answerable], crc32(bits.data), tuple(failed), several)
 
     def _state(self, key: SequenceKey, row: ConstrainedRow) -> RowGrammar:
         """That of `key`, after the row's tokens so far."""

@@ -151,6 +151,12 @@ class Kernels(Protocol):
         there is none, or the target is below 0. `masses` are those of the same logits.
         """
 
+    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
+        """[K, V], whose columns are tokens from `first_id` on: minus infinity, in rows `rows`, for each token whose bit
+        is not set in the row of `allowed` that `places` names. Int32 [M, words], token t is bit t % 32 of word t / 32,
+        and what has no word is not allowed; int64 [n], int64 [n].
+        """
+
     def cut_(self, logits: Tensor, cuts: "Cuts") -> None:
         """Float32 [R, V], without NaN: minus infinity in place of what each row's filters drop. A row keeps what is not
         below `lowest`, of that the `top_k` largest, and of these the fewest that hold `top_p` of their `masses`; what

@@ -113,6 +113,14 @@ class ReferenceKernels:
         ]
         return torch.where((targets < 0) | (targets >= masses.sum(dim=-1)), -1, torch.cat(found))
 
+    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
+        """See `Kernels.forbid_`."""
+        ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+        words = F.pad(allowed, (0, max(0, -(-(first_id + logits.shape[1]) // 32) - allowed.shape[1])))
+        for row, place in zip(torch.split(rows, 1), torch.split(places, 1), strict=True):
+            is_allowed = words[place][:, ids // 32] >> ids % 32 & 1 == 1
+            logits[row] = torch.where(is_allowed, logits[row], -torch.inf)
+
     def cut_(self, logits: Tensor, cuts: Cuts) -> None:
         """See `Kernels.cut_`. Of each row all logits in order, and nothing is read back."""
         for rows, largest, factors, lowest, top_k, top_p in _row_blocks(logits, *cuts.tensors()):

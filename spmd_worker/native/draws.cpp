@@ -165,6 +165,45 @@ void cut_row(float* row, int64_t count, const Filter& filter) {
     if (row[place] < least) row[place] = -kInfinity;
 }
 
+// ---- what a form forbids -----------------------------------------------------------------------------------------
+
+// The bits of 16 tokens from `first` on, of which those without a word are not set.
+SPMD_INLINE uint32_t bits_of(const uint32_t* words, int64_t num_words, int64_t first) {
+  const int64_t word = first / 32;
+  const uint64_t low = word < num_words ? words[word] : 0, high = word + 1 < num_words ? words[word + 1] : 0;
+  return uint32_t((high << 32 | low) >> first % 32) & 0xffff;
+}
+
+SPMD_INLINE void forbid_one(float* logit) { *logit = -kInfinity; }
+SPMD_INLINE void forbid_one(uint16_t* logit) { *logit = 0xff80; }
+
+#if defined(SPMD_AVX512)
+SPMD_INLINE void forbid_all(float* logits, uint32_t bits) {
+  _mm512_mask_storeu_ps(logits, __mmask16(bits), _mm512_set1_ps(-kInfinity));
+}
+SPMD_INLINE void forbid_all(uint16_t* logits, uint32_t bits) {
+  _mm256_mask_storeu_epi16(logits, __mmask16(bits), _mm256_set1_epi16(int16_t(0xff80)));
+}
+#else
+template <class Element>
+SPMD_INLINE void forbid_all(Element* logits, uint32_t bits) {
+  for (int lane = 0; lane < 16; ++lane)
+    if (bits >> lane & 1) forbid_one(logits + lane);
+}
+#endif
+
+template <class Element>
+void forbid_row(Element* logits, int64_t count, int64_t first_id, const uint32_t* words, int64_t num_words) {
+  int64_t place = 0;
+  for (; place + 16 <= count; place += 16) {
+    const uint32_t bits = ~bits_of(words, num_words, first_id + place) & 0xffff;
+    if (bits != 0) forbid_all(logits + place, bits);
+  }
+  const uint32_t bits = ~bits_of(words, num_words, first_id + place);
+  for (int64_t lane = 0; place + lane < count; ++lane)
+    if (bits >> lane & 1) forbid_one(logits + place + lane);
+}
+
 }  // namespace
 
 // Minus infinity in place of what the filters of each row drop.
@@ -177,6 +216,15 @@ extern "C" void spmd_cut_float32(
 }
 
 #define SPMD_DRAWS(name, Element)                                                                                      \
+  /* Minus infinity, in rows `rows` of columns from token `first_id` on, for tokens whose bit is not set in the row of    \
+     `allowed` [..][num_words] that `places` names. */                                                                 \
+  extern "C" void spmd_forbid_##name(                                                                                  \
+      Element* logits, int64_t stride, int64_t count, int64_t first_id, const uint32_t* allowed, int64_t num_words,    \
+      const int64_t* rows, const int64_t* places, int64_t num_rows, int64_t num_threads) {                             \
+    each_by_team(num_rows, num_rows * count < 4 * kSmall ? 1 : num_threads, [&](int64_t which) {                       \
+      forbid_row(logits + rows[which] * stride, count, first_id, allowed + places[which] * num_words, num_words);      \
+    });                                                                                                                \
+  }                                                                                                                    \
   /* Of each row's pieces of `kPiece` ids the sum of their masses: [num_rows][pieces]. */                              \
   extern "C" void spmd_masses_##name(                                                                                  \
       const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest,                    \

@@ -86,7 +86,7 @@ class Sampler:
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if simple:
             shards = _rows_of(logits, simple)
-            masks.of(simple).apply(shards, self._shard_start)
+            masks.of(simple).apply(self._kernels, shards, self._shard_start)
             sampled = self._sample_shards(shards, [rows[index] for index in simple])
             _scatter(sampled.token_ids, simple, token_ids)
             _scatter(sampled.logprobs, simple, logprobs)
@@ -137,7 +137,7 @@ class Sampler:
         whole, alone = self.gather(logits), GroupHandle(ranks=(0,), rank=0, group=None)
         # Before they are processed: a row may forbid every token that it has.
         is_finite = self._kernels.largest(whole)[0].isfinite().tolist()
-        masks.apply(whole, 0)
+        masks.apply(self._kernels, whole, 0)
         process_logits(whole, rows, self._eos_token_ids)
         self._filter(whole, rows)
         ids = self._choose(whole, rows, alone, forbidden_id=0).token_ids

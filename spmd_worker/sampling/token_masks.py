@@ -1,6 +1,6 @@
 """Which tokens the forms of a step's rows forbid, and the logits without them.
 
-M: rows with a mask; V: vocabulary; K: rows of logits; Vs: token ids of a shard.
+M: rows with a mask; K: rows of logits; Vs: token ids of a shard.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from spmd_worker.grammar.step_masks import StepMasks
+from spmd_worker.kernels.api import Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """`forbidden` bool [M, V]; `places` row -> its mask; `failed` are the rows that have no token to choose."""
+    """`allowed` int32 [M, words], a bit a token, as `StepMasks` has it; `places` row -> its mask; `failed` are the rows
+    that have no token to choose.
+    """
 
-    forbidden: Tensor
+    allowed: Tensor
     places: Mapping[int, int]
     failed: Sequence[int] = field(default=())
 
@@ -27,30 +30,21 @@ class TokenMasks:
         if masks is None:
             return NO_MASKS
         places = {index: place for place, index in enumerate(masks.indices)}
-        return TokenMasks(torch.from_numpy(masks.forbidden).to(device), places, masks.failed)
+        return TokenMasks(torch.from_numpy(masks.allowed).to(device), places, masks.failed)
 
     def of(self, indices: Sequence[int]) -> "TokenMasks":
         """Of the rows named, which are numbered in this order from 0 on."""
         if not self.places:
             return NO_MASKS
         places = {new: self.places[index] for new, index in enumerate(indices) if index in self.places}
-        return TokenMasks(self.forbidden, places)
+        return TokenMasks(self.allowed, places)
 
-    def apply(self, logits: Tensor, first_id: int) -> None:
+    def apply(self, kernels: Kernels, logits: Tensor, first_id: int) -> None:
         """Minus infinity for what is forbidden, in place: [K, Vs], whose first column is token `first_id`."""
-        if self._is_of_all_rows(len(logits)):
-            # In one operation, which has all threads.
-            forbidden = self.forbidden[:, first_id : first_id + logits.shape[1]]
-            logits[:, : forbidden.shape[1]].masked_fill_(forbidden, -torch.inf)
+        if not self.places:
             return
-        for row, place in self.places.items():
-            forbidden = self.forbidden[place, first_id : first_id + logits.shape[1]]
-            logits[row, : len(forbidden)].masked_fill_(forbidden, -torch.inf)
-
-    def _is_of_all_rows(self, num_rows: int) -> bool:
-        """Whether mask m is that of row m, for all of the rows."""
-        each = list(range(num_rows))
-        return len(self.forbidden) == num_rows and list(self.places) == each and list(self.places.values()) == each
+        pairs = torch.tensor([list(self.places), list(self.places.values())], dtype=torch.int64).to(logits.device)
+        kernels.forbid_(logits, self.allowed, pairs[0], pairs[1], first_id)
 
 
-NO_MASKS: Final = TokenMasks(torch.empty((0, 0), dtype=torch.bool), {})
+NO_MASKS: Final = TokenMasks(torch.empty((0, 0), dtype=torch.int32), {})

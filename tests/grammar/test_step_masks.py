@@ -60,7 +60,7 @@ def test_samples_that_are_about_to_fork_have_one_state_and_each_its_own_after(to
     texts = [tokenizer.encode(each) for each in ('{"name":"a', '{"name":"', '{"name":"abc","age":1')]
     for _ in range(2):
         assert first.indices == expected.indices == (0, 1, 2)
-        assert np.array_equal(first.forbidden, expected.forbidden)
+        assert np.array_equal(first.allowed, expected.allowed)
         assert first.forced == expected.forced
         first, num_compiled = forked.step([(0, sample, text) for sample, text in enumerate(texts)])
         expected, _ = alone.step([(request, 0, text) for request, text in enumerate(texts)])

@@ -5,11 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from native_libraries import each_library, library_for
 from thread_groups import on_ranks
 
 from spmd_worker.distributed.communicator import GroupHandle, single_group
-from spmd_worker.grammar.row_grammar import RowGrammar, forbidden_of
+from spmd_worker.grammar.row_grammar import RowGrammar
 from spmd_worker.grammar.step_masks import StepMasks
+from spmd_worker.kernels.cpu.native import CpuKernels
+from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
@@ -38,10 +41,20 @@ def step() -> tuple[torch.Tensor, list[SampleRow], StepMasks]:
         SampleRow(SamplingParams(**KINDS[index % len(KINDS)]), index, 0, 4, (1, 2, 3), [7]) for index in range(NUM_ROWS)
     ]
     indices = tuple(index for index in range(NUM_ROWS) if index % 3 and index != 10)
-    forbidden = np.ones((len(indices), VOCAB_SIZE), dtype=np.bool_)
+    is_allowed = np.zeros((len(indices), VOCAB_SIZE), dtype=np.bool_)
     for place in range(len(indices)):
-        forbidden[place, torch.randint(VOCAB_SIZE, (1 + place % 5,), generator=generator).numpy()] = False
-    return logits, rows, StepMasks(indices, forbidden, 0, (10,))
+        is_allowed[place, torch.randint(VOCAB_SIZE, (1 + place % 5,), generator=generator).numpy()] = True
+    return logits, rows, StepMasks(indices, packed(is_allowed), 0, (10,))
+
+
+def packed(is_allowed: np.ndarray) -> np.ndarray:
+    """Bool [M, tokens] -> int32 [M, words]."""
+    whole_words = np.pad(is_allowed, ((0, 0), (0, -is_allowed.shape[1] % 32)))
+    return np.packbits(whole_words, axis=1, bitorder="little").view(np.int32)
+
+
+def unpacked(bits: np.ndarray, vocab_size: int) -> np.ndarray:
+    return np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size].astype(bool)
 
 
 def sharded(size: int, masks: TokenMasks) -> list[Sampled]:
@@ -64,7 +77,7 @@ def whole(masks: TokenMasks) -> Sampled:
 def follows(sampled: Sampled) -> bool:
     _, _, masks = step()
     chosen = [sampled.token_ids[index] for index in masks.indices]
-    return not masks.forbidden[np.arange(len(chosen)), chosen].any()
+    return bool(unpacked(masks.allowed, VOCAB_SIZE)[np.arange(len(chosen)), chosen].all())
 
 
 def test_every_row_takes_a_token_that_its_mask_leaves_and_rows_without_one_what_they_took():
@@ -92,7 +105,7 @@ def test_the_tests_see_a_shard_that_masks_from_its_own_first_column():
     masks = TokenMasks.of_step(step()[2], CPU)
     apply = TokenMasks.apply
     try:
-        TokenMasks.apply = lambda self, logits, first_id: apply(self, logits, 0)
+        TokenMasks.apply = lambda self, kernels, logits, first_id: apply(self, kernels, logits, 0)
         found = sharded(2, masks)
     finally:
         TokenMasks.apply = apply
@@ -125,7 +138,7 @@ def test_bits_beyond_the_vocabulary_are_never_tokens(vocab_size: int):
     allowed = [0, 30, 31, 32, 63, 69, 70, 95]
     bits = np.zeros(3, dtype=np.int32)
     RowGrammar(lambda can_force: Matcher(allowed), Table(), vocab_size, ()).fill(bits)
-    found = np.flatnonzero(~forbidden_of(bits[None], vocab_size)[0]).tolist()
+    found = np.flatnonzero(unpacked(bits[None], 96)[0]).tolist()
     assert found == [each for each in allowed if each < vocab_size]
     beyond = RowGrammar(lambda can_force: Matcher([vocab_size, 95]), Table(), vocab_size, ())
     beyond.fill(np.zeros(3, dtype=np.int32))
@@ -138,16 +151,24 @@ def test_rows_are_numbered_anew():
     assert dict(some.places) == {0: masks.indices.index(2), 2: masks.indices.index(7)}
 
 
-def test_masks_of_all_rows_are_applied_at_once_as_row_by_row():
-    logits, _, masks = step()
-    whole = TokenMasks.of_step(replace(masks, failed=()), CPU).of(masks.indices)
-    shard = logits[list(masks.indices)][:, 40:90]
-    assert whole._is_of_all_rows(len(shard))
-    at_once, one_by_one = shard.clone(), shard.clone()
-    whole.apply(at_once, 40)
-    for row in range(len(shard)):
-        whole.of([row]).apply(one_by_one[row : row + 1], 40)
-    assert torch.equal(at_once, one_by_one)
-    assert not torch.equal(at_once, shard)
-    # Not where they are the same masks in another order.
-    assert not whole.of([*range(len(shard))][::-1])._is_of_all_rows(len(shard))
+@each_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("first_id", "count"), [(0, VOCAB_SIZE), (40, 50), (37, 9), (200, 60)])
+def test_compiled_masks_are_those_of_plain_torch_and_of_the_bits(instruction_set, dtype, first_id: int, count: int):
+    """Of some rows, the rest as it was; columns that no bit is of are forbidden."""
+    _, _, masks = step()
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(9, count, generator=generator).to(dtype)
+    token_masks = TokenMasks.of_step(replace(masks, failed=()), CPU).of([2, 6, 1, 6, 4, 0, 7, 8, 22])
+    found = []
+    for kernels in (CpuKernels(library_for(instruction_set)), ReferenceKernels()):
+        rows = logits.clone()
+        token_masks.apply(kernels, rows, first_id)
+        found.append(rows)
+    assert torch.equal(*found)
+    is_allowed = np.pad(unpacked(masks.allowed, VOCAB_SIZE), ((0, 0), (0, 100)))[:, first_id : first_id + count]
+    for row, values in enumerate(found[0]):
+        place = token_masks.places.get(row)
+        kept = torch.ones(count, dtype=torch.bool) if place is None else torch.from_numpy(is_allowed[place])
+        assert torch.equal(values, torch.where(kept, logits[row], -torch.inf)), row
+    assert 0 < len(token_masks.places) < 9

@@ -54,6 +54,7 @@ class CpuKernels(PackedKernels):
             "argmax",
             "masses",
             "find_mass",
+            "forbid",
             "gemm",
         )
         self._functions = {
@@ -279,6 +280,22 @@ class CpuKernels(PackedKernels):
         ids = torch.empty(num_rows, dtype=torch.int64)
         self._functions["find_mass", logits.dtype](*rows, masses.data_ptr(), targets.data_ptr(), ids.data_ptr())
         return ids
+
+    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
+        """See `Kernels.forbid_`."""
+        _check(logits)
+        assert logits.ndim == 2, logits.shape
+        assert logits.stride(1) == 1, logits.stride()
+        assert rows.shape == places.shape, (rows.shape, places.shape)
+        for each, dtype in ((allowed, torch.int32), (rows, torch.int64), (places, torch.int64)):
+            assert each.dtype == dtype, (each.dtype, dtype)
+            assert each.is_contiguous(), each.stride()
+        for each, count in ((rows, logits.shape[0]), (places, allowed.shape[0])):
+            assert not len(each) or 0 <= int(each.min()) <= int(each.max()) < count, (each, count)
+        self._functions["forbid", logits.dtype](
+            *(logits.data_ptr(), logits.stride(0), logits.shape[1], first_id, allowed.data_ptr(), allowed.shape[1]),
+            *(rows.data_ptr(), places.data_ptr(), len(rows), num_threads()),
+        )
 
     def cut_(self, logits: Tensor, cuts: Cuts) -> None:
         """See `Kernels.cut_`."""
