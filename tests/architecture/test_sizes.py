@@ -1,5 +1,6 @@
 """Every module says what it is; how long things are is counted as people read it."""
 
+from collections import Counter
 from pathlib import Path
 
 from planting import REPOSITORY, plant
@@ -24,3 +25,9 @@ def test_functions_classes_and_files_are_counted_with_their_decorators(tmp_path:
     assert f"longest: {POOL} (254)" in files
     assert f"{POOL}:253 f (2)" in functions
     assert f"1 classes: median 251 lines, p95 251; longest: {POOL}:3 Pool (251)" in classes
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest takes the second for the first, and collects neither."""
+    names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
