@@ -250,7 +250,7 @@ def _draw(
 
 
 def _shares(bits: Tensor, totals: Tensor) -> Tensor:
-    """Int64 [K] of 53 bits, int64 [K] below 2^58 -> floor(bits x totals / 2^53), exactly, in numbers of 64 bits."""
+    """Int64 [K] of 53 bits, int64 [K] below 2^62 -> floor(bits x totals / 2^53), exactly, in numbers of 64 bits."""
     high, low = bits >> 26, bits & (1 << 26) - 1
     upper, lower = totals >> 30, totals & (1 << 30) - 1
     # high upper 2^56 + (low upper 2^4 + high lower) 2^26 + low lower, over 2^26 and then over 2^27.
