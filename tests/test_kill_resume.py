@@ -53,7 +53,7 @@ def check_lines(output: bytes) -> None:
     [
         (["two replicas", "two shards"], [1]),
         pytest.param(["two shards", "two stages", "one rank"], [0, None], marks=pytest.mark.matrix),
-        pytest.param(["two stages", "two replicas", "two shards"], [None, 1], marks=pytest.mark.matrix),
+        pytest.param(["two stages", "two replicas", "two shards"], [None, 1], marks=pytest.mark.stress),
     ],
     ids=["a replica", "a shard, all stages", "all stages, a replica"],
 )

@@ -208,11 +208,10 @@ PLANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "why", [pytest.param(why, marks=[] if why.startswith("one slot") else pytest.mark.stress) for why in PLANTS]
-)
+@pytest.mark.stress
+@pytest.mark.parametrize("why", PLANTS)
 def test_many_rounds_find_what_is_wrong(tmp_path: Path, why: str):
-    """Negative controls."""
+    """Negative controls, each with a library of its own to compile."""
     script, changes = PLANTS[why]
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
     text = (sources / "shared_memory.cpp").read_text()

@@ -167,7 +167,7 @@ def test_masks_times_steps_of_rows_with_a_form_and_without(tmp_path: Path, monke
     assert figures["tokens_a_step"] > 1.1
 
 
-@pytest.mark.matrix
+@pytest.mark.stress
 def test_embeddings_have_tokens_a_second_memory_and_the_same_vectors_by_both_doors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
