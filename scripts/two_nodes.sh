@@ -27,7 +27,7 @@ clean_up() {
   [ -z "$pids" ] || kill -9 $pids 2>/dev/null
   ip netns del "$node0" 2>/dev/null
   ip netns del "$node1" 2>/dev/null
-  rm -rf "$files" "$hidden"
+  rm -rf "$files" "$hidden" "$hidden.log"
 }
 trap clean_up EXIT
 
@@ -105,7 +105,6 @@ if [ "${1:-}" != "--cut" ]; then
   code1=$?
   show 0 "$files/node0.log"
   show 1 "$hidden.log"
-  rm -f "$hidden.log"
   [ "$code0$code1" = 00 ] || { printf 'two_nodes.sh: exit codes %s and %s\n' "$code0" "$code1" >&2; exit 1; }
   OMP_NUM_THREADS=1 "$python" "$root/launch.py" "${common[@]}" "job.output=$files/alone.jsonl" >"$files/alone.log" 2>&1 ||
     { cat "$files/alone.log"; exit 1; }
@@ -145,14 +144,13 @@ until_gone() {
   done
   printf '%s' $((($(date +%s%N) - cut_at) / 1000000))
 }
-gone0=$(mktemp) gone1=$(mktemp)
+gone0=$files/gone0 gone1=$files/gone1
 until_gone "$rank0" >"$gone0" &
 watch0=$!
 until_gone "$rank1" >"$gone1" &
 watch1=$!
 wait "$watch0" "$watch1"
 ms0=$(cat "$gone0") ms1=$(cat "$gone1")
-rm -f "$gone0" "$gone1"
 sleep 1
 for number in 0 1; do
   printf -- '--- node %s\n' "$number"
@@ -162,7 +160,6 @@ printf 'after the cut the rank of node 0 was gone in %s ms, of node 1 in %s ms\n
 code=0
 grep -q 'error: .*rank 1 is silent' "$files/node0.log" || { echo "node 0 does not name rank 1" >&2; code=1; }
 grep -q 'rank 0 is silent' "$hidden.log" || { echo "node 1 does not name rank 0" >&2; code=1; }
-rm -f "$hidden.log"
 most=$((limit_s * 1000))
 [ "$ms0" -le "$most" ] && [ "$ms1" -le "$most" ] || { echo "that took more than $most ms" >&2; code=1; }
 exit $code

@@ -42,7 +42,7 @@ class SpmdWorkerEncoder(AbsEncoder):  # type: ignore[misc]  # of a package that 
         self.llm = LLM(model_name, revision=revision, device=own, runner="pooling", **options)
         path = self.llm.llm_engine.resolved.model_folder / "config_sentence_transformers.json"
         settings = parse_json_object(read_regular_file(path)) if path.exists() else {}
-        self._prompts = dict(prompts or settings.get("prompts") or {})
+        self._prompts = dict((settings.get("prompts") or {}) if prompts is None else prompts)
         self._default = settings.get("default_prompt_name")
         self.model_prompts = self.validate_task_to_prompt_name(self._prompts, raise_for_invalid_keys=False)[0]
         similarity = ScoringFunction(settings.get("similarity_fn_name") or "cosine")

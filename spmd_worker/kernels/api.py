@@ -151,6 +151,9 @@ class Kernels(Protocol):
         there is none, or the target is below 0. `masses` are those of the same logits.
         """
 
+    def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
+        """[R, V], float32 [R] -> int64 [R]: how many of each row's logits are larger than its value. NaN is not."""
+
     def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
         """[K, V], whose columns are tokens from `first_id` on: minus infinity, in rows `rows`, for each token whose bit
         is not set in the row of `allowed` that `places` names. Int32 [M, words], token t is bit t % 32 of word t / 32,

@@ -113,6 +113,11 @@ class ReferenceKernels:
         ]
         return torch.where((targets < 0) | (targets >= masses.sum(dim=-1)), -1, torch.cat(found))
 
+    def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
+        """See `Kernels.count_above`."""
+        rows = _row_blocks(logits, values)
+        return torch.cat([(each.float() > limits.unsqueeze(1)).sum(dim=-1) for each, limits in rows])
+
     def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
         """See `Kernels.forbid_`."""
         ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)

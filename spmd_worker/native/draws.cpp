@@ -37,19 +37,19 @@ struct Tempered {
   template <class Element>
   int64_t sum(const Element* logits, int64_t count) const {
     Longs sums{};
-    for (int64_t place = 0; place < count; place += kLanes) sums += masses(logits + place, count - place);
+    for (int64_t index = 0; index < count; index += kLanes) sums += masses(logits + index, count - index);
     int64_t sum = 0;
     for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
     return sum;
   }
 
-  // The first place at which the running mass is above `target`, or `count`.
+  // The first index at which the running mass is above `target`, or `count`.
   template <class Element>
   int64_t find(const Element* logits, int64_t count, int64_t target) const {
-    for (int64_t place = 0; place < count; place += kLanes) {
-      const Longs each = masses(logits + place, count - place);
+    for (int64_t index = 0; index < count; index += kLanes) {
+      const Longs each = masses(logits + index, count - index);
       for (int lane = 0; lane < kLanes; ++lane)
-        if ((target -= each[lane]) < 0) return place + lane;
+        if ((target -= each[lane]) < 0) return index + lane;
     }
     return count;
   }
@@ -86,6 +86,19 @@ void find_ids(
   }
 }
 
+// How many are larger than `limit`. NaN is not.
+template <class Element>
+int64_t count_above(const Element* logits, int64_t count, float limit) {
+  const Floats limits = broadcast(limit);
+  Ints above{};
+  int64_t index = 0;
+  for (; index + kLanes <= count; index += kLanes) above -= load_floats(logits + index) > limits;
+  int64_t found = 0;
+  for (int lane = 0; lane < kLanes; ++lane) found += above[lane];
+  for (; index < count; ++index) found += to_float(logits[index]) > limit;
+  return found;
+}
+
 // ---- what filters leave of a row ---------------------------------------------------------------------------------
 
 // Whole numbers in the order of the floats.
@@ -111,9 +124,9 @@ float select(const float* row, int64_t count, int64_t target, const Weight& weig
   for (const auto& [shift, bits] : kDigits) {
     int64_t weights[1 << 11] = {};
     const uint32_t mask = (1u << bits) - 1;
-    for (int64_t place = 0; place < count; ++place) {
-      const uint32_t key = key_of(row[place]);
-      if (shift + bits == 32 || key >> (shift + bits) == above) weights[key >> shift & mask] += weight(place);
+    for (int64_t index = 0; index < count; ++index) {
+      const uint32_t key = key_of(row[index]);
+      if (shift + bits == 32 || key >> (shift + bits) == above) weights[key >> shift & mask] += weight(index);
     }
     int digit = int(mask);
     while (digit >= 0 && weights[digit] < target) target -= weights[digit--];
@@ -139,30 +152,30 @@ struct Filter {
     thread_local std::vector<int64_t> masses;
     masses.resize(count + kLanes);
     Longs sums{};
-    for (int64_t place = 0; place < count; place += kLanes) {
-      Longs each = tempered.masses(row + place, count - place);
-      for (int lane = 0; lane < kLanes && place + lane < count; ++lane)
-        if (row[place + lane] < least) each[lane] = 0;
-      store(masses.data() + place, each);
+    for (int64_t index = 0; index < count; index += kLanes) {
+      Longs each = tempered.masses(row + index, count - index);
+      for (int lane = 0; lane < kLanes && index + lane < count; ++lane)
+        if (row[index + lane] < least) each[lane] = 0;
+      store(masses.data() + index, each);
       sums += each;
     }
     int64_t total = 0;
     for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
     const int64_t target = std::clamp<int64_t>(int64_t(std::ceil(top_p * double(total))), 1, std::max<int64_t>(total, 1));
-    return std::max(least, select(row, count, target, [](int64_t place) { return masses[place]; }));
+    return std::max(least, select(row, count, target, [](int64_t index) { return masses[index]; }));
   }
 };
 
 void cut_row(float* row, int64_t count, const Filter& filter) {
   const float least = filter.least(row, count);
   const Floats limit = broadcast(least), none = broadcast(-kInfinity);
-  int64_t place = 0;
-  for (; place + kLanes <= count; place += kLanes) {
-    const Floats x = load_floats(row + place);
-    store_floats(row + place, x < limit ? none : x);
+  int64_t index = 0;
+  for (; index + kLanes <= count; index += kLanes) {
+    const Floats x = load_floats(row + index);
+    store_floats(row + index, x < limit ? none : x);
   }
-  for (; place < count; ++place)
-    if (row[place] < least) row[place] = -kInfinity;
+  for (; index < count; ++index)
+    if (row[index] < least) row[index] = -kInfinity;
 }
 
 // ---- what a form forbids -----------------------------------------------------------------------------------------
@@ -194,14 +207,14 @@ SPMD_INLINE void forbid_all(Element* logits, uint32_t bits) {
 
 template <class Element>
 void forbid_row(Element* logits, int64_t count, int64_t first_id, const uint32_t* words, int64_t num_words) {
-  int64_t place = 0;
-  for (; place + 16 <= count; place += 16) {
-    const uint32_t bits = ~bits_of(words, num_words, first_id + place) & 0xffff;
-    if (bits != 0) forbid_all(logits + place, bits);
+  int64_t index = 0;
+  for (; index + 16 <= count; index += 16) {
+    const uint32_t bits = ~bits_of(words, num_words, first_id + index) & 0xffff;
+    if (bits != 0) forbid_all(logits + index, bits);
   }
-  const uint32_t bits = ~bits_of(words, num_words, first_id + place);
-  for (int64_t lane = 0; place + lane < count; ++lane)
-    if (bits >> lane & 1) forbid_one(logits + place + lane);
+  const uint32_t bits = ~bits_of(words, num_words, first_id + index);
+  for (int64_t lane = 0; index + lane < count; ++lane)
+    if (bits >> lane & 1) forbid_one(logits + index + lane);
 }
 
 }  // namespace
@@ -225,13 +238,21 @@ extern "C" void spmd_cut_float32(
       forbid_row(logits + rows[which] * stride, count, first_id, allowed + places[which] * num_words, num_words);      \
     });                                                                                                                \
   }                                                                                                                    \
+  /* Of each row how many logits are larger than its number in `values`. */                                           \
+  extern "C" void spmd_count_above_##name(                                                                             \
+      const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* values, int64_t* counts,    \
+      int64_t num_threads) {                                                                                           \
+    each_by_team(num_rows, num_rows * count < 4 * kSmall ? 1 : num_threads, [&](int64_t row) {                         \
+      counts[row] = count_above(logits + row * stride, count, values[row]);                                            \
+    });                                                                                                                \
+  }                                                                                                                    \
   /* Of each row's pieces of `kPiece` ids the sum of their masses: [num_rows][pieces]. */                              \
   extern "C" void spmd_masses_##name(                                                                                  \
       const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest,                    \
       const float* factors, int64_t* sums, int64_t num_threads) {                                                      \
     sum_pieces(logits, stride, num_rows, count, largest, factors, sums, num_threads);                                  \
   }                                                                                                                    \
-  /* Of each row the first place at which its running mass is above its target; -1 where there is none, or the target  \
+  /* Of each row the first index at which its running mass is above its target; -1 where there is none, or the target  \
      is below 0. `sums` are of `spmd_masses`. */                                                                       \
   extern "C" void spmd_find_mass_##name(                                                                               \
       const Element* logits, int64_t stride, int64_t num_rows, int64_t count, const float* largest,                    \

@@ -69,6 +69,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "argmax": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER),
     "masses": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 3, _INTEGER),
     "find_mass": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER,) * 5),
+    "count_above": (*(_POINTER, *(_INTEGER,) * 3), _POINTER, _POINTER, _INTEGER),
     "forbid": (*(_POINTER, *(_INTEGER,) * 3), *(_POINTER, _INTEGER), *(_POINTER, _POINTER), *(_INTEGER,) * 2),
     "int8_maxima": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER),
     "int8_quantise": (_POINTER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),

@@ -25,14 +25,14 @@ _MOST_FACTOR: Final = 1e38
 """Colder is as cold: all but the largest have no mass. Float32 has hardly larger numbers."""
 
 
-def tempered(temperature: float) -> float:
+def bounded_temperature(temperature: float) -> float:
     """What logits are divided by."""
     return min(temperature, _MOST_TEMPERATURE)
 
 
 def factors_of(temperatures: Sequence[float], device: torch.device) -> Tensor:
     """Float32 [K]: what logits are multiplied by before they are powers of two."""
-    values = [min(_LOG2_E / tempered(each), _MOST_FACTOR) for each in temperatures]
+    values = [min(_LOG2_E / bounded_temperature(each), _MOST_FACTOR) for each in temperatures]
     return torch.tensor(values, dtype=torch.float32).to(device)
 
 
@@ -43,7 +43,10 @@ def filter_logits(kernels: Kernels, logits: Tensor, samplings: Sequence[Sampling
     """
     device = logits.device
     largest = torch.nan_to_num(kernels.largest(logits)[0], nan=0.0, posinf=0.0, neginf=0.0)
-    below = [tempered(each.temperature) * math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in samplings]
+    below = [
+        bounded_temperature(each.temperature) * math.log(each.min_p) if each.min_p > 0.0 else -math.inf
+        for each in samplings
+    ]
     cuts = Cuts(
         largest=largest,
         factors=factors_of([each.temperature for each in samplings], device),

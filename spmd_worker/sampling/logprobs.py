@@ -12,8 +12,8 @@ from spmd_worker.sequence.outputs import Logprob, TokenLogprobs
 def entries_of(token_id: int, logprob: float, rank: int, likely: list[tuple[int, float]]) -> TokenLogprobs:
     """The entry of a token, then those of `likely`: (token id, log-probability), likeliest first."""
     entries: TokenLogprobs = {token_id: Logprob(logprob, rank)}
-    for place, (likely_id, value) in enumerate(likely, start=1):
-        entries.setdefault(likely_id, Logprob(value, place))
+    for rank_of_likely, (likely_id, value) in enumerate(likely, start=1):
+        entries.setdefault(likely_id, Logprob(value, rank_of_likely))
     return entries
 
 

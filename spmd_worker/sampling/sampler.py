@@ -23,7 +23,7 @@ from torch import Tensor
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import Kernels
 from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.sampling.filters import factors_of, filter_logits, tempered
+from spmd_worker.sampling.filters import bounded_temperature, factors_of, filter_logits
 from spmd_worker.sampling.processors import process_logits
 from spmd_worker.sampling.random import draw_bits
 from spmd_worker.sampling.row import SampleRow
@@ -156,8 +156,8 @@ class Sampler:
             for index, row in enumerate(rows)
             if row.sampling.needs_logprobs and choice.token_ids[index] != NON_FINITE
         ]
-        for places in _all_alone([rows[index].sampling.logprobs or 0 for index in wants]):
-            named = [wants[place] for place in places]
+        for chosen in _all_alone([rows[index].sampling.logprobs or 0 for index in wants]):
+            named = [wants[index] for index in chosen]
             asking = [rows[index].sampling for index in named]
             temperatures = [1.0] * len(named)
             if self._logprobs_mode != "raw_logprobs":
@@ -184,8 +184,8 @@ class Sampler:
         factors = factors_of(temperatures, logits.device)
         masses = log_masses(self._kernels, logits, largest, factors, group)
         num_owned = max(0, min(logits.shape[1], self._vocab_size - self._first_id(group)))
-        hot = torch.tensor([tempered(each) for each in temperatures], dtype=torch.float64).to(logits.device)
-        return shard_logprobs(logits, token_ids, nums_likeliest, largest, masses, hot, group, num_owned)
+        hot = torch.tensor([bounded_temperature(each) for each in temperatures], dtype=torch.float64).to(logits.device)
+        return shard_logprobs(self._kernels, logits, token_ids, nums_likeliest, largest, masses, hot, group, num_owned)
 
     def _filter(self, logits: Tensor, rows: list[SampleRow]) -> None:
         """What top-k, top-p and min-p drop, in place: [K, V]."""

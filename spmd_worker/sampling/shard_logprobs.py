@@ -16,7 +16,6 @@ from torch import Tensor
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import MASS_BITS, Kernels
 from spmd_worker.sampling.logprobs import entries_of, likeliest
-from spmd_worker.sampling.row_blocks import row_blocks
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
@@ -31,6 +30,7 @@ def log_masses(kernels: Kernels, logits: Tensor, largest: Tensor, factors: Tenso
 
 
 def shard_logprobs(
+    kernels: Kernels,
     logits: Tensor,
     token_ids: list[int],
     nums_likeliest: list[int],
@@ -53,7 +53,8 @@ def shard_logprobs(
     counts = [shard_size * group.size if each == ALL_LOGPROBS else each for each in nums_likeliest]
     own = _candidates(logits[:, :num_owned], [min(each, shard_size) for each in counts], group.rank * shard_size)
     # Counts ride with the candidates, as a pair more.
-    above = _num_above(logits, values).double()
+    # The chosen logit is one of this dtype's, so float32 has it exactly.
+    above = kernels.count_above(logits, values.float()).double()
     own = torch.cat((torch.stack((above, above), dim=-1).unsqueeze(1), own), dim=1)
     gathered = group.all_gather(own)
     ranks: list[int] = (gathered[:, :, 0, 0].sum(dim=0).long() + 1).tolist()
@@ -89,9 +90,3 @@ def _candidates(logits: Tensor, counts: list[int], first_id: int) -> Tensor:
         if pairs:
             found[index, : len(pairs)] = torch.tensor(pairs, dtype=torch.float64)
     return found.to(logits.device)
-
-
-def _num_above(logits: Tensor, values: Tensor) -> Tensor:
-    """[K, Vs], float64 [K] of the same logits' dtype -> int64 [K]: how many of each row's logits are larger."""
-    limits = values.to(logits.dtype).unsqueeze(1)
-    return torch.cat([(logits[rows] > limits[rows]).sum(dim=-1) for rows in row_blocks(logits)])

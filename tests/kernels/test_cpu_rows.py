@@ -228,6 +228,25 @@ def test_no_rows_have_no_largest(instruction_set):
 
 @each_library
 @each_dtype
+@pytest.mark.parametrize("count", [1, 15, 64, 2500])
+def test_logits_above_a_value_are_counted(instruction_set, dtype, count):
+    kernels = kernels_for(instruction_set)
+    logits = numbers(9, count + 5, dtype=dtype, seed=count)[:, :count]
+    logits[1] = 1.0
+    logits[2, 1::5] = -torch.inf
+    logits[3, ::2] = torch.nan
+    values = logits.float()[:, count // 2].contiguous()
+    values[4], values[5] = -torch.inf, torch.inf
+    expected = [
+        sum(number > value for number in row) for row, value in zip(logits.tolist(), values.tolist(), strict=True)
+    ]
+    assert kernels.count_above(logits, values).tolist() == reference.count_above(logits, values).tolist() == expected
+    assert expected[4:6] == [count, 0]
+    assert expected[1] == 0
+
+
+@each_library
+@each_dtype
 @pytest.mark.parametrize("count", [1, 15, 64, 1024, 2500])
 def test_masses_are_those_of_plain_torch_and_exact_in_any_pieces(instruction_set, dtype, count):
     kernels = kernels_for(instruction_set)

@@ -18,9 +18,9 @@ import spmd_worker.sampling.sampler as sampler_module
 import spmd_worker.sampling.shard_logprobs as shard_module
 from spmd_worker.config.schema import LOGPROBS_MODES
 from spmd_worker.distributed.communicator import GroupHandle, single_group
+from spmd_worker.kernels import reference
 from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.layers.embedding import VocabularyShard
-from spmd_worker.sampling import row_blocks
 from spmd_worker.sampling.filters import factors_of
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
@@ -225,11 +225,8 @@ def test_logprobs_of_shards_have_the_bits_of_the_whole_on_every_rank(size: int, 
 def test_how_many_rows_are_taken_at_once_changes_no_bit(numbers: int, monkeypatch: pytest.MonkeyPatch):
     logits, rows = reporting(torch.bfloat16)
     expected = sharded(logits, rows, 2)
-    monkeypatch.setattr(row_blocks, "_NUMBERS_AT_ONCE", numbers)
+    monkeypatch.setattr(reference, "_NUMBERS_AT_ONCE", numbers)
     assert sharded(logits, rows, 2) == expected
-    blocks = row_blocks.row_blocks(logits)
-    assert [index for block in blocks for index in range(len(rows))[block]] == list(range(len(rows)))
-    assert len(blocks) == math.ceil(len(rows) / max(1, numbers // VOCAB_SIZE))
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
@@ -265,7 +262,9 @@ def test_the_comparison_sees_what_is_left_out_of_the_shards(monkeypatch: pytest.
             sampler_module, "log_masses", lambda kernels, logits, largest, *_: torch.zeros_like(largest)
         )
     elif what == "counts":
-        monkeypatch.setattr(shard_module, "_num_above", lambda logits, values: torch.zeros(len(logits)).long())
+        monkeypatch.setattr(
+            reference.ReferenceKernels, "count_above", lambda self, logits, values: torch.zeros(len(logits)).long()
+        )
     else:
         find = shard_module.likeliest
         monkeypatch.setattr(shard_module, "likeliest", lambda values, count: find(values, count)[1:])

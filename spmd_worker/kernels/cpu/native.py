@@ -54,6 +54,7 @@ class CpuKernels(PackedKernels):
             "argmax",
             "masses",
             "find_mass",
+            "count_above",
             "forbid",
             "gemm",
         )
@@ -281,6 +282,13 @@ class CpuKernels(PackedKernels):
         self._functions["find_mass", logits.dtype](*rows, masses.data_ptr(), targets.data_ptr(), ids.data_ptr())
         return ids
 
+    def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
+        """See `Kernels.count_above`."""
+        rows = _drawn(logits, values)
+        counts = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._functions["count_above", logits.dtype](*rows, counts.data_ptr(), num_threads())
+        return counts
+
     def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
         """See `Kernels.forbid_`."""
         _check(logits)
@@ -341,16 +349,16 @@ def _checked_input(x: Tensor, panels: Tensor) -> Tensor:
     return _with_whole_rows(x)
 
 
-def _drawn(logits: Tensor, largest: Tensor, factors: Tensor) -> tuple[int, ...]:
-    """Rows of logits to draw from, as the library takes them."""
+def _drawn(logits: Tensor, *numbers: Tensor) -> tuple[int, ...]:
+    """Rows of logits to draw from, and float32 numbers of each row, as the library takes them."""
     _check(logits)
     assert logits.ndim == 2, logits.shape
     assert logits.stride(1) == 1, logits.stride()
-    for each in (largest, factors):
+    for each in numbers:
         assert each.shape == logits.shape[:1], (each.shape, logits.shape)
         assert each.dtype == torch.float32, each.dtype
         assert each.is_contiguous(), each.stride()
-    return (logits.data_ptr(), logits.stride(0), *logits.shape, largest.data_ptr(), factors.data_ptr())
+    return (logits.data_ptr(), logits.stride(0), *logits.shape, *(each.data_ptr() for each in numbers))
 
 
 def _argmax_scratch(num_rows: int) -> tuple[Tensor, Tensor]:
