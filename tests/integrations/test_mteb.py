@@ -81,9 +81,11 @@ def test_vectors_are_those_of_embed_behind_the_prompt_that_belongs_to_them(make:
     assert plain.mteb_model_meta.similarity_fn_name == "cosine"
     assert told.mteb_model_meta.similarity_fn_name == "dot"
     assert plain.mteb_model_meta.name == "spmd_worker/model0"
+    bare = make({"prompts": PROMPTS, "default_prompt_name": "query"}, prompts={})
     with LLM(encoder_folder("bert_mean"), device="cpu", **OPTIONS) as llm:
         for encoder, kind, prompt_type, prompt in (
             (plain, "STS", None, ""),
+            (bare, "STS", None, ""),
             (told, "STS", None, PROMPTS["STS"]),
             (told, "Retrieval", "query", PROMPTS["query"]),
             # mteb knows no such kind of text, sentence-transformers does.
