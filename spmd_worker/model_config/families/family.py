@@ -117,9 +117,10 @@ class Family:
     root of the hidden size, rounded to the dtype. `is_text_part`: the model takes images too and runs with text alone;
     its sizes are in `text_config`, or in older files where those of other models are. `image_layers_key` lists layers
     that look at images alone, which text passes by; `num_image_embeddings` rows of the table of embeddings, behind
-    those of the vocabulary, are of tokens that no text has. `tie_of_text` says when the text's `tie_word_embeddings`
-    counts beside that of the whole file: "never", "also" (one of both is enough), or "else" (where the whole says
-    nothing; and where the text does not tie then, the head is still the embedding if the files have no other).
+    those of the vocabulary, are of tokens that no text has. `tie_of_text` says whether the text's `tie_word_embeddings`
+    counts beside that of the whole file: "never", or "also" (one of both is enough). `ties_by_default`: where the whole
+    says nothing its class ties, so the head is the embedding if the files have no other, whatever the text says.
+    Without files the text says it, else `defaults`.
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
@@ -179,6 +180,7 @@ class Family:
     image_layers_key: str = ""
     num_image_embeddings: int = 0
     tie_of_text: str = "never"
+    ties_by_default: bool = False
     embedding_multiplier_key: str = ""
     residual_multiplier_key: str = ""
     logit_divisor_key: str = ""

@@ -229,6 +229,7 @@ FAMILIES: Final[dict[str, Family]] = {
             aliases=LANGUAGE_MODEL,
         ),
         is_text_part=True,
+        ties_by_default=True,
     ),
     "Qwen2VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2-VL, the text"),
     "Qwen2_5_VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2.5-VL, the text"),

@@ -51,7 +51,12 @@ def inside(names: Names, prefix: str) -> Names:
 
 
 def _text_of(
-    models: str, names: Names, *kinds: str, tie_of_text: str = "never", defaults: Mapping[str, Any] | None = None
+    models: str,
+    names: Names,
+    *kinds: str,
+    tie_of_text: str = "never",
+    ties_by_default: bool = False,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Family:
     """A wrapper of these kinds of text, the first where a file says none. `defaults` are of every kind."""
     return Family(
@@ -59,6 +64,7 @@ def _text_of(
         names=names,
         is_text_part=True,
         tie_of_text=tie_of_text,
+        ties_by_default=ties_by_default,
         text_families={kind: _ARCHITECTURES[kind] for kind in kinds},
         text_defaults={kind: {**_SIZES[kind], **(defaults or {})} for kind in kinds},
     )
@@ -78,7 +84,7 @@ _VIDEO_LLAVA_NAMES: Final = replace(
     ignored_prefixes=("image_tower.", "video_tower.", "multi_modal_projector."),
     aliases={**LANGUAGE_MODEL, "model.image_tower.": "image_tower.", "model.video_tower.": "video_tower."},
 )
-_TIED: Final = {"tie_word_embeddings": True}
+_TIED: Final[dict[str, Any]] = {"ties_by_default": True, "defaults": {"tie_word_embeddings": True}}
 _GLM_NAMES: Final = Names(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
@@ -112,7 +118,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         models="Mistral Small 3.1 and 3.2, Ministral 3, the text",
         names=replace(inside(Names(), "language_model."), ignored_prefixes=OTHER_INPUT, aliases=LANGUAGE_MODEL),
         is_text_part=True,
-        tie_of_text="else",
+        ties_by_default=True,
         text_families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     ),
     "LlavaForConditionalGeneration": _text_of(
@@ -131,7 +137,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "qwen2",
         "qwen3",
         "llama",
-        tie_of_text="else",
+        ties_by_default=True,
     ),
     "Idefics3ForConditionalGeneration": _text_of("Idefics3, the text", _SMOLVLM_NAMES, "llama"),
     "SmolVLMForConditionalGeneration": _text_of("SmolVLM, SmolVLM2, the text", _SMOLVLM_NAMES, "llama"),
@@ -144,13 +150,13 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "VideoLLaMA 3, the text", _beside(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
     ),
     "LightOnOcrForConditionalGeneration": _text_of(
-        "LightOnOCR, the text", _beside(Names(), "vision_encoder", "vision_projection"), "qwen3", defaults=_TIED
+        "LightOnOCR, the text", _beside(Names(), "vision_encoder", "vision_projection"), "qwen3", **_TIED
     ),
     "GotOcr2ForConditionalGeneration": _text_of(
         "GOT-OCR 2, the text",
         replace(inside(Names(), "language_model."), ignored_prefixes=OTHER_INPUT, aliases=LANGUAGE_MODEL),
         "qwen2",
-        defaults=_TIED,
+        **_TIED,
     ),
     "JanusForConditionalGeneration": _text_of(
         "Janus, Janus-Pro, the text",
@@ -160,10 +166,10 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
             *("generation_embeddings", "generation_aligner", "generation_head"),
         ),
         "llama",
-        defaults=_TIED,
+        **_TIED,
     ),
     "DeepseekVLForConditionalGeneration": _text_of(
-        "DeepSeek-VL 1.3B, the text", _beside(Names(), "vision_model", "aligner"), "llama", defaults=_TIED
+        "DeepSeek-VL 1.3B, the text", _beside(Names(), "vision_model", "aligner"), "llama", **_TIED
     ),
     "Exaone4_5_ForConditionalGeneration": replace(
         _text_of(
@@ -210,6 +216,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         default_head_size=128,
         is_text_part=True,
         tie_of_text="also",
+        ties_by_default=True,
         defaults={
             "num_key_value_heads": 2,
             "max_position_embeddings": 131072,
