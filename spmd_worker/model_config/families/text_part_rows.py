@@ -26,13 +26,15 @@ _LLAMA_SIZES: Final = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
+_EXAONE_SIZES: Final = {**_LLAMA_SIZES, "vocab_size": 102400, "intermediate_size": 16384}
 _QWEN_SIZES: Final = {**_LLAMA_SIZES, "vocab_size": 151936, "intermediate_size": 22016}
 _SIZES: Final[dict[str, dict[str, Any]]] = {
     "llama": _LLAMA_SIZES,
     "mistral": {**_LLAMA_SIZES, "intermediate_size": 14336},
     "qwen2": _QWEN_SIZES,
     "qwen3": _QWEN_SIZES,
-    "exaone4": {**_LLAMA_SIZES, "vocab_size": 102400, "intermediate_size": 16384},
+    "exaone4": _EXAONE_SIZES,
+    "exaone4_5_text": _EXAONE_SIZES,
 }
 """Of the classes, which files of these wrappers leave out."""
 _ARCHITECTURES: Final = {
@@ -41,6 +43,8 @@ _ARCHITECTURES: Final = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    # What the first files of EXAONE 4.5 call it.
+    "exaone4_5_text": "Exaone4ForCausalLM",
 }
 
 
@@ -171,16 +175,11 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "DeepseekVLForConditionalGeneration": _text_of(
         "DeepSeek-VL 1.3B, the text", _beside(Names(), "vision_model", "aligner"), "llama", **_TIED
     ),
-    "Exaone4_5_ForConditionalGeneration": replace(
-        _text_of(
-            "EXAONE 4.5, the text",
-            replace(
-                _beside(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")
-            ),
-            "exaone4",
-        ),
-        # What the first files call it.
-        text_families={"exaone4": "Exaone4ForCausalLM", "exaone4_5_text": "Exaone4ForCausalLM"},
+    "Exaone4_5_ForConditionalGeneration": _text_of(
+        "EXAONE 4.5, the text",
+        replace(_beside(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")),
+        "exaone4",
+        "exaone4_5_text",
     ),
     "Glm4vForConditionalGeneration": Family(
         **_GLM4V, models="GLM-4.1V, GLM-4.6V-Flash, the text", names=_beside(_GLM_NAMES, "visual"), tie_of_text="also"
