@@ -222,6 +222,10 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
             {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "gemma3_text"}},
             ["text_config.model_type='gemma3_text'", "mistral, ministral3"],
         ),
+        (
+            {"architectures": ["Glm46VForConditionalGeneration"], "text_config": {"model_type": "glm4v_moe_text"}},
+            ["text_config.model_type='glm4v_moe_text'", "only glm4v_text are"],
+        ),
         ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "is not run", "alibi"]),
         ({"architectures": ["CohereForCausalLM"], "use_qk_norm": 1}, ["use_qk_norm=1", "true or false"]),
         ({"hidden_act": "xielu"}, ["hidden_act='xielu' is not supported; only silu"]),

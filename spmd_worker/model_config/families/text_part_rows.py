@@ -93,17 +93,6 @@ _GLM_NAMES: Final = Names(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
 )
-_GLM4V: Final[dict[str, Any]] = {
-    "qkv_bias": True,
-    "output_bias": False,
-    "mlp_bias": False,
-    "has_interleaved_rope": True,
-    "may_have_partial_rope": True,
-    "is_text_part": True,
-    # The size of a head is what the heads share, whatever a file says.
-    "spelled": {"head_dim": ""},
-    "defaults": {"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
-}
 
 
 def _beside(names: Names, *others: str) -> Names:
@@ -182,10 +171,24 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "exaone4_5_text",
     ),
     "Glm4vForConditionalGeneration": Family(
-        **_GLM4V, models="GLM-4.1V, GLM-4.6V-Flash, the text", names=_beside(_GLM_NAMES, "visual"), tie_of_text="also"
+        models="GLM-4.1V, GLM-4.6V-Flash, the text",
+        names=_beside(_GLM_NAMES, "visual"),
+        qkv_bias=True,
+        output_bias=False,
+        mlp_bias=False,
+        has_interleaved_rope=True,
+        may_have_partial_rope=True,
+        is_text_part=True,
+        tie_of_text="also",
+        # The size of a head is what the heads share, whatever a file says.
+        spelled={"head_dim": ""},
+        defaults={"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
     ),
     "Glm46VForConditionalGeneration": Family(
-        **_GLM4V, models="GLM-4.6V, dense, of the class of that name, the text", names=_beside(_GLM_NAMES, "visual")
+        models="GLM-4.6V, dense, of the class of that name, the text",
+        names=_beside(_GLM_NAMES, "visual"),
+        is_text_part=True,
+        text_families={"glm4v_text": "Glm4vForConditionalGeneration"},
     ),
     "GlmOcrForConditionalGeneration": Family(
         models="GLM-OCR, the text",
