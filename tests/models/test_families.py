@@ -4,6 +4,7 @@ Float32, 1e-4 of the largest logit. A row is read from two files: with every key
 """
 
 import json
+import re
 import shutil
 from copy import deepcopy
 from dataclasses import fields, replace
@@ -753,17 +754,29 @@ def test_text_passes_by_the_layers_that_look_at_images(tmp_path: Path):
     tensors["language_model.model.embed_tokens.weight"][96:] += 1
     save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
     assert worst_error("mllama", prompt_logits(new_model(tmp_path / "other"), PROMPTS)) < TOLERANCE
-    # Negative control: a layer of text that is taken for one of images, and one the other way round.
-    for broken in ((1, 3), (0,), (0, 3, 4)):
-        path = tmp_path / "other" / "config.json"
-        text = json.loads((folder / "config.json").read_text())
-        text["text_config"]["cross_attention_layers"] = list(broken)
-        path.write_text(json.dumps(text))
-        try:
-            logits = prompt_logits(new_model(tmp_path / "other"), PROMPTS)
-        except CheckpointError:
-            continue
-        assert worst_error("mllama", logits) > TOLERANCE, broken
+    # Negative control: a layer of text and a row of a token of text are looked at.
+    for name, first in (("layers.1.mlp.up_proj", 0), ("embed_tokens", PROMPTS[0][0])):
+        looked_at = f"language_model.model.{name}.weight"
+        changed = tensors[looked_at].clone()
+        changed[first] += 1
+        save_file({**tensors, looked_at: changed}, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+        assert worst_error("mllama", prompt_logits(new_model(tmp_path / "other"), PROMPTS)) > 10 * TOLERANCE, name
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("listed", "missing"), [((0, 3, 4), ""), ((1, 3), "layers.0.self_attn"), ((0,), "layers.3.")])
+def test_a_wrong_list_of_layers_that_look_at_images_is_noticed(listed: tuple[int, ...], missing: str, tmp_path: Path):
+    """Negative control: a layer of text that is taken for one of images, and one the other way round."""
+    shutil.copytree(family_folder("mllama"), tmp_path / "other")
+    path = tmp_path / "other" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["cross_attention_layers"] = list(listed)
+    path.write_text(json.dumps(config))
+    if missing:
+        with pytest.raises(CheckpointError, match=re.escape(missing)):
+            new_model(tmp_path / "other")
+    else:
+        assert worst_error("mllama", prompt_logits(new_model(tmp_path / "other"), PROMPTS)) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize(
