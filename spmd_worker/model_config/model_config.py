@@ -607,10 +607,10 @@ def _bias(reader: ConfigReader, rule: bool | str) -> bool:
 def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> tuple[int, ...]:
     """Per layer, the newer `layer_types` list before the family's older rule."""
     rule = family.sliding_window
-    if reader.get("sliding_window") is None or rule == "never":
-        return (0,) * num_layers
     is_by_flag = rule in ("late_layers", "even_layers", "in_use")
-    if is_by_flag and not reader.flag("use_sliding_window", False):
+    is_used = rule != "never" and (not is_by_flag or reader.flag("use_sliding_window", False))
+    if not is_used or reader.get("sliding_window") is None:
+        _check_none_slides(reader, rule, "use_sliding_window" if not is_used else "sliding_window")
         return (0,) * num_layers
     window = reader.count("sliding_window")
     if rule == "in_use":
@@ -633,6 +633,17 @@ def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> t
     if rule == "even_layers":
         return tuple(window if layer < bound and layer % 2 == 0 else 0 for layer in range(num_layers))
     return tuple(window if layer >= bound else 0 for layer in range(num_layers))
+
+
+def _check_none_slides(reader: ConfigReader, rule: str, key: str) -> None:
+    """Layers that are listed to slide have no window, by what `key` says: transformers computes no such model."""
+    layer_types, is_read = reader.get("layer_types"), rule in ("late_layers", "even_layers", "layer_types")
+    if is_read and isinstance(layer_types, list) and "sliding_attention" in layer_types:
+        right = "a number" if key == "sliding_window" else "true"
+        raise ModelConfigError(
+            f"{reader.where(key)}={shown(reader.get(key))} leaves sliding_attention in layer_types without a window: "
+            f"set {reader.key(key)} to {right}, or list full_attention there"
+        )
 
 
 def _check_layer_types(layer_types: Any, num_layers: int, path: Path) -> None:
