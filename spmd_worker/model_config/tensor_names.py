@@ -10,8 +10,8 @@ from typing import Final
 
 from spmd_worker import files
 
-_SINGLE_FILE: Final = "model.safetensors"
-_INDEX_FILE: Final = "model.safetensors.index.json"
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
 _LENGTH_BYTES: Final = 8
 _MOST_HEADER_BYTES: Final = 100_000_000
 
@@ -20,7 +20,7 @@ def tensor_names(model_folder: Path) -> tuple[str, ...]:
     """In the order of the file or of the index, the file first where both are there; empty where there is neither, or
     it cannot be read.
     """
-    single, index = model_folder / _SINGLE_FILE, model_folder / _INDEX_FILE
+    single, index = model_folder / SINGLE_FILE, model_folder / INDEX_FILE
     try:
         if single.is_file():
             return tuple(name for name in _header(single) if name != "__metadata__")

@@ -9,7 +9,7 @@ Entries that end in `_key` are keys of config.json, "" where the family has no s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
@@ -81,6 +81,23 @@ class Names:
             if rest.startswith(beginning):
                 return f"{self.layers}.{index}.{ours}{rest.removeprefix(beginning)}"
         return name
+
+
+def inside(names: Names, prefix: str) -> Names:
+    """The names of a model that is a part of another."""
+    tops = {name: prefix + getattr(names, name) for name in ("embedding", "layers", "norm", "head")}
+    return replace(names, **tops)  # type: ignore[arg-type]  # texts, all of them
+
+
+def beside(names: Names, *others: str) -> Names:
+    """The names of `model.language_model` beside `others`, which are for other input, with its head outside."""
+    return replace(
+        names,
+        embedding="model.language_model.embed_tokens",
+        layers="model.language_model.layers",
+        norm="model.language_model.norm",
+        ignored_prefixes=tuple(f"model.{other}." for other in others),
+    )
 
 
 @dataclass(frozen=True, slots=True)

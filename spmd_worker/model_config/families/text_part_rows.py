@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.family import Family, Names, beside, inside
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 
 LANGUAGE_MODEL: Final = {
@@ -48,12 +48,6 @@ _ARCHITECTURES: Final = {
 }
 
 
-def inside(names: Names, prefix: str) -> Names:
-    """The names of a model that is a part of another."""
-    tops = {name: prefix + getattr(names, name) for name in ("embedding", "layers", "norm", "head")}
-    return replace(names, **tops)  # type: ignore[arg-type]  # texts, all of them
-
-
 def _text_of(
     models: str,
     names: Names,
@@ -89,21 +83,11 @@ _VIDEO_LLAVA_NAMES: Final = replace(
     aliases={**LANGUAGE_MODEL, "model.image_tower.": "image_tower.", "model.video_tower.": "video_tower."},
 )
 _TIED: Final[dict[str, Any]] = {"ties_by_default": True, "defaults": {"tie_word_embeddings": True}}
-_GLM_NAMES: Final = Names(
+GLM_NAMES: Final = Names(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
 )
-
-
-def _beside(names: Names, *others: str) -> Names:
-    """The names of `model.language_model` beside `others`, which are for other input, with its head outside."""
-    return replace(
-        names,
-        embedding="model.language_model.embed_tokens",
-        layers="model.language_model.layers",
-        norm="model.language_model.norm",
-        ignored_prefixes=tuple(f"model.{other}." for other in others),
-    )
+"""Of GLM-4-0414, and of the text of GLM that takes images."""
 
 
 TEXT_PART_ROWS: Final[dict[str, Family]] = {
@@ -140,10 +124,10 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "VideoLlavaForConditionalGeneration": _text_of("Video-LLaVA, the text", _VIDEO_LLAVA_NAMES, "llama"),
     "Idefics2ForConditionalGeneration": _text_of("Idefics2, the text", _SMOLVLM_NAMES, "mistral"),
     "VideoLlama3ForConditionalGeneration": _text_of(
-        "VideoLLaMA 3, the text", _beside(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
+        "VideoLLaMA 3, the text", beside(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
     ),
     "LightOnOcrForConditionalGeneration": _text_of(
-        "LightOnOCR, the text", _beside(Names(), "vision_encoder", "vision_projection"), "qwen3", **_TIED
+        "LightOnOCR, the text", beside(Names(), "vision_encoder", "vision_projection"), "qwen3", **_TIED
     ),
     "GotOcr2ForConditionalGeneration": _text_of(
         "GOT-OCR 2, the text",
@@ -153,7 +137,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     ),
     "JanusForConditionalGeneration": _text_of(
         "Janus, Janus-Pro, the text",
-        _beside(
+        beside(
             Names(),
             *("vision_model", "aligner", "vqmodel"),
             *("generation_embeddings", "generation_aligner", "generation_head"),
@@ -162,17 +146,17 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         **_TIED,
     ),
     "DeepseekVLForConditionalGeneration": _text_of(
-        "DeepSeek-VL 1.3B, the text", _beside(Names(), "vision_model", "aligner"), "llama", **_TIED
+        "DeepSeek-VL 1.3B, the text", beside(Names(), "vision_model", "aligner"), "llama", **_TIED
     ),
     "Exaone4_5_ForConditionalGeneration": _text_of(
         "EXAONE 4.5, the text",
-        replace(_beside(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")),
+        replace(beside(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")),
         "exaone4",
         "exaone4_5_text",
     ),
     "Glm4vForConditionalGeneration": Family(
         models="GLM-4.1V, GLM-4.6V-Flash, the text",
-        names=_beside(_GLM_NAMES, "visual"),
+        names=beside(GLM_NAMES, "visual"),
         qkv_bias=True,
         output_bias=False,
         mlp_bias=False,
@@ -186,13 +170,13 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     ),
     "Glm46VForConditionalGeneration": Family(
         models="GLM-4.6V, dense, of the class of that name, the text",
-        names=_beside(_GLM_NAMES, "visual"),
+        names=beside(GLM_NAMES, "visual"),
         is_text_part=True,
         text_families={"glm4v_text": "Glm4vForConditionalGeneration"},
     ),
     "GlmOcrForConditionalGeneration": Family(
         models="GLM-OCR, the text",
-        names=replace(_beside(_GLM_NAMES, "visual"), ignores_later_layers=True),
+        names=replace(beside(GLM_NAMES, "visual"), ignores_later_layers=True),
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
