@@ -12,13 +12,14 @@ from spmd_worker import files
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+"""What the files of weights in a model folder are called: one file, or several with this index."""
 _LENGTH_BYTES: Final = 8
 _MOST_HEADER_BYTES: Final = 100_000_000
 
 
 def tensor_names(model_folder: Path) -> tuple[str, ...]:
-    """In the order of the file or of the index, the file first where both are there; empty where there is neither, or
-    it cannot be read.
+    """The names in `model.safetensors`, or without it those in the index, in their order. Empty where there is neither
+    or it cannot be read.
     """
     single, index = model_folder / SINGLE_FILE, model_folder / INDEX_FILE
     try:

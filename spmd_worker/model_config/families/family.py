@@ -119,10 +119,11 @@ class Family:
     """What one family of models does differently from the plain decoder. `models` are its names, for people.
 
     `*_bias` True is always, False never, a text the key of config.json that says. `default_head_size` 0 means hidden
-    size / heads. `sliding_window` says when the window applies: "never", "always", "late_layers" (only with
-    `use_sliding_window`, from layer `max_window_layers` on), "even_layers" (only with it too, layers 0, 2, 4 and so on
-    before `max_window_layers`), "in_use" (with it in every layer, whatever is listed) or "layer_types" (as listed, else
-    all but every `full_attention_every`th layer, which `full_attention_every_key` may say too).
+    size / heads. `sliding_window` says when the window applies: "never", "always", "late_layers" (from layer
+    `max_window_layers` on), "even_layers" (layers 0, 2, 4 and so on before `max_window_layers`), "in_use" (every layer)
+    or "layer_types" (all but every `full_attention_every`th layer, which `full_attention_every_key` may say too).
+    "late_layers", "even_layers" and "in_use" need `use_sliding_window` too. A list in the file, `layer_types`, goes
+    before all but "never" and "in_use".
 
     `norm_kind` to `norm_has_bias` are as in `NormConfig`, `qk_norm`, `is_gated` as in `LayerConfig`. `has_rope` False:
     positions are learned, a table of `max_position_embeddings` rows. `has_local_rope`: sliding layers have a rope of
