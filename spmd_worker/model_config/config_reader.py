@@ -12,10 +12,10 @@ from spmd_worker.errors import ModelConfigError
 
 MOST: Final = 2**31 - 1
 _MOST_LAYERS: Final = 1_024
+"""A config.json is data from anywhere: a count that no model has must not become a list of that length."""
 _LEAST_AMOUNT: Final = 1e-12
 _MOST_AMOUNT: Final = 1e12
 _MOST_SHOWN: Final = 80
-"""A config.json is data from anywhere: a count that no model has must not become a list of that length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,12 @@ from typing import Final
 
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.files import JsonError, parse_json_object, read_regular_file
+from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
 
 _NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _REVISION: Final = re.compile(r"\w[\w./-]*")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _MOST_NAME: Final = 96
-_SINGLE_FILE: Final = "model.safetensors"
-_INDEX_FILE: Final = "model.safetensors.index.json"
 _MOST_INDEX_BYTES: Final = 100_000_000
 
 
@@ -75,15 +74,15 @@ def missing_file(folder: Path, *, needs_weights: bool) -> str | None:
     """A file that a snapshot lacks, because its download was cut short or was of a part; None for none."""
     if not (folder / "config.json").is_file():
         return "config.json"
-    if not needs_weights or (folder / _SINGLE_FILE).is_file():
+    if not needs_weights or (folder / SINGLE_FILE).is_file():
         return None
-    index = folder / _INDEX_FILE
+    index = folder / INDEX_FILE
     if not index.is_file():
-        return f"{_SINGLE_FILE} or {_INDEX_FILE}"
+        return f"{SINGLE_FILE} or {INDEX_FILE}"
     try:
         weight_map = parse_json_object(read_regular_file(index, _MOST_INDEX_BYTES)).get("weight_map")
     except (JsonError, OSError):
-        return _INDEX_FILE
+        return INDEX_FILE
     files = weight_map.values() if isinstance(weight_map, dict) else []
     wanted = sorted(dict.fromkeys(str(file) for file in files))
     return next((file for file in wanted if not (folder / file).is_file()), None)

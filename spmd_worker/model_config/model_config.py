@@ -260,8 +260,10 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     others = b"".join(_content(each) for each in pooling_files(model_folder))
     digest = blake2b(b"%d\0%s%s%s" % (len(text), text, generation_text, others), digest_size=16).hexdigest()
     model_config = model_config_of(config, path)
-    if _lacks_head(model_folder, config, family_of(model_config.architecture)):
-        model_config = replace(model_config, has_tied_embeddings=True)
+    family = family_of(model_config.architecture)
+    names = tensor_names(model_folder) if _is_tied_by_class(config, family) else ()
+    if names:
+        model_config = replace(model_config, has_tied_embeddings=not _has_head(names, family.names))
     generates = model_config.architecture in config["architectures"] and not model_config.is_encoder
     encoder = _encoder_pooling(config, path, model_config) if model_config.is_encoder else None
     pooling = read_pooling(model_folder, config, model_config.embedding_size, generates=generates, encoder=encoder)
@@ -271,12 +273,17 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     return ModelFiles(model_config, generation, digest, generates)
 
 
-def _lacks_head(model_folder: Path, config: Mapping[str, Any], family: Family) -> bool:
-    """Whether the head must be the embedding, whatever the text says: the class ties them, and there is no other."""
-    if family.tie_of_text != "else" or config.get(_TIE) is not None:
-        return False
-    names = [family.names.canonical(name) for name in tensor_names(model_folder)]
-    return bool(names) and not any(name.startswith(f"{family.names.head}.") for name in names)
+def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether the head of a text part is tied by a default of its class alone; then the names in the files decide."""
+    text = config.get("text_config")
+    own = text.get(_TIE) if isinstance(text, Mapping) else None
+    # The class of a text that counts too has the same default.
+    is_silent = config.get(_TIE) is None or (family.tie_of_text == "also" and config[_TIE] is False and own is None)
+    return family.ties_by_default and is_silent
+
+
+def _has_head(names: Sequence[str], ours: Names) -> bool:
+    return any(ours.canonical(name).startswith(f"{ours.head}.") for name in names)
 
 
 def _content(path: Path) -> bytes:
@@ -299,7 +306,7 @@ def model_config_of(config: Mapping[str, Any], path: Path) -> ModelConfig:
     given = config
     architecture, quantization = _architecture(config, path), read_quantization(config, path)
     family = family_of(architecture)
-    config = _text_part(config, path, family.tie_of_text) if family.is_text_part else config
+    config = _text_part(config, path, family) if family.is_text_part else config
     family = _family_of_text(family, given, path) if family.text_families else family
     form = _form(family, config)
     family = family.forms[form - 1].family if form else family
@@ -513,16 +520,16 @@ _OF_THE_WHOLE: Final = ("eos_token_id", "dtype", "torch_dtype")
 _TIE: Final = "tie_word_embeddings"
 
 
-def _text_part(config: Mapping[str, Any], path: Path, tie_of_text: str) -> Mapping[str, Any]:
-    """What config.json says of the part that takes text; `tie_of_text` is as in `Family`."""
+def _text_part(config: Mapping[str, Any], path: Path, family: Family) -> Mapping[str, Any]:
+    """What config.json says of the part that takes text."""
     text = config.get("text_config")
     if text is None:
         return config
     if not isinstance(text, Mapping):
         raise ModelConfigError(f"{path}: text_config must be an object")
     tie, own_tie = config.get(_TIE), text.get(_TIE)
-    gives_way = tie is None if tie_of_text == "else" else tie_of_text == "also" and tie in (None, False)
-    tie = own_tie if gives_way and own_tie is not None else tie
+    counts = _is_tied_by_class(config, family) or (family.tie_of_text == "also" and tie in (None, False))
+    tie = own_tie if counts and own_tie is not None else tie
     kept = {key: value for key, value in text.items() if key != _TIE}
     whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     return {**kept, **whole, **({} if tie is None else {_TIE: tie})}
@@ -600,10 +607,10 @@ def _bias(reader: ConfigReader, rule: bool | str) -> bool:
 def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> tuple[int, ...]:
     """Per layer, the newer `layer_types` list before the family's older rule."""
     rule = family.sliding_window
-    if reader.get("sliding_window") is None or rule == "never":
-        return (0,) * num_layers
     is_by_flag = rule in ("late_layers", "even_layers", "in_use")
-    if is_by_flag and not reader.flag("use_sliding_window", False):
+    is_used = rule != "never" and (not is_by_flag or reader.flag("use_sliding_window", False))
+    if not is_used or reader.get("sliding_window") is None:
+        _check_none_slides(reader, rule, "use_sliding_window" if not is_used else "sliding_window")
         return (0,) * num_layers
     window = reader.count("sliding_window")
     if rule == "in_use":
@@ -626,6 +633,17 @@ def _sliding_windows(reader: ConfigReader, family: Family, num_layers: int) -> t
     if rule == "even_layers":
         return tuple(window if layer < bound and layer % 2 == 0 else 0 for layer in range(num_layers))
     return tuple(window if layer >= bound else 0 for layer in range(num_layers))
+
+
+def _check_none_slides(reader: ConfigReader, rule: str, key: str) -> None:
+    """Layers that are listed to slide have no window, by what `key` says: transformers computes no such model."""
+    layer_types, is_read = reader.get("layer_types"), rule in ("late_layers", "even_layers", "layer_types")
+    if is_read and isinstance(layer_types, list) and "sliding_attention" in layer_types:
+        right = "a number" if key == "sliding_window" else "true"
+        raise ModelConfigError(
+            f"{reader.where(key)}={shown(reader.get(key))} leaves sliding_attention in layer_types without a window: "
+            f"set {reader.key(key)} to {right}, or list full_attention there"
+        )
 
 
 def _check_layer_types(layer_types: Any, num_layers: int, path: Path) -> None:

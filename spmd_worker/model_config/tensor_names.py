@@ -10,17 +10,18 @@ from typing import Final
 
 from spmd_worker import files
 
-_SINGLE_FILE: Final = "model.safetensors"
-_INDEX_FILE: Final = "model.safetensors.index.json"
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+"""What the files of weights in a model folder are called: one file, or several with this index."""
 _LENGTH_BYTES: Final = 8
 _MOST_HEADER_BYTES: Final = 100_000_000
 
 
 def tensor_names(model_folder: Path) -> tuple[str, ...]:
-    """In the order of the file or of the index, the file first where both are there; empty where there is neither, or
-    it cannot be read.
+    """The names in `model.safetensors`, or without it those in the index, in their order. Empty where there is neither
+    or it cannot be read.
     """
-    single, index = model_folder / _SINGLE_FILE, model_folder / _INDEX_FILE
+    single, index = model_folder / SINGLE_FILE, model_folder / INDEX_FILE
     try:
         if single.is_file():
             return tuple(name for name in _header(single) if name != "__metadata__")

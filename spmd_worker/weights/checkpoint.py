@@ -19,6 +19,7 @@ import torch
 from spmd_worker.errors import CheckpointError
 from spmd_worker.files import JsonError, parse_json_object, read_regular_file
 from spmd_worker.layers.weight_slice import Place, Rectangle, is_inside
+from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
 from spmd_worker.weights.region import plan_read, split_region
 from spmd_worker.weights.safetensors_header import (
     MAX_HEADER_BYTES,
@@ -26,9 +27,6 @@ from spmd_worker.weights.safetensors_header import (
     TensorEntry,
     read_header,
 )
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 STORED_DTYPES = {

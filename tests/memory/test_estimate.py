@@ -1,5 +1,6 @@
 """Bytes by arithmetic against the parameters of real models, for every family, number of ranks and dtype."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,15 +78,40 @@ def test_weights_are_the_bytes_of_the_real_parameters_of_every_rank(architecture
                 assert estimate == expected, (size, rank, dtype)
 
 
-@pytest.mark.parametrize("keys", VARIANTS)
+# Two of five layers are for images, and the rows of the table of embeddings for them fill rows of their own.
+WITH_IMAGE_LAYERS = {
+    "architecture": "MllamaForConditionalGeneration",
+    "num_hidden_layers": 5,
+    "cross_attention_layers": [0, 3],
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize("keys", [*VARIANTS, WITH_IMAGE_LAYERS])
 @pytest.mark.parametrize("layers", [(3,), (1, 2), (2, 1), (1, 1, 1)])
-def test_weights_of_every_stage_are_the_bytes_of_its_real_parameters(layers: tuple[int, ...], keys: dict[str, bool]):
+def test_weights_of_every_stage_are_the_bytes_of_its_real_parameters(layers: tuple[int, ...], keys: dict[str, Any]):
     model_config, layout = new_shape(**keys), RankLayout(2, len(layers), 1, layers)
+    assert model_config.num_layers == 3
     for rank in range(layout.world_size):
         stage = stage_of(layout, model_config, rank)
         expected = parameter_bytes(model_config, 2, layout.tensor_rank(rank), "bfloat16", stage)
         assert weights_bytes(model_config, layout, rank, "bfloat16", "cuda") == expected, rank
         assert cache_spec(model_config, layout, rank, "bfloat16", 16).num_layers == layers[layout.pipeline_rank(rank)]
+
+
+def test_rows_for_images_are_of_the_first_stage_alone_and_layers_for_images_of_none():
+    model_config, layout = new_shape(**WITH_IMAGE_LAYERS), RankLayout(2, 2, 1, (1, 2))
+    plain = replace(model_config, num_image_embeddings=0)
+    both = [
+        [weights_bytes(each, layout, rank, "float32", "cuda") for rank in range(layout.world_size)]
+        for each in (model_config, plain)
+    ]
+    # Half of 264 rows takes 192, in multiples of 64, and half of 256 takes 128.
+    assert [one - other for one, other in zip(*both, strict=True)] == [64 * 64 * 4] * 2 + [0] * 2
+    # Negative control: all five layers would be counted.
+    five = new_shape(**{**WITH_IMAGE_LAYERS, "cross_attention_layers": []})
+    deep = RankLayout(2, 2, 1, (2, 3))
+    assert weights_bytes(five, deep, 0, "float32", "cuda") > weights_bytes(model_config, layout, 0, "float32", "cuda")
 
 
 PACKING = {"panels": CpuKernels(library_for(WITH_AMX)), "onednn": PackedKernels()}

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_configs import families, spelled, windows_of
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
@@ -139,6 +140,48 @@ def test_layer_types_go_before_the_older_window_rule():
     assert windows_of(shape_of("Qwen2ForCausalLM", layer_types=types, **keys)) == (5, 0) * 15
 
 
+WITHOUT_WINDOW = [{"sliding_window": 5}, {"use_sliding_window": False, "sliding_window": 5}]
+WITHOUT_WINDOW += [{"use_sliding_window": True, "sliding_window": None}]
+
+
+@pytest.mark.parametrize("keys", WITHOUT_WINDOW)
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2_5_VLForConditionalGeneration"])
+def test_layers_that_are_listed_to_slide_without_a_window_are_refused(architecture: str, keys: dict[str, Any]):
+    """As by transformers, where such a model ends with an error in its first step."""
+    types = ["full_attention"] * 29 + ["sliding_attention"]
+    with pytest.raises(ModelConfigError) as caught:
+        shape_of(architecture, layer_types=types, **keys)
+    key = "sliding_window=None" if keys.get("use_sliding_window") else "use_sliding_window="
+    assert key in str(caught.value)
+    assert "leaves sliding_attention in layer_types without a window: set" in str(caught.value)
+    # Negative control: with a window, or with nothing that slides.
+    right = {"use_sliding_window": True, "sliding_window": 5}
+    assert windows_of(shape_of(architecture, layer_types=types, **right)) == (0,) * 29 + (5,)
+    assert windows_of(shape_of(architecture, layer_types=["full_attention"] * 30, **keys)) == (0,) * 30
+
+
+@pytest.mark.parametrize("keys", WITHOUT_WINDOW)
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_transformers_computes_no_layer_that_slides_without_a_window(model_type: str, keys: dict[str, Any]):
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    for types in (["full_attention"] * 2, ["full_attention", "sliding_attention"]):
+        config = AutoConfig.for_model(model_type, **sizes, **keys, layer_types=types)
+        model = AutoModelForCausalLM.from_config(config)
+        if types[-1] == "full_attention":
+            model(torch.tensor([[1, 2, 3]]), use_cache=False)
+        else:
+            with pytest.raises(ValueError, match="sliding_window"):
+                model(torch.tensor([[1, 2, 3]]), use_cache=False)
+
+
+def test_a_class_that_reads_no_list_of_layers_takes_one_without_a_window():
+    types = ["sliding_attention"] * 30
+    assert windows_of(shape_of("MistralForCausalLM", layer_types=types, sliding_window=None)) == (0,) * 30
+    assert windows_of(shape_of("LlamaForCausalLM", layer_types=types)) == (0,) * 30
+    with pytest.raises(ModelConfigError, match="sliding_window=None leaves sliding_attention"):
+        shape_of("Gemma2ForCausalLM", layer_types=types, sliding_window=None)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -221,6 +264,10 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path):
         (
             {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "gemma3_text"}},
             ["text_config.model_type='gemma3_text'", "mistral, ministral3"],
+        ),
+        (
+            {"architectures": ["Glm46VForConditionalGeneration"], "text_config": {"model_type": "glm4v_moe_text"}},
+            ["text_config.model_type='glm4v_moe_text'", "only glm4v_text are"],
         ),
         ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "is not run", "alibi"]),
         ({"architectures": ["CohereForCausalLM"], "use_qk_norm": 1}, ["use_qk_norm=1", "true or false"]),

@@ -4,7 +4,9 @@ Float32, 1e-4 of the largest logit. A row is read from two files: with every key
 """
 
 import json
+import re
 import shutil
+from copy import deepcopy
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -372,7 +374,9 @@ def minimal_files(architecture: str) -> list[dict[str, Any]]:
         for more in in_forms
     ]
     files = [*({**sized, **more} for more in foreign), *bare, *of_forms]
-    files += [{"model_type": kind} for kind in FAMILIES[architecture].text_defaults]
+    files += [
+        {"model_type": kind} for kind in FAMILIES[architecture].text_families if FAMILIES[architecture].text_defaults
+    ]
     model_type = MODEL_TYPES[architecture]
     if FAMILIES[architecture].is_text_part:
         files.append({**sized, "tie_word_embeddings": True})
@@ -393,7 +397,8 @@ def row_of(config: ModelConfig) -> Family:
 )
 def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: str, tmp_path: Path):
     for config in minimal_files(architecture):
-        whole = AutoConfig.for_model(**config)
+        # A copy, because the class of EXAONE 4.5 gives the text another model_type.
+        whole = AutoConfig.for_model(**deepcopy(config))
         theirs = whole.get_text_config()
         ours = model_config_of(config, tmp_path / "config.json")
         row, heads = row_of(ours), getattr(theirs, "num_kv_heads", theirs.num_attention_heads)
@@ -438,51 +443,138 @@ def test_what_files_leave_out_means_what_it_means_to_transformers(architecture: 
             assert tensors_of(ours) == shapes
 
 
-@pytest.mark.parametrize("of_text", [True, False])
-@pytest.mark.parametrize("of_whole", [True, False])
-def test_the_head_of_a_text_part_is_tied_as_it_is_to_transformers(of_whole: bool, of_text: bool):
-    for architecture in [name for name, family in FAMILIES.items() if family.is_text_part]:
-        config = {
-            "architectures": [architecture],
-            "model_type": MODEL_TYPES[architecture],
-            "tie_word_embeddings": of_whole,
-            "text_config": {**SIZES, **OWN_SIZES.get(architecture, {}), "tie_word_embeddings": of_text},
-        }
-        # The one class that ties nothing, whatever a file says.
-        can_be_tied = architecture != "MllamaForConditionalGeneration"
-        theirs = can_be_tied and AutoConfig.for_model(**config).tie_word_embeddings
-        assert model_config_of(config, Path("config.json")).has_tied_embeddings == theirs, architecture
+TEXT_PARTS = [name for name, family in FAMILIES.items() if family.is_text_part]
+TIED_BY_DEFAULT = {
+    "Gemma3ForConditionalGeneration": "gemma3_images",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "InternVLForConditionalGeneration": "internvl",
+    "LightOnOcrForConditionalGeneration": "lighton_ocr",
+    "GotOcr2ForConditionalGeneration": "got_ocr2",
+    "JanusForConditionalGeneration": "janus",
+    "DeepseekVLForConditionalGeneration": "deepseek_vl",
+    "PaddleOCRVLForConditionalGeneration": "paddleocr_vl",
+}
+"""A case of each architecture whose class ties where its file says nothing."""
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("of_text", [None, False])
-@pytest.mark.parametrize("name", ["internvl", "mistral3"])
-def test_a_head_that_no_part_speaks_of_is_the_embedding_unless_the_files_have_one(
-    name: str, of_text: bool | None, tmp_path: Path
+def text_part_config(architecture: str, of_whole: bool | None, of_text: bool | None) -> dict[str, Any]:
+    """A config.json whose parts say of `tie_word_embeddings` what is given, None for nothing."""
+    said = [{} if tie is None else {"tie_word_embeddings": tie} for tie in (of_whole, of_text)]
+    text = {**SIZES, **OWN_SIZES.get(architecture, {}), **said[1]}
+    return {"architectures": [architecture], "model_type": MODEL_TYPES[architecture], **said[0], "text_config": text}
+
+
+def is_tied_to_transformers(config: dict[str, Any]) -> bool:
+    """Mllama's class is the one that ties nothing, whatever a file says."""
+    if config["model_type"] == "mllama":
+        return False
+    return AutoConfig.for_model(**deepcopy(config)).tie_word_embeddings
+
+
+def files_of_names(folder: Path, config: dict[str, Any], *heads: str) -> Path:
+    """A model folder whose files have an embedding and these heads, by the index alone."""
+    names = FAMILIES[config["architectures"][0]].names
+    tensors = dict.fromkeys([f"{name}.weight" for name in (names.embedding, *heads)], "model-1-of-1.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
+    return folder
+
+
+@pytest.mark.parametrize("of_text", [True, False, None])
+@pytest.mark.parametrize("of_whole", [True, False, None])
+def test_the_head_of_a_text_part_is_tied_as_it_is_to_transformers(
+    of_whole: bool | None, of_text: bool | None, tmp_path: Path
 ):
+    for architecture in TEXT_PARTS:
+        config = text_part_config(architecture, of_whole, of_text)
+        theirs = is_tied_to_transformers(config)
+        folder = files_of_names(tmp_path, config)
+        assert read_model_files(folder).model_config.has_tied_embeddings == theirs, architecture
+        if None not in (of_whole, of_text):
+            assert model_config_of(config, Path("config.json")).has_tied_embeddings == theirs, architecture
+
+
+@pytest.mark.parametrize("of_text", [True, False, None])
+def test_a_head_in_the_files_goes_before_a_tie_that_no_file_speaks_of(of_text: bool | None, tmp_path: Path):
+    ties_by_default = []
+    for architecture in TEXT_PARTS:
+        family = FAMILIES[architecture]
+        is_default = is_tied_to_transformers(text_part_config(architecture, None, None))
+        ties_by_default += [architecture] if is_default else []
+        for head in {family.names.head, "lm_head"}:
+            folder = files_of_names(tmp_path, text_part_config(architecture, None, of_text), head)
+            is_said = not is_default and family.tie_of_text == "also" and of_text is True
+            assert read_model_files(folder).model_config.has_tied_embeddings == is_said, (architecture, head)
+            # Negative control: what a file does say stands, whatever the others have.
+            if architecture != "MllamaForConditionalGeneration":
+                files_of_names(folder, text_part_config(architecture, True, of_text), head)
+                assert read_model_files(folder).model_config.has_tied_embeddings, (architecture, head)
+    assert set(ties_by_default) == set(TIED_BY_DEFAULT)
+
+
+def test_both_parts_of_paddleocr_tie_by_default(tmp_path: Path):
+    """A false beside the text, whose class ties too, says nothing; in flat files there is no text to say it."""
+    for of_whole, of_text, is_tied in ((False, None, (True, False)), (False, False, (False, False))):
+        config = text_part_config("PaddleOCRVLForConditionalGeneration", of_whole, of_text)
+        flat = {**config, **config["text_config"], "tie_word_embeddings": of_whole}
+        del flat["text_config"]
+        for each in (config, flat) if of_text is None else (config,):
+            assert is_tied_to_transformers(each) == is_tied[0]
+            found = [
+                read_model_files(files_of_names(tmp_path, each, *heads)).model_config.has_tied_embeddings
+                for heads in ((), ("lm_head",))
+            ]
+            assert found == list(is_tied), (of_whole, of_text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each == "janus" else pytest.mark.matrix) for each in TIED_BY_DEFAULT.values()],
+)
+def test_a_head_that_the_whole_does_not_speak_of_is_the_embedding_unless_the_files_have_one(name: str, tmp_path: Path):
     folder = tmp_path / name
     shutil.copytree(family_folder(name), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("tie_word_embeddings", None)
-    config["text_config"] |= {"tie_word_embeddings": False} if of_text is False else {}
-    if of_text is None:
-        config["text_config"].pop("tie_word_embeddings", None)
-    (folder / "config.json").write_text(json.dumps(config))
-    assert AutoConfig.for_model(**config).tie_word_embeddings
+    whole = json.loads((folder / "config.json").read_text())
+    whole.pop("tie_word_embeddings", None)
+    whole["text_config"].pop("tie_word_embeddings", None)
     tensors = load_file(folder / "model.safetensors")
     assert not any("lm_head" in each for each in tensors)
-    assert worst_error(name, prompt_logits(load_model(folder), PROMPTS)) < TOLERANCE
     (embedding,) = (each for key, each in tensors.items() if key.endswith("embed_tokens.weight"))
-    for head in ("language_model.lm_head.weight", "lm_head.weight"):
-        save_file({**tensors, head: embedding * 2}, folder / "model.safetensors", {"format": "pt"})
-        assert not read_model_files(folder).model_config.has_tied_embeddings
-    # Without files, as of a plan, the hub's are taken to have one.
-    (folder / "model.safetensors").unlink()
-    assert not read_model_files(folder).model_config.has_tied_embeddings
-    names = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
-    for index, is_tied in ((names, True), ({"weight_map": 3}, False), ({}, False)):
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert read_model_files(folder).model_config.has_tied_embeddings == is_tied
+    model_class = type(family_reference(name))
+    prompts = PROMPTS[:2]
+    for of_text in (None, False, True):
+        config = {**whole, "text_config": {**whole["text_config"]}}
+        if of_text is not None:
+            config["text_config"]["tie_word_embeddings"] = of_text
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        tied = prompt_logits(load_model(folder), prompts)
+        assert max(map(relative_error, tied, expected(name))) < TOLERANCE
+        for head in {FAMILIES[config["architectures"][0]].names.head, "lm_head"}:
+            other = {**tensors, f"{head}.weight": embedding.flip(0).contiguous()}
+            save_file(other, folder / "model.safetensors", {"format": "pt"})
+            ours = prompt_logits(load_model(folder), prompts)
+            theirs = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+            for prompt, logits, with_embedding in zip(prompts, ours, tied, strict=True):
+                with torch.no_grad():
+                    right = theirs(torch.tensor([prompt]), use_cache=False).logits[0].float()
+                assert relative_error(logits, right) < TOLERANCE
+                # Negative control: the embedding as head gives others.
+                assert relative_error(with_embedding, right) > 10 * TOLERANCE
+
+
+def test_without_files_the_text_says_whether_it_ties_else_the_row_does(tmp_path: Path):
+    """As of a plan. The hub's InternVL and Mistral 3 have a head of their own."""
+    for architecture in TIED_BY_DEFAULT:
+        for of_text in (None, False, True):
+            config = text_part_config(architecture, None, of_text)
+            expected = architecture not in HAVE_OWN_HEADS if of_text is None else of_text
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            assert read_model_files(tmp_path).model_config.has_tied_embeddings == expected, architecture
+            # An index that says nothing is none.
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": 3}))
+            assert read_model_files(tmp_path).model_config.has_tied_embeddings == expected, architecture
+            (tmp_path / "model.safetensors.index.json").unlink()
 
 
 def tensors_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -526,9 +618,11 @@ def mutants(row: Family) -> list[tuple[str, Family]]:
 
 
 def mutants_of_row(row: Family) -> list[tuple[str, Family]]:
-    entries = [(name, family) for name, family in _entries(Family, row, Family()) if name not in _TABLES]
-    # Aliases are no checkpoint's of transformers here: the test of them, above, says what they are. Layers that
-    # speculate have a test of their own, below.
+    entries = [
+        (name, family) for name, family in _entries(Family, row, Family()) if name not in (*_TABLES, "ties_by_default")
+    ]
+    # Aliases are no checkpoint's of transformers here: the test of them, above, says what they are. So are heads that
+    # no file speaks of. Layers that speculate have a test of their own, below.
     names = [
         (f"names.{name}", replace(row, names=each))
         for name, each in _entries(Names, row.names, Names())
@@ -660,17 +754,29 @@ def test_text_passes_by_the_layers_that_look_at_images(tmp_path: Path):
     tensors["language_model.model.embed_tokens.weight"][96:] += 1
     save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
     assert worst_error("mllama", prompt_logits(new_model(tmp_path / "other"), PROMPTS)) < TOLERANCE
-    # Negative control: a layer of text that is taken for one of images, and one the other way round.
-    for broken in ((1, 3), (0,), (0, 3, 4)):
-        path = tmp_path / "other" / "config.json"
-        text = json.loads((folder / "config.json").read_text())
-        text["text_config"]["cross_attention_layers"] = list(broken)
-        path.write_text(json.dumps(text))
-        try:
-            logits = prompt_logits(new_model(tmp_path / "other"), PROMPTS)
-        except CheckpointError:
-            continue
-        assert worst_error("mllama", logits) > TOLERANCE, broken
+    # Negative control: a layer of text and a row of a token of text are looked at.
+    for name, first in (("layers.1.mlp.up_proj", 0), ("embed_tokens", PROMPTS[0][0])):
+        looked_at = f"language_model.model.{name}.weight"
+        changed = tensors[looked_at].clone()
+        changed[first] += 1
+        save_file({**tensors, looked_at: changed}, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+        assert worst_error("mllama", prompt_logits(new_model(tmp_path / "other"), PROMPTS)) > 10 * TOLERANCE, name
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("listed", "missing"), [((0, 3, 4), ""), ((1, 3), "layers.0.self_attn"), ((0,), "layers.3.")])
+def test_a_wrong_list_of_layers_that_look_at_images_is_noticed(listed: tuple[int, ...], missing: str, tmp_path: Path):
+    """Negative control: a layer of text that is taken for one of images, and one the other way round."""
+    shutil.copytree(family_folder("mllama"), tmp_path / "other")
+    path = tmp_path / "other" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["cross_attention_layers"] = list(listed)
+    path.write_text(json.dumps(config))
+    if missing:
+        with pytest.raises(CheckpointError, match=re.escape(missing)):
+            new_model(tmp_path / "other")
+    else:
+        assert worst_error("mllama", prompt_logits(new_model(tmp_path / "other"), PROMPTS)) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize(

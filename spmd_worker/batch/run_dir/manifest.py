@@ -15,6 +15,7 @@ from typing import Any, Final
 from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
 from spmd_worker.errors import ConfigError
 from spmd_worker.files import JsonError, read_json_object, write_json
+from spmd_worker.model_config.tensor_names import INDEX_FILE
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.version import code_fingerprint, version
 from spmd_worker.weights.safetensors_header import read_header
@@ -150,7 +151,7 @@ def model_digest(resolved: ResolvedRun) -> str:
     weights themselves.
     """
     folder = resolved.model_folder
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX_FILE
     digest = blake2b(resolved.files_digest.encode(), digest_size=_HASH_BYTES)
     digest.update(index.read_bytes() if index.is_file() else b"")
     pooling = resolved.model_config.pooling

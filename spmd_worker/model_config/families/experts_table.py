@@ -6,7 +6,7 @@ Each row is compared with transformers, and each entry broken, in tests/models/t
 from typing import Any, Final
 
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
-from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.family import Family, Names, beside
 
 _QWEN: Final[dict[str, Any]] = {
     "every_key": "decoder_sparse_step",
@@ -123,13 +123,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         models="Qwen3-VL with experts, the text: 30B-A3B, 235B-A22B",
-        names=Names(
-            embedding="model.language_model.embed_tokens",
-            layers="model.language_model.layers",
-            norm="model.language_model.norm",
-            ignored_prefixes=("model.visual.",),
-            stacked=_TURNED_STACKS,
-        ),
+        names=beside(Names(stacked=_TURNED_STACKS), "visual"),
         mlp_bias=False,
         qk_norm="head",
         is_text_part=True,
@@ -262,14 +256,7 @@ EXPERT_FAMILIES: Final[dict[str, Family]] = {
     ),
     "Glm4vMoeForConditionalGeneration": Family(
         models="GLM-4.5V, GLM-4.6V with experts, the text",
-        names=Names(
-            embedding="model.language_model.embed_tokens",
-            layers="model.language_model.layers",
-            norm="model.language_model.norm",
-            parts=_SHARED_EXPERTS,
-            ignored_prefixes=("model.visual.",),
-            ignores_later_layers=True,
-        ),
+        names=beside(Names(parts=_SHARED_EXPERTS, ignores_later_layers=True), "visual"),
         output_bias=False,
         mlp_bias=False,
         may_have_partial_rope=True,

@@ -9,7 +9,7 @@ Entries that end in `_key` are keys of config.json, "" where the family has no s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from spmd_worker.model_config.families.experts import ExpertsFamily, StackedTensor
@@ -83,6 +83,23 @@ class Names:
         return name
 
 
+def inside(names: Names, prefix: str) -> Names:
+    """The names of a model that is a part of another."""
+    tops = {name: prefix + getattr(names, name) for name in ("embedding", "layers", "norm", "head")}
+    return replace(names, **tops)  # type: ignore[arg-type]  # texts, all of them
+
+
+def beside(names: Names, *others: str) -> Names:
+    """The names of `model.language_model` beside `others`, which are for other input, with its head outside."""
+    return replace(
+        names,
+        embedding="model.language_model.embed_tokens",
+        layers="model.language_model.layers",
+        norm="model.language_model.norm",
+        ignored_prefixes=tuple(f"model.{other}." for other in others),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ClassifierFamily:
     """What is between the hidden states of an encoder and its scores: a dense layer with `activation`, or what
@@ -102,10 +119,11 @@ class Family:
     """What one family of models does differently from the plain decoder. `models` are its names, for people.
 
     `*_bias` True is always, False never, a text the key of config.json that says. `default_head_size` 0 means hidden
-    size / heads. `sliding_window` says when the window applies: "never", "always", "late_layers" (only with
-    `use_sliding_window`, from layer `max_window_layers` on), "even_layers" (only with it too, layers 0, 2, 4 and so on
-    before `max_window_layers`), "in_use" (with it in every layer, whatever is listed) or "layer_types" (as listed, else
-    all but every `full_attention_every`th layer, which `full_attention_every_key` may say too).
+    size / heads. `sliding_window` says when the window applies: "never", "always", "late_layers" (from layer
+    `max_window_layers` on), "even_layers" (layers 0, 2, 4 and so on before `max_window_layers`), "in_use" (every layer)
+    or "layer_types" (all but every `full_attention_every`th layer, which `full_attention_every_key` may say too).
+    "late_layers", "even_layers" and "in_use" need `use_sliding_window` too. A list in the file, `layer_types`, goes
+    before all but "never" and "in_use".
 
     `norm_kind` to `norm_has_bias` are as in `NormConfig`, `qk_norm`, `is_gated` as in `LayerConfig`. `has_rope` False:
     positions are learned, a table of `max_position_embeddings` rows. `has_local_rope`: sliding layers have a rope of
@@ -117,9 +135,10 @@ class Family:
     root of the hidden size, rounded to the dtype. `is_text_part`: the model takes images too and runs with text alone;
     its sizes are in `text_config`, or in older files where those of other models are. `image_layers_key` lists layers
     that look at images alone, which text passes by; `num_image_embeddings` rows of the table of embeddings, behind
-    those of the vocabulary, are of tokens that no text has. `tie_of_text` says when the text's `tie_word_embeddings`
-    counts beside that of the whole file: "never", "also" (one of both is enough), or "else" (where the whole says
-    nothing; and where the text does not tie then, the head is still the embedding if the files have no other).
+    those of the vocabulary, are of tokens that no text has. `tie_of_text` says whether the text's `tie_word_embeddings`
+    counts beside that of the whole file: "never", or "also" (one of both is enough). `ties_by_default`: where the whole
+    says nothing its class ties, so the head is the embedding if the files have no other, whatever the text says.
+    Without files the text says it, else `defaults`.
 
     `defaults` is what keys mean that config.json leaves out, where transformers takes another value than the plain
     decoder's; `spelled` the file's words for keys of ours, "" for those that it does not have; `required` keys that
@@ -179,6 +198,7 @@ class Family:
     image_layers_key: str = ""
     num_image_embeddings: int = 0
     tie_of_text: str = "never"
+    ties_by_default: bool = False
     embedding_multiplier_key: str = ""
     residual_multiplier_key: str = ""
     logit_divisor_key: str = ""

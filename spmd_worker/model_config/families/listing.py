@@ -40,6 +40,7 @@ def _refusals(family: Family) -> str:
     telling = {key for form in family.forms for key in form.where}
     required = {key: value for key, value in family.required.items() if key not in telling}
     found = [f"{key} other than {str(value).lower()}" for key, value in required.items()]
-    if family.has_rope and not family.may_have_partial_rope:
+    texts = [FAMILIES[name] for name in dict.fromkeys(family.text_families.values())] or [family]
+    if any(each.has_rope and not each.may_have_partial_rope for each in texts):
         found.append("partial_rotary_factor other than 1")
     return ", ".join(found) or "-"

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from spmd_worker.model_config.families.experts_table import EXPERT_FAMILIES
-from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.family import Family, Names, beside, inside
 from spmd_worker.model_config.families.layer_norm_rows import LAYER_NORM_ROWS
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
-from spmd_worker.model_config.families.text_part_rows import LANGUAGE_MODEL, OTHER_INPUT, TEXT_PART_ROWS, inside
+from spmd_worker.model_config.families.text_part_rows import GLM_NAMES, LANGUAGE_MODEL, OTHER_INPUT, TEXT_PART_ROWS
 
 _QWEN_DEFAULTS: Final = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096}
 _MISTRAL_DEFAULTS: Final = {
@@ -229,17 +229,13 @@ FAMILIES: Final[dict[str, Family]] = {
             aliases=LANGUAGE_MODEL,
         ),
         is_text_part=True,
+        ties_by_default=True,
     ),
     "Qwen2VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2-VL, the text"),
     "Qwen2_5_VLForConditionalGeneration": Family(**_QWEN_VL, models="Qwen2.5-VL, the text"),
     "Qwen3VLForConditionalGeneration": Family(
         models="Qwen3-VL, dense, the text",
-        names=Names(
-            embedding="model.language_model.embed_tokens",
-            layers="model.language_model.layers",
-            norm="model.language_model.norm",
-            ignored_prefixes=("model.visual.",),
-        ),
+        names=beside(Names(), "visual"),
         mlp_bias=False,
         qk_norm="head",
         default_head_size=128,
@@ -283,10 +279,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "Glm4ForCausalLM": Family(
         models="GLM-4-0414",
         **_GLM,
-        names=Names(
-            norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-            fused=_GATE_UP,
-        ),
+        names=GLM_NAMES,
     ),
     "GPT2LMHeadModel": Family(
         models="GPT-2",

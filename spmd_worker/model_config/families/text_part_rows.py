@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from spmd_worker.model_config.families.family import Family, Names
+from spmd_worker.model_config.families.family import Family, Names, beside, inside
 from spmd_worker.model_config.families.rms_rows import RMS_ROWS
 
 LANGUAGE_MODEL: Final = {
@@ -26,13 +26,15 @@ _LLAMA_SIZES: Final = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
+_EXAONE_SIZES: Final = {**_LLAMA_SIZES, "vocab_size": 102400, "intermediate_size": 16384}
 _QWEN_SIZES: Final = {**_LLAMA_SIZES, "vocab_size": 151936, "intermediate_size": 22016}
 _SIZES: Final[dict[str, dict[str, Any]]] = {
     "llama": _LLAMA_SIZES,
     "mistral": {**_LLAMA_SIZES, "intermediate_size": 14336},
     "qwen2": _QWEN_SIZES,
     "qwen3": _QWEN_SIZES,
-    "exaone4": {**_LLAMA_SIZES, "vocab_size": 102400, "intermediate_size": 16384},
+    "exaone4": _EXAONE_SIZES,
+    "exaone4_5_text": _EXAONE_SIZES,
 }
 """Of the classes, which files of these wrappers leave out."""
 _ARCHITECTURES: Final = {
@@ -41,17 +43,18 @@ _ARCHITECTURES: Final = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    # What the first files of EXAONE 4.5 call it.
+    "exaone4_5_text": "Exaone4ForCausalLM",
 }
 
 
-def inside(names: Names, prefix: str) -> Names:
-    """The names of a model that is a part of another."""
-    tops = {name: prefix + getattr(names, name) for name in ("embedding", "layers", "norm", "head")}
-    return replace(names, **tops)  # type: ignore[arg-type]  # texts, all of them
-
-
 def _text_of(
-    models: str, names: Names, *kinds: str, tie_of_text: str = "never", defaults: Mapping[str, Any] | None = None
+    models: str,
+    names: Names,
+    *kinds: str,
+    tie_of_text: str = "never",
+    ties_by_default: bool = False,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Family:
     """A wrapper of these kinds of text, the first where a file says none. `defaults` are of every kind."""
     return Family(
@@ -59,6 +62,7 @@ def _text_of(
         names=names,
         is_text_part=True,
         tie_of_text=tie_of_text,
+        ties_by_default=ties_by_default,
         text_families={kind: _ARCHITECTURES[kind] for kind in kinds},
         text_defaults={kind: {**_SIZES[kind], **(defaults or {})} for kind in kinds},
     )
@@ -78,33 +82,12 @@ _VIDEO_LLAVA_NAMES: Final = replace(
     ignored_prefixes=("image_tower.", "video_tower.", "multi_modal_projector."),
     aliases={**LANGUAGE_MODEL, "model.image_tower.": "image_tower.", "model.video_tower.": "video_tower."},
 )
-_TIED: Final = {"tie_word_embeddings": True}
-_GLM_NAMES: Final = Names(
+_TIED: Final[dict[str, Any]] = {"ties_by_default": True, "defaults": {"tie_word_embeddings": True}}
+GLM_NAMES: Final = Names(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
 )
-_GLM4V: Final[dict[str, Any]] = {
-    "qkv_bias": True,
-    "output_bias": False,
-    "mlp_bias": False,
-    "has_interleaved_rope": True,
-    "may_have_partial_rope": True,
-    "is_text_part": True,
-    # The size of a head is what the heads share, whatever a file says.
-    "spelled": {"head_dim": ""},
-    "defaults": {"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
-}
-
-
-def _beside(names: Names, *others: str) -> Names:
-    """The names of `model.language_model` beside `others`, which are for other input, with its head outside."""
-    return replace(
-        names,
-        embedding="model.language_model.embed_tokens",
-        layers="model.language_model.layers",
-        norm="model.language_model.norm",
-        ignored_prefixes=tuple(f"model.{other}." for other in others),
-    )
+"""Of GLM-4-0414, and of the text of GLM that takes images."""
 
 
 TEXT_PART_ROWS: Final[dict[str, Family]] = {
@@ -112,7 +95,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         models="Mistral Small 3.1 and 3.2, Ministral 3, the text",
         names=replace(inside(Names(), "language_model."), ignored_prefixes=OTHER_INPUT, aliases=LANGUAGE_MODEL),
         is_text_part=True,
-        tie_of_text="else",
+        ties_by_default=True,
         text_families={"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     ),
     "LlavaForConditionalGeneration": _text_of(
@@ -131,7 +114,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         "qwen2",
         "qwen3",
         "llama",
-        tie_of_text="else",
+        ties_by_default=True,
     ),
     "Idefics3ForConditionalGeneration": _text_of("Idefics3, the text", _SMOLVLM_NAMES, "llama"),
     "SmolVLMForConditionalGeneration": _text_of("SmolVLM, SmolVLM2, the text", _SMOLVLM_NAMES, "llama"),
@@ -141,50 +124,59 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
     "VideoLlavaForConditionalGeneration": _text_of("Video-LLaVA, the text", _VIDEO_LLAVA_NAMES, "llama"),
     "Idefics2ForConditionalGeneration": _text_of("Idefics2, the text", _SMOLVLM_NAMES, "mistral"),
     "VideoLlama3ForConditionalGeneration": _text_of(
-        "VideoLLaMA 3, the text", _beside(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
+        "VideoLLaMA 3, the text", beside(Names(), "vision_model", "projector"), "qwen2", tie_of_text="also"
     ),
     "LightOnOcrForConditionalGeneration": _text_of(
-        "LightOnOCR, the text", _beside(Names(), "vision_encoder", "vision_projection"), "qwen3", defaults=_TIED
+        "LightOnOCR, the text", beside(Names(), "vision_encoder", "vision_projection"), "qwen3", **_TIED
     ),
     "GotOcr2ForConditionalGeneration": _text_of(
         "GOT-OCR 2, the text",
         replace(inside(Names(), "language_model."), ignored_prefixes=OTHER_INPUT, aliases=LANGUAGE_MODEL),
         "qwen2",
-        defaults=_TIED,
+        **_TIED,
     ),
     "JanusForConditionalGeneration": _text_of(
         "Janus, Janus-Pro, the text",
-        _beside(
+        beside(
             Names(),
             *("vision_model", "aligner", "vqmodel"),
             *("generation_embeddings", "generation_aligner", "generation_head"),
         ),
         "llama",
-        defaults=_TIED,
+        **_TIED,
     ),
     "DeepseekVLForConditionalGeneration": _text_of(
-        "DeepSeek-VL 1.3B, the text", _beside(Names(), "vision_model", "aligner"), "llama", defaults=_TIED
+        "DeepSeek-VL 1.3B, the text", beside(Names(), "vision_model", "aligner"), "llama", **_TIED
     ),
-    "Exaone4_5_ForConditionalGeneration": replace(
-        _text_of(
-            "EXAONE 4.5, the text",
-            replace(
-                _beside(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")
-            ),
-            "exaone4",
-        ),
-        # What the first files call it.
-        text_families={"exaone4": "Exaone4ForCausalLM", "exaone4_5_text": "Exaone4ForCausalLM"},
+    "Exaone4_5_ForConditionalGeneration": _text_of(
+        "EXAONE 4.5, the text",
+        replace(beside(RMS_ROWS["Exaone4ForCausalLM"].names, "visual"), ignored_prefixes=("model.visual.", "mtp.")),
+        "exaone4",
+        "exaone4_5_text",
     ),
     "Glm4vForConditionalGeneration": Family(
-        **_GLM4V, models="GLM-4.1V, GLM-4.6V-Flash, the text", names=_beside(_GLM_NAMES, "visual"), tie_of_text="also"
+        models="GLM-4.1V, GLM-4.6V-Flash, the text",
+        names=beside(GLM_NAMES, "visual"),
+        qkv_bias=True,
+        output_bias=False,
+        mlp_bias=False,
+        has_interleaved_rope=True,
+        may_have_partial_rope=True,
+        is_text_part=True,
+        tie_of_text="also",
+        # The size of a head is what the heads share, whatever a file says.
+        spelled={"head_dim": ""},
+        defaults={"num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
     ),
     "Glm46VForConditionalGeneration": Family(
-        **_GLM4V, models="GLM-4.6V, dense, of the class of that name, the text", names=_beside(_GLM_NAMES, "visual")
+        models="GLM-4.6V, dense, of the class of that name, the text",
+        names=beside(GLM_NAMES, "visual"),
+        is_text_part=True,
+        text_families={"glm4v_text": "Glm4vForConditionalGeneration"},
     ),
     "GlmOcrForConditionalGeneration": Family(
         models="GLM-OCR, the text",
-        names=replace(_beside(_GLM_NAMES, "visual"), ignores_later_layers=True),
+        names=replace(beside(GLM_NAMES, "visual"), ignores_later_layers=True),
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
@@ -210,6 +202,7 @@ TEXT_PART_ROWS: Final[dict[str, Family]] = {
         default_head_size=128,
         is_text_part=True,
         tie_of_text="also",
+        ties_by_default=True,
         defaults={
             "num_key_value_heads": 2,
             "max_position_embeddings": 131072,
