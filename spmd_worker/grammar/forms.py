@@ -100,7 +100,7 @@ def _schemas_of(grammar: str) -> Iterator[Any]:
         yield from _schemas_in(grammar)
         return
     # One that is no JSON, or has other things in it, is refused by the engine.
-    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+    with contextlib.suppress(ValueError, RecursionError, LookupError, AttributeError, TypeError):
         for each in json.loads(grammar)["grammars"]:
             yield each.get("json_schema")
             yield from _schemas_in(str(each.get("lark_grammar", "")))
@@ -137,6 +137,9 @@ def _unforced(grammar: str) -> str:
     try:
         is_lark = not grammar.lstrip().startswith("{")
         whole = {"grammars": [{"lark_grammar": grammar}]} if is_lark else json.loads(grammar)
+        if whole["grammars"] == []:
+            # Refused by the engine, which would take what is added for the form: its only answer is the empty text.
+            return grammar
         whole["grammars"].append(_NO_FORCING)
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         # Refused by the engine.
