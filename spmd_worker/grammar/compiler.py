@@ -80,7 +80,7 @@ class GrammarCompiler:
         # A server's requests are checked in another thread than the engine's.
         self._lock = threading.Lock()
         self.num_checked_bytes = 0
-        """Of the forms that `check` has compiled, each time that one was not kept."""
+        """`compile_bytes` of the forms that `check` has compiled, each time that one was not kept."""
         self._compiled: dict[StructuredOutputsParams, _NewState | GrammarError] = {}
 
     def check(self, form: StructuredOutputsParams) -> None:
@@ -88,7 +88,7 @@ class GrammarCompiler:
         enforce whole, that is beyond `LIMITS` from its first token on, or that no answer has.
         """
         with self._lock:
-            self.num_checked_bytes += form.num_bytes if form not in self._compiled else 0
+            self.num_checked_bytes += form.compile_bytes if form not in self._compiled else 0
             compiled = self._compile(form)
         if isinstance(compiled, GrammarError):
             raise compiled

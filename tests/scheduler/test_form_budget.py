@@ -4,13 +4,14 @@ import pytest
 from scheduler_runs import Row, Run
 
 from spmd_worker.scheduler import budget
+from spmd_worker.sequence import structured_outputs
 from spmd_worker.sequence.structured_outputs import MAX_GRAMMAR_BYTES
 
 FORM = {"structured_outputs": {"regex": "[a-z]{3}"}, "ignore_eos": False}
 
 
 def a_step_takes(monkeypatch: pytest.MonkeyPatch, num_forms: int) -> None:
-    monkeypatch.setattr(budget, "LEAST_FORM_BYTES", budget.MOST_FORM_BYTES // num_forms)
+    monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MOST_FORM_BYTES // num_forms)
 
 
 def test_rows_whose_forms_are_too_many_for_a_step_join_in_the_next(monkeypatch: pytest.MonkeyPatch):
