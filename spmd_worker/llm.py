@@ -527,7 +527,7 @@ class LLM:
         cached before is not found after it, changed or not. Raises ValueError for what cannot be changed, with nothing
         changed on this rank; where other ranks did not refuse in the same call, what computes next raises
         RanksDisagreeError on all, until all weights were loaded. Calls are told apart by their number, so every rank
-        makes as many.
+        makes as many where some may be refused.
         """
         return self.llm_engine.apply_model(function)
 

@@ -30,12 +30,14 @@ class WeightUpdate:
         """No weight is what it was: each has to be loaded, also where the caller says that some stay."""
         self.are_weights_asleep = False
         self.num_calls = 0
-        """Of `apply_model`: it is never reset, so a call has the same number on all ranks, whenever they commit."""
+        """Of `apply_model` since all weights were last loaded. No other commit resets it: ranks that have refused
+        different calls commit different ones, and still number the next alike.
+        """
         self.refused_calls: list[int] = []
         """Numbers of the calls of `apply_model` whose changes were refused here, since the last commit. What other
         ranks have changed in the same calls, this one has not; whoever loads all weights afterwards has made that good.
         """
-        self._num_refused_before = 0
+        self._num_refused_before, self._has_all = 0, False
         self.num_in_flight: Callable[[], int] | None = None
 
     def begin(self) -> None:
@@ -72,12 +74,15 @@ class WeightUpdate:
         if not self.is_open:
             return ({}, [], False, self.refused_calls) if self.refused_calls else None
         missing = self.missing(names)
+        self._has_all = not missing
         refused_calls = self.refused_calls[0 if missing else self._num_refused_before :]
         return self.digests, missing, self.must_be_whole, refused_calls
 
     def end(self) -> None:
         """The update is committed, or what was loaded is dropped."""
-        self.digests, self.is_open, self.must_be_whole = {}, False, False
+        if self._has_all:
+            self.num_calls = 0
+        self.digests, self.is_open, self.must_be_whole, self._has_all = {}, False, False, False
         self.refused_calls, self._num_refused_before = [], 0
 
 

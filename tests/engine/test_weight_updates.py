@@ -396,7 +396,7 @@ def test_digests_tell_tensors_apart_and_equal_ones_not():
 
 
 class Rank:
-    """One rank's weights `a` and `b`, without a model. `call`: one of `apply_model`; `compare`: of one that computes."""
+    """One rank's weights `a` and `b`, without a model. `call` is of `apply_model`, `compare` of what computes."""
 
     def __init__(self, *, counts_calls: bool = True) -> None:
         self.update, self._counts_calls = WeightUpdate(), counts_calls
@@ -425,14 +425,16 @@ class Rank:
 
 
 def are_equal_after(*calls: str, **how: Any) -> list[bool]:
-    """Of two ranks. A call is in which of them it is refused: "0", "1", "01" or "". "?" compares, "all" loads."""
+    """Of two ranks. A call is in which of them it is refused: "0", "1", "01" or "", and "alone" is one of rank 0 alone
+    that looks. "?" compares, "all" loads.
+    """
     both, found = [Rank(**how), Rank(**how)], []
     for each in (*calls, "?"):
         if each == "?":
             first, other = [rank.compare() for rank in both]
             found.append(first == other)
             continue
-        for number, rank in enumerate(both):
+        for number, rank in enumerate(both[:1] if each == "alone" else both):
             if each == "all":
                 rank.load_all()
             else:
@@ -450,6 +452,8 @@ def test_ranks_compare_which_calls_were_refused_and_all_of_them():
     # Until all weights were loaded.
     assert are_equal_after("0", "?", "1", "all") == [False, True]
     assert are_equal_after("0", "?", "all", "?", "01") == [False, True, True]
+    # A call of one rank alone moves the numbers of those after it, until then.
+    assert are_equal_after("alone", "?", "01", "?", "all", "?", "01") == [True, False, True, True]
     # What every rank has refused changed nothing.
     assert are_equal_after("", "01", "", "01", "?", "01") == [True, True]
     # Negative control: without the numbers of the calls it is how often.
