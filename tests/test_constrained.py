@@ -115,9 +115,11 @@ def test_a_state_that_is_new_after_each_step_comes_to_the_same(
 def test_the_tests_see_a_state_that_is_not_the_rows_own(llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch):
     start = GrammarCompiler.start
     shared: dict[Any, RowGrammar] = {}
-    monkeypatch.setattr(
-        GrammarCompiler, "start", lambda self, form: shared.get(form) or shared.setdefault(form, start(self, form))
-    )
+
+    def shared_start(self: GrammarCompiler, form: Any, may_force: bool) -> RowGrammar:
+        return shared.get(form) or shared.setdefault(form, start(self, form, may_force))
+
+    monkeypatch.setattr(GrammarCompiler, "start", shared_start)
     assert answers(run(llm)) != plain
 
 
