@@ -525,8 +525,9 @@ class LLM:
         layers on the CPU) each parameter that is asked for is a copy, kept until `function` ends: where memory is
         short, ask for a few in each call. `collective_rpc("get_model_inspection")` shows shapes without any. What was
         cached before is not found after it, changed or not. Raises ValueError for what cannot be changed, with nothing
-        changed on this rank; where other ranks did not refuse, what computes next raises RanksDisagreeError on all,
-        until all weights were loaded.
+        changed on this rank; where other ranks did not refuse in the same call, what computes next raises
+        RanksDisagreeError on all, until all weights were loaded. Calls are told apart by their number, so every rank
+        makes as many where some may be refused.
         """
         return self.llm_engine.apply_model(function)
 

@@ -115,9 +115,11 @@ def test_a_state_that_is_new_after_each_step_comes_to_the_same(
 def test_the_tests_see_a_state_that_is_not_the_rows_own(llm: LLM, plain: list[Any], monkeypatch: pytest.MonkeyPatch):
     start = GrammarCompiler.start
     shared: dict[Any, RowGrammar] = {}
-    monkeypatch.setattr(
-        GrammarCompiler, "start", lambda self, form: shared.get(form) or shared.setdefault(form, start(self, form))
-    )
+
+    def shared_start(self: GrammarCompiler, form: Any, may_force: bool) -> RowGrammar:
+        return shared.get(form) or shared.setdefault(form, start(self, form, may_force))
+
+    monkeypatch.setattr(GrammarCompiler, "start", shared_start)
     assert answers(run(llm)) != plain
 
 
@@ -309,6 +311,13 @@ REFUSED |= {
     "copies in a grammar in it": ({"grammar": json.dumps({"grammars": [{"lark_grammar": _LARK}]})}, _WORDS),
     "copies around it": ({"regex": "a", "around": f"{_LARK} @form"}, _WORDS),
 }
+# In the engine's JSON, which is taken as the row has it.
+REFUSED |= {
+    "no grammar": ({"grammar": '{"grammars": []}'}, "grammar: empty grammars array"),
+    "no list": ({"grammar": '{"grammars": "a"}'}, "grammar: invalid type: string"),
+    "a number": ({"grammar": '{"grammars": [3]}'}, "grammar: "),
+    "null": ({"grammar": '{"grammars": [null]}'}, "grammar: "),
+}
 deep: Any = {}
 for _ in range(150):
     deep = {"items": deep}
@@ -322,6 +331,12 @@ def test_a_form_that_cannot_be_had_is_refused_in_the_engines_words(llm: LLM, nam
         generate(llm, form)
     assert "structured_outputs: " in str(error_result.value)
     assert words in str(error_result.value)
+
+
+def test_the_grammar_that_is_added_is_not_taken_for_the_form(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """Negative control of "no grammar": where it is added all the same, the row is answered with nothing."""
+    monkeypatch.setattr(forms, "_unforced", lambda grammar: json.dumps({"grammars": [forms._NO_FORCING]}))
+    assert generate(llm, {"grammar": '{"grammars": [ ]}'}).outputs[0].text == ""
 
 
 def job_config(tmp_path: Path, asked: list[dict[str, Any]]) -> RunConfig:

@@ -20,6 +20,7 @@ from spmd_worker.grammar.step_masks import StepMasks
 from spmd_worker.metrics.step_stats import StepStats
 from spmd_worker.scheduler import budget
 from spmd_worker.scheduler.budget import StepBudget
+from spmd_worker.sequence import structured_outputs
 from spmd_worker.tools import replay
 
 LONG = {
@@ -89,7 +90,7 @@ def test_answers_do_not_depend_on_how_many_forms_a_step_compiles(
     num_forms = sum(params.num_sequences for params in rows()[1] if params.structured_outputs is not None)
     # Several in a step, of which each leaves less.
     assert len(left) == num_forms > left.count(budget.MOST_FORM_BYTES)
-    monkeypatch.setattr(budget, "LEAST_FORM_BYTES", budget.MOST_FORM_BYTES)
+    monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MOST_FORM_BYTES)
     assert answers(run(llm)) == plain
     assert left[num_forms:] == [budget.MOST_FORM_BYTES] * num_forms, "one in a step"
 

@@ -53,16 +53,20 @@ class ReplicaWork:
         self._last_step_s = time.monotonic()
 
     def advance(self) -> None:
-        """One step, or a pause where there is nothing to do yet. Raises RankFailedError when a replica has failed."""
+        """One step, or a pause where there was nothing to do. Raises RankFailedError when a replica has failed."""
         if not self._drawn and num_wanted(self._engine, self._runner.num_sequences) and not self.has_ended:
             self._drawn.extend(self._drawer.draw())
+        # All of them may be refused, and then more are due at once.
+        has_rows = bool(self._drawn)
         self._admit()
         if self._runner.num_rows:
             self._step()
         elif self._drawer.has_ended and not self._drawn and not self.has_ended:
             self._end()
         else:
-            self._pause()
+            if not has_rows:
+                time.sleep(_PAUSE_S)
+            self._step_if_due()
         if self._round.send_heartbeat():
             self._tell_tokens()
 
@@ -87,8 +91,7 @@ class ReplicaWork:
         self.counts.output_tokens += sum(answer.num_output_tokens for answer in answers)
         self._deliver(answers)
 
-    def _pause(self) -> None:
-        time.sleep(_PAUSE_S)
+    def _step_if_due(self) -> None:
         # The other ranks of this replica wait for steps, and not for ever.
         is_due = time.monotonic() - self._last_step_s > self._engine.config.executor.timeout_s / _EMPTY_STEPS_A_TIMEOUT
         if is_due and self._engine.channel.size > 1 and not self.has_ended:

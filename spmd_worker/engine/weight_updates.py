@@ -2,8 +2,8 @@
 
 Trainers load tensors straight into each rank's model, as many as a call as they like, and nobody says which is the
 last. So the commit comes with the next call that needs whole weights, on every rank by itself. What was loaded is
-compared with rank 0's in the step's own message, and before that in the exchange of a call that has one. So is how
-often a rank refused what `apply_model` changed there, as it does by itself.
+compared with rank 0's in the step's own message, and before that in the exchange of a call that has one. So is in which
+calls of `apply_model` a rank refused what was changed there, as it does by itself.
 """
 
 import json
@@ -68,7 +68,7 @@ class WeightUpdates:
         updates = [update for update in self._executor.get_weight_updates() if update is not None]
         if not updates:
             return None
-        digests, missing, must_be_whole, num_refused = updates[0]
+        digests, missing, must_be_whole, refused_calls = updates[0]
         is_open = bool(digests or missing)
         if is_open and self._num_in_flight():
             raise RuntimeError(
@@ -81,11 +81,9 @@ class WeightUpdates:
             raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_whole)
         self._executor.end_weight_update()
         is_whole, num_tensors = is_open and not missing, len(digests)
-        if num_refused:
-            digests = {**digests, CHANGES_REFUSED: str(num_refused)}
-        self._digests = digests if is_whole else {**self._digests, **digests}
+        self._digests = _with({} if is_whole else self._digests, digests, refused_calls)
         self._is_whole |= is_whole
-        self.uncompared = digests if is_whole else {**self.uncompared, **digests}
+        self.uncompared = _with({} if is_whole else self.uncompared, digests, refused_calls)
         self._expected = CommitWeights(self._next_version(), num_tensors)
         return self._expected
 
@@ -112,6 +110,15 @@ class WeightUpdates:
             )
         if own is not None:
             self._agreed_version, self._digests, self._is_whole = own.version, {}, False
+
+
+def _with(before: dict[str, str], digests: dict[str, str], refused_calls: list[int]) -> dict[str, str]:
+    """What is to be compared after these; a call that was refused stays refused, whatever came of later ones."""
+    found = {**before, **digests}
+    if refused_calls:
+        earlier = [before[CHANGES_REFUSED]] if CHANGES_REFUSED in before else []
+        found[CHANGES_REFUSED] = ", ".join([*earlier, *(f"call {number}" for number in refused_calls)])
+    return found
 
 
 def _in_words(event: CommitWeights | None) -> str:

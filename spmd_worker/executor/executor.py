@@ -15,7 +15,7 @@ from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config.schema import RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.topology import RankLayout
-from spmd_worker.errors import ConfigError
+from spmd_worker.errors import ConfigError, ReplicaDivergedError
 from spmd_worker.lockstep.transfers import TransferBook
 from spmd_worker.models.weight_update import WeightUpdateReport
 from spmd_worker.resolved import ResolvedRun
@@ -252,7 +252,18 @@ class Executor(ABC):
         return self._aggregate([result], 0)
 
     def _aggregate(self, results: Sequence[StepResult], output_rank: int) -> StepResult:
-        """The step's one result: the output rank's ids, and the transfers that every worker has finished by now."""
+        """The step's one result: the output rank's ids, and the transfers that every worker has finished by now.
+
+        Raises ReplicaDivergedError where workers that sample, those from the output rank on, did so under other masks.
+        """
+        expected = results[output_rank].mask_checksums
+        for rank, result in enumerate(results[output_rank:], start=output_rank):
+            if result.mask_checksums != expected:
+                raise ReplicaDivergedError(
+                    f"step {result.step}: rank {rank} diverged from rank {output_rank}: mask_checksums: "
+                    f"{list(expected)} on rank {output_rank}, {list(result.mask_checksums)} on rank {rank}; what was "
+                    f"sampled under them is dropped"
+                )
         for rank, result in enumerate(results):
             self._transfers.add(rank, result.finished_transfers)
         return replace(results[output_rank], finished_transfers=self._transfers.take_complete())

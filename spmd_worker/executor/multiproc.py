@@ -269,7 +269,9 @@ class MultiprocExecutor(Executor):
 
 
 class _StepFuture(Future[StepResult]):
-    """One future for a step's answers: its result when all have come, its error with the first that is one."""
+    """One future for a step's answers: its result when all have come, its error with the first that is one, or where
+    the answers do not agree.
+    """
 
     def __init__(
         self,
@@ -295,7 +297,12 @@ class _StepFuture(Future[StepResult]):
             assert isinstance(error, Exception), error
             self._fail(error, self)
         elif self._num_missing == 0 and not self._has_failed:
-            self.set_result(self._take([each.result() for each in self.answers]))
+            try:
+                result = self._take([each.result() for each in self.answers])
+            except Exception as disagreement:  # the last answer's callback: nobody else would hear of it
+                self._fail(disagreement, self)
+            else:
+                self.set_result(result)
 
 
 def _culprit(errors: Sequence[BaseException]) -> BaseException:

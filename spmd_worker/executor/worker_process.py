@@ -98,7 +98,9 @@ class WorkerTasks:
         getattr(self._wrapper, method)(*args)
 
     def _step(self, payload: bytes) -> StepResult:
-        """Forward pass and sampling for one message. Only the output rank's ids are asked for."""
+        """Forward pass and sampling for one message. Only the output rank's ids are asked for; the checksums of masks
+        are every rank's, to be compared.
+        """
         plan = self._decoder.decode(payload).plan
         result = self._wrapper.execute_method("execute_model", plan)
         if result is None:
@@ -106,7 +108,9 @@ class WorkerTasks:
         assert isinstance(result, StepResult), type(result)
         if self._wrapper.rpc_rank == self._output_rank:
             return result
-        return StepResult(result.step, finished_transfers=result.finished_transfers)
+        return StepResult(
+            result.step, finished_transfers=result.finished_transfers, mask_checksums=result.mask_checksums
+        )
 
     def _stop(self) -> None:
         if self._wrapper.worker is not None:

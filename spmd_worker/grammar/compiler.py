@@ -8,7 +8,7 @@ forward pass: copies of the engine's share their lexer, whose states would be sp
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -62,8 +62,8 @@ class _Vocabulary:
     source: Tokenizer = field(compare=False)
 
 
-_NewState = Callable[[], RowGrammar]
-"""Of a form that was found to be one: makes a row's own state, before its first token."""
+_NewState = Callable[[bool], RowGrammar]
+"""Of a form that was found to be one: makes a row's own state, before its first token, given whether it may force."""
 
 
 class GrammarCompiler:
@@ -80,7 +80,7 @@ class GrammarCompiler:
         # A server's requests are checked in another thread than the engine's.
         self._lock = threading.Lock()
         self.num_checked_bytes = 0
-        """Of the forms that `check` has compiled, each time that one was not kept."""
+        """`compile_bytes` of the forms that `check` has compiled, each time that one was not kept."""
         self._compiled: dict[StructuredOutputsParams, _NewState | GrammarError] = {}
 
     def check(self, form: StructuredOutputsParams) -> None:
@@ -88,18 +88,20 @@ class GrammarCompiler:
         enforce whole, that is beyond `LIMITS` from its first token on, or that no answer has.
         """
         with self._lock:
-            self.num_checked_bytes += form.num_bytes if form not in self._compiled else 0
+            self.num_checked_bytes += form.compile_bytes if form not in self._compiled else 0
             compiled = self._compile(form)
         if isinstance(compiled, GrammarError):
             raise compiled
 
-    def start(self, form: StructuredOutputsParams) -> RowGrammar:
-        """A row's own state, before its first token. Raises GrammarError as `check` does."""
+    def start(self, form: StructuredOutputsParams, may_force: bool = True) -> RowGrammar:
+        """A row's own state, before its first token. Without `may_force` no token is forced in it, and `FORCING_ITEMS`
+        do not bound its masks. Raises GrammarError as `check` does.
+        """
         with self._lock:
             compiled = self._compile(form)
         if isinstance(compiled, GrammarError):
             raise compiled
-        return compiled()
+        return compiled(may_force)
 
     def new_bits(self, num_rows: int) -> NDArray[np.int32]:
         """Zeros for the masks of so many rows, of forms that were compiled here."""
@@ -144,7 +146,8 @@ class GrammarCompiler:
         if first.problem:
             raise _refused(form, first.problem)
         # What is too much to be forced at the beginning is so for every row.
-        return partial(RowGrammar, new_matcher, *tokens, first.can_force)
+        can_force = first.can_force
+        return lambda may_force: RowGrammar(new_matcher, *tokens, can_force and may_force)
 
     def _token_table(self) -> Any:
         if self._table is None:

@@ -16,9 +16,9 @@ DEFAULT_WHITESPACE: Final = r"[ \t\n\r]{1,32}"
 """Between the parts of a JSON answer. Without a bound a model that likes spaces would never end."""
 
 _NO_FORCING: Final = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
-"""A grammar more that nothing refers to: what one says of forcing is true of all. Where only one text can follow the
-engine would allow its tokenizer's tokens alone, and then refuse one that was added to the vocabulary (`<tool_call>` in
-a choice) as no text; and it would work through all of that text. So it allows all tokens that spell the text.
+"""One more grammar, which no other refers to: what one of them says of forcing is true of all. Where only one text can
+follow, the engine would allow the tokenizer's tokens for it alone, and then refuse one that was added to the vocabulary
+(`<tool_call>` in a choice) as no text; and it would work through the whole text. So it allows all tokens that spell it.
 """
 
 _MOST_RULES: Final = 500
@@ -100,7 +100,7 @@ def _schemas_of(grammar: str) -> Iterator[Any]:
         yield from _schemas_in(grammar)
         return
     # One that is no JSON, or has other things in it, is refused by the engine.
-    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+    with contextlib.suppress(ValueError, RecursionError, LookupError, AttributeError, TypeError):
         for each in json.loads(grammar)["grammars"]:
             yield each.get("json_schema")
             yield from _schemas_in(str(each.get("lark_grammar", "")))
@@ -137,6 +137,9 @@ def _unforced(grammar: str) -> str:
     try:
         is_lark = not grammar.lstrip().startswith("{")
         whole = {"grammars": [{"lark_grammar": grammar}]} if is_lark else json.loads(grammar)
+        if whole["grammars"] == []:
+            # Refused by the engine, which would take what is added for the form: its only answer is the empty text.
+            return grammar
         whole["grammars"].append(_NO_FORCING)
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         # Refused by the engine.

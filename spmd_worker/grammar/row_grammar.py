@@ -24,7 +24,7 @@ the parser may make for it reach: in a row that has come to a longer one nothing
 """
 
 _MOST_SPELLINGS: Final = 64
-"""So many tokens begin a text that alone can follow, at most: each is a beginning of it. More are not looked into."""
+"""Where only one text can follow, so many tokens at most begin it. Where more may follow, none is looked for."""
 
 _NO_TOKEN: Final = "no token can follow"
 _SPECIAL: Final = b"\xff"
@@ -93,18 +93,18 @@ class RowGrammar:
         self._is_looked_at = True
         if not self._mask(bits):
             if self.can_force and self._matcher.is_error():
-                # Of what bounds forcing a form may have more, that bounds no mask.
+                # The mask took more than a row that forces may use: it may fit the limits of one that does not.
                 self._stop_forcing(bits)
             return
         num_allowed = int(np.bitwise_count(bits.view(np.uint32)).sum())
         if not self.can_force or num_allowed > _MOST_SPELLINGS or self._matcher.is_accepting():
             return
         if not self._force():
-            # What was worked out of it counts against the limits, of the copy's lexer, which is the same.
+            # What was worked out for it counts against the row's own limits: the copy has the same lexer.
             self._stop_forcing(bits)
 
     def _stop_forcing(self, bits: NDArray[np.int32]) -> None:
-        """Be the state that never forced anything, and look."""
+        """Become the state that a row has in which nothing was ever forced, and look again."""
         self.can_force, self.problem, self._matcher = False, "", self._new_matcher(False)
         for token_id in self._taken:
             self._consume(token_id)

@@ -137,11 +137,10 @@ class GrammarMasks:
         state = self._states.get(key)
         if state is None:
             try:
-                state = self._states[key] = self._compiler.start(row.form)
+                state = self._states[key] = self._compiler.start(row.form, row.may_force)
             except GrammarError as error:
                 # Rows are admitted with forms that compile: this rank's packages or files are not the engine's.
                 raise ConfigError(f"structured_outputs: a form that was admitted cannot be compiled: {error}") from None
-            state.can_force = state.can_force and row.may_force
         state.take(row.output_token_ids)
         return state
 

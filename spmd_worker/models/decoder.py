@@ -439,8 +439,9 @@ class DecoderForCausalLM(nn.Module):
     def as_checkpoint(self) -> Iterator[CheckpointView]:
         """This rank's weights under their checkpoint names, to look at and to change. What was changed counts at the
         end, also where that is an exception: some weights are changed at once, and a head must follow its embedding.
-        Raises ValueError for changes that are refused, which `weight_update` counts: other ranks may have made theirs.
+        Raises ValueError for changes that are refused, which `weight_update` notes: other ranks may have made theirs.
         """
+        self.weight_update.num_calls += 1
         names = {name: name for name in self._held}
         if self._names.embedding in self._held and self._names.has_tied_head and self.stage.is_last:
             names[self._names.head] = self._names.embedding
@@ -451,7 +452,7 @@ class DecoderForCausalLM(nn.Module):
             try:
                 view.write_back()
             except ValueError:
-                self.weight_update.num_refused += 1
+                self.weight_update.refused_calls.append(self.weight_update.num_calls)
                 raise
 
     @cached_property

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-WeightUpdateReport = tuple[dict[str, str], list[str], bool, int]
-"""Digests, names that are missing, whether those must be loaded, and how often changes were refused."""
+WeightUpdateReport = tuple[dict[str, str], list[str], bool, list[int]]
+"""Digests, names that are missing, whether those must be loaded, and the calls whose changes were refused."""
 
 _BLOCK_BYTES: Final = 1 << 22
 _WORDS: Final = 512
@@ -29,11 +29,15 @@ class WeightUpdate:
         self.must_be_whole = False
         """No weight is what it was: each has to be loaded, also where the caller says that some stay."""
         self.are_weights_asleep = False
-        self.num_refused = 0
-        """Calls of `apply_model` whose changes were refused here, since the last commit. What other ranks have changed
-        in the same calls, this one has not; whoever loads all weights afterwards has made that good.
+        self.num_calls = 0
+        """Of `apply_model` since all weights were last loaded. No other commit resets it: ranks that have refused
+        different calls commit different ones, and still number the next alike.
         """
-        self._num_refused_before = 0
+        self.refused_calls: list[int] = []
+        """Numbers of the calls of `apply_model` whose changes were refused here, since the last commit. What other
+        ranks have changed in the same calls, this one has not; whoever loads all weights afterwards has made that good.
+        """
+        self._num_refused_before, self._has_all = 0, False
         self.num_in_flight: Callable[[], int] | None = None
 
     def begin(self) -> None:
@@ -50,12 +54,12 @@ class WeightUpdate:
                 f"{num_requests} requests are being answered with the weights that are there: call llm_engine.step "
                 f"until none is left, or abort them and call it once, before new weights are loaded"
             )
-        self.is_open, self._num_refused_before = True, self.num_refused
+        self.is_open, self._num_refused_before = True, len(self.refused_calls)
 
     def require_all(self) -> None:
         """The weights were dropped: an update is open until all of them were loaded."""
         self.digests, self.is_open, self.must_be_whole = {}, True, True
-        self._num_refused_before = self.num_refused
+        self._num_refused_before = len(self.refused_calls)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A whole checkpoint tensor was loaded, or passed over because this rank holds nothing of it."""
@@ -68,15 +72,18 @@ class WeightUpdate:
     def report(self, names: Collection[str]) -> "WeightUpdateReport | None":
         """What `WorkerBase.get_weight_update` returns, of a model with weights of these names."""
         if not self.is_open:
-            return ({}, [], False, self.num_refused) if self.num_refused else None
+            return ({}, [], False, self.refused_calls) if self.refused_calls else None
         missing = self.missing(names)
-        num_refused = self.num_refused - (0 if missing else self._num_refused_before)
-        return self.digests, missing, self.must_be_whole, num_refused
+        self._has_all = not missing
+        refused_calls = self.refused_calls[0 if missing else self._num_refused_before :]
+        return self.digests, missing, self.must_be_whole, refused_calls
 
     def end(self) -> None:
         """The update is committed, or what was loaded is dropped."""
-        self.digests, self.is_open, self.must_be_whole = {}, False, False
-        self.num_refused = self._num_refused_before = 0
+        if self._has_all:
+            self.num_calls = 0
+        self.digests, self.is_open, self.must_be_whole, self._has_all = {}, False, False, False
+        self.refused_calls, self._num_refused_before = [], 0
 
 
 def content_digest(tensor: Tensor) -> str:

@@ -6,7 +6,7 @@ gives the same plans or shows where they part.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -255,8 +255,14 @@ def _common_steps(
 def _message_difference(
     mine: StepMessage, theirs: StepMessage, sampled_by: StepMessage | None, names: tuple[str, str]
 ) -> str | None:
+    # The message carries what an earlier step sampled, and under which masks: name that, the cause first.
+    if sampled_by is not None and mine.mask_checksums != theirs.mask_checksums:
+        masks = replace(mine, mask_checksums=theirs.mask_checksums)
+        difference = first_difference(record_of(mine), record_of(masks), 0, 1)
+        assert difference is not None, (mine.mask_checksums, theirs.mask_checksums)
+        words = _in_words(difference, f"in {names[0]}", f"in {names[1]}")
+        return f"step {sampled_by.step} sampled under other masks: {words}"
     if sampled_by is not None and mine.sampled != theirs.sampled:
-        # The message carries what an earlier step sampled: name that.
         for key, one, two in zip(sampling_keys(sampled_by.plan), mine.sampled.rows(), theirs.sampled.rows()):
             if one != two:
                 who = f"request {key.request_id}, sample {key.sample_index}"

@@ -7,16 +7,15 @@ from spmd_worker.sequence.sequence import Sequence
 from spmd_worker.sequence.structured_outputs import MAX_GRAMMAR_BYTES
 
 MOST_FORM_BYTES: Final = MAX_GRAMMAR_BYTES
-"""Of the texts of forms that are compiled in one step: at least what one form may have, so that each finds its step."""
-
-LEAST_FORM_BYTES: Final = 1024
-"""What a form counts for, however short: so at most 64 are compiled in a step."""
+"""What forms compiled in one step may count for in all (`compile_bytes`): no less than one form may, so that each finds
+its step. So at most 64 are compiled in a step.
+"""
 
 
 def form_bytes(sequence: Sequence) -> int:
     """What compiling the form of a sequence counts for; 0 where there is none to compile."""
     form = sequence.request.sampling.structured_outputs
-    return max(form.num_bytes, LEAST_FORM_BYTES) if sequence.begins_form and form is not None else 0
+    return form.compile_bytes if sequence.begins_form and form is not None else 0
 
 
 @dataclass(slots=True)

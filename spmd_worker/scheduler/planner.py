@@ -11,7 +11,7 @@ from kv_cache.block import BlockId, num_blocks_for
 from kv_cache.block_table import TableChange
 from kv_cache.cache_manager import CacheManager
 from spmd_worker.scheduler.allocator import Allocator, PreemptionPolicy
-from spmd_worker.scheduler.budget import StepBudget
+from spmd_worker.scheduler.budget import MOST_FORM_BYTES, StepBudget, form_bytes
 from spmd_worker.scheduler.policy import choose_victim, service_order
 from spmd_worker.scheduler.queues import Queues
 from spmd_worker.scheduler.updates import Decision, Decisions
@@ -119,17 +119,22 @@ class Planner:
         return num_wanted
 
     def _served(self) -> list[Sequence]:
-        """Who may go on in this step: with several steps in flight, a share of those that decode."""
+        """Who may go on in this step: with several steps in flight, a share of those that decode. One that waits until
+        its form can be compiled has no part in it: others decode meanwhile.
+        """
         running, num_steps = self._queues.running, self._limits.num_virtual_engines
         if num_steps == 1:
             return running
-        num_left = -(-len(running) // num_steps)
+        num_left, num_form_bytes = -(-len(running) // num_steps), MOST_FORM_BYTES
         served = []
         for sequence in running:
             num_tokens = sequence.num_uncomputed_tokens
-            if num_tokens > 1 or (num_tokens and num_left):
+            if num_tokens > 1:
                 served.append(sequence)
-                num_left -= num_tokens == 1
+            elif num_tokens and num_left and (wanted := form_bytes(sequence)) <= num_form_bytes:
+                num_form_bytes -= wanted
+                served.append(sequence)
+                num_left -= 1
         return served
 
     def _decide_running(self, budget: StepBudget, decisions: Decisions) -> None:

@@ -15,6 +15,9 @@ from spmd_worker.sequence.record_checks import NOT_SENT, sent_fields
 MAX_GRAMMAR_BYTES: Final = 64 * 1024
 """The most bytes that a form may have as text: it travels to every rank with its row."""
 
+LEAST_COMPILE_BYTES: Final = 1024
+"""What compiling a form counts for, however short it is."""
+
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 """The fields of which exactly one is given."""
 
@@ -96,6 +99,11 @@ class StructuredOutputsParams:
         """Of all its texts, in UTF-8."""
         texts = [self.json, self.regex, self.grammar, self.whitespace_pattern, self.around, *(self.choice or ())]
         return sum([len(each.encode("utf-8")) for each in texts if each is not None])
+
+    @property
+    def compile_bytes(self) -> int:
+        """What compiling it counts for, wherever it is compiled: `num_bytes`, at least `LEAST_COMPILE_BYTES`."""
+        return max(self.num_bytes, LEAST_COMPILE_BYTES)
 
     @property
     def text(self) -> str:

@@ -135,8 +135,8 @@ class WorkerBase(ABC):
 
     def get_weight_update(self) -> "WeightUpdateReport | None":
         """Of weights that were loaded and not committed: digests by checkpoint name, the names of those that were not
-        loaded, and whether none of these may stay as it is; of changes of `apply_model`, how often they were refused
-        since the last commit. None where no update is open and none was refused.
+        loaded, and whether none of these may stay as it is; the numbers of the calls of `apply_model`, from 1 on, whose
+        changes were refused since the last commit. None where no update is open and none was refused.
         """
         return None
 

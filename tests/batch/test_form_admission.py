@@ -17,18 +17,19 @@ FORM_BYTES = MOST_FORM_BYTES // 4
 
 
 class Runner:
-    """Takes rows, of which each has a form of `form_bytes`; a step answers them all."""
+    """Takes rows, of which each has a form of `form_bytes`; a step answers them all. `refuses`: none is taken."""
 
-    def __init__(self, form_bytes: int) -> None:
-        self.num_form_bytes, self.form_bytes = 0, form_bytes
+    def __init__(self, form_bytes: int, refuses: bool = False) -> None:
+        self.num_form_bytes, self.form_bytes, self.refuses = 0, form_bytes, refuses
         self.admitted: list[Any] = []
         self.steps: list[int] = []
         self.num_requests = self.num_rows = self.num_sequences = 0
 
-    def admit(self, row: Any) -> None:
+    def admit(self, row: Any) -> Any:
         self.num_form_bytes += self.form_bytes
         self.admitted.append(row)
-        self.num_rows += 1
+        self.num_rows += not self.refuses
+        return SimpleNamespace(num_output_tokens=0) if self.refuses else None
 
     def step(self) -> list[Any]:
         self.steps.append(self.num_rows)
@@ -59,14 +60,11 @@ def test_a_job_takes_some_forms_between_two_steps(form_bytes: int, counts: list[
     assert runner.admitted == list(range(10))
 
 
-@pytest.mark.parametrize(("form_bytes", "steps"), [(FORM_BYTES, [4, 4, 2]), (0, [10])])
-def test_a_replica_keeps_what_it_has_drawn_for_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, form_bytes: int, steps: list[int]
-):
-    runner = Runner(form_bytes)
+def replica_work(monkeypatch: pytest.MonkeyPatch, runner: Runner, num_chunks: int = 1) -> ReplicaWork:
+    """Of a replica that draws so many chunks of ten rows, and then is told that there are no more."""
     monkeypatch.setattr(shared_job, "RowRunner", lambda engine, name: runner)
     monkeypatch.setattr(shared_job, "num_wanted", lambda engine, num_unfinished: 1)
-    chunks = [[NumberedLine(index, b'{"prompt": "a"}') for index in range(10)]]
+    chunks = [[NumberedLine(index, b'{"prompt": "a"}') for index in range(10)] for _ in range(num_chunks)]
     drawer = SimpleNamespace(has_ended=False)
 
     def draw() -> list[NumberedLine]:
@@ -82,8 +80,40 @@ def test_a_replica_keeps_what_it_has_drawn_for_the_next_step(
         close_followers=lambda: None,
     )
     round_: Any = SimpleNamespace(send_heartbeat=lambda: False, count=lambda number: None)
-    work = ReplicaWork(engine, round_, drawer, "model", lambda answers: None)  # type: ignore[arg-type]  # as above
+    return ReplicaWork(engine, round_, drawer, "model", lambda answers: None)  # type: ignore[arg-type]  # as above
+
+
+@pytest.mark.parametrize(("form_bytes", "steps"), [(FORM_BYTES, [4, 4, 2]), (0, [10])])
+def test_a_replica_keeps_what_it_has_drawn_for_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, form_bytes: int, steps: list[int]
+):
+    runner = Runner(form_bytes)
+    work = replica_work(monkeypatch, runner)
     while not work.has_ended:
         work.advance()
     assert runner.steps == steps
     assert [row.index for row in runner.admitted] == list(range(10))
+
+
+def test_a_replica_pauses_only_where_it_was_given_no_row(monkeypatch: pytest.MonkeyPatch):
+    """It paused after each chunk whose rows were all refused, also with more of it to admit."""
+    runner, num_admitted_at_pauses = Runner(FORM_BYTES, refuses=True), []
+
+    def sleep(seconds: float) -> None:
+        num_admitted_at_pauses.append(len(runner.admitted))
+
+    monkeypatch.setattr(shared_job, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    work = replica_work(monkeypatch, runner, num_chunks=2)
+    num_turns = 0
+    while not work.has_ended:
+        work.advance()
+        num_turns += 1
+    # Of each chunk four rows, four, two; then it is told that there are no more.
+    assert (len(runner.admitted), num_turns, num_admitted_at_pauses) == (20, 7, [])
+    assert work.counts.rows == 20
+    # Negative control: with nothing drawn, and more to come, it pauses.
+    drawer: Any = work._drawer
+    work.has_ended = drawer.has_ended = False
+    drawer.draw = list
+    work.advance()
+    assert num_admitted_at_pauses == [20]

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker.engine.weight_updates import WeightUpdates
 from spmd_worker.errors import CheckpointError, MissingWeightsError
-from spmd_worker.models.weight_update import content_digest
+from spmd_worker.models.weight_update import WeightUpdate, content_digest
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
@@ -391,6 +393,71 @@ def test_digests_tell_tensors_apart_and_equal_ones_not():
         others.append(changed)
     assert len({first, *map(content_digest, others)}) == 1 + len(others)
     assert content_digest(torch.tensor(1.0)) != content_digest(torch.tensor(2.0, dtype=torch.bfloat16))
+
+
+class Rank:
+    """One rank's weights `a` and `b`, without a model. `call` is of `apply_model`, `compare` of what computes."""
+
+    def __init__(self, *, counts_calls: bool = True) -> None:
+        self.update, self._counts_calls = WeightUpdate(), counts_calls
+        executor: Any = SimpleNamespace(
+            num_workers=1,
+            watch_requests=lambda num_in_flight: None,
+            get_weight_updates=lambda: [self.update.report(["a", "b"])],
+            end_weight_update=self.update.end,
+        )
+        self._updates = WeightUpdates(executor, 0, lambda: 0)
+
+    def call(self, is_refused: bool) -> None:
+        self.update.num_calls += self._counts_calls
+        if is_refused:
+            self.update.refused_calls.append(self.update.num_calls)
+
+    def load_all(self) -> None:
+        self.update.begin()
+        for name in ("a", "b"):
+            self.update.add(name, torch.ones(2))
+
+    def compare(self) -> tuple[dict[str, str], int | None]:
+        """What is compared in a call's exchange, and the version in a step."""
+        event = self._updates.commit(is_partial=False)
+        return self._updates.uncompared, None if event is None else event.version
+
+
+def are_equal_after(*calls: str, **how: Any) -> list[bool]:
+    """Of two ranks. A call is in which of them it is refused: "0", "1", "01" or "", and "alone" is one of rank 0 alone
+    that looks. "?" compares, "all" loads.
+    """
+    both, found = [Rank(**how), Rank(**how)], []
+    for each in (*calls, "?"):
+        if each == "?":
+            first, other = [rank.compare() for rank in both]
+            found.append(first == other)
+            continue
+        for number, rank in enumerate(both[:1] if each == "alone" else both):
+            if each == "all":
+                rank.load_all()
+            else:
+                rank.call(str(number) in each)
+    return found
+
+
+def test_ranks_compare_which_calls_were_refused_and_all_of_them():
+    # As often on both, and not the same calls.
+    assert are_equal_after("0", "1") == [False]
+    # What all refused afterwards does not make good what one refused, nor what the other one refused.
+    assert are_equal_after("0", "?", "01") == [False, False]
+    assert are_equal_after("0", "?", "1") == [False, False]
+    assert are_equal_after("", "0", "?", "", "1") == [False, False]
+    # Until all weights were loaded.
+    assert are_equal_after("0", "?", "1", "all") == [False, True]
+    assert are_equal_after("0", "?", "all", "?", "01") == [False, True, True]
+    # A call of one rank alone moves the numbers of those after it, until then.
+    assert are_equal_after("alone", "?", "01", "?", "all", "?", "01") == [True, False, True, True]
+    # What every rank has refused changed nothing.
+    assert are_equal_after("", "01", "", "01", "?", "01") == [True, True]
+    # Negative control: without the numbers of the calls it is how often.
+    assert are_equal_after("0", "1", counts_calls=False) == [True]
 
 
 if __name__ == "__main__":

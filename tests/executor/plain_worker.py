@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from kv_cache.cache_spec import CacheSpec
@@ -25,6 +26,7 @@ class PlainWorker(WorkerBase):
         self.resolved, self.environment = resolved, environment
         self.arranged = ""
         self.transfers: tuple[int, ...] = ()
+        self.mask_checksums: tuple[int, ...] = ()
         self.num_initialized: tuple[int, int] | None = None
         self.last_step = 0
 
@@ -61,6 +63,10 @@ class PlainWorker(WorkerBase):
 
     def finish_transfers(self, rank: int, numbers: tuple[int, ...]) -> None:
         self.transfers = numbers if self.rank == rank else ()
+
+    def make_masks(self, checksums: tuple[tuple[int, ...], ...]) -> None:
+        """Of the next step: each rank's."""
+        self.mask_checksums = checksums[self.rank]
 
     def write(self, *pieces: str, stream: str = "stdout") -> None:
         for piece in pieces:
@@ -113,8 +119,10 @@ class PlainWorker(WorkerBase):
 
     def sample_tokens(self, grammar_output: object | None = None) -> StepResult:
         transfers, self.transfers = self.transfers, ()
+        masks, self.mask_checksums = self.mask_checksums, ()
         logprobs = ({7: Logprob(-0.5, 1, "seven")},)
-        return StepResult(self.last_step, (self.rank, self.last_step), logprobs, finished_transfers=transfers)
+        sampled = StepResult(self.last_step, (self.rank, self.last_step), logprobs, mask_checksums=masks)
+        return replace(sampled, finished_transfers=transfers)
 
     def check_health(self) -> None:
         return None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from plain_executors import is_running, new_plain, open_descriptors, plain
 from ranks import REPOSITORY, environment, kill_all, processes_of
 from waiting import LIMIT_S, wait_until
 
-from spmd_worker.errors import RankFailedError, WorkerDiedError, WorkerError
+from spmd_worker.errors import RankFailedError, ReplicaDivergedError, WorkerDiedError, WorkerError
 from spmd_worker.executor.multiproc import MultiprocExecutor
-from spmd_worker.sequence.step import StepPlan
+from spmd_worker.sequence.step import StepPlan, StepResult
 
 forked = pytest.mark.usefixtures("forked_workers")
 
@@ -326,3 +327,34 @@ def start_driver(folder: Path, source: str, token: str) -> ForkedProcess:
     variables = environment(token, {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS))})
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         return fork_server().fork([str(folder / "driver.py")], variables, REPOSITORY, stdout, stderr)
+
+
+@forked
+@pytest.mark.parametrize("non_block", [False, True])
+def test_workers_whose_masks_differ_are_named_in_that_step(non_block: bool):
+    """Only the output rank's result was looked at: ranks that sample under other masks went on."""
+    with plain(3) as executor:
+
+        def step(number: int, *masks: int) -> StepResult:
+            executor.collective_rpc("make_masks", args=(tuple([(each,) if each else () for each in masks]),))
+            found = executor.execute_model(StepPlan(step=number), non_block=non_block)
+            return executor.wait_for_step(found) if isinstance(found, Future) else found
+
+        # Negative control: equal ones, and none, are nobody's fault.
+        assert step(7, 5, 5, 5).mask_checksums == (5,)
+        assert step(8, 0, 0, 0).mask_checksums == ()
+        with pytest.raises(ReplicaDivergedError) as raised:
+            step(9, 5, 5, 6)
+        words = "step 9: rank 2 diverged from rank 0: mask_checksums: [5] on rank 0, [6] on rank 2; "
+        assert str(raised.value).startswith(words)
+        assert executor.is_failed
+
+
+def test_ranks_of_stages_that_do_not_sample_make_no_masks():
+    results = [StepResult(3, (rank,), mask_checksums=(5,) if rank > 1 else ()) for rank in range(4)]
+    executor = new_plain(4)
+    assert executor._aggregate(results, 2).mask_checksums == (5,)
+    # Negative control: one that samples and made none.
+    results[3] = StepResult(3, (3,))
+    with pytest.raises(ReplicaDivergedError, match=r"rank 3 diverged .* \[5\] on rank 2, \[\] on rank 3"):
+        executor._aggregate(results, 2)

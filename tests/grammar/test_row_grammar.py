@@ -148,7 +148,8 @@ def test_a_mask_of_more_than_forcing_may_cost_is_made_without(tokenizer: Tokeniz
 
 def test_what_checking_has_compiled_is_counted_once_a_form(tokenizer: Tokenizer):
     grammars = compiler_of(tokenizer)
-    for pattern in ("abc", "abcd", "abc"):
+    for pattern in ("abc", "a" * 1500, "abc"):
         grammars.check(StructuredOutputsParams(regex=pattern))
-        grammars.start(StructuredOutputsParams(regex=pattern * 9))
-    assert grammars.num_checked_bytes == 3 + 4
+        grammars.start(StructuredOutputsParams(regex=pattern + "b"))
+    # However short, a form counts for 1 KiB, as in a step.
+    assert grammars.num_checked_bytes == 1024 + 1500

@@ -7,7 +7,9 @@ import pytest
 from constrained_rows import EOS, FORMS, VOCAB_SIZE
 from tokenizer_folders import write_byte_level
 
+from spmd_worker.grammar import compiler
 from spmd_worker.grammar.compiler import GrammarCompiler
+from spmd_worker.grammar.row_grammar import RowGrammar
 from spmd_worker.grammar.step_masks import ConstrainedRow, GrammarMasks, StepMasks
 from spmd_worker.sequence.request import RequestId
 from spmd_worker.sequence.sequence import SequenceKey
@@ -25,9 +27,9 @@ class CountingMasks:
         compiler = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, (EOS,))
         start = compiler.start
 
-        def counted(form: StructuredOutputsParams) -> object:
+        def counted(form: StructuredOutputsParams, may_force: bool) -> object:
             self.num_compiled += 1
-            return start(form)
+            return start(form, may_force)
 
         compiler.start = counted  # type: ignore[assignment,method-assign]  # counts, and is the same
         self._masks = GrammarMasks(compiler)
@@ -65,3 +67,30 @@ def test_samples_that_are_about_to_fork_have_one_state_and_each_its_own_after(to
         first, num_compiled = forked.step([(0, sample, text) for sample, text in enumerate(texts)])
         expected, _ = alone.step([(request, 0, text) for request, text in enumerate(texts)])
     assert forked.num_compiled == alone.num_compiled == 3
+
+
+class ForcingAtFirst(GrammarCompiler):
+    """Makes every state as one that forces, and says afterwards that it does not."""
+
+    def start(self, form: StructuredOutputsParams, may_force: bool = True) -> RowGrammar:
+        state = super().start(form)
+        state.can_force = state.can_force and may_force
+        return state
+
+
+@pytest.mark.parametrize(("kind", "fails"), [(GrammarCompiler, False), (ForcingAtFirst, True)])
+def test_what_bounds_forcing_does_not_bound_the_masks_of_a_row_that_may_not_force(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, kind: type[GrammarCompiler], fails: bool
+):
+    """A row with `bad_words` failed at the 2,000 items of a row that forces. Negative control: as it was made then."""
+    form = StructuredOutputsParams(grammar='start: "<" (A|B)* ">"\nA: "a"\nB: /[ab ]/')
+    monkeypatch.setattr(compiler, "FORCING_ITEMS", 16)
+    masks = GrammarMasks(kind(lambda: tokenizer, VOCAB_SIZE, (EOS,)))
+    found = []
+    for text in ("", "<", "<ab"):
+        key = SequenceKey(RequestId(0), 0)
+        masks.begin([ConstrainedRow(0, key, form, tokenizer.encode(text) if text else [], may_force=False)])
+        step = masks.end()
+        assert step is not None
+        found.append(step.failed)
+    assert found == ([(), (0,), (0,)] if fails else [(), (), ()])

@@ -57,6 +57,25 @@ def test_the_first_difference_of_two_logs_is_an_event_an_id_or_a_plan(tmp_path: 
     assert found.startswith("step ")
 
 
+def test_masks_that_differ_are_named_before_the_ids_that_were_sampled_under_them(tmp_path: Path):
+    write_log(tmp_path / "log")
+
+    def changed(checksum: int, first_id: int, message: StepMessage) -> StepMessage:
+        ids = (first_id, *message.sampled_token_ids[1:])
+        return replace(message, sampled_token_ids=ids, mask_checksums=(checksum,)) if message.step == 7 else message
+
+    one, same, other, ids_alone = [
+        rewrite(tmp_path / "log", tmp_path / f"{index}", partial(changed, *values))
+        for index, values in enumerate([(5, 97), (5, 97), (6, 98), (5, 98)])
+    ]
+    assert difference_of(one, same) is None
+    assert difference_of(one, other) == "step 6 sampled under other masks: mask_checksums[0]: 5 in A, 6 in B"
+    # Negative control: under the same masks it is the ids.
+    found = difference_of(one, ids_alone)
+    assert found is not None
+    assert re.fullmatch(r"step 6 sampled for request \d, sample 0: 97 in A, 98 in B", found)
+
+
 def test_a_log_that_ends_before_the_other_is_the_shorter_one(tmp_path: Path):
     write_log(tmp_path / "a")
     short = rewrite(tmp_path / "a", tmp_path / "b", lambda message: message if message.step <= 12 else None)

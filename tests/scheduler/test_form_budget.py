@@ -3,14 +3,15 @@
 import pytest
 from scheduler_runs import Row, Run
 
-from spmd_worker.scheduler import budget
+from spmd_worker.scheduler import budget, planner
+from spmd_worker.sequence import structured_outputs
 from spmd_worker.sequence.structured_outputs import MAX_GRAMMAR_BYTES
 
 FORM = {"structured_outputs": {"regex": "[a-z]{3}"}, "ignore_eos": False}
 
 
 def a_step_takes(monkeypatch: pytest.MonkeyPatch, num_forms: int) -> None:
-    monkeypatch.setattr(budget, "LEAST_FORM_BYTES", budget.MOST_FORM_BYTES // num_forms)
+    monkeypatch.setattr(structured_outputs, "LEAST_COMPILE_BYTES", budget.MOST_FORM_BYTES // num_forms)
 
 
 def test_rows_whose_forms_are_too_many_for_a_step_join_in_the_next(monkeypatch: pytest.MonkeyPatch):
@@ -76,3 +77,23 @@ def test_all_rows_end_however_few_forms_a_step_takes(
         run.admit(3 + number, n=1 + number % 4, max_tokens=6, **(FORM if number % 3 else {}))
     run.finish()
     assert {len(token_ids) for number in range(9) for token_ids in run.tokens(number)} == {6}
+
+
+@pytest.mark.parametrize(("are_counted", "counts"), [(False, [8, 3, 8, 5, 8, 7]), (True, [2, 3, 4, 5, 6, 7])])
+def test_who_waits_for_a_form_takes_no_share_from_those_that_decode(
+    monkeypatch: pytest.MonkeyPatch, are_counted: bool, counts: list[int]
+):
+    """With two steps in flight each has half of 16 sequences, of which 7 wait for their forms, one a step. Negative
+    control: they were counted, and steps had as few rows as were left.
+    """
+    a_step_takes(monkeypatch, 1)
+    if are_counted:
+        monkeypatch.setattr(planner, "form_bytes", lambda sequence: 0)
+    run = Run(virtual_engines=2, max_num_seqs=20)
+    run.admit(4, n=8, max_tokens=12, **FORM)
+    for _ in range(8):
+        run.admit(4, max_tokens=12)
+    # The prompts, whose tokens are being sampled in the step after.
+    assert [len(rows) for rows in run.steps(2)] == [9, 0]
+    assert [len(rows) for rows in run.steps(6)] == counts
+    run.finish()

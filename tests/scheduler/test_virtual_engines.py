@@ -7,6 +7,9 @@ from scheduler_runs import Row, Run
 
 from spmd_worker.scheduler import planner as planner_module
 from spmd_worker.scheduler.policy import choose_victim
+from spmd_worker.scheduler.scheduler import Scheduler
+from spmd_worker.sequence.sequence import SequenceGroup
+from spmd_worker.sequence.step import StepResult
 
 
 def started(num_requests: int, virtual_engines: int, **limits: int) -> Run:
@@ -66,7 +69,26 @@ def test_a_sequence_whose_token_is_being_sampled_does_not_go_on_and_is_not_preem
         assert output[1:] == [1 + 50 * request + position for position in range(4, 3 + len(output))]
 
 
-def test_tokens_that_come_for_an_aborted_request_are_counted_nowhere():
+def count_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every id that comes counted, whosever it is."""
+    apply = Scheduler.apply
+
+    def counting(self: Scheduler, result: StepResult) -> list[SequenceGroup]:
+        before = self.counters.num_output_tokens
+        ended = apply(self, result)
+        self.counters.num_output_tokens = before + len(result.token_ids)
+        return ended
+
+    monkeypatch.setattr(Scheduler, "apply", counting)
+
+
+@pytest.mark.parametrize(("is_counted", "num_counted"), [(False, 16), (True, 20)])
+def test_tokens_that_come_for_an_aborted_request_are_counted_nowhere(
+    monkeypatch: pytest.MonkeyPatch, is_counted: bool, num_counted: int
+):
+    """Negative control: with those of the 4 samples that were aborted it is 20."""
+    if is_counted:
+        count_as_they_come(monkeypatch)
     run = Run(virtual_engines=2)
     for num_samples in (1, 3, 2):
         run.admit(4, n=num_samples)
@@ -77,7 +99,28 @@ def test_tokens_that_come_for_an_aborted_request_are_counted_nowhere():
     run.finish()
     outputs = [token_ids for request in range(3) for token_ids in run.tokens(request)]
     assert [len(token_ids) for token_ids in outputs] == [0, 0, 8, 8]
-    assert run.scheduler.counters.num_output_tokens == 16
+    assert run.scheduler.counters.num_output_tokens == num_counted
+
+
+@pytest.mark.parametrize(("is_counted", "num_counted"), [(False, 5), (True, 12)])
+def test_several_tokens_at_once_that_come_for_an_aborted_request_are_counted_nowhere(
+    monkeypatch: pytest.MonkeyPatch, is_counted: bool, num_counted: int
+):
+    if is_counted:
+        count_as_they_come(monkeypatch)
+    run = Run(virtual_engines=2)
+    for num_samples in (1, 3, 2):
+        run.admit(4, n=num_samples)
+    plan = run.scheduler.schedule()
+    run.abort(0)
+    run.abort(1)
+    # 3 of request 0, 1, 0 and 3 of the samples of request 1, 2 and 3 of those of request 2.
+    result = StepResult(plan.step, tuple(range(10, 22)), num_token_ids=(3, 1, 0, 3, 2, 3))
+    assert run.scheduler.apply(result) == []
+    assert [sequence.output_token_ids for sequence in run.scheduler.running] == [[17, 18], [19, 20, 21]]
+    assert [run.tokens(request) for request in (0, 1)] == [[[]], [[]]]
+    assert run.scheduler.counters.num_output_tokens == num_counted
+    run.scheduler.check_integrity()
 
 
 def has_right_outputs(run: Run) -> bool:
