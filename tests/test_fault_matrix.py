@@ -1,7 +1,7 @@
 """One rank breaks, at any moment: every rank is gone in seconds, with a failure, and the terminal names the one.
 
 Under torchrun, as people run it, and on forked ranks. In the stress tier SPMD_WORKER_FAULT_REPEATS sets how often each
-cell runs, each time at another moment; it ends with the figures.
+cell runs, each time at another moment, the first time with fresh interpreters; it ends with the figures.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def _figures() -> Iterator[None]:
     yield
     for (fault, num_ranks), seconds in FIGURES.items():
         figures = f"median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s"
-        print(f"\n{fault}, {num_ranks} ranks, {len(seconds)} times: {figures}", end="")
+        print(f"\nFAULTS {fault}, {num_ranks} ranks, {len(seconds)} times: {figures}", end="")
 
 
 def test_a_killed_rank_ends_both_with_the_culprit_named_by_torchrun_too(tmp_path: Path):
@@ -120,13 +120,15 @@ def test_a_disk_that_is_really_full_is_named_and_the_doctor_knows(tmp_path: Path
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 @pytest.mark.parametrize("repeat", range(REPEATS))
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("fault", WORDS)
 def test_a_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ranks: int, repeat: int):
     chance = random.Random(f"{fault}, {num_ranks} ranks, {repeat + REPEATS * (SEED - 1)}")
     victim = 0 if fault == "full disk" else chance.randrange(num_ranks)
-    seconds = break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5))
+    # Interpreters that import torch by themselves take longer to start than the fault takes to strike.
+    seconds = break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5), is_fresh=repeat == 0)
     assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0)
 
 
