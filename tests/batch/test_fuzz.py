@@ -198,7 +198,8 @@ def check_rows(tmp_path: Path, num_rows: int, number: int) -> Counter[str]:
         assert value["index"] == index if is_plain else value["id"] == f"batch-{index}", (line, answer)
         assert (value["error"] is None) == bool(value.get("outputs") or value.get("response")), (line, answer)
         codes[value["error"]["code"] if value["error"] else "well"] += 1
-    assert codes["well"] > num_rows // 20, codes
+    # One in twenty, about: what is drawn is damage.
+    assert codes["well"] > num_rows // 40, codes
     assert len(codes) > 15, codes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.run", "rows.jsonl"]
     return codes
