@@ -16,6 +16,7 @@ LIMIT_S = 1200
 LONGEST = (
     "test_power_loss.py",
     "test_thousand_kills.py",
+    "test_fault_matrix.py",
     "kernels/test_triton.py",
     "scripts/test_gpu_check.py",
     "engine/test_sleep_orders.py",

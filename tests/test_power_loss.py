@@ -85,7 +85,7 @@ def test_states_that_a_loss_of_power_may_leave_are_gone_on_from(library: Path, t
     """All are looked at. Gone on from are all of the first job, and those that are drawn of the others. What may be
     left where names are kept in order may be left in any order as well.
     """
-    count = 150 if rule == "in order" else 0 if case == CASES[0] else 400
+    count = 100 if rule == "in order" else 0 if case == CASES[0] else 200
     (found,), output = run(library, SCRIPT, tmp_path, count, f"{case}, {rule}")
     assert not found["troubles"], output
     assert found["resumed"] == (count or found["states"])
