@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import run_folder
+import stress_tier
 from hypothesis import HealthCheck, settings
 
 # Read by torch when it is imported. Ranks share the cores, and one thread is how torchrun starts them.
@@ -82,17 +83,25 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ.pop(run_folder.VARIABLE), ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tests of a file stay together: they share what takes long to make."""
+    stress_tier.limit(items)
     paths = list(dict.fromkeys(item.path for item in items))
     order = os.environ.get("TESTS_ORDER")
     if order:
         random.Random(int(order)).shuffle(paths)
+    elif stress_tier.is_stress_run(config):
+        paths.sort(key=lambda path: stress_tier.place_of(path, Path(TESTS)))
     else:
         longest = [Path(TESTS) / name for name in LONGEST_FILES]
         paths.sort(key=lambda path: longest.index(path) if path in longest else len(longest))
     places = {path: number for number, path in enumerate(paths)}
     items.sort(key=lambda item: places[item.path])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if stress_tier.is_stress_run(config):
+        stress_tier.say(terminalreporter)
 
 
 @pytest.fixture

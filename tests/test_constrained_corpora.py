@@ -33,7 +33,7 @@ from spmd_worker.grammar.forms import GrammarError
 from spmd_worker.grammar.step_masks import StepMasks
 from spmd_worker.sampling.token_masks import TokenMasks
 
-pytestmark = [pytest.mark.stress, pytest.mark.timeout(7200)]
+pytestmark = pytest.mark.stress
 
 NUM_SCHEMAS, NUM_REGEXES, NUM_CHOICES = 500, 200, 100
 SUITE = "json/tests/draft2020-12/"

@@ -1,7 +1,7 @@
 """One rank breaks, at any moment: every rank is gone in seconds, with a failure, and the terminal names the one.
 
 Under torchrun, as people run it, and on forked ranks. In the stress tier SPMD_WORKER_FAULT_REPEATS sets how often each
-cell runs, each time at another moment; it ends with the figures.
+cell runs, each time at another moment, the first time with fresh interpreters; it ends with the figures.
 """
 
 import contextlib
@@ -27,6 +27,8 @@ from waiting import wait_until
 SCRIPT = Path(__file__).with_name("faults.py")
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 REPEATS = int(os.environ.get("SPMD_WORKER_FAULT_REPEATS", "10"))
+QUIET_REPEATS = min(3, REPEATS)
+"""Of these the seconds are bounded; they run with nothing beside them, the others beside other tests."""
 TIMEOUT_S = 5.0
 MAX_S = 10.0
 LIMIT_S = 240.0
@@ -62,7 +64,7 @@ def _figures() -> Iterator[None]:
     yield
     for (fault, num_ranks), seconds in FIGURES.items():
         figures = f"median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s"
-        print(f"\n{fault}, {num_ranks} ranks, {len(seconds)} times: {figures}", end="")
+        print(f"\nFAULTS {fault}, {num_ranks} ranks, {len(seconds)} times: {figures}", end="")
 
 
 def test_a_killed_rank_ends_both_with_the_culprit_named_by_torchrun_too(tmp_path: Path):
@@ -120,14 +122,29 @@ def test_a_disk_that_is_really_full_is_named_and_the_doctor_knows(tmp_path: Path
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("repeat", range(REPEATS))
+@pytest.mark.parametrize("repeat", range(QUIET_REPEATS, REPEATS))
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("fault", WORDS)
 def test_a_fault_at_any_moment_ends_every_rank(tmp_path: Path, fault: str, num_ranks: int, repeat: int):
+    break_at_random(tmp_path, fault, num_ranks, repeat)
+
+
+@pytest.mark.stress
+@pytest.mark.timed
+@pytest.mark.parametrize("repeat", range(QUIET_REPEATS))
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("fault", WORDS)
+def test_a_fault_at_any_moment_ends_every_rank_in_time(tmp_path: Path, fault: str, num_ranks: int, repeat: int):
+    seconds = break_at_random(tmp_path, fault, num_ranks, repeat)
+    assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0)
+
+
+def break_at_random(tmp_path: Path, fault: str, num_ranks: int, repeat: int) -> float:
+    """Returns the seconds from the fault to the end of all."""
     chance = random.Random(f"{fault}, {num_ranks} ranks, {repeat + REPEATS * (SEED - 1)}")
     victim = 0 if fault == "full disk" else chance.randrange(num_ranks)
-    seconds = break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5))
-    assert seconds < MAX_S + (TIMEOUT_S if fault in SILENT else 0)
+    # Interpreters that import torch by themselves take longer to start than the fault takes to strike.
+    return break_a_rank(tmp_path, fault, num_ranks, victim, chance.uniform(0, 5), is_fresh=repeat == 0)
 
 
 @pytest.mark.matrix
@@ -159,7 +176,7 @@ def break_a_rank(
     is_fresh: bool = True,
 ) -> float:
     """Returns the seconds from the fault to the end of all."""
-    shared_memory = sorted(os.listdir("/dev/shm"))
+    shared_memory = set(os.listdir("/dev/shm"))
     # Raises for processes left behind.
     command = command_of(folder, fault, num_ranks, victim, moment)
     if under_torchrun:
@@ -172,7 +189,8 @@ def break_a_rank(
     FIGURES.setdefault((fault, num_ranks), []).append(seconds)
     print(f"{fault}, {num_ranks} ranks, rank {victim}, moment {moment:.2f}: {seconds:.1f} s", flush=True)
     assert done.returncode != 0, done.output
-    assert sorted(os.listdir("/dev/shm")) == shared_memory
+    # What others do on this machine comes and goes.
+    wait_until(lambda: set(os.listdir("/dev/shm")) <= shared_memory)
     is_sure = moment >= SURE_S or fault not in ("SIGKILL", "SIGTERM", "SIGSTOP")
     if is_sure or HEADING in done.output:
         check_words(folder, done, WORDS[fault].format(rank=victim), num_ranks)

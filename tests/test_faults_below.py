@@ -43,7 +43,7 @@ def run(library: Path, script: Path, folder: Path, every: int) -> tuple[int, dic
     # A fresh interpreter: what is preloaded is loaded when a program starts.
     command = [sys.executable, str(script), str(folder), str(every)]
     path = os.pathsep.join(map(str, (ranks.REPOSITORY, ranks.REPOSITORY / "tests")))
-    done = ranks.run_command(command, 3600.0, {"LD_PRELOAD": str(library), "PYTHONPATH": path})
+    done = ranks.run_command(command, 1200.0, {"LD_PRELOAD": str(library), "PYTHONPATH": path})
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.output
     print(f"\nFAULTS {lines[-1]}", end="")

@@ -31,6 +31,7 @@ def test_both_sides_end_and_name_the_silent_rank_when_the_cable_is_cut():
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_both_sides_end_in_time_when_the_cable_is_cut():
     """Within `executor.timeout_s` and five seconds."""
     done = two_nodes("--cut")

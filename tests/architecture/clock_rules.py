@@ -1,9 +1,10 @@
-"""The rule of clocks in tests: no test that decides about a change compares a clock.
+"""The rule of clocks in tests: no test compares a clock but the `timed` ones, which run with nothing beside them.
 
 A machine that does something else as well is slow, and a comparison of elapsed time then fails by chance. What waits,
-waits through `waiting.py`; what is a figure is of the stress tier. `clock_violations` reads syntax: values that come
+waits through `waiting.py`; what is a figure is `timed`, which is a part of the stress tier: `scripts/test.sh --stress`
+runs the timed tests one after the other when all others have ended. `clock_violations` reads syntax: values that come
 from a clock are followed through assignments, returns and attributes of a file, in the scripts that stand in strings
-too.
+too. `timed_not_timed` finds timed tests that the gate would run.
 """
 
 import ast
@@ -16,13 +17,35 @@ TIMES_OF_RUNS = ("wall_s",)
 """Attributes that are elapsed time wherever they stand."""
 WAITING = ("waiting.py", "fork_server.py", "hang_guard.py", "ranks.py")
 """Where limits are made: what is reached there hangs."""
+PLANTED = ("test_clocks_in_tests.py",)
+"""Whose scripts are there to be found."""
 STRESS = "pytest.mark.stress"
+TIMED = "pytest.mark.timed"
 
 
 def clock_violations(root: Path) -> list[str]:
     """Every comparison of a clock in the Python files below `root`, as `path:line: code`."""
-    paths = sorted(path for path in root.rglob("*.py") if path.name not in WAITING)
+    paths = sorted(path for path in root.rglob("*.py") if path.name not in (*WAITING, *PLANTED))
     return [found for path in paths for found in _of_file(path, root)]
+
+
+def timed_outside_the_stress_tier(root: Path) -> list[str]:
+    """Every use of `timed` in the Python files below `root` that has no `stress` beside it, as `path:line: name`."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text, filename=str(path))) if TIMED in text else ():
+            marks = _marks_of(node)
+            if TIMED in marks and STRESS not in marks:
+                found.append(f"{path.relative_to(root)}:{node.lineno}: {getattr(node, 'name', 'pytestmark')}")
+    return found
+
+
+def _marks_of(node: ast.AST) -> str:
+    """The decorators of a test, one a line, or what is assigned to `pytestmark`."""
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node) if "pytestmark" in _names(node.targets[0]) else ""
+    return "\n".join(ast.unparse(decorator) for decorator in getattr(node, "decorator_list", []))
 
 
 def _of_file(path: Path, root: Path) -> Iterator[str]:
@@ -30,11 +53,11 @@ def _of_file(path: Path, root: Path) -> Iterator[str]:
     if not any(word in text for word in (*CLOCKS, *TIMES_OF_RUNS)):
         return
     tree = ast.parse(text, filename=str(path))
-    if any(STRESS in ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)):
+    if any(TIMED in _marks_of(node) for node in tree.body if isinstance(node, ast.Assign)):
         return
     for line, code in _comparisons(tree):
         yield f"{path.relative_to(root)}:{line}: {code}"
-    nodes = list(_outside_the_stress_tier(tree))
+    nodes = list(_not_timed(tree))
     parts = [part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values]
     for node in (node for node in nodes if node not in parts):
         if script := _script(_text_of(node)):
@@ -60,19 +83,19 @@ def _script(text: str) -> ast.Module | None:
 
 
 def _comparisons(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    nodes = list(_outside_the_stress_tier(tree))
+    nodes = list(_not_timed(tree))
     tainted = _tainted_names(nodes)
     for node in nodes:
         if isinstance(node, ast.Compare) and any(_is_time(side, tainted) for side in (node.left, *node.comparators)):
             yield node.lineno, ast.unparse(node)
 
 
-def _outside_the_stress_tier(node: ast.AST) -> Iterator[ast.AST]:
+def _not_timed(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node):
-        decorators = getattr(child, "decorator_list", [])
-        if not any(STRESS in ast.unparse(decorator) for decorator in decorators):
-            yield from _outside_the_stress_tier(child)
+        # A mark of some of its parameters is none of the others.
+        if TIMED not in _marks_of(child).split("\n"):
+            yield from _not_timed(child)
 
 
 def _tainted_names(nodes: list[ast.AST]) -> dict[str, None]:

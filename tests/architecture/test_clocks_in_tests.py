@@ -1,9 +1,9 @@
-"""No test outside the stress tier compares a clock, and each way of doing so is found."""
+"""No test compares a clock but those that run with nothing beside them, and each way of doing so is found."""
 
 from pathlib import Path
 
 import pytest
-from clock_rules import clock_violations
+from clock_rules import clock_violations, timed_outside_the_stress_tier
 from planting import REPOSITORY
 
 PLANTED = {
@@ -39,17 +39,46 @@ def test(done):
     assert run("x", time=5) < 4
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_a_figure():
     began = time.perf_counter()
     assert time.perf_counter() - began < 1
 """
+BESIDE_OTHERS = """
+import time
+import pytest
+
+@pytest.mark.stress
+def test_a_figure():
+    began = time.perf_counter()
+    assert time.perf_counter() - began < 1
+
+@pytest.mark.timed
+def test_of_the_gate():
+    assert time.perf_counter() < 1
+
+@pytest.mark.stress
+@pytest.mark.parametrize("many", [1, pytest.param(9, marks=pytest.mark.timed)])
+def test_a_figure_of_some(many):
+    assert time.perf_counter() < many
+"""
 
 
-def test_no_test_that_decides_about_a_change_compares_a_clock():
+def test_no_test_compares_a_clock_but_the_timed_ones_which_are_of_the_stress_tier():
     assert clock_violations(REPOSITORY / "tests") == []
+    assert timed_outside_the_stress_tier(REPOSITORY / "tests") == []
 
 
-def test_waiting_the_stress_tier_and_names_that_only_look_like_clocks_are_left_alone(tmp_path: Path):
+def test_a_comparison_in_a_test_that_runs_beside_others_and_a_timed_test_of_the_gate_are_found(tmp_path: Path):
+    (tmp_path / "test_x.py").write_text(BESIDE_OTHERS)
+    assert clock_violations(tmp_path) == [
+        "test_x.py:8: time.perf_counter() - began < 1",
+        "test_x.py:17: time.perf_counter() < many",
+    ]
+    assert timed_outside_the_stress_tier(tmp_path) == ["test_x.py:11: test_of_the_gate"]
+
+
+def test_waiting_timed_tests_and_names_that_only_look_like_clocks_are_left_alone(tmp_path: Path):
     (tmp_path / "test_x.py").write_text(ALLOWED)
     (tmp_path / "waiting.py").write_text(PLANTED["a loop"])
     assert clock_violations(tmp_path) == []

@@ -81,6 +81,7 @@ def overlap_share(folder: Path) -> float:
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_on_two_quiet_cores_both_stages_compute_at_once_for_much_of_the_time(tmp_path: Path, model: str):
     done = ranks.run_forked([ranks.REPOSITORY / "launch.py", *job(tmp_path, model)], 2, timeout_s=240)
     assert done.returncode == 0, done.output

@@ -76,6 +76,7 @@ def test_with_several_steps_under_way_phases_come_in_another_order_and_each_is_a
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_saying_where_a_step_is_takes_less_than_a_microsecond_or_two():
     last_heartbeat = Heartbeat()
     started_s = time.perf_counter()

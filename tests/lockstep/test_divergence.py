@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import ranks
+from stress_seed import SEED
 
 from spmd_worker.lockstep.difference import first_difference, record_of
 from spmd_worker.lockstep.wire.codec import Decoder
@@ -63,6 +64,12 @@ IN_A_MESSAGE = {
 
 MASK = r"step 7 .*rank {victim} diverged .*: mask_checksums\[0\]: \d+ on rank 0, \d+ on rank {victim}$"
 FORM = {"structured_outputs": {"regex": "[a-e ]{200}"}, "ignore_eos": False}
+
+IN_ANY_STEP = {**IN_A_STEP, **IN_A_MESSAGE}
+NUM_MANY = 100
+MANY = [(name, num_ranks, 0) for name in (*AT_START, "row_mask") for num_ranks in (2, 4)]
+MANY += [(name, num_ranks, 3 * SEED + at) for at in range(3) for num_ranks in (2, 4) for name in IN_ANY_STEP]
+"""Plants, on how many ranks, and the job's seed: a hundred."""
 
 HARMLESS_WITHOUT_DIGESTS = sorted({**AT_START, **IN_A_STEP}.keys() - {"number_of_prompts"})
 """A rank with another number of prompts fails by itself, on an answer that it did not ask for."""
@@ -116,6 +123,19 @@ def test_divergence_at_the_start_is_named_on_four_ranks(tmp_path, name):
 @pytest.mark.parametrize("name", {**IN_A_STEP, **IN_A_MESSAGE})
 def test_divergence_in_a_step_ends_four_ranks_with_70(tmp_path, name):
     check_step(run(name, tmp_path, num_ranks=4), tmp_path, {**IN_A_STEP, **IN_A_MESSAGE}[name])
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("number", range(NUM_MANY))
+def test_a_hundred_planted_divergences_are_named(tmp_path, number):
+    """Each plant on two and on four ranks; those of a step three times, with other seeds, and so other answers."""
+    name, num_ranks, seed = MANY[number]
+    if name in AT_START:
+        check_start(run(name, tmp_path, num_ranks=num_ranks), tmp_path, AT_START[name])
+    elif name == "row_mask":
+        check_step(run(name, tmp_path, num_ranks=num_ranks, asked=FORM), tmp_path, MASK)
+    else:
+        check_step(run(name, tmp_path, f"seed={seed}", num_ranks=num_ranks), tmp_path, IN_ANY_STEP[name])
 
 
 @pytest.mark.matrix

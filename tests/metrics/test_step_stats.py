@@ -147,6 +147,7 @@ def test_a_disk_that_takes_a_part_of_a_line_gets_the_rest_of_it(path: Path):
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_writing_a_line_costs_little_beside_a_step(path: Path):
     # About 1.5 microseconds; the bound leaves room for a machine that does something else as well.
     best_s = float("inf")

@@ -99,7 +99,7 @@ def test_any_history_keeps_the_books_and_ends(limits: dict[str, Any], operations
 
 
 @pytest.mark.stress
-@settings(max_examples=5_000)
+@settings(max_examples=1_000)
 @given(limits, operations)
 def test_any_of_many_more_histories_keeps_the_books_and_ends(limits: dict[str, Any], operations: list[Operation]):
     keeps_the_books_and_ends(limits, operations)

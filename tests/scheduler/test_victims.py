@@ -200,7 +200,7 @@ def test_the_most_computed_work_never_gives_way_while_others_run(limits: dict[st
 
 
 @pytest.mark.stress
-@settings(max_examples=2_000)
+@settings(max_examples=1_000)
 @given(limits, operations)
 def test_it_never_gives_way_in_many_more_histories(limits: dict[str, Any], operations: list[Operation]):
     play_watched(limits, operations)

@@ -73,6 +73,7 @@ def test_a_floor_is_what_takes_longer_of_each_step(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_the_floor_and_what_is_beside_the_model_are_less_than_what_is_measured(rows: Path):
     """On a quiet machine: each is measured by itself."""
     figures = json.loads(run("bench_throughput.py", MODEL, rows, *SETTINGS).stdout.splitlines()[-1])
@@ -168,6 +169,7 @@ def test_masks_times_steps_of_rows_with_a_form_and_without(tmp_path: Path, monke
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_embeddings_have_tokens_a_second_memory_and_the_same_vectors_by_both_doors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
@@ -200,6 +202,7 @@ def test_embeddings_have_tokens_a_second_memory_and_the_same_vectors_by_both_doo
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_lockstep_has_a_row_for_each_number_of_ranks_and_sequences():
     done = run("bench_runtime.py", "lockstep", "--ranks", "2", "--sequences", "4,16", "--steps", "5")
     assert done.returncode == 0, done.stderr

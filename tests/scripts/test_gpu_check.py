@@ -146,11 +146,10 @@ def test_all_parts_fit_into_ten_minutes(tmp_path: Path):
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(3600)
 def test_the_same_code_runs_without_a_gpu_and_ends_in_one_json_object():
     variables = {**os.environ, "PYTHON": sys.executable}
     command = ["bash", str(SCRIPT), "--dry"]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=3000, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["is_ok"]

@@ -104,6 +104,7 @@ def end_well(server: ServedRanks, number: int) -> None:
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_an_idle_server_outlives_the_patience_of_its_ranks(tmp_path: Path):
     with served_ranks(tmp_path, 2, LAYOUTS["two shards"], "executor.timeout_s=3") as server:
         time.sleep(12)
@@ -113,6 +114,7 @@ def test_an_idle_server_outlives_the_patience_of_its_ranks(tmp_path: Path):
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_a_rank_that_is_killed_ends_all_within_ten_seconds(tmp_path: Path, is_idle: bool):
     assert kill_a_rank(tmp_path, is_idle=is_idle) < 10

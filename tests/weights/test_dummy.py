@@ -176,6 +176,7 @@ def test_slices_that_leave_a_hole_are_refused():
 
 
 @pytest.mark.stress
+@pytest.mark.timed
 def test_a_model_of_tens_of_millions_of_weights_is_filled_in_a_few_seconds():
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.empty(20_000, 1000, dtype=torch.bfloat16)))

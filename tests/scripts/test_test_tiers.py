@@ -1,0 +1,81 @@
+"""scripts/test.sh: which tests each tier runs, and how it ends. Python is a script that says what it was asked for."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from ranks import REPOSITORY
+
+ANSWERS = """#!/usr/bin/env bash
+[[ "$*" == *pytest* ]] || exit 0
+echo "asked: $*"
+[[ "$*" == *"not timed"* ]] && { echo "$FIRST"; exit "$FIRST_CODE"; }
+echo "$SECOND"
+exit "$SECOND_CODE"
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    for name in (".venv/bin", "scripts"):
+        (tmp_path / name).mkdir(parents=True)
+    for name, text in {"python": ANSWERS, "ruff": "#!/bin/sh\n", "mypy": "#!/bin/sh\n"}.items():
+        (tmp_path / ".venv/bin" / name).write_text(text)
+        (tmp_path / ".venv/bin" / name).chmod(0o755)
+    (tmp_path / "scripts/setup_env.sh").write_text("#!/bin/sh\n")
+    return Path(shutil.copy(REPOSITORY / "scripts/test.sh", tmp_path / "scripts"))
+
+
+def run(script: Path, *arguments: str, **variables: str) -> tuple[int, list[str]]:
+    given = {
+        "FIRST": "3 failed, 1290 passed, 2 skipped in 4000.50s (1:06:40)",
+        "SECOND": "200 passed, 1 skipped in 1800.75s (0:30:00)",
+        "FIRST_CODE": "1",
+        "SECOND_CODE": "0",
+    }
+    environment = {**{key: each for key, each in os.environ.items() if key != "TESTS_SEED"}, **given, **variables}
+    done = subprocess.run(
+        ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+def asked(lines: list[str]) -> list[str]:
+    return [line.removeprefix("asked: ") for line in lines if line.startswith("asked: ")]
+
+
+def test_the_stress_tier_is_two_runs_and_ends_with_both_closing_lines_and_their_sum(script: Path):
+    code, lines = run(script, "--stress", "tests/test_x.py")
+    beside, alone = asked(lines)
+    assert beside.startswith("-m pytest -q -m stress and not timed and not gpu -n 3 ")
+    assert beside.endswith(" tests/test_x.py")
+    assert alone == "-m pytest -q -m stress and timed and not gpu tests/test_x.py"
+    assert code == 1
+    assert lines[0].startswith("stress tier, seed 1: TESTS_SEED=1 draws the same again")
+    assert lines[-4:] == [
+        "stress tier, seed 1:",
+        "  three at a time: exit code 1, 3 failed, 1290 passed, 2 skipped in 4000.50s (1:06:40)",
+        "  timed, alone: exit code 0, 200 passed, 1 skipped in 1800.75s (0:30:00)",
+        "  together: 1490 passed, 3 failed, 0 errors, 3 skipped in 1:36:41",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"), [("0", "0", 0), ("0", "1", 1), ("2", "0", 2), ("5", "0", 0), ("5", "5", 5)]
+)
+def test_either_run_that_fails_fails_the_tier_and_one_that_has_no_test_does_not(
+    script: Path, first: str, second: str, expected: int
+):
+    code, lines = run(script, "--stress", FIRST_CODE=first, SECOND_CODE=second, TESTS_SEED="7")
+    assert code == expected
+    assert lines[0].startswith("stress tier, seed 7: ")
+
+
+def test_the_other_tiers_are_one_run_whose_closing_line_is_the_last(script: Path):
+    code, lines = run(script)
+    assert len(asked(lines)) == 1
+    assert "-m not matrix and not stress and not gpu -n 3 --dist loadfile" in asked(lines)[0]
+    assert (code, lines[-1]) == (0, "200 passed, 1 skipped in 1800.75s (0:30:00)")
+    assert "-m not stress and not gpu -n 3" in asked(run(script, "--matrix")[1])[0]

@@ -1,0 +1,82 @@
+"""How the stress tier runs: which of its tests begin first, how long one may take, and what it says at its end.
+
+`scripts/test.sh --stress` makes two runs: all tests but the timed ones, three at a time and each by itself wherever a
+process is free; then the timed ones, one after the other. Each says the figures that its tests printed and how long
+each file took.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 1200
+"""Of one test. What would take longer is several tests."""
+LONGEST = (
+    "test_power_loss.py",
+    "test_thousand_kills.py",
+    "test_fault_matrix.py",
+    "kernels/test_triton.py",
+    "scripts/test_gpu_check.py",
+    "engine/test_sleep_orders.py",
+    "test_growth.py",
+    "test_fuzzed_calls.py",
+    "test_kill_resume.py",
+    "test_faults_below.py",
+    "tokenizer/test_many_templates.py",
+    "test_constrained_corpora.py",
+    "lockstep/test_divergence.py",
+    "batch/test_fuzz.py",
+    "batch/test_many_rows.py",
+    "distributed/test_shared_memory.py",
+    "native/test_team.py",
+)
+"""Files of tests/ whose stress tests take minutes each: those begin first, so that none is left alone at the end."""
+_FIGURE = re.compile(r"[A-Z]{3,}( [A-Z]+)* \S")
+
+
+def is_stress_run(config: pytest.Config) -> bool:
+    """Whether the tests that are asked for are those of the tier."""
+    return config.option.markexpr.startswith("stress")
+
+
+def place_of(path: Path, tests: Path) -> int:
+    """Where a file's stress tests come: the longest first."""
+    name = path.relative_to(tests).as_posix() if path.is_relative_to(tests) else ""
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
+def limit(items: list[pytest.Item]) -> None:
+    """Stress tests that say nothing else may take `LIMIT_S` seconds."""
+    for item in items:
+        if item.get_closest_marker("stress") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LIMIT_S))
+
+
+def figures_of(reports: list[pytest.TestReport]) -> list[str]:
+    """The lines that begin with a word in capitals, of all that the tests printed, in order and each once."""
+    printed = [text for report in reports for name, text in report.sections if name.startswith("Captured stdout")]
+    return list(dict.fromkeys(line for text in printed for line in text.splitlines() if _FIGURE.match(line)))
+
+
+def seconds_of_files(reports: list[pytest.TestReport]) -> list[tuple[float, int, str]]:
+    """Seconds, number of tests and name of every file, the longest first."""
+    seconds, tests = defaultdict[str, float](float), defaultdict[str, dict[str, None]](dict)
+    for report in reports:
+        name = report.nodeid.partition("::")[0]
+        seconds[name] += report.duration
+        tests[name][report.nodeid] = None
+    return sorted(((seconds[name], len(tests[name]), name) for name in seconds), reverse=True)
+
+
+def say(reporter: pytest.TerminalReporter) -> None:
+    """At the end of a run of the tier."""
+    stats = reporter.stats.values()
+    reports = [report for each in stats for report in each if isinstance(report, pytest.TestReport)]
+    if figures := figures_of(reports):
+        reporter.write_sep("=", "figures")
+        reporter.write_line("\n".join(figures))
+    reporter.write_sep("=", "seconds of each file, and its tests")
+    for seconds, count, name in seconds_of_files(reports):
+        reporter.write_line(f"{seconds:8.1f}  {count:4}  {name}")

@@ -1,0 +1,83 @@
+"""Hostile chat templates by the hundred: a text or an error in words each, within the processor's seconds, and the
+next row is rendered. 82 that are written down, 200 that are drawn from TESTS_SEED.
+"""
+
+import random
+import resource
+from collections import Counter
+
+import pytest
+from hostile_templates import TEMPLATES, drawn_template
+from stress_seed import SEED
+
+from spmd_worker.errors import ChatTemplateError
+from spmd_worker.tokenizer import template_process
+from spmd_worker.tokenizer.chat_template import MAX_OUTPUT_CHARACTERS
+from spmd_worker.tokenizer.template_process import IsolatedTemplate
+
+NUM_DRAWN, NUM_PARTS = 200, 10
+BESIDE_S = 2.0
+"""Of the processor: a process starts, ends, and another starts."""
+ONE, TWO = [{"role": "user", "content": "x"}], [{"role": "user", "content": "x"}] * 2
+
+
+def used_s() -> float:
+    """Seconds of the processor of all processes of this one that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def check(source: str, limit_s: float) -> str:
+    """How it ended: `text`, or the beginning of what was said."""
+    before_s = used_s()
+    template = IsolatedTemplate(f"{{% if messages | length > 1 %}}{source}{{% else %}}fine{{% endif %}}", {})
+    try:
+        text = template.render(TWO)
+        assert len(text) <= MAX_OUTPUT_CHARACTERS, source
+        ending = "text"
+    except ChatTemplateError as error:
+        ending = str(error)
+        assert len(ending) > 20, source
+        assert "\n" not in ending.strip(), (source, ending)
+        assert "Traceback" not in ending, (source, ending)
+    assert template.render(ONE) == "fine", source
+    for renderer in template._renderers:
+        renderer.end()
+    assert used_s() - before_s < limit_s + BESIDE_S, (source, used_s() - before_s)
+    return ending
+
+
+def said(endings: list[str]) -> Counter[str]:
+    kinds = ("512 MiB", "s of computing", "text")
+    return Counter(next((kind for kind in kinds if kind in ending), "another error") for ending in endings)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_eighty_two_hostile_templates_end_in_words_and_the_next_row_goes_on(part: int):
+    endings = [check(source, template_process.CPU_S) for source in TEMPLATES[part::NUM_PARTS]]
+    print(f"\nTEMPLATES part {part}: {len(endings)}, {dict(said(endings).most_common())}", end="")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_two_hundred_drawn_templates_do(part: int, monkeypatch: pytest.MonkeyPatch):
+    # Most that pass one second pass five.
+    monkeypatch.setattr(template_process, "CPU_S", 1)
+    chance = random.Random(f"{SEED} templates {part}")
+    endings = [check(drawn_template(chance), template_process.CPU_S) for _ in range(NUM_DRAWN // NUM_PARTS)]
+    print(f"\nTEMPLATES drawn of seed {SEED}, part {part}: {dict(said(endings).most_common())}", end="")
+
+
+@pytest.mark.stress
+def test_a_template_that_is_allowed_more_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    monkeypatch.setattr(template_process, "CPU_S", 6)
+    (slow,) = [source for source in TEMPLATES if "sort" in source]
+    with pytest.raises(AssertionError, match="sort"):
+        check(slow, 1)
+
+
+def test_there_are_eighty_two_of_them_and_what_is_drawn_is_drawn_again():
+    assert len(set(TEMPLATES)) == len(TEMPLATES) == 82
+    assert [drawn_template(random.Random(3)) for _ in range(2)] == [drawn_template(random.Random(3))] * 2
