@@ -130,7 +130,8 @@ class GrammarMasks:
             if row.takes_several and not state.problem
         }
         several = {index: token_ids for index, token_ids in forced.items() if len(token_ids) > 1}
-        return StepMasks(indices, bits[answerable], crc32(bits.data), tuple(failed), several)
+        allowed = bits[answerable] if failed else bits
+        return StepMasks(indices, allowed, crc32(bits.data), tuple(failed), several)
 
     def _state(self, key: SequenceKey, row: ConstrainedRow) -> RowGrammar:
         """That of `key`, after the row's tokens so far."""

@@ -22,6 +22,21 @@ constexpr int64_t kPiece = 1024;   // ids whose masses are summed up by themselv
 constexpr int64_t kSmall = 16384;  // ids: below this a second thread costs more than it brings
 constexpr float kMost = 1099511627776.0f;
 
+// Minus infinity twice or four times: two floats, four bfloat16.
+SPMD_INLINE uint64_t forbidden_word(const float*) { return 0xff800000ff800000u; }
+SPMD_INLINE uint64_t forbidden_word(const uint16_t*) { return 0xff80ff80ff80ff80u; }
+
+// Whether each of a vector's logits is minus infinity, which has no mass: most are, in a row that a form constrains.
+template <class Element>
+SPMD_INLINE bool all_forbidden(const Element* logits) {
+  constexpr int kWords = kLanes * int(sizeof(Element)) / 8;
+  const uint64_t forbidden = forbidden_word(logits);
+  uint64_t words[kWords], others = 0;
+  std::memcpy(words, logits, sizeof words);
+  for (int word = 0; word < kWords; ++word) others |= words[word] ^ forbidden;
+  return others == 0;
+}
+
 struct Tempered {
   float largest, factor;
 
@@ -37,7 +52,10 @@ struct Tempered {
   template <class Element>
   int64_t sum(const Element* logits, int64_t count) const {
     Longs sums{};
-    for (int64_t index = 0; index < count; index += kLanes) sums += masses(logits + index, count - index);
+    for (int64_t index = 0; index < count; index += kLanes) {
+      if (index + kLanes <= count && all_forbidden(logits + index)) continue;
+      sums += masses(logits + index, count - index);
+    }
     int64_t sum = 0;
     for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
     return sum;

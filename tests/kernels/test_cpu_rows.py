@@ -253,6 +253,9 @@ def test_masses_are_those_of_plain_torch_and_exact_in_any_pieces(instruction_set
     logits = numbers(9, count + 5, dtype=dtype, seed=count)[:, :count]
     logits[2] = 1.0
     logits[1, 1::5] = -torch.inf
+    # Whole vectors of what a form forbids, which are passed over, and the rest of one.
+    logits[5, count // 3 + 1 :] = -torch.inf
+    logits[6, : -(-count // 2) - 1] = -torch.inf
     largest, factors = logits.float().amax(dim=1), torch.tensor([1.44, 0.3, 9.0] * 3)
     factors[3], factors[4] = 1e38, 1e-30
     each = kernels.masses(logits.reshape(-1, 1), *(x.repeat_interleave(count) for x in (largest, factors)))
