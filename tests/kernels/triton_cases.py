@@ -17,8 +17,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from spmd_worker.kernels.api import Cuts
 from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.kernels.triton import attention, attention_kernels, matmul, rows
+from spmd_worker.kernels.triton import attention, attention_kernels, draw_kernels, draws, matmul, rows
 from spmd_worker.kernels.triton.launching import is_interpreted
 
 BLOCK = 8
@@ -216,6 +217,92 @@ def queries_and_keys_are_turned_and_written_as_the_reference_does() -> None:
         assert torch.equal(cache, expected)
 
 
+def logits_of_every_kind(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a wider tensor. Equal ones, both zeros, minus infinity in places and nearly everywhere."""
+    logits = (3 * torch.randn(num_rows, size + 5)).to(dtype)[:, 2 : size + 2]
+    logits[0] = logits[0].round()
+    logits[1, 1:] = -torch.inf
+    logits[2, 1::3] = -torch.inf
+    logits[3, ::2], logits[3, 1::2] = 0.0, -0.0
+    return logits
+
+
+def drawn_by(num_rows: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    factors = torch.tensor([1.44, 0.3, 9.0, 1e38, 1e-30])[torch.arange(num_rows) % 5]
+    return logits.float().amax(1), factors
+
+
+def masses_are_the_references_and_found_in_any_pieces() -> None:
+    for size, dtype in ((1, torch.float32), (15, torch.float16), (16, torch.float32), (163, torch.float32)):
+        logits = logits_of_every_kind(7, size, dtype)
+        largest, factors = drawn_by(7, logits)
+        each = draws.masses(logits.reshape(-1, 1), largest.repeat_interleave(size), factors.repeat_interleave(size))
+        each = each.view(7, size)
+        expected = (((logits.float() - largest[:, None]) * factors[:, None]).double().exp2() * 2.0**40).floor().long()
+        assert torch.allclose(each.double(), expected.double(), rtol=4e-7, atol=1)
+        sums = draws.masses(logits, largest, factors)
+        assert sums.shape == (7, -(-size // draw_kernels.PIECE))
+        assert torch.equal(sums.sum(1), each.sum(1))
+        running = each.cumsum(1)
+        for share in (0.0, 0.3, 0.999, 1.0):
+            targets = (running[:, -1].double() * share).long().clamp(max=running[:, -1] - 1)
+            found = draws.find_mass(logits, largest, factors, sums, targets)
+            assert torch.equal(found, torch.searchsorted(running, targets[:, None], right=True)[:, 0]), (size, share)
+            # Control: the sums of other pieces lead elsewhere.
+            if sums.shape[1] > 1 and share == 0.3:
+                other = draws.find_mass(logits, largest, factors, sums.roll(1, 1), targets)
+                assert not torch.equal(other, found)
+        for beyond in (running[:, -1], -1 - targets):
+            assert draws.find_mass(logits, largest, factors, sums, beyond).tolist() == [-1] * 7
+
+
+def larger_logits_are_counted_as_the_reference_does() -> None:
+    for size, dtype in ((1, torch.float32), (163, torch.float16)):
+        logits = logits_of_every_kind(7, size, dtype)
+        logits[5, ::2] = torch.nan
+        values = logits[:, size // 2].clone().float()
+        values[4], values[6] = -torch.inf, torch.inf
+        expected = (logits.float() > values[:, None]).sum(1)
+        assert torch.equal(draws.count_above(logits, values), expected)
+        assert expected[4] == size
+
+
+def what_a_form_forbids_is_forbidden() -> None:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    allowed = torch.randint(-(2**31), 2**31 - 1, (3, 4), generator=generator, dtype=torch.int32)
+    which, places = torch.tensor([4, 0, 2]), torch.tensor([1, 1, 0])
+    for first_id in (0, 32, 45):
+        logits = logits_of_every_kind(6, 110, torch.float16)
+        found, expected = logits.clone(), logits.clone()
+        draws.forbid_(found, allowed, which, places, first_id)
+        REFERENCE.forbid_(expected, allowed, which, places, first_id)
+        assert torch.equal(found, expected)
+        assert torch.equal(found[[1, 3, 5]], logits[[1, 3, 5]])
+        assert not torch.equal(found, logits)
+
+
+def filters_leave_what_the_reference_leaves() -> None:
+    kinds = [(0, 1.0), (3, 1.0), (0, 0.5), (7, 0.9), (1, 0.1), (162, 0.999), (0, 1e-9), (400, 1.0)]
+    for size in (1, 40, 163):
+        logits = logits_of_every_kind(len(kinds) * 3, size, torch.float32)
+        largest, factors = drawn_by(len(logits), logits)
+        lowest = torch.full((len(logits),), -torch.inf)
+        lowest[::3] = largest[::3] - 2.0
+        top_k = torch.tensor([kind[0] for kind in kinds]).repeat(3)
+        top_p = torch.tensor([kind[1] for kind in kinds], dtype=torch.float64).repeat(3)
+        cuts = Cuts(largest, factors, lowest, top_k, top_p)
+        found, expected = logits.clone(), logits.clone()
+        draws.cut_(found, cuts)
+        REFERENCE.cut_(expected, cuts)
+        assert torch.equal(found, expected), size
+        alone = logits[5:6].clone()
+        draws.cut_(alone, Cuts(*(each[5:6] for each in cuts.tensors())))
+        assert torch.equal(alone, found[5:6])
+        # Control: one more of each row.
+        draws.cut_(logits, Cuts(largest, factors, lowest, top_k + 1, top_p))
+        assert size == 1 or not torch.equal(logits, expected)
+
+
 CASES: tuple[Callable[[], None], ...] = (
     attention_is_right,
     a_window_is_right_and_what_is_before_it_is_never_read,
@@ -228,6 +315,10 @@ CASES: tuple[Callable[[], None], ...] = (
     a_rows_matmul_does_not_depend_on_the_others,
     rows_are_normed_as_the_reference_does,
     queries_and_keys_are_turned_and_written_as_the_reference_does,
+    masses_are_the_references_and_found_in_any_pieces,
+    larger_logits_are_counted_as_the_reference_does,
+    what_a_form_forbids_is_forbidden,
+    filters_leave_what_the_reference_leaves,
 )
 
 
@@ -245,6 +336,7 @@ def main() -> None:
     assert is_interpreted() == ("cuda" not in sys.argv), "set TRITON_INTERPRET=1, or say cuda"
     torch.set_num_threads(1)
     attention_kernels.ROWS, attention_kernels.TILE, attention_kernels.SEGMENT = 16, 16, 32
+    draw_kernels.PIECE, draw_kernels.BLOCK = 16, 32
     matmul.FLOAT32 = matmul.Tile(32, 16, 32, 4, 2)
     print(json.dumps({case.__name__: run(case) for case in CASES}))
 

@@ -1,13 +1,14 @@
 """The hot operations of a layer in Triton, for NVIDIA GPUs: a row's bits depend on the row alone.
 
-Matmuls and norms are ours. What is left to torch is done number by number, or takes a largest: no order of sums is in
-it.
+Matmuls, norms and what tokens are drawn by are ours. What is left to torch is done number by number, or takes a
+largest: no order of sums is in it.
 """
 
 from torch import Tensor
 
+from spmd_worker.kernels.api import Cuts
 from spmd_worker.kernels.reference import ReferenceKernels
-from spmd_worker.kernels.triton import matmul, rows
+from spmd_worker.kernels.triton import draws, matmul, rows
 
 
 class TritonKernels(ReferenceKernels):
@@ -35,3 +36,23 @@ class TritonKernels(ReferenceKernels):
     ) -> Tensor:
         """See `Kernels.full_norm`."""
         return rows.full_norm(x, weight, bias, eps, offset=offset, is_centred=is_centred)
+
+    def masses(self, logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
+        """See `Kernels.masses`."""
+        return draws.masses(logits, largest, factors)
+
+    def find_mass(self, logits: Tensor, largest: Tensor, factors: Tensor, masses: Tensor, targets: Tensor) -> Tensor:
+        """See `Kernels.find_mass`."""
+        return draws.find_mass(logits, largest, factors, masses, targets)
+
+    def count_above(self, logits: Tensor, values: Tensor) -> Tensor:
+        """See `Kernels.count_above`."""
+        return draws.count_above(logits, values)
+
+    def forbid_(self, logits: Tensor, allowed: Tensor, rows: Tensor, places: Tensor, first_id: int) -> None:
+        """See `Kernels.forbid_`."""
+        draws.forbid_(logits, allowed, rows, places, first_id)
+
+    def cut_(self, logits: Tensor, cuts: Cuts) -> None:
+        """See `Kernels.cut_`. Nothing is sorted: the threshold's bits are found one after the other."""
+        draws.cut_(logits, cuts)
