@@ -324,7 +324,7 @@ extern "C" void spmd_gemm_argmax_bfloat16(
 
 // Whether weights of this dtype are packed for the gemms of this library.
 extern "C" int64_t spmd_packs_bfloat16() {
-#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+#if defined(SPMD_AVX2) || (defined(SPMD_AVX512) && defined(__AVX512BF16__))
   return 1;
 #else
   return amx::is_granted();

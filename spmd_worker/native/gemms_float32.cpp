@@ -248,7 +248,7 @@ extern "C" void spmd_gemm_float32(
 
 // Whether weights of this dtype are packed for the gemms of this library.
 extern "C" int64_t spmd_packs_float32() {
-#if defined(SPMD_AVX512)
+#if defined(SPMD_AVX512) || defined(SPMD_AVX2)
   return 1;
 #else
   return amx::is_granted();

@@ -1,5 +1,5 @@
-// Products of rows with a packed weight by vector instructions, where there is no AMX unit: float32 with AVX-512,
-// bfloat16 where AVX-512 multiplies pairs of them.
+// Products of rows with a packed weight by vector instructions, where there is no AMX unit: float32 with AVX-512 or AVX2,
+// bfloat16 where AVX-512 multiplies pairs of them or with AVX2, as floats.
 //
 // Every element of the result is a chain of steps over the inputs, a pair at a time in ascending order, summed in float
 // (of float32 one chain for the even inputs and one for the odd, which are added), then the bias, then one rounding. The
@@ -19,12 +19,25 @@
 #include "gemm.h"
 #include "team.h"
 
-#if defined(SPMD_AVX512)
+#if defined(SPMD_AVX512) || defined(SPMD_AVX2)
 
 namespace {
 
 constexpr int64_t kRowsBytes = 512 << 10;  // of rows that stay in the second-level cache while panels pass
 constexpr int64_t kFewProducts = 1 << 18;  // below this a second thread costs more than it brings
+constexpr int kPanelVectors = kPanel / kLanes;
+
+// The rows that one block of sums is of, the panels, and those to fetch meanwhile.
+template <class Element>
+struct Operands {
+  const Element* x;
+  int64_t x_stride, num_inputs;
+  const Element *panels, *ahead;
+
+  int64_t panel_size() const { return num_inputs * kPanel; }
+};
+
+#if defined(SPMD_AVX512)
 
 // How one step is taken: a pair of inputs of a row by those of a panel's 16 outputs. kRows rows with the panels of a
 // pair have as many sums as there are registers for.
@@ -66,16 +79,6 @@ struct Steps<uint16_t> {
 };
 #endif
 
-// The rows that one block of sums is of, the panels, and those to fetch meanwhile.
-template <class Element>
-struct Operands {
-  const Element* x;
-  int64_t x_stride, num_inputs;
-  const Element *panels, *ahead;
-
-  int64_t panel_size() const { return num_inputs * kPanel; }
-};
-
 // kRows rows by kPanels panels, one after the other in memory; sums go to [kRows][32].
 template <class Element, int kRows, int kPanels>
 void multiply_block(const Operands<Element>& operands, float* sums) {
@@ -109,6 +112,102 @@ void multiply_block(const Operands<Element>& operands, float* sums) {
 #pragma GCC unroll 2
     for (int panel = 0; panel < kPanels; ++panel) store(sums + row * 32 + panel * kPanel, Step::joined(totals[row][panel]));
 }
+
+#else
+
+// As above, with half as many registers of half the size: kRows rows with a panel of bfloat16, or half a panel of float32.
+template <class Element>
+struct Steps;
+
+template <>
+struct Steps<float> {
+  static constexpr int kRows = 6;
+  SPMD_INLINE Floats rounded_sum(Floats sum) { return sum; }
+  // Of four outputs in each: the even inputs' sums and the odd ones', side by side.
+  SPMD_INLINE Floats joined(Floats first, Floats second) {
+    const __m256d pairs = _mm256_castps_pd(_mm256_hadd_ps((__m256)first, (__m256)second));
+    return (Floats)_mm256_castpd_ps(_mm256_permute4x64_pd(pairs, 0b11011000));
+  }
+  // One panel's sums [kRows][32] of these rows.
+  template <int kCount>
+  SPMD_INLINE void multiply(
+      const float* x, int64_t x_stride, int64_t end, const float* panel, const float* ahead, float* sums) {
+    for (int half = 0; half < kPanel; half += 8, panel += kPanel, ahead += kPanel, sums += 8) {
+      Floats totals[kCount][2] = {};
+      for (int64_t input = 0; input < end; input += 2) {
+        __builtin_prefetch(ahead + input * kPanel, 0, 2);
+        const Floats first = load<Floats>(panel + input * kPanel), second = load<Floats>(panel + input * kPanel + kLanes);
+#pragma GCC unroll 6
+        for (int row = 0; row < kCount; ++row) {
+          double pair;
+          std::memcpy(&pair, x + row * x_stride + input, sizeof pair);
+          const Floats left = (Floats)_mm256_set1_pd(pair);
+          totals[row][0] = fused(left, first, totals[row][0]);
+          totals[row][1] = fused(left, second, totals[row][1]);
+        }
+      }
+#pragma GCC unroll 6
+      for (int row = 0; row < kCount; ++row) store(sums + row * 32, joined(totals[row][0], totals[row][1]));
+    }
+  }
+};
+
+template <>
+struct Steps<uint16_t> {
+  static constexpr int kRows = 6;
+  SPMD_INLINE Floats rounded_sum(Floats sum) { return rounded(sum); }
+  // In all lanes the pair of inputs.
+  SPMD_INLINE Words both(const uint16_t* pair) {
+    float bits;
+    std::memcpy(&bits, pair, sizeof bits);
+    return (Words)_mm256_set1_ps(bits);
+  }
+  // Compilers that look for more to do at once run out of registers.
+  SPMD_INLINE void in_turn(Floats* sums) { asm volatile("" : "+x"(sums[0]), "+x"(sums[1])); }
+  template <int kCount>
+  SPMD_INLINE void multiply(
+      const uint16_t* x, int64_t x_stride, int64_t end, const uint16_t* panel, const uint16_t* ahead, float* sums) {
+    Floats totals[kCount][2] = {};
+    for (int64_t input = 0; input < end; input += 2) {
+      __builtin_prefetch(ahead + input * kPanel, 0, 2);
+      const uint16_t *first = panel + input * kPanel, *second = first + 2 * kLanes;
+      const Floats even[] = {first_of_pairs(load<Words>(first)), first_of_pairs(load<Words>(second))};
+#pragma GCC unroll 6
+      for (int row = 0; row < kCount; ++row) {
+        const Floats left = first_of_pairs(both(x + row * x_stride + input));
+        totals[row][0] = fused(left, even[0], totals[row][0]);
+        totals[row][1] = fused(left, even[1], totals[row][1]);
+        in_turn(totals[row]);
+      }
+      // What was loaded for the even inputs is loaded again: no registers are left to keep it in.
+      asm volatile("" ::: "memory");
+      const Floats odd[] = {second_of_pairs(load<Words>(first)), second_of_pairs(load<Words>(second))};
+#pragma GCC unroll 6
+      for (int row = 0; row < kCount; ++row) {
+        const Floats left = second_of_pairs(both(x + row * x_stride + input));
+        totals[row][0] = fused(left, odd[0], totals[row][0]);
+        totals[row][1] = fused(left, odd[1], totals[row][1]);
+        in_turn(totals[row]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int row = 0; row < kCount; ++row)
+      for (int v = 0; v < 2; ++v) store(sums + row * 32 + v * kLanes, totals[row][v]);
+  }
+};
+
+// kRows rows by kPanels panels, one after the other in memory; sums go to [kRows][32].
+template <class Element, int kRows, int kPanels>
+void multiply_block(const Operands<Element>& operands, float* sums) {
+  for (int panel = 0; panel < kPanels; ++panel) {
+    const int64_t at = panel * operands.panel_size();
+    Steps<Element>::template multiply<kRows>(
+        operands.x, operands.x_stride, operands.num_inputs, operands.panels + at, operands.ahead + at,
+        sums + panel * kPanel);
+  }
+}
+
+#endif
 
 template <class Element>
 using Block = void (*)(const Operands<Element>&, float*);
@@ -151,14 +250,19 @@ struct Worker {
   }
 
   void write(int64_t row, int64_t end, int64_t pair, bool has_two, const float* sums) const {
-    const int64_t half = gemm.num_outputs / 2, column = gemm.is_gated ? pair * kPanel : pair * 2 * kPanel;
+    for (int part = 0; part < kPanel; part += kLanes) write_part(row, end, pair, has_two, sums, part);
+  }
+
+  // A vector of each panel, from its output `part` on.
+  void write_part(int64_t row, int64_t end, int64_t pair, bool has_two, const float* sums, int part) const {
+    const int64_t half = gemm.num_outputs / 2, column = (gemm.is_gated ? pair * kPanel : pair * 2 * kPanel) + part;
     const int64_t stride = gemm.is_gated ? half : gemm.num_outputs;
     Floats first_bias{}, second_bias{};
     if (gemm.bias != nullptr) {
       first_bias = load_floats(gemm.bias + column);
       if (has_two) second_bias = load_floats(gemm.bias + (gemm.is_gated ? half + column : column + kPanel));
     }
-    for (; row < end; ++row, sums += 32) {
+    for (sums += part; row < end; ++row, sums += 32) {
       Element* to = gemm.to + row * stride + column;
       const Floats first = load<Floats>(sums) + first_bias;
       if (!gemm.is_gated) store_floats(to, first);
@@ -172,12 +276,13 @@ struct Worker {
   }
 
   void look_through(int64_t row, int64_t end, int64_t pair, bool has_two, const float* sums) {
+    const int64_t first = pair * 2 * kPanelVectors;
     for (; row < end; ++row, sums += 32)
-      for (int64_t panel = pair * 2; panel <= pair * 2 + has_two; ++panel) {
-        Floats values = Step::rounded_sum(load<Floats>(sums + panel % 2 * kPanel));
-        if ((panel + 1) * kPanel > argmax->count)
-          values = lane_numbers() + int(panel * kPanel) < int(argmax->count) ? values : broadcast(-kInfinity);
-        by_lane.take(row, int(panel), values);
+      for (int64_t v = 0; v < (1 + has_two) * kPanelVectors; ++v) {
+        Floats values = Step::rounded_sum(load<Floats>(sums + v * kLanes));
+        if ((first + v + 1) * kLanes > argmax->count)
+          values = lane_numbers() + int((first + v) * kLanes) < int(argmax->count) ? values : broadcast(-kInfinity);
+        by_lane.take(row, int(first + v), values);
       }
   }
 
@@ -217,7 +322,7 @@ void multiply_all(const ProductOf<Element>& gemm, const RowArgmax* argmax, int n
 
 // To be called only where `spmd_packs_float32` says so.
 void multiply_by_vectors(const ProductOf<float>& gemm, const RowArgmax* argmax, int num_threads) {
-#if defined(SPMD_AVX512)
+#if defined(SPMD_AVX512) || defined(SPMD_AVX2)
   multiply_all(gemm, argmax, num_threads);
 #else
   (void)gemm, (void)argmax, (void)num_threads;
@@ -226,7 +331,7 @@ void multiply_by_vectors(const ProductOf<float>& gemm, const RowArgmax* argmax, 
 
 // To be called only where `spmd_packs_bfloat16` says so.
 void multiply_by_vectors(const ProductOf<uint16_t>& gemm, const RowArgmax* argmax, int num_threads) {
-#if defined(SPMD_AVX512) && defined(__AVX512BF16__)
+#if defined(SPMD_AVX2) || (defined(SPMD_AVX512) && defined(__AVX512BF16__))
   multiply_all(gemm, argmax, num_threads);
 #else
   (void)gemm, (void)argmax, (void)num_threads;
