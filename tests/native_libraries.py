@@ -70,6 +70,9 @@ INSTRUCTION_SETS = (NATIVE, WITHOUT_AMX, EMULATED, *_portable()) if HAS_AMX else
 needs_avx512 = pytest.mark.skipif(
     not emulated().has_amx, reason="the unit's kernels are made of AVX-512 too, which is not here"
 )
+needs_products = pytest.mark.skipif(
+    len(emulated().gemm_dtypes) < 2, reason="the library has no products of its own for this processor"
+)
 each_library = pytest.mark.parametrize(
     "instruction_set",
     [pytest.param(name, marks=[] if NATIVE in name else pytest.mark.matrix) for name in INSTRUCTION_SETS],

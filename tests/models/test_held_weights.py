@@ -11,7 +11,7 @@ import pytest
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one
 from model_configs import with_layers
-from native_libraries import ONEDNN, WITH_AMX, library_for, needs_avx512
+from native_libraries import ONEDNN, WITH_AMX, library_for, needs_products
 from our_model import BLOCK_SIZE, prompt_logits
 from reference_models import random_prompt
 from torch import Tensor, nn
@@ -151,7 +151,7 @@ def test_what_is_changed_through_the_view_is_what_is_loaded(model_config: ModelC
     assert are_same(model, expected)
 
 
-@needs_avx512
+@needs_products
 @each_dtype
 @pytest.mark.parametrize("name", SHAPES)
 def test_joined_layers_compute_with_the_new_weights(dtype: torch.dtype, name: str):

@@ -11,7 +11,7 @@ import ranks
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
 from model_configs import with_layers
-from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, each_library, needs_avx512
+from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, each_library, needs_products
 from our_model import prompt_logits
 from reference_models import random_prompt
 
@@ -33,7 +33,7 @@ UNFUSED = {
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
-@needs_avx512
+@needs_products
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("instruction_set", [WITH_AMX, WITHOUT_AMX])
@@ -63,7 +63,7 @@ def test_layers_that_exchange_sums_of_bytes_run_one_by_one():
     assert model.model.joined_layers is None
 
 
-@pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_avx512), WITHOUT_AMX])
+@pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_products), WITHOUT_AMX])
 @pytest.mark.parametrize("model_config", UNFUSED.values(), ids=UNFUSED)
 @each_dtype
 def test_a_step_that_is_not_fused_gives_the_same_bits(
@@ -76,7 +76,7 @@ def test_a_step_that_is_not_fused_gives_the_same_bits(
     assert are_equal(prompt_logits(model, PROMPTS, 7, is_fused=(True, False)), fused)
 
 
-@needs_avx512
+@needs_products
 @pytest.mark.parametrize("fused", ["gated_linear", "attend_projected", "run"])
 def test_a_step_that_is_not_fused_calls_nothing_that_is(monkeypatch: pytest.MonkeyPatch, fused: str):
     model = new_model(PLAIN, torch.float32)
@@ -94,14 +94,14 @@ def test_a_step_that_is_not_fused_calls_nothing_that_is(monkeypatch: pytest.Monk
         prompt_logits(model, PROMPTS)
 
 
-@needs_avx512
+@needs_products
 @pytest.mark.parametrize("tokens_a_call", [1, 300])
 def test_several_calls_go_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch, tokens_a_call: int):
     monkeypatch.setattr(layers, "_TOKENS_A_CALL", tokens_a_call)
     assert are_equal(*joined_and_one_by_one(new_model(PLAIN, torch.bfloat16), PROMPTS))
 
 
-@needs_avx512
+@needs_products
 @each_dtype
 def test_a_stage_in_the_middle_gives_the_same_residual_stream(dtype: torch.dtype):
     model = new_model(PLAIN, dtype, stage=Stage(1, 3, is_first=False, is_last=False))
@@ -136,7 +136,7 @@ def _other_bias(stack: Any) -> None:
     stack.layers[2].mlp.down_proj.bias.add_(0.5)
 
 
-@needs_avx512
+@needs_products
 @pytest.mark.parametrize("change", [_other_order, _other_window, _other_bias])
 def test_the_comparison_sees_layers_that_were_joined_otherwise(change: Any):
     """What was joined keeps what it was joined with, except that a bias is where it was."""
@@ -166,7 +166,7 @@ def test_where_layers_cannot_be_joined_they_run_one_by_one(
     assert new_model(model_config, torch.bfloat16, **arguments).model.joined_layers is None, why
 
 
-@needs_avx512
+@needs_products
 def test_a_cache_that_does_not_fit_is_refused():
     model = new_model(PLAIN, torch.float32)
     model.model.layers[0].self_attn.num_kv_heads = 1  # the cache is made for this many
@@ -231,7 +231,7 @@ def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
     return ranks.run_ranks(SOURCE, 2, LIMIT_S, arguments=[ranks.REPOSITORY / "tests", plant])
 
 
-@needs_avx512
+@needs_products
 @pytest.mark.matrix
 def test_two_ranks_that_share_memory_get_the_same_bits():
     """Whether rows of sums are shared out or not, and whether parts fit into a slot or take several rounds."""
@@ -241,7 +241,7 @@ def test_two_ranks_that_share_memory_get_the_same_bits():
     assert sorted(re.findall(r"rank \d compared all", done.stdout)) == ["rank 0 compared all", "rank 1 compared all"]
 
 
-@needs_avx512
+@needs_products
 @pytest.mark.matrix
 def test_the_comparison_on_ranks_sees_a_bias_that_is_added_twice():
     done = compare_on_ranks("a bias on every rank")
