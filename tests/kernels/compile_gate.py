@@ -24,7 +24,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spmd_worker.kernels.triton import attention, attention_kernels, matmul, matmul_kernels, row_kernels, rows
+from spmd_worker.kernels.triton import (
+    attention,
+    attention_kernels,
+    draw_kernels,
+    matmul,
+    matmul_kernels,
+    row_kernels,
+    rows,
+)
 from spmd_worker.kernels.triton.launching import power_of_two
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -114,8 +122,16 @@ MODELS = {"llama-8b": (32, 8, 128), "qwen-0.5b": (14, 2, 64), "llama-135m": (9, 
 """Query heads, key-value heads, head size."""
 _POINTERS = dict.fromkeys(("items", "num_items", "starts", "lengths", "tables", "joins", "num_joins", "slots"), "*i32")
 _FLOATS = dict.fromkeys(("partial_sums", "partial_tops", "partial_masses", "sinks"), "*fp32")
+_OF_ROWS = {
+    **dict.fromkeys(("largest", "factors", "lowest", "values"), "*fp32"),
+    **dict.fromkeys(("sums", "targets", "ids", "counts", "rows", "places", "top_k"), "*i64"),
+    "top_p": "*fp64",
+    "allowed": "*i32",
+}
+"""What belongs to rows of logits."""
 _SCALARS = dict.fromkeys(("stride_query", "stride_page", "stride_table", "window"), "i32")
-_SIZES = dict.fromkeys(("M", "N", "K", "stride_x", "stride_weight", "stride_out", "H"), "i32")
+_SIZES = dict.fromkeys(("M", "N", "K", "stride_x", "stride_weight", "stride_out", "H", "V", "stride"), "i32")
+_COUNTS = dict.fromkeys(("num_pieces", "first_id", "num_words"), "i32")
 _REAL = dict.fromkeys(("scale", "cap", "eps", "offset"), "fp32")
 
 
@@ -134,6 +150,7 @@ def variants(element: str = "bf16") -> Iterator[Variant]:
     constants = {"BH": 4096, "CENTRED": True, "BIAS": True}
     yield Variant("full_norm 4096", row_kernels.full_norm, types, constants, rows.row_options(4096), ("H",))
     yield from matmul_variants(element)
+    yield from draw_variants(element)
 
 
 def _attention_variants(model: str, heads: int, kv_heads: int, size: int, element: str) -> Iterator[Variant]:
@@ -152,6 +169,22 @@ def _attention_variants(model: str, heads: int, kv_heads: int, size: int, elemen
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "D": size, "HALF": size // 2, "BLOCK": 16}
     options = row_kernels.LAUNCH | {"num_warps": 1}
     yield Variant(f"rotate_and_write {model}", row_kernels.rotate_and_write, types, constants, options, strides)
+
+
+def draw_variants(element: str = "bf16") -> Iterator[Variant]:
+    """Of a vocabulary of 128,256 ids; what filters leave is float32."""
+    piece, block = {"PIECE": draw_kernels.PIECE}, {"BLOCK": draw_kernels.BLOCK}
+    for kernel, constants in (
+        (draw_kernels.masses, piece),
+        (draw_kernels.find_mass, piece | {"PIECES": 128}),
+        (draw_kernels.count_above, block),
+        (draw_kernels.forbid, block),
+        (draw_kernels.cut, block),
+    ):
+        is_cut = kernel is draw_kernels.cut
+        types = _typed(kernel, "fp32" if is_cut else element)
+        options = draw_kernels.CUT_LAUNCH if is_cut else draw_kernels.LAUNCH
+        yield Variant(kernel.__name__, kernel, types, constants, options, ("V", "stride"))
 
 
 def matmul_variants(element: str = "bf16") -> Iterator[Variant]:
@@ -183,7 +216,7 @@ def _on(variant: Variant, capability: int) -> Variant:
 
 def _typed(kernel: Any, element: str) -> dict[str, str]:
     """All arguments that are not constexprs; pointers to elements are what is left."""
-    known = _POINTERS | _FLOATS | _SCALARS | _SIZES | _REAL
+    known = _POINTERS | _FLOATS | _OF_ROWS | _SCALARS | _SIZES | _COUNTS | _REAL
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
     return {name: known.get(name, f"*{element}") for name in names}
 
@@ -208,6 +241,7 @@ def main(capabilities: list[int]) -> None:
         "attend llama-8b",
         "join_partials llama-8b",
         "rotate_and_write llama-8b",
+        *(each.name for each in draw_variants()),
     )
     short = [each for each in everything if each.name.startswith(first)]
     chosen = everything if "--all" in sys.argv else short

@@ -73,7 +73,7 @@ def cut_(logits: Tensor, cuts: Cuts) -> None:
         draw_kernels.cut[(len(logits),)](
             *(logits, *(each.contiguous() for each in cuts.tensors()), logits.shape[1], logits.stride(0)),
             BLOCK=draw_kernels.BLOCK,
-            **draw_kernels.LAUNCH,
+            **draw_kernels.CUT_LAUNCH,
         )
 
 
