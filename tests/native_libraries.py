@@ -10,6 +10,7 @@ import platform
 from pathlib import Path
 
 import pytest
+import torch
 
 from spmd_worker.native import build
 from spmd_worker.native.library import NativeLibrary, load, native_library
@@ -69,6 +70,11 @@ WITH_AMX = NATIVE if HAS_AMX else EMULATED
 INSTRUCTION_SETS = (NATIVE, WITHOUT_AMX, EMULATED, *_portable()) if HAS_AMX else (NATIVE, EMULATED, *_portable())
 needs_avx512 = pytest.mark.skipif(
     not emulated().has_amx, reason="the unit's kernels are made of AVX-512 too, which is not here"
+)
+ONEDNN_PACKS_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""By torch's own word. On x86 it takes AVX-512 or avx_ne_convert."""
+needs_onednn_bfloat16 = pytest.mark.skipif(
+    not ONEDNN_PACKS_BFLOAT16, reason="torch's oneDNN packs no bfloat16 without AVX-512 or avx_ne_convert"
 )
 each_library = pytest.mark.parametrize(
     "instruction_set",
