@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native_libraries import ONEDNN, WITH_AMX, library_for, needs_avx512
+from native_libraries import ONEDNN, WITH_AMX, library_for, needs_avx512, needs_onednn_bfloat16
 from torch import Tensor
 
 from spmd_worker.kernels.api import Kernels
@@ -117,6 +117,7 @@ def test_the_test_sees_gates_that_are_taken_for_what_they_open(monkeypatch: pyte
     assert not are_same_bits(kernels.unpack(packed, 0, 64), weight)
 
 
+@needs_onednn_bfloat16
 def test_the_test_sees_subnormal_numbers_that_become_zero(monkeypatch: pytest.MonkeyPatch):
     """Negative control: torch's own copy between packed weights of bfloat16 does that."""
     kernels, weight = KERNELS["onednn"], torch.full((32, 32), 1e-40, dtype=torch.bfloat16)
