@@ -63,6 +63,11 @@ def _portable() -> tuple[str, ...]:
     return ("x86-64-v3", "x86-64-v2") if has_avx2 else ("x86-64-v2",)
 
 
+ONEDNN_PACKS_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""By torch's own word. On x86 it takes AVX-512 or avx_ne_convert."""
+needs_onednn_bfloat16 = pytest.mark.skipif(
+    not ONEDNN_PACKS_BFLOAT16, reason="torch's oneDNN packs no bfloat16 without AVX-512 or avx_ne_convert"
+)
 HAS_AMX = native().has_amx
 WITH_AMX = NATIVE if HAS_AMX else EMULATED
 """In which the unit's kernels run on this machine, by the processor or emulated."""
@@ -70,11 +75,6 @@ WITH_AMX = NATIVE if HAS_AMX else EMULATED
 INSTRUCTION_SETS = (NATIVE, WITHOUT_AMX, EMULATED, *_portable()) if HAS_AMX else (NATIVE, EMULATED, *_portable())
 needs_avx512 = pytest.mark.skipif(
     not emulated().has_amx, reason="the unit's kernels are made of AVX-512 too, which is not here"
-)
-ONEDNN_PACKS_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-"""By torch's own word. On x86 it takes AVX-512 or avx_ne_convert."""
-needs_onednn_bfloat16 = pytest.mark.skipif(
-    not ONEDNN_PACKS_BFLOAT16, reason="torch's oneDNN packs no bfloat16 without AVX-512 or avx_ne_convert"
 )
 each_library = pytest.mark.parametrize(
     "instruction_set",
