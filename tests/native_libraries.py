@@ -10,6 +10,7 @@ import platform
 from pathlib import Path
 
 import pytest
+import torch
 
 from spmd_worker.native import build
 from spmd_worker.native.library import NativeLibrary, load, native_library
@@ -62,6 +63,11 @@ def _portable() -> tuple[str, ...]:
     return ("x86-64-v3", "x86-64-v2") if has_avx2 else ("x86-64-v2",)
 
 
+ONEDNN_PACKS_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""By torch's own word. On x86 it takes AVX-512 or avx_ne_convert."""
+needs_onednn_bfloat16 = pytest.mark.skipif(
+    not ONEDNN_PACKS_BFLOAT16, reason="torch's oneDNN packs no bfloat16 without AVX-512 or avx_ne_convert"
+)
 HAS_AMX = native().has_amx
 WITH_AMX = NATIVE if HAS_AMX else EMULATED
 """In which the unit's kernels run on this machine, by the processor or emulated."""

@@ -43,7 +43,8 @@ def weights_bytes(
     weights that are quantised are what they are packed to, once they are.
 
     On the CPU weights are packed for its matrix products, a tied head's as a copy of the embedding, which is looked up
-    in plain rows. Where oneDNN packs (there is no AMX), it pads beyond this what fills no tile of its own.
+    in plain rows. Where oneDNN packs (there is no AMX), it pads beyond this what fills no tile of its own. Where
+    nothing packs (no compiler, and a CPU on which oneDNN packs no bfloat16), that copy is counted and not made.
     """
     sizes, hidden = rank_sizes(model_config, layout, rank), model_config.hidden_size
     stage = stage_of(layout, model_config, rank)

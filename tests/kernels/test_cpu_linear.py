@@ -1,6 +1,7 @@
 """Packed products: close to plain ones, and the same bits for a row whatever the batch and the number of threads."""
 
 import logging
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from native_libraries import (
     LEAVE_OUT,
     NATIVE,
     ONEDNN,
+    ONEDNN_PACKS_BFLOAT16,
     WITHOUT_AMX,
     compiled_with,
     emulated,
@@ -203,32 +205,38 @@ def test_the_batch_test_can_fail():
     assert num_different > 0
 
 
+# A loop over the inputs, and which number of the template is that of its rows: one for each instruction set and dtype.
+_LOOP = re.compile(r"template <[^>]*?int (k\w+)[^>]*>(?:(?!template <).)*?input < end;", re.DOTALL)
+
+
 @pytest.mark.stress
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        pytest.param("input < end;", "input < end - (kRows == 1 ? 2 : 0);", id="a row alone"),
-        pytest.param("input < end;", "input < end - 2;", id="any row"),
-    ],
-)
-def test_a_step_that_is_left_out_is_seen(right, wrong, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_of_one_row", [True, False], ids=["a row alone", "any row"])
+@each_dtype
+def test_a_step_that_is_left_out_is_seen(dtype, is_of_one_row, tmp_path, monkeypatch):
     """Negative control for the products by vectors: one row alone has other bits, or all are too far away."""
+    if not CpuKernels(library_for(WITHOUT_AMX)).has_products(dtype):
+        pytest.skip("the library has no products of its own for this processor and dtype")
     sources = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "cpu"))
     text = (sources / "gemms_vector.cpp").read_text()
-    assert text.count(right) == 1
-    (sources / "gemms_vector.cpp").write_text(text.replace(right, wrong))
+
+    def with_a_step_less(loop: re.Match[str]) -> str:
+        left_out = f"({loop[1]} == 1 ? 2 : 0)" if is_of_one_row else "2"
+        return f"{loop[0].removesuffix(';')} - {left_out};"
+
+    wrong, num_loops = _LOOP.subn(with_a_step_less, text)
+    assert num_loops == text.count("input < end;") > 0
+    (sources / "gemms_vector.cpp").write_text(wrong)
     monkeypatch.setattr(build, "_SOURCE_FOLDER", sources)
     compiled_with.cache_clear()
     planted = CpuKernels(compiled_with(LEAVE_OUT))
     compiled_with.cache_clear()
-    is_of_one_row = "kRows" in wrong
     check = (
         test_a_row_has_the_same_bits_whatever_the_batch
         if is_of_one_row
         else test_products_are_close_to_double_precision
     )
     with pytest.raises(AssertionError):
-        check(planted, torch.bfloat16, 576, 960)
+        check(planted, dtype, 576, 960)
 
 
 @each_dtype
@@ -309,17 +317,94 @@ def test_rows_may_be_a_view_and_may_be_none(kernels, dtype):
 
 
 def test_without_products_of_its_own_the_librarys_are_onednns(kernels):
-    assert CpuKernels(library_for(ONEDNN)).pack(numbers(64, 64, dtype=torch.bfloat16)).is_mkldnn
+    packed = CpuKernels(library_for(ONEDNN)).pack(numbers(64, 64, dtype=torch.bfloat16))
+    assert packed.is_mkldnn == ONEDNN_PACKS_BFLOAT16
     assert PackedKernels().pack(numbers(64, 64, dtype=torch.float32)).is_mkldnn
 
 
-def test_what_cannot_be_packed_is_multiplied_as_it_is(kernels, monkeypatch):
+@pytest.fixture
+def packs_only(monkeypatch):
+    """A function: from now on, in this test, oneDNN packs these dtypes and no other."""
+
+    def forget() -> None:
+        for each in ("rows_are_invariant", "warn_unless_invariant", "say_what_multiplies_instead"):
+            getattr(linear, each).cache_clear()
+        linear.converts_to_float32.cache_clear()
+
+    def packs_only(*dtypes: torch.dtype) -> None:
+        monkeypatch.setattr(linear, "can_pack", lambda dtype: dtype in dtypes)
+        forget()
+
+    yield packs_only
+    forget()
+
+
+@each_dtype
+def test_what_cannot_be_packed_is_multiplied_as_it_is(kernels, packs_only, dtype, caplog):
+    """Said once, as is what rows are then like."""
     half = numbers(64, 64, dtype=torch.float16)
     assert kernels.pack(half) is half
-    monkeypatch.setattr(linear, "can_pack", lambda dtype: False)
-    weight, x = numbers(50, 64, dtype=torch.float32), numbers(3, 64, dtype=torch.float32)
-    assert kernels.pack(weight) is weight
+    packs_only()
+    weight, x = numbers(50, 64, dtype=dtype), numbers(3, 64, dtype=dtype)
+    with caplog.at_level(logging.WARNING):
+        assert kernels.pack(weight) is weight
+        assert kernels.pack(weight) is weight
     assert torch.equal(kernels.linear(x, weight, None), F.linear(x, weight))
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([each for each in messages if "torch's own products multiply them" in each]) == 1
+    is_told = len([each for each in messages if "other bits in another batch" in each]) == 1
+    assert is_told != linear.rows_are_invariant(dtype)
+
+
+# One block and several, of a number of outputs that ends in a block of its own; then one that fits no tile.
+CONVERTED = [(576, 960), (4864, 272), (4096, 530), (64, 50), (33, 40)]
+
+
+@pytest.fixture
+def converting(packs_only) -> PackedKernels:
+    """The kernels of a CPU without a compiler on which oneDNN cannot pack bfloat16, on any CPU."""
+    packs_only(torch.float32)
+    return PackedKernels()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), CONVERTED)
+def test_weights_that_are_converted_multiply_each_row_by_itself(converting, num_inputs, num_outputs, has_bias):
+    """In any batch, at any place in it, by one thread and by two; past the rows that share a block; to the last bit."""
+    weight = converting.pack(numbers(num_outputs, num_inputs, dtype=torch.bfloat16))
+    bias = numbers(num_outputs, dtype=torch.bfloat16) if has_bias else None
+    x = numbers(linear._BLOCK_ROWS + NUM_ROWS, num_inputs, dtype=torch.bfloat16)
+    wholes = []
+    for num_threads in (1, 2):
+        with threads(num_threads):
+            wholes.append(whole := converting.linear(x, weight, bias))
+            for num_rows in (*ROWS, linear._BLOCK_ROWS, linear._BLOCK_ROWS + 1):
+                for rows in (slice(num_rows), slice(-num_rows, None), slice(9, 9 + num_rows)):
+                    assert torch.equal(converting.linear(x[rows], weight, bias), whole[rows]), (num_threads, rows)
+    assert torch.equal(*wholes)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # Rounded once: within a little more than half a unit in the last of eight places.
+    torch.testing.assert_close(whole.double(), expected, rtol=2**-8 * 1.01, atol=1e-4)
+    assert converting.linear(x[:0], weight, bias).shape == (0, num_outputs)
+
+
+def test_the_comparison_sees_a_row_that_is_multiplied_in_another_way_alone(converting, monkeypatch):
+    """Negative control: what looks at the rows of products says so, and does not raise, where bfloat16 is converted."""
+    assert linear.rows_are_invariant(torch.bfloat16)
+    linear.rows_are_invariant.cache_clear()
+    monkeypatch.setattr(linear, "_gemm", lambda x, weight, bias: F.linear(x, weight, bias) * (1 + 0.01 * (len(x) == 2)))
+    assert not linear.rows_are_invariant(torch.bfloat16)
+
+
+def test_that_weights_are_converted_is_said_once_and_takes_no_second_copy(converting, caplog):
+    weight = numbers(50, 64, dtype=torch.bfloat16)
+    with caplog.at_level(logging.INFO):
+        assert converting.pack(weight) is weight
+        assert converting.pack(weight) is weight
+        assert converting.pack(weight.float()).is_mkldnn
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("oneDNN cannot pack bfloat16 weights on this CPU")
+    assert "float32, a block at a time" in message
 
 
 def test_float16_gets_plain_operations_and_a_reason():
@@ -328,16 +413,13 @@ def test_float16_gets_plain_operations_and_a_reason():
     assert "not in float16" in str(reason)
 
 
-def test_products_that_depend_on_the_batch_are_seen_and_said_once(monkeypatch, caplog):
+def test_products_that_depend_on_the_batch_are_seen_and_said_once(packs_only, monkeypatch, caplog):
     """A product that adds the number of rows stands for oneDNN on a processor where its rows differ."""
-    linear.rows_are_invariant.cache_clear()
-    linear.warn_unless_invariant.cache_clear()
+    packs_only(torch.float32)
     monkeypatch.setattr(linear, "_gemm", lambda x, packed, bias: x.new_full((len(x), 1), len(x)))
     with caplog.at_level(logging.WARNING):
         linear.warn_unless_invariant(torch.float32)
         linear.warn_unless_invariant(torch.float32)
-    linear.rows_are_invariant.cache_clear()
-    linear.warn_unless_invariant.cache_clear()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     assert "ONEDNN_MAX_CPU_ISA" in messages[0]

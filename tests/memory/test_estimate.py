@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from model_configs import families, spelled, with_layers
-from native_libraries import WITH_AMX, library_for
+from native_libraries import WITH_AMX, library_for, needs_onednn_bfloat16
 
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.distributed.communicator import GroupHandle
@@ -138,18 +138,30 @@ def held_bytes(model_config: ModelConfig, kernels: Kernels, rank: int, dtype: st
 def test_packed_weights_take_the_estimated_bytes_a_tied_heads_copy_included(
     dtype: str, keys: dict[str, bool], kernels: Kernels
 ):
-    """Sizes fill the tiles of the AMX unit and of oneDNN."""
+    """Sizes fill the tiles of the AMX unit and of oneDNN. Where nothing packs this dtype the copy is not made: the
+    estimate, which does not know the CPU, has it all the same.
+    """
+    weight = torch.zeros(128, 128, dtype=getattr(torch, dtype))
+    is_packed = kernels.pack(weight) is not weight
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
     model_config = new_shape(**sizes, **keys)
     for layout in (RankLayout(2), RankLayout(2, 2)):
         for rank in range(layout.world_size):
             stage = stage_of(layout, model_config, rank)
             estimate = weights_bytes(model_config, layout, rank, dtype, "cpu")
-            assert estimate == held_bytes(model_config, kernels, layout.tensor_rank(rank), dtype, stage), rank
-            is_copied = model_config.has_tied_embeddings and stage.is_first and stage.is_last
-            copy = rank_sizes(model_config, layout, rank).num_vocabulary_rows * 128 * DTYPE_BYTES[dtype]
+            is_tied = model_config.has_tied_embeddings and stage.is_first and stage.is_last
+            copy = is_tied * rank_sizes(model_config, layout, rank).num_vocabulary_rows * 128 * DTYPE_BYTES[dtype]
+            held = held_bytes(model_config, kernels, layout.tensor_rank(rank), dtype, stage)
+            assert held == estimate - (0 if is_packed else copy), rank
             # Negative control: without the copy the estimate would be this much less.
-            assert estimate - weights_bytes(model_config, layout, rank, dtype, "cuda") == is_copied * copy
+            assert estimate - weights_bytes(model_config, layout, rank, dtype, "cuda") == copy
+
+
+@needs_onednn_bfloat16
+def test_where_onednn_packs_bfloat16_a_tied_heads_copy_is_held():
+    """What the comparison above takes from the kernels, by torch's own word."""
+    weight = torch.zeros(128, 128, dtype=torch.bfloat16)
+    assert PACKING["onednn"].pack(weight) is not weight
 
 
 @pytest.mark.parametrize("change", [{"qk_norm": "head"}, {"has_mlp_bias": True}, {"num_kv_heads": 4}, {"head_size": 8}])

@@ -4,6 +4,9 @@
 not depend on the rows beside it, which plain products do not give. oneDNN does not promise it: it was seen to be so
 with two rows or more and without AMX (the AMX unit, for bfloat16); `rows_are_invariant` looks whether it is so here.
 
+Where oneDNN cannot pack bfloat16 (x86 without AVX-512 and avx_ne_convert), weights of bfloat16 stay as they are, and
+oneDNN multiplies in float32: a block of outputs at a time is converted and used for up to 256 rows.
+
 T: tokens. Knows products and oneDNN; knows nothing about layers or ranks.
 """
 
@@ -28,6 +31,10 @@ _ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 _ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
 _NUM_ROWS_HINT = 64  # how many rows oneDNN packs for; what it is makes no difference above 16
 
+# A block of a weight that is converted to float32 (4 MiB), and how many rows it is used for before the next.
+_BLOCK_ELEMENTS = 1 << 20
+_BLOCK_ROWS = 256
+
 # Inputs, outputs and numbers of rows at which products that depend on the batch have been caught.
 _SHAPES_TO_TRY = ((576, 960), (4864, 256))
 _ROWS_TO_TRY = (2, 3, 7, 17, 31)
@@ -38,15 +45,19 @@ class PackedKernels(ReferenceKernels):
     """Plain torch but for the products: what runs where the native kernels cannot be built."""
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See `Kernels.pack`. Opaque, and takes as much memory as the weight, which can then be let go."""
+        """See `Kernels.pack`. Opaque, and takes as much memory as the weight, which can then be let go.
+
+        Where oneDNN cannot pack, the weight itself.
+        """
         if weight.device.type != "cpu" or weight.dtype not in PACKED_DTYPES:
             return weight
         if weight.dtype == torch.bfloat16:
             keep_onednn_from_amx()
-        if not can_pack(weight.dtype):
-            return weight
         warn_unless_invariant(weight.dtype)
-        return _pack(weight.detach())
+        if can_pack(weight.dtype):
+            return _pack(weight.detach())
+        say_what_multiplies_instead(weight.dtype)
+        return weight
 
     def unpack(self, packed: Tensor, start: int, stop: int) -> Tensor:
         """See `Kernels.unpack`. What oneDNN has packed is unpacked whole first."""
@@ -66,13 +77,13 @@ class PackedKernels(ReferenceKernels):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None = None) -> Tensor:
         """See `Kernels.linear`. Makes no use of `room`."""
         del room
-        if not weight.is_mkldnn:
+        if weight.is_mkldnn:
+            multiply = _gemm_of_two_rows_or_more
+        elif weight.device.type == "cpu" and converts_to_float32(weight.dtype):
+            multiply = _linear_in_float32
+        else:
             return F.linear(x, weight, bias)
-        num_rows = x.shape[0]
-        if num_rows == 0:
-            return x.new_empty(0, weight.shape[0])
-        # A product of one row takes another path, which rounds otherwise; two rows cost the same time.
-        return _gemm(x, weight, bias) if num_rows > 1 else _gemm(x.expand(2, -1), weight, bias)[:1]
+        return multiply(x, weight, bias) if x.shape[0] > 0 else x.new_empty(0, weight.shape[0])
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -95,6 +106,38 @@ def _overwrite(packed: Tensor, other: Tensor) -> None:
 def _gemm(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
     return product
+
+
+def _gemm_of_two_rows_or_more(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product of one row takes another path, which rounds otherwise; two rows cost the same time."""
+    return _gemm(x, weight, bias) if x.shape[0] > 1 else _gemm(x.expand(2, -1), weight, bias)[:1]
+
+
+def _linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Sums of float32, rounded once. Room beyond the result: one block of weights, and of inputs and outputs."""
+    num_outputs, num_inputs = weight.shape
+    # All blocks are of one size for all numbers of rows and threads, so that a sum is always cut in the same way.
+    block_outputs = min(num_outputs, max(_BLOCK_ELEMENTS // max(num_inputs, 1) // 16 * 16, 16))
+    output = x.new_empty(x.shape[0], num_outputs)
+    scratch = torch.empty(block_outputs, num_inputs)
+    wide_bias = None if bias is None else bias.float()
+    for first in range(0, x.shape[0], _BLOCK_ROWS):
+        wide_rows, results = x[first : first + _BLOCK_ROWS].float(), output[first : first + _BLOCK_ROWS]
+        for start in range(0, num_outputs, block_outputs):
+            block = weight[start : start + block_outputs]
+            wide_block = scratch[: len(block)].copy_(block)
+            part = None if wide_bias is None else wide_bias[start : start + block_outputs]
+            results[:, start : start + len(block)] = _gemm_of_two_rows_or_more(wide_rows, wide_block, part)
+    return output
+
+
+@functools.cache
+def converts_to_float32(dtype: torch.dtype) -> bool:
+    """Whether weights of this dtype, which oneDNN cannot pack here, are multiplied by it in float32."""
+    if dtype != torch.bfloat16:
+        return False
+    keep_onednn_from_amx()
+    return not can_pack(torch.bfloat16) and can_pack(torch.float32)
 
 
 @functools.cache
@@ -140,10 +183,14 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 @functools.cache
 def rows_are_invariant(dtype: torch.dtype) -> bool:
-    """Whether rows of a few packed products are the same, bit for bit, in batches of several sizes."""
+    """Whether rows of a few products are the same, bit for bit, in batches of several sizes.
+
+    Of packed weights, or of whatever multiplies where oneDNN cannot pack this dtype.
+    """
     kernels = PackedKernels()
     for num_inputs, num_outputs in _SHAPES_TO_TRY:
-        weight = _pack(_numbers(num_outputs, num_inputs, dtype))
+        weight = _numbers(num_outputs, num_inputs, dtype)
+        weight = _pack(weight) if can_pack(dtype) else weight
         x = _numbers(_MOST_ROWS, num_inputs, dtype)
         whole = kernels.linear(x, weight, None)
         for num_rows in (1, *_ROWS_TO_TRY):
@@ -163,6 +210,20 @@ def warn_unless_invariant(dtype: torch.dtype) -> None:
             _ISA_VARIABLE,
             _ISA_WITHOUT_AMX,
         )
+
+
+@functools.cache
+def say_what_multiplies_instead(dtype: torch.dtype) -> None:
+    """Says once a process that oneDNN cannot pack this dtype, and what is done about it."""
+    name = str(dtype).removeprefix("torch.")
+    if converts_to_float32(dtype):
+        logger.info(
+            "oneDNN cannot pack %s weights on this CPU: matrix products that the compiled kernels do not make convert "
+            "them to float32, a block at a time, which takes no second copy and costs most in steps of few rows",
+            name,
+        )
+    else:
+        logger.warning("oneDNN cannot pack %s weights on this CPU: torch's own products multiply them, slowly", name)
 
 
 def _numbers(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
