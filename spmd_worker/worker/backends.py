@@ -58,12 +58,13 @@ def computes_alone(kernels: Kernels, attention: AttentionBackend, dtype: torch.d
 
 def arithmetic_of(attention: AttentionBackend, device: torch.device) -> str:
     """In which order numbers are added, in words: ranks that differ in it compute different bits. A GPU's libraries and
-    compilers choose by device and version. The sources of kernels are compared with the rest of the code.
+    compilers choose by device and version, on the CPU by its instruction sets. The sources of kernels are compared with
+    the rest of the code.
     """
     if isinstance(attention, CpuBackend):
         return attention.arithmetic
     if device.type != "cuda":
-        return "torch"
+        return f"torch, {torch.backends.cpu.get_cpu_capability()}"
     major, minor = torch.cuda.get_device_capability(device)
     words = [f"torch {torch.__version__} on {torch.cuda.get_device_name(device)} (sm_{major}{minor})"]
     words += [f"{name} {version}" for name in _GPU_LIBRARIES if (version := _installed_version(name))]

@@ -185,14 +185,18 @@ def test_how_a_caller_takes_small_numbers_changes_no_bit(threads):
 def test_where_openmp_is_bound_to_places_the_team_has_the_cores_of_all(tmp_path: Path):
     """OpenMP binds the thread that loads it to the first place, and with it all that it starts."""
     program = """
-import os, torch
+import os, time, torch
 from pathlib import Path
 torch.set_num_threads(2)
 from spmd_worker.kernels.cpu.native import CpuKernels
 from spmd_worker.native.library import native_library
 kernels = CpuKernels(native_library())
 kernels.linear(torch.randn(70, 576), kernels.pack(torch.randn(1536, 576)), None)
-tasks = [path for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text().strip() == "spmd-team"]
+def team():
+    return [path for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text().strip() == "spmd-team"]
+# A caller may have done all the work before a thread begins.
+while not (tasks := team()):
+    time.sleep(0.01)
 print(len(os.sched_getaffinity(0)), [len(os.sched_getaffinity(int(path.name))) for path in tasks])
 """
     num_cores = len(os.sched_getaffinity(0))

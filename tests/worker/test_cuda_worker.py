@@ -106,7 +106,10 @@ def test_ranks_on_other_devices_or_versions_have_another_arithmetic(monkeypatch:
     other_device = arithmetic_of(SdpaBackend(), GPU)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     assert len({here, other_device, arithmetic_of(SdpaBackend(), GPU)}) == 3
-    assert arithmetic_of(SdpaBackend(), torch.device("cpu")) == "torch"
+    own = arithmetic_of(SdpaBackend(), torch.device("cpu"))
+    assert own == f"torch, {torch.backends.cpu.get_cpu_capability()}"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert arithmetic_of(SdpaBackend(), torch.device("cpu")) == "torch, another"
 
 
 def test_groups_are_made_in_a_world_that_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch):
