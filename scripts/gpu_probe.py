@@ -1,7 +1,8 @@
 """The questions about our GPU kernels that only a GPU answers: a line a finding, and one JSON object last.
 
     python scripts/gpu_probe.py           on a GPU, a few minutes
-    TRITON_INTERPRET=1 python scripts/gpu_probe.py --dry      the same code on CPU tensors, tiny, nothing timed
+    OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python scripts/gpu_probe.py --dry
+                                      the same code on CPU tensors, tiny, nothing timed
 
 Needs torch, triton and numpy only. What a finding decides stands beside it; docs/decisions.md has the list. A part that
 fails is said, and the others go on. What the contract rests on has a value that it must have: any other is in `wrong`.

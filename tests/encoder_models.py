@@ -179,21 +179,23 @@ def encoder_folder(name: str) -> Path:
 
 @cache
 def backbone(name: str) -> Any:
-    """transformers' model, with its head where the folder has scores."""
+    """transformers' model, with its head where the folder has scores. In double precision: its own errors in float32
+    are as large as ours.
+    """
     kind = AutoModelForSequenceClassification if name in WITH_SCORES else AutoModel
-    return kind.from_pretrained(encoder_folder(name), dtype=torch.float32, attn_implementation="eager").eval()
+    return kind.from_pretrained(encoder_folder(name), dtype=torch.float64, attn_implementation="eager").eval()
 
 
 @torch.no_grad()
 def hidden_states(name: str, prompt: list[int], num_first_tokens: int | None = None) -> Tensor:
     """[T, hidden] of a row alone."""
-    return backbone(name)(**_inputs(prompt, num_first_tokens)).last_hidden_state[0]
+    return backbone(name)(**_inputs(prompt, num_first_tokens)).last_hidden_state[0].float()
 
 
 @torch.no_grad()
 def logits_of(name: str, prompt: list[int], num_first_tokens: int | None = None) -> Tensor:
     """[labels] of a row alone."""
-    return backbone(name)(**_inputs(prompt, num_first_tokens)).logits[0]
+    return backbone(name)(**_inputs(prompt, num_first_tokens)).logits[0].float()
 
 
 def _inputs(prompt: list[int], num_first_tokens: int | None) -> dict[str, Tensor]:

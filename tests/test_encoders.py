@@ -109,8 +109,7 @@ def replace_sees_later(**given: Any) -> Any:
 @pytest.mark.matrix
 @every
 def test_numbers_are_those_of_transformers(name: str) -> None:
-    # Both are float32, which is up to 7e-6 from double precision in the logits of `bert_labels`, either way.
-    assert worst_error(name) < (2e-5 if name in WITH_SCORES else 1e-5)
+    assert worst_error(name) < 1e-5
 
 
 @pytest.mark.matrix

@@ -1,6 +1,7 @@
 """Kernels of a GPU, interpreted on CPU tensors: run in a process of its own, where TRITON_INTERPRET is set in time.
 
-    TRITON_INTERPRET=1 python tests/kernels/triton_cases.py       prints {case: what went wrong, or ""}
+    OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python tests/kernels/triton_cases.py
+                                                                  prints {case: what went wrong, or ""}
     python tests/kernels/triton_cases.py cuda                     the same on a GPU
 
 Right indices, masks, dtypes and order of joins. In float16 and float32 only: the interpreter truncates where a GPU

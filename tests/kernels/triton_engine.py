@@ -1,6 +1,6 @@
 """The whole engine with kernels of a GPU, interpreted, beside the CPU's own: a process of its own.
 
-    TRITON_INTERPRET=1 python tests/kernels/triton_engine.py       prints one JSON object
+    OPENBLAS_CORETYPE=Nehalem TRITON_INTERPRET=1 python tests/kernels/triton_engine.py       prints one JSON object
 
 A model of two layers in float32. Twelve rows, greedy and drawn, with penalties, filters, seeds and a beginning in
 common, run whole, in chunks, preempted for want of blocks, and each alone. Tiles are cut down: rows pass several

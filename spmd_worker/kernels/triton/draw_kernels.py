@@ -121,9 +121,7 @@ def _select(row, V, target, largest, factor, least, BY_MASS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def cut(
-    logits, largest, factors, lowest, top_k, top_p, V, stride, BLOCK: tl.constexpr
-):  # fmt: skip
+def cut(logits, largest, factors, lowest, top_k, top_p, V, stride, BLOCK: tl.constexpr):
     """Minus infinity in float32 logits in place of what each row's filters drop: `Kernels.cut_`. A program a row."""
     which = tl.program_id(0).to(tl.int64)
     row = logits + which * stride
