@@ -63,6 +63,7 @@ from spmd_worker.errors import ConfigError, JobError, JournalError, ReplicaDiver
 from spmd_worker.files import sync_folder, write_json
 from spmd_worker.liveness.error_file import clear_records
 from spmd_worker.liveness.watchdog import Watchdog
+from spmd_worker.memory.garbage import settled_objects
 from spmd_worker.metrics.prometheus import PrometheusFile, require_prometheus
 from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, write_stage_times
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
@@ -206,13 +207,14 @@ def _run(
     loaded_s = time.perf_counter()
     try:
         replicas = open_replicas(engine)
-        if run is None:
-            _follow(engine, replicas)
-        else:
-            if watchdog is not None:
-                watchdog.before_exit = run.before_exit
-            run.lock.note("answers rows")
-            _lead(engine, replicas, config, run, started_s, loaded_s)
+        with settled_objects():
+            if run is None:
+                _follow(engine, replicas)
+            else:
+                if watchdog is not None:
+                    watchdog.before_exit = run.before_exit
+                run.lock.note("answers rows")
+                _lead(engine, replicas, config, run, started_s, loaded_s)
     except BaseException as error:  # reported to the other ranks, before anything is taken down, and raised again
         if engine.watchdog is not None:
             engine.watchdog.fail(error)

@@ -90,7 +90,7 @@ _SIGNATURES_OF_ONE: dict[str, tuple[type, ...]] = {
 _LAYERS = (_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER)
 _GROUP = (_POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _INTEGER, _POINTER, _INTEGER)
 _SUM_AND_NORM = (*_GROUP, _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _FLOAT, _POINTER)
-# Each returns a number, or an address, 0 for none; what is shared is of Linux alone.
+# Each returns a number, or an address, 0 for none; what is shared is of Linux alone, decimals of compilers since 2021.
 _COUNTING: dict[str, tuple[type, ...]] = {
     "run_layers_float32": _LAYERS,
     "run_layers_bfloat16": _LAYERS,
@@ -106,6 +106,8 @@ _COUNTING: dict[str, tuple[type, ...]] = {
     "shared_send": (*_GROUP, _POINTER, _INTEGER),
     "shared_receive": (*_GROUP, _POINTER, _INTEGER),
     "shared_broadcast": (*_GROUP, _INTEGER, _POINTER, _INTEGER),
+    "spell_decimals": (_POINTER, _INTEGER, _POINTER),
+    "read_decimals": (_POINTER, _INTEGER, _POINTER, _INTEGER),
 }
 
 Function = Callable[..., Any]
@@ -157,7 +159,18 @@ def thread_waits() -> TeamCounters:
 def native_library(architecture: str = "native") -> NativeLibrary | str:
     """Built and loaded at the first call; or why not, in words."""
     built = build(architecture)
-    return built if isinstance(built, str) else load(built)
+    found = built if isinstance(built, str) else load(built)
+    if isinstance(found, NativeLibrary):
+        _LOADED.append(found)
+    return found
+
+
+def loaded_library() -> NativeLibrary | None:
+    """What this process has loaded for its kernels, for what would not have it built."""
+    return _LOADED[0] if _LOADED else None
+
+
+_LOADED: list[NativeLibrary] = []
 
 
 def load(built: Built) -> NativeLibrary | str:

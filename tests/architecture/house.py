@@ -106,6 +106,7 @@ TORCH_MODULES_OF_TORCH_FREE_ROOMS = (
 )
 TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.native.build",
+    "spmd_worker.native.library",
     "spmd_worker.distributed.expert_layout",
     "spmd_worker.distributed.topology",
     "spmd_worker.distributed.environment",
@@ -114,6 +115,7 @@ TORCH_FREE_MODULES_OF_TORCH_ROOMS = (
     "spmd_worker.layers.weight_slice",
     "spmd_worker.weights.safetensors_header",
     "spmd_worker.memory.estimate",
+    "spmd_worker.memory.garbage",
     "spmd_worker.memory.host",
     "spmd_worker.memory.plan",
     "spmd_worker.memory.plan_text",

@@ -1,15 +1,30 @@
 """Numbers of vectors are written as numpy writes a float32 by itself, and read again from lines as JSON reads them."""
 
+import dataclasses
 import json
 import struct
+from collections.abc import Iterator
 from typing import Any
 
+import native_libraries
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spmd_worker.batch.output.decimals import SpelledNumbers, shortest_decimals, shortest_text
+from spmd_worker.batch.output import decimals
+from spmd_worker.batch.output.decimals import SpelledNumbers, read_decimals, shortest_decimals, shortest_text
 from spmd_worker.batch.output.output_file import parquet_row
+from spmd_worker.native import library as native_library
+
+
+@pytest.fixture(autouse=True, params=["compiled", "numpy"])
+def speller(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of this file is of both, which are to be told apart by nothing."""
+    own = [native_libraries.native()] if request.param == "compiled" else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_library, "_LOADED", own)
+        yield
 
 
 def one_by_one(vector: list[float]) -> list[float]:
@@ -42,8 +57,39 @@ def test_numbers_like_those_of_vectors_are_spelled_as_by_themselves():
     ).astype(np.float32)
     assert bits(shortest_decimals(values.tolist())) == bits(one_by_one(values.tolist()))
     assert shortest_text(values.tolist()) == json.dumps(one_by_one(values.tolist()))
+    finite = chance.integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
+    finite = finite[np.isfinite(finite)]
+    assert shortest_text(finite.tolist()) == json.dumps(one_by_one(finite.tolist()))
     # The control: as many digits for all is another spelling.
     assert [float(f"{each:.9g}") for each in values[:6000]] != one_by_one(values[:6000].tolist())
+
+
+def test_decimals_are_read_to_the_last_bit_and_only_where_there_are_as_many_as_asked_for():
+    chance = np.random.default_rng(7)
+    values = chance.integers(0, 2**32, 5000, dtype=np.uint32).view(np.float32)
+    values = values[np.isfinite(values)]
+    text = shortest_text(values.tolist())[1:-1].encode("ascii")
+    numbers = read_decimals(text, len(values))
+    assert numbers is not None
+    assert numbers.tobytes() == values.tobytes()
+    assert read_decimals(text, len(values) + 1) is None
+    assert read_decimals(text, len(values) - 1) is None
+    neighbour = np.nextafter(values[:1], np.float32(0))
+    assert read_decimals(shortest_text(neighbour.tolist())[1:-1].encode(), 1) != values[:1], "the control"
+
+
+def test_what_is_no_finite_number_is_left_to_numpy():
+    assert shortest_text([1.0, float("inf"), float("nan")]) == "[1.0, inf, nan]"
+
+
+def test_a_library_of_an_older_compiler_has_no_decimals_and_numpy_has_them(monkeypatch: pytest.MonkeyPatch):
+    own = native_libraries.native()
+    functions = {name: each for name, each in own.functions.items() if not name.endswith("decimals")}
+    monkeypatch.setattr(native_library, "_LOADED", [dataclasses.replace(own, functions=functions)])
+    calls = []
+    monkeypatch.setattr(decimals, "_spelled_by_numpy", lambda given: calls.append(len(given)) or "[0.5]")
+    assert shortest_text([0.5]) == "[0.5]"
+    assert calls == [1]
 
 
 def test_a_vector_of_a_line_is_cut_out_of_it_and_is_what_json_reads():

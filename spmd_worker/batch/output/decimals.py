@@ -1,6 +1,7 @@
 """Float32 numbers as the shortest decimal ones that tell them from their neighbours, and as text in lines of JSON.
 
-A row has hundreds of them: they are spelled all at once, and the few that are rare each by itself.
+A row has hundreds of them: they are spelled all at once, by the compiled library where this process computes with it,
+else by numpy, and then the few that are rare each by itself.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,8 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from spmd_worker.native.library import loaded_library
 
 _POWERS: Final = np.array([float(f"1e{power}") for power in range(23)])
 """Of ten, as far as a float64 is one exactly: a whole number by one of them is rounded once, as a decimal is read."""
@@ -32,6 +35,9 @@ _SIGN, _POINT, _ZEROS, _DIGITS, _END = 0, slice(1, 3), slice(3, 6), slice(6, 15)
 """Characters of a number in [0.0001, 1): sign, "0.", zeros, digits; of any, what stands before the next."""
 
 _PLACES: Final = 10 ** np.arange(_MOST_DIGITS - 1, -1, -1)
+_SPELLED_BYTES: Final = 26
+"""Room for a number in `spmd_spell_decimals`."""
+
 _HOLE: Final = "\0numbers\0"
 _HOLE_IN_LINES: Final = b'"\\u0000numbers\\u0000"'
 
@@ -49,6 +55,32 @@ def shortest_decimals(vector: Sequence[float]) -> list[float]:
 def shortest_text(vector: Sequence[float]) -> str:
     """`json.dumps(shortest_decimals(vector))`."""
     given = np.array(vector, dtype=np.float32)
+    spelled = _spelled_natively(given)
+    return _spelled_by_numpy(given) if spelled is None else spelled
+
+
+def read_decimals(text: bytes, size: int) -> NDArray[np.float32] | None:
+    """The float32 numbers nearest to `size` decimals between commas; None of another number of them."""
+    library = loaded_library()
+    if library is not None and "read_decimals" in library.functions:
+        numbers = np.empty(size, dtype=np.float32)
+        num_read = library.functions["read_decimals"](text, len(text), numbers.ctypes.data, size)
+        return numbers if num_read == size else None
+    numbers = np.fromstring(text.decode("ascii"), dtype=np.float64, sep=",").astype(np.float32)
+    return numbers if len(numbers) == size else None
+
+
+def _spelled_natively(given: NDArray[np.float32]) -> str | None:
+    """None where that library is not here, or was made by a compiler without it, or a number is not finite."""
+    library = loaded_library()
+    if library is None or "spell_decimals" not in library.functions:
+        return None
+    characters = np.empty(len(given) * _SPELLED_BYTES, dtype=np.uint8)
+    size = library.functions["spell_decimals"](given.ctypes.data, len(given), characters.ctypes.data)
+    return None if size < 0 else f"[{characters[:size].tobytes().decode('ascii')}]"
+
+
+def _spelled_by_numpy(given: NDArray[np.float32]) -> str:
     sizes, is_found, exponents = _found(given)
     is_short = is_found & (exponents >= -4) & (exponents < 0)
     wholes = np.rint(sizes * _POWERS[_MOST_DIGITS - 1 - exponents]).astype(np.int64)

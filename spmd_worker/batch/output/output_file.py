@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_worker.batch.output.decimals import read_decimals
 from spmd_worker.config.extras import refuse_without
 from spmd_worker.files import partial_path, rename_durably, sync_stream
 
@@ -218,8 +219,8 @@ def _cut_vector(line: bytes, vectors: VectorColumn | None) -> tuple[NDArray[np.f
         return None, line
     start = line.index(key) + len(key)
     end = line.index(b"]", start)
-    numbers = np.fromstring(line[start:end].decode("ascii"), dtype=np.float64, sep=",").astype(np.float32)
-    return (numbers, line[:start] + line[end:]) if len(numbers) == vectors[1] else (None, line)
+    numbers = read_decimals(line[start:end], vectors[1])
+    return (None, line) if numbers is None else (numbers, line[:start] + line[end:])
 
 
 def _vector(body: dict[str, Any], name: str, size: int) -> list[float] | None:
