@@ -44,10 +44,14 @@ def numbers(*shape, dtype):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-OTHERS = (EMULATED, ONEDNN, *((WITHOUT_AMX,) if HAS_AMX else ()))
+OTHERS = (ONEDNN, *((WITHOUT_AMX,) if HAS_AMX else ()))
+MATRIX = [
+    pytest.param(EMULATED, marks=[needs_avx512, pytest.mark.matrix]),
+    *(pytest.param(each, marks=pytest.mark.matrix) for each in OTHERS),
+]
 
 
-@pytest.fixture(params=[NATIVE, *(pytest.param(each, marks=pytest.mark.matrix) for each in OTHERS)])
+@pytest.fixture(params=[NATIVE, *MATRIX])
 def kernels(request):
     """Built before oneDNN's first use, as a worker does. Emulated: the products for an AMX unit, on any machine."""
     made = CpuKernels(library_for(request.param))

@@ -282,9 +282,12 @@ IN_BFLOAT16 = ("gemma2", "gemma3_images", "glm4", "phi3_long", "olmo2", "gpt2")
 
 
 def each_type() -> list[Any]:
-    """GPT-2 quickly; in float32 one of each kind of layer in the tier of layouts; the others in the stress tier."""
-    marks = {(name, "float32"): [] if name == "gpt2" else pytest.mark.matrix for name in ALL_CASES}
-    marks |= {(name, "float32"): pytest.mark.stress for name in LIKE_OTHERS}
+    """GPT-2 quickly; one of each kind of layer, in one of the dtypes, in the tier of layouts; the others in the stress
+    tier.
+    """
+    marks = {(name, "float32"): pytest.mark.matrix for name in ALL_CASES}
+    marks |= {(name, "float32"): pytest.mark.stress for name in (*LIKE_OTHERS, *IN_BFLOAT16)}
+    marks |= {("gpt2", "float32"): []}
     marks |= {
         (name, "bfloat16"): pytest.mark.matrix if name in IN_BFLOAT16 else pytest.mark.stress for name in ALL_CASES
     }

@@ -11,7 +11,7 @@ import ranks
 import torch
 from joined_models import DTYPES, PLAIN, SHAPES, are_equal, joined_and_one_by_one, new_model
 from model_configs import with_layers
-from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, each_library, needs_products
+from native_libraries import ONEDNN, WITH_AMX, WITHOUT_AMX, each_library, needs_avx512, needs_products
 from our_model import prompt_logits
 from reference_models import random_prompt
 
@@ -36,7 +36,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @needs_products
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("instruction_set", [WITH_AMX, WITHOUT_AMX])
+@pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_avx512), WITHOUT_AMX])
 @each_dtype
 def test_joined_layers_give_the_same_bits(
     dtype: torch.dtype, instruction_set: str, model_config: ModelConfig, chunk: int | None
@@ -63,7 +63,7 @@ def test_layers_that_exchange_sums_of_bytes_run_one_by_one():
     assert model.model.joined_layers is None
 
 
-@pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=needs_products), WITHOUT_AMX])
+@pytest.mark.parametrize("instruction_set", [pytest.param(WITH_AMX, marks=[needs_products, needs_avx512]), WITHOUT_AMX])
 @pytest.mark.parametrize("model_config", UNFUSED.values(), ids=UNFUSED)
 @each_dtype
 def test_a_step_that_is_not_fused_gives_the_same_bits(

@@ -57,13 +57,25 @@ def test_without_a_compiler_it_works_and_says_so_once(
     assert with_compiler.stdout == done.stdout
 
 
-@pytest.mark.matrix
-def test_without_a_compiler_models_are_still_transformers(environment: dict[str, str]):
-    names = (
-        "test_against_transformers.py::test_logits_of_a_mixed_batch_are_transformers",
-        "test_against_transformers.py::test_logits_computed_in_chunks_are_transformers",
-        "test_greedy_against_transformers.py::test_greedy_tokens_of_prompts_alone_are_transformers",
-    )
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(
+            (
+                "test_against_transformers.py::test_logits_of_a_mixed_batch_are_transformers",
+                "test_against_transformers.py::test_logits_computed_in_chunks_are_transformers",
+            ),
+            marks=pytest.mark.matrix,
+            id="logits",
+        ),
+        pytest.param(
+            ("test_greedy_against_transformers.py::test_greedy_tokens_of_prompts_alone_are_transformers",),
+            marks=pytest.mark.stress,
+            id="greedy",
+        ),
+    ],
+)
+def test_without_a_compiler_models_are_still_transformers(environment: dict[str, str], names: tuple[str, ...]):
     files = [str(TESTS / name) for name in names]
     command = [
         sys.executable,
