@@ -227,6 +227,7 @@ def path_values(config: RunConfig) -> list[str | None]:
     return [getattr(getattr(config, group), name) for group, _, name in (key.partition(".") for key in PATHS)]
 
 
+@pytest.mark.matrix
 def test_a_path_is_taken_as_the_shell_gives_it():
     """All keys at once: composing takes long."""
 

@@ -250,6 +250,7 @@ def run_history(seed: int, num_steps: int, max_output_tokens: int = 20, nums_of_
     return history
 
 
+@pytest.mark.matrix
 def test_the_mirror_holds_what_the_scheduler_holds_in_random_histories():
     seen = seen_in_histories(nums_of_ids=(1,))
     assert seen.pop("continuing by none") == seen.pop("continuing by several") == 0

@@ -103,7 +103,13 @@ OTHERS = [*WINDOWED_OR_STATEFUL, "yarn", "llama_tied", "llama_biased", "llama_ni
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [(name, "whole") for name in OTHERS] + [(name, "preempted in chunks") for name in WINDOWED_OR_STATEFUL],
+    [
+        *(
+            pytest.param(name, "whole", marks=[] if name in WINDOWED_OR_STATEFUL else pytest.mark.matrix)
+            for name in OTHERS
+        ),
+        *((name, "preempted in chunks") for name in WINDOWED_OR_STATEFUL),
+    ],
 )
 def test_greedy_tokens_of_other_families_and_scalings_are_transformers(name: str, schedule: str):
     # 122 tokens are the longest row, 19 blocks of 8 hold one and a bit.
