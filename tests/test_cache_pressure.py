@@ -128,7 +128,7 @@ def test_tokens_equal_the_uninterrupted_runs_bit_for_bit(
 
 
 @pytest.mark.parametrize("count", [0, 1, 12])
-@pytest.mark.parametrize("mode", ["swap", "auto"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("auto", marks=pytest.mark.matrix)])
 def test_a_host_pool_of_nothing_one_block_or_too_few_ends_the_job_all_the_same(
     uninterrupted: dict[str, Ran], mode: str, count: int
 ):

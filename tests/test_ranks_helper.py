@@ -58,6 +58,7 @@ def test_a_failing_rank_fails_the_run_ends_the_others_and_its_last_words_are_kep
     assert "rank 1 gives up" in done.stderr
 
 
+@pytest.mark.matrix
 def test_forked_torchrun_gives_its_ranks_what_torchrun_gives(tmp_path: Path):
     """Parent, session, group, arguments, streams, path and variables; the parent is torchrun, which can end them."""
     source = """
@@ -103,6 +104,7 @@ def test_what_an_outer_torchrun_set_does_not_reach_the_ranks(monkeypatch: pytest
     assert done.stdout == "none none added\n"
 
 
+@pytest.mark.matrix
 def test_hanging_ranks_are_killed_in_time_say_where_they_hung_and_leave_nothing(tmp_path: Path):
     source = f"""
         import os, pathlib, signal, time

@@ -43,7 +43,15 @@ def main(folder: Path, **options: Any) -> None:
 
 
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize("layout", [TP, PP, DP, {**TP, **MULTIPROC}, {**PP, **MULTIPROC}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        TP,
+        {**PP, **MULTIPROC},
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in (PP, DP, {**TP, **MULTIPROC})),
+    ],
+    ids=str,
+)
 def test_a_worker_event(layout: dict[str, Any], tmp_path: Path):
     if "distributed_executor_backend" in layout:
         main(tmp_path, **layout)

@@ -211,7 +211,7 @@ def reporting(dtype: torch.dtype) -> tuple[torch.Tensor, list[SampleRow]]:
 
 @pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.matrix)])
 def test_logprobs_of_shards_have_the_bits_of_the_whole_on_every_rank(size: int, dtype, mode: str):
     logits, rows = reporting(dtype)
     expected = whole(logits, rows, mode)
