@@ -77,11 +77,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """The processes of a run share a folder for what takes long to make, and inherit its name."""
     if not hasattr(config, "workerinput"):
         os.environ[run_folder.VARIABLE] = tempfile.mkdtemp(prefix="tests-run-")
-    # Importing every test makes many objects and no garbage: a fifth of the time was spent looking for some.
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Importing every test makes many objects and no garbage: a fifth of the time was spent looking for some."""
     gc.disable()
-
-
-def pytest_collection_finish() -> None:
+    yield
     gc.enable()
 
 
