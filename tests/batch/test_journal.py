@@ -1,12 +1,15 @@
 """The journal: commits in order, torn tails at every byte, disks that fill and syncs that fail."""
 
+import linecache
 import os
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -45,6 +48,64 @@ def test_what_was_committed_is_there_again_with_its_counts(tmp_path: Path):
     assert [journal.key_of(index) for index in range(3)] == [100, 101, 102]
     assert (journal.has(2), journal.has(3), journal.num_rows) == (True, False, 3)
     assert list(journal.lines()) == [answer(index).line for index in range(3)]
+
+
+def interrupted_after(num_lines: int, call: Callable[[], None]) -> bool:
+    """Whether Ctrl-C came in the middle of a call, after so many lines of it that are of this file or the journal's."""
+    left = num_lines
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        nonlocal left
+        if frame.f_code.co_filename not in (journal_module.__file__, __file__):
+            return None
+        # Python looks for signals behind calls: not between a lock that is taken, or given back, and its block.
+        is_lock = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        left -= event == "line" and not is_lock
+        if left < 0 and not is_lock:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(former)
+    return False
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_an_interruption_before_any_line_of_an_append_loses_no_earlier_row(tmp_path: Path, is_broken: bool):
+    """Control: a row that is pending before it has a place took all others with it."""
+
+    def append(journal: RowJournal, key: int, made: RowAnswer) -> None:
+        with journal._lock:
+            journal._pending.append((key, made))
+            journal._note(made.index, key, 0, len(made.line))
+
+    lost = []
+    for number in range(100):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        journal = opened(folder)
+        journal.append(105, answer(5))
+        add = partial(append, journal) if is_broken else journal.append
+        is_interrupted = interrupted_after(number, partial(add, 109, answer(9)))
+        try:
+            journal.close()
+        except IndexError:
+            lost.append(number)
+            continue
+        kept = [index for index, _ in read_journal(folder)]
+        assert kept in ([5], [5, 9])
+        if not is_interrupted:
+            break
+    assert kept == [5, 9]
+    assert number > 8
+    assert bool(lost) == is_broken
 
 
 def test_lines_end_where_a_row_is_missing(tmp_path: Path):

@@ -130,8 +130,9 @@ class RowJournal:
         """One more row is done. Raises OSError when a commit fails."""
         assert not self.has(answer.index), f"row {answer.index} is done twice"
         with self._lock:
-            self._pending.append((key, answer))
+            # Ctrl-C may come between the two: what is pending has its place, or the commit of all rows would fail.
             self._note(answer.index, key, 0, len(answer.line))
+            self._pending.append((key, answer))
         self.tick()
 
     def tick(self) -> None:
