@@ -5,7 +5,6 @@ Loads what `build` made, once a process. Knows signatures; the checks of shapes 
 """
 
 import ctypes
-import functools
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -141,6 +140,10 @@ class TeamCounters(NamedTuple):
     """Those for which it waited longer than any item takes: another thread had lost its core."""
 
 
+_LIBRARIES: dict[str, NativeLibrary | str] = {}
+"""By architecture, what this process has loaded, or why not."""
+
+
 def team_counters(library: NativeLibrary) -> TeamCounters:
     """Of this process, as of now."""
     numbers = (ctypes.c_int64 * 4)()
@@ -155,22 +158,20 @@ def thread_waits() -> TeamCounters:
     return TeamCounters(0, 0, 0.0, 0) if isinstance(library, str) else team_counters(library)
 
 
-@functools.cache
 def native_library(architecture: str = "native") -> NativeLibrary | str:
     """Built and loaded at the first call; or why not, in words."""
-    built = build(architecture)
-    found = built if isinstance(built, str) else load(built)
-    if isinstance(found, NativeLibrary):
-        _LOADED.append(found)
-    return found
+    if architecture not in _LIBRARIES:
+        built = build(architecture)
+        _LIBRARIES[architecture] = built if isinstance(built, str) else load(built)
+    return _LIBRARIES[architecture]
 
 
-def loaded_library() -> NativeLibrary | None:
-    """What this process has loaded for its kernels, for what would not have it built."""
-    return _LOADED[0] if _LOADED else None
-
-
-_LOADED: list[NativeLibrary] = []
+def loaded_function(name: str) -> Function | None:
+    """Of the library that this process has loaded for its kernels, for what would not have it built: None where there
+    is none, or its compiler had not what the function needs.
+    """
+    library = _LIBRARIES.get("native")
+    return library.functions.get(name) if isinstance(library, NativeLibrary) else None
 
 
 def load(built: Built) -> NativeLibrary | str:

@@ -144,7 +144,7 @@ def test_two_replicas_of_two_ranks_write_the_bytes_of_one_replica(tmp_path: Path
     check_same(four, pair, 2)
 
 
-@pytest.mark.stress
+@pytest.mark.matrix
 def test_three_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path):
     run_on_ranks(tmp_path, 3, "parallel.data_parallel_size=3")
     check_same(tmp_path, alone, 3)

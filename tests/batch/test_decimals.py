@@ -1,6 +1,5 @@
 """Numbers of vectors are written as numpy writes a float32 by itself, and read again from lines as JSON reads them."""
 
-import dataclasses
 import json
 import struct
 from collections.abc import Iterator
@@ -21,9 +20,9 @@ from spmd_worker.native import library as native_library
 @pytest.fixture(autouse=True, params=["compiled", "numpy"])
 def speller(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test of this file is of both, which are to be told apart by nothing."""
-    own = [native_libraries.native()] if request.param == "compiled" else []
+    functions = native_libraries.native().functions if request.param == "compiled" else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_library, "_LOADED", own)
+        patch.setattr(decimals, "loaded_function", functions.get)
         yield
 
 
@@ -82,14 +81,21 @@ def test_what_is_no_finite_number_is_left_to_numpy():
     assert shortest_text([1.0, float("inf"), float("nan")]) == "[1.0, inf, nan]"
 
 
-def test_a_library_of_an_older_compiler_has_no_decimals_and_numpy_has_them(monkeypatch: pytest.MonkeyPatch):
-    own = native_libraries.native()
-    functions = {name: each for name, each in own.functions.items() if not name.endswith("decimals")}
-    monkeypatch.setattr(native_library, "_LOADED", [dataclasses.replace(own, functions=functions)])
-    calls = []
-    monkeypatch.setattr(decimals, "_spelled_by_numpy", lambda given: calls.append(len(given)) or "[0.5]")
-    assert shortest_text([0.5]) == "[0.5]"
-    assert calls == [1]
+def test_functions_are_those_of_the_library_that_is_loaded_and_nothing_is_built_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    own, built = native_libraries.native(), []
+    monkeypatch.setattr(native_library, "build", lambda architecture: built.append(architecture) or "no compiler")
+    names = ("spell_decimals", "read_decimals")
+    assert [native_library.loaded_function(name) for name in names] == [own.functions[name] for name in names]
+    # That of an older compiler has none, as the sources say.
+    assert native_library.loaded_function("no such function") is None
+    monkeypatch.setattr(native_library, "_LIBRARIES", {})
+    assert native_library.loaded_function("spell_decimals") is None
+    assert built == []
+    # Asked for in vain.
+    assert native_library.native_library() == "no compiler"
+    assert native_library.loaded_function("spell_decimals") is None
 
 
 def test_a_vector_of_a_line_is_cut_out_of_it_and_is_what_json_reads():

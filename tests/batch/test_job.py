@@ -1,5 +1,6 @@
 """The job on one rank, in this process: what it reads, writes, counts and refuses. Answers are not judged."""
 
+import gc
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from ranks import REPOSITORY
 from spmd_worker.batch import job as job_module
 from spmd_worker.batch import row_runner
 from spmd_worker.batch.job import run_job
+from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ConfigError, JobError
@@ -158,6 +160,21 @@ def test_a_second_run_writes_the_same_bytes(tmp_path: Path):
     assert (tmp_path / "out.jsonl").read_bytes() == first
     run(replace(config_of(tmp_path), seed=1))
     assert (tmp_path / "out.jsonl").read_bytes() != first
+
+
+def test_full_collections_of_a_job_pass_over_what_outlived_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step, frozen = RowRunner.step, []
+
+    def collecting(runner: RowRunner, *given: Any) -> Any:
+        gc.collect()
+        frozen.append(gc.get_freeze_count())
+        return step(runner, *given)
+
+    monkeypatch.setattr(RowRunner, "step", collecting)
+    write_rows(tmp_path, [{"prompt": "add 1 2 =", "max_tokens": 3}])
+    run(config_of(tmp_path))
+    assert min(frozen) > 10_000
+    assert gc.get_freeze_count() == 0, "the process goes on"
 
 
 def test_max_rows_takes_the_first_and_leaves_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

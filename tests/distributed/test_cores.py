@@ -141,16 +141,13 @@ def test_this_node_is_seen_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 SOURCE = """
 import os
+import torch
 from spmd_worker.distributed.cores import look_at_node, share_cores, take_share
 
 share = share_cores(look_at_node(), int(os.environ["LOCAL_RANK"]), 2, os.environ)
-numbers = [int(os.environ["OMP_NUM_THREADS"])]
-take_share(share, numbers.append, binds=True)
+take_share(share, torch.set_num_threads, binds=True)
 own = sorted(os.sched_getaffinity(0))
-os.write(1, f"{numbers[-1]} {len(own)} {own[0]}\\n".encode())
-"""
-"""As a rank's program does, but that importing torch takes longer than all of it: it would start with as many threads
-as the variable says.
+os.write(1, f"{torch.get_num_threads()} {len(own)} {own[0]}\\n".encode())
 """
 
 

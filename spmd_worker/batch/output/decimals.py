@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_worker.native.library import loaded_library
+from spmd_worker.native.library import loaded_function
 
 _POWERS: Final = np.array([float(f"1e{power}") for power in range(23)])
 """Of ten, as far as a float64 is one exactly: a whole number by one of them is rounded once, as a decimal is read."""
@@ -61,22 +61,21 @@ def shortest_text(vector: Sequence[float]) -> str:
 
 def read_decimals(text: bytes, size: int) -> NDArray[np.float32] | None:
     """The float32 numbers nearest to `size` decimals between commas; None of another number of them."""
-    library = loaded_library()
-    if library is not None and "read_decimals" in library.functions:
+    read = loaded_function("read_decimals")
+    if read is not None:
         numbers = np.empty(size, dtype=np.float32)
-        num_read = library.functions["read_decimals"](text, len(text), numbers.ctypes.data, size)
-        return numbers if num_read == size else None
+        return numbers if read(text, len(text), numbers.ctypes.data, size) == size else None
     numbers = np.fromstring(text.decode("ascii"), dtype=np.float64, sep=",").astype(np.float32)
     return numbers if len(numbers) == size else None
 
 
 def _spelled_natively(given: NDArray[np.float32]) -> str | None:
-    """None where that library is not here, or was made by a compiler without it, or a number is not finite."""
-    library = loaded_library()
-    if library is None or "spell_decimals" not in library.functions:
+    """None where the function is not here, or a number is not finite."""
+    spell = loaded_function("spell_decimals")
+    if spell is None:
         return None
     characters = np.empty(len(given) * _SPELLED_BYTES, dtype=np.uint8)
-    size = library.functions["spell_decimals"](given.ctypes.data, len(given), characters.ctypes.data)
+    size = spell(given.ctypes.data, len(given), characters.ctypes.data)
     return None if size < 0 else f"[{characters[:size].tobytes().decode('ascii')}]"
 
 
