@@ -584,9 +584,9 @@ class LLMEngine:
         self.times.begin()
         plan = self.scheduler.schedule()
         finished_transfers = self.lockstep.take_finished_transfers()
-        if finished_transfers:
-            self._events.insert(0, FinishTransfers(finished_transfers))
         with self.calls.lock:
+            if finished_transfers:
+                self._events.insert(0, FinishTransfers(finished_transfers))
             events, self._events = tuple(self._events), []
         self.times.end("schedule")
         agreed = self.lockstep.agree(
@@ -632,7 +632,8 @@ class LLMEngine:
             self._is_round_over = True
         elif isinstance(event, Admit):
             # Requests that this rank did not add itself have taken their numbers too.
-            self.num_requests = max(self.num_requests, event.request.request_id + 1)
+            with self.calls.lock:
+                self.num_requests = max(self.num_requests, event.request.request_id + 1)
         elif isinstance(event, WorkerEvent | EndWorkerEvent):
             self.times.heartbeat.enter("worker event")
             self._worker_events.apply(event)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -139,6 +140,65 @@ def test_a_request_that_comes_while_a_step_takes_the_others_is_not_lost(llm: LLM
 def test_without_the_lock_it_would_be(llm: LLM):
     """Negative control."""
     assert added_while_a_step_takes_events(llm, NoLock(), lambda thread: thread.join(LIMIT_S)) == 1
+
+
+def numbers_added_amid_an_admission(llm: LLM, lock: Any, until: Callable[[threading.Thread], object]) -> list[int]:
+    """A request's admission, again and again, each time with a request that another thread adds between two of its
+    bytecodes, and one right after; the numbers that all of them got.
+    """
+    engine, numbers = llm.llm_engine, list[int]()
+    engine.calls.lock = lock
+    applying = type(engine)._apply_event.__code__
+    place, at = 0, 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal at
+        if frame.f_code is not applying:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            at += 1
+            if at == place:
+                thread.start()
+                until(thread)
+        return trace
+
+    while at >= place:
+        place, at = place + 1, 0
+        thread = threading.Thread(target=lambda: numbers.append(engine.add_request([7, 8], params(1))))
+        numbers.append(engine.add_request([3, 4], params(0)))
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            engine.step()
+        finally:
+            sys.settrace(before)
+        if thread.ident is not None:
+            thread.join(LIMIT_S)
+        numbers.append(engine.add_request([5, 6], params(2)))
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert place > 10
+    return numbers
+
+
+def test_no_number_is_given_twice_whenever_a_request_comes(llm: LLM):
+    lock = WantedLock()
+
+    def until_it_waits_or_ended(thread: threading.Thread) -> None:
+        for _ in range(int(1000 * LIMIT_S)):
+            if not thread.is_alive() or lock.wanted.wait(0.001):
+                break
+        lock.wanted.clear()
+
+    numbers = numbers_added_amid_an_admission(llm, lock, until_it_waits_or_ended)
+    assert len(set(numbers)) == len(numbers) > 30
+
+
+def test_without_the_lock_one_would_be(llm: LLM):
+    """Negative control: the engine ends where a number comes again."""
+    with pytest.raises(AssertionError):
+        numbers_added_amid_an_admission(llm, NoLock(), lambda thread: thread.join(LIMIT_S))
 
 
 CALLS: dict[str, Callable[[LLM], object]] = {
