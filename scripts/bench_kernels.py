@@ -4,7 +4,8 @@
 
 Decode: one query token of each of 64 sequences, 32 query heads on 8 key-value heads, blocks of 16 in random places, a
 new layer's cache at every call so that it comes from memory. The floor is the cache's bytes at the speed of reading
-memory, measured here. Prefill: whole prompts, in useful (causal) operations. Products: packed against plain. The last
+memory, measured here. Shared: the same where the first three quarters of the keys lie in the same blocks for all
+sequences, beside where each has its own. Prefill: whole prompts, in useful (causal) operations. Products: packed against plain. The last
 line is one JSON object. Figures are medians; a busy machine spoils them, so the fastest call is shown beside.
 """
 
@@ -41,10 +42,11 @@ def main() -> None:
         bandwidth = _bandwidth(seconds)
         print(f"{torch.get_num_threads()} threads, memory read at {bandwidth / 1e9:.1f} GB/s\n")
         decode = _decode_table(bandwidth, seconds)
+        shared = _shared_table(seconds)
         prefill = _prefill_table(seconds)
         products = _gemm_table(kernels, seconds)
     figures = {"threads": torch.get_num_threads(), "read_gb_s": round(bandwidth / 1e9, 1)}
-    print(json.dumps({**figures, "decode": decode, "prefill": prefill, "products": products}))
+    print(json.dumps({**figures, "decode": decode, "shared": shared, "prefill": prefill, "products": products}))
 
 
 def _arguments() -> argparse.Namespace:
@@ -90,6 +92,23 @@ def _decode_table(bandwidth: float, seconds: float) -> list[dict[str, object]]:
     return table
 
 
+def _shared_table(seconds: float) -> list[dict[str, object]]:
+    print("shared, ms         D   keys   common (fastest)   apart (fastest)  common/apart")
+    table = []
+    for dtype_name, head_size, num_keys in itertools.product(DTYPES, (64, 128), (256, 1024)):
+        backend, num_common = _ours(dtype_name, head_size), num_keys * 3 // 4
+        common, fastest, _ = _decode(backend, dtype_name, head_size, num_keys, seconds, num_common)
+        apart, fastest_apart, _ = _decode(backend, dtype_name, head_size, num_keys, seconds)
+        print(
+            f"{dtype_name:14} {head_size:5} {num_keys:6} {common:8.2f} ({fastest:6.2f}) {apart:8.2f}"
+            f" ({fastest_apart:6.2f}) {common / apart:12.2f}"
+        )
+        row = {"dtype": dtype_name, "head_size": head_size, "keys": num_keys, "common_keys": num_common}
+        table.append({**row, "common_ms": common, "apart_ms": apart})
+    print()
+    return table
+
+
 def _ours(dtype_name: str, head_size: int) -> CpuBackend:
     backend = cpu_backend_or_reason(DTYPES[dtype_name], head_size, BLOCK_SIZE)
     assert isinstance(backend, CpuBackend), backend
@@ -97,9 +116,11 @@ def _ours(dtype_name: str, head_size: int) -> CpuBackend:
 
 
 def _decode(
-    backend: AttentionBackend, dtype_name: str, head_size: int, num_keys: int, seconds: float
+    backend: AttentionBackend, dtype_name: str, head_size: int, num_keys: int, seconds: float, num_common: int = 0
 ) -> tuple[float, float, int]:
-    """Median and fastest milliseconds, and the bytes of cache that one call reads."""
+    """Median and fastest milliseconds, and the bytes of cache of one layer. The first `num_common` keys of all sequences
+    lie in the same blocks.
+    """
     blocks_each = num_keys // BLOCK_SIZE
     num_blocks = NUM_SEQUENCES * blocks_each
     dtype, shape = DTYPES[dtype_name], backend.block_shape(NUM_KV_HEADS, BLOCK_SIZE, head_size)
@@ -107,6 +128,7 @@ def _decode(
     layers = torch.zeros(max(2, MIN_CACHE_BYTES // num_bytes), num_blocks, *shape, dtype=dtype)
     layers.normal_()
     tables = torch.randperm(num_blocks).view(NUM_SEQUENCES, blocks_each)
+    tables[:, : num_common // BLOCK_SIZE] = tables[0, : num_common // BLOCK_SIZE].clone()
     metadata = AttentionMetadata(
         query_starts=tuple(range(NUM_SEQUENCES + 1)),
         context_lengths=(num_keys,) * NUM_SEQUENCES,

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +183,14 @@ class StepWatch:
         self._works: list[StepWork] = []
         self._kernels: Any = None
         self._layers: CachedLayers | None = None
+        self._block_size = 0
 
     def instrument(self, worker: Any) -> None:
         """Everything that the model and the runner call goes through a stopwatch from now on."""
         from spmd_worker.runner import model_runner
 
         runner, self._kernels, self._layers = worker.model_runner, worker._kernels, cached_layers(worker)
+        self._block_size = worker.get_kv_cache_spec().block_size
         # All layers in one call have no parts to time.
         worker._model.model.joined_layers = None
         kernels, backend = None, None
@@ -211,9 +213,10 @@ class StepWatch:
     def _noting_rows(self, build: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
             batch, work = build(*arguments, **keywords), StepWork()
-            starts = batch.attention.query_starts
-            for start, end, length in zip(starts, starts[1:], batch.attention.context_lengths, strict=False):
-                work.add_attention(end - start, length, self._layers)
+            lengths, starts = batch.attention.context_lengths, batch.attention.query_starts
+            repeated = num_tokens_read_before(batch.attention.block_tables.tolist(), lengths, self._block_size)
+            for start, end, length, num_read in zip(starts, starts[1:], lengths, repeated, strict=False):
+                work.add_attention(end - start, length, self._layers, num_read)
             self._works.append(work)
             return batch
 
@@ -314,6 +317,16 @@ class StepWatch:
                 multiply(inputs[_num_inputs(weight)], weight, bias)
                 spent[key] += time.perf_counter() - began_s
         return sum(spent[key] / repeats * count for key, count in items)
+
+
+def num_tokens_read_before(tables: list[list[int]], lengths: Sequence[int], block_size: int) -> list[int]:
+    """Of each sequence, how many of its tokens lie in blocks that a sequence before it has too."""
+    counts, known = [], set[int]()
+    for table, length in zip(tables, lengths, strict=True):
+        whole = set(table[: length // block_size])
+        counts.append(len(whole & known) * block_size)
+        known |= whole
+    return counts
 
 
 def cached_layers(worker: Any) -> CachedLayers:

@@ -25,7 +25,7 @@ class Rates(NamedTuple):
 @dataclass(slots=True)
 class StepWork:
     """What a step cannot do without: operations of its products and its attention, bytes of weights and of keys and
-    values, each read once.
+    values, each read once, however many sequences see them.
     """
 
     flops: float = 0.0
@@ -36,15 +36,16 @@ class StepWork:
         self.flops += 2.0 * num_rows * num_weights
         self.num_bytes += weight_bytes
 
-    def add_attention(self, num_tokens: int, context_length: int, layers: "CachedLayers") -> None:
+    def add_attention(self, num_tokens: int, context_length: int, layers: "CachedLayers", num_read: int = 0) -> None:
         """The last `num_tokens` of a sequence, which see those before them: keys and values of a sequence are read once
-        for all of them.
+        for all of them. `num_read` of its tokens lie in blocks that are read for another sequence of the step.
         """
         for window, count in layers.num_by_window.items():
             seen = min(context_length, window + num_tokens - 1) if window else context_length
             mean = min(seen - (num_tokens - 1) / 2, window or seen)
             self.flops += 4.0 * count * num_tokens * mean * layers.num_heads * layers.head_size
-            self.num_bytes += count * seen * layers.token_bytes
+            # Where there is a window, a common beginning soon lies before it.
+            self.num_bytes += count * (seen if window else seen - num_read) * layers.token_bytes
 
 
 @dataclass(frozen=True, slots=True)

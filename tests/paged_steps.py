@@ -105,9 +105,14 @@ def run(backend: AttentionBackend, one: Sequence, chunk: int, order_seed: int = 
     return torch.cat(outputs)
 
 
-def together(backend: AttentionBackend, sequences: list[Sequence], last_chunks: list[int]) -> list[Tensor]:
-    """Each sequence but for its last tokens one after another, then the last tokens of all in one batch."""
-    cache, tables = _cache(backend, sequences, order_seed=1)
+def together(
+    backend: AttentionBackend, sequences: list[Sequence], last_chunks: list[int], tables: list[Tensor] | None = None
+) -> list[Tensor]:
+    """Each sequence but for its last tokens one after another, then the last tokens of all in one batch. `tables` may
+    have blocks in common where the sequences have tokens in common; else each sequence has blocks of its own.
+    """
+    cache, own_tables = _cache(backend, sequences, order_seed=1)
+    tables = own_tables if tables is None else tables
     starts = [one.length - chunk for one, chunk in zip(sequences, last_chunks, strict=True)]
     for one, table, start in zip(sequences, tables, starts, strict=True):
         if start:

@@ -10,7 +10,8 @@
 //                  https://arxiv.org/abs/1805.02867), rounded to bfloat16 if the cache is
 //   values         one dimension a lane; gemms are added over the keys the row sees in ascending order, from zero;
 //                  the tile's sum is then added to what came before
-// How many rows share a load of keys or values (the templates' kRows) changes no row's order of operations. Where the
+// How many rows share a load of keys or values (the templates' kRows), and whether they are one sequence's or several
+// that have the same blocks, changes no row's order of operations. Where the
 // processor has a AMX unit, all bfloat16 rows go through it, alone or together: see attention_amx.h.
 //
 // A key that a row may not see is left out by selection: its score is replaced, its value never multiplied, because what
@@ -21,6 +22,7 @@
 
 #include "attention_amx.h"
 #include "exports.h"
+#include "shared_blocks.h"
 #include "team.h"
 
 namespace {
@@ -33,11 +35,23 @@ constexpr int kMaxSpans = kGroups + 2;
 struct Item {
   int sequence, kv_head;
   int64_t first_row, end_row;  // row = token of the sequence * query heads per key-value head + query head
+  int64_t place;               // of its first row among those of its bundle
+
+  int64_t num_rows() const { return end_row - first_row; }
 };
 
-// First and last position that any row of an item sees.
-struct Keys {
-  int64_t first, last;
+// Items that one thread computes together, because their first tiles lie in the same blocks (shared_blocks.h), or one item.
+struct Bundle {
+  const Item* items;
+  int num_items;
+  int64_t num_shared_tiles;
+};
+
+// One tile of keys for rows of a bundle: of all its items, or of this one.
+struct Visit {
+  int item;  // of the bundle
+  int64_t tile_number;
+  bool is_shared;
 };
 
 template <class Type>
@@ -80,12 +94,6 @@ struct Attention {
         last_visible(item.sequence, position(item, item.end_row - 1))};
   }
 
-  Range visible_to(int sequence, int64_t at, int64_t tile_number) const {
-    const int64_t start = tile_number * kTile;
-    return {int(std::clamp<int64_t>(first_visible(at) - start, 0, kTile)),
-            int(std::clamp<int64_t>(last_visible(sequence, at) + 1 - start, 0, kTile))};
-  }
-
   // Of one row, in elements.
   int64_t offset(const Item& item, int64_t row, int64_t token_stride, int64_t head_stride) const {
     const int64_t token = query_starts[item.sequence] + row / group_size();
@@ -100,33 +108,57 @@ struct Attention {
     return tile_of_blocks<Type>(cache, table, item.kv_head, start, keys.first, keys.last);
   }
 
+  Visit first_visit(const Bundle& bundle) const {
+    if (bundle.num_shared_tiles > 0) return {0, 0, true};
+    return {0, keys_of(bundle.items[0]).first / kTile, false};
+  }
+
+  // The visit after this one; its item is the number of items if there is none.
+  Visit visit_after(const Visit& visit, const Bundle& bundle) const {
+    const int64_t number = visit.tile_number + 1, num_shared = bundle.num_shared_tiles;
+    if (visit.is_shared) return {visit.item, number, number < num_shared};
+    if (number <= keys_of(bundle.items[visit.item]).last / kTile) return {visit.item, number, false};
+    return {visit.item + 1, num_shared, false};  // items of a bundle of several see from the first key on
+  }
+
+  Tile<Element> locate(const Bundle& bundle, const Visit& visit, Scratch& scratch) const {
+    const Item& item = bundle.items[visit.item];
+    return locate(item, visit.tile_number, keys_of(item), scratch);
+  }
+
   // `unit_rows` is how many rows this thread's AMX unit is set up for.
-  void run(const Item& item, const Item* next_item, int& unit_rows) const {
+  void run(const Bundle& bundle, const Bundle* next_bundle, int& unit_rows) const {
     Scratch scratch;
-    stage(item, scratch);
+    for (int item = 0; item < bundle.num_items; ++item) stage(bundle.items[item], scratch);
+    const Item& last_item = bundle.items[bundle.num_items - 1];
     const bool is_copied = cache.block_size < kGroup;
-    const Keys keys = keys_of(item);
-    const int64_t first_tile = keys.first / kTile, last_tile = keys.last / kTile;
-    Tile<Element> next = locate(item, first_tile, keys, scratch);
-    for (int64_t number = first_tile; number <= last_tile; ++number) {
-      if (is_copied && number > first_tile) next = locate(item, number, keys, scratch);
+    Visit visit = first_visit(bundle);
+    Tile<Element> next = locate(bundle, visit, scratch);
+    while (visit.item < bundle.num_items) {
+      const Visit following = visit_after(visit, bundle);
       const Tile<Element> tile = next;
-      if (!is_copied && number < last_tile) next = locate(item, number + 1, keys, scratch);
-      if (!is_copied && number == last_tile && next_item != nullptr) {
-        const Keys next_keys = keys_of(*next_item);
-        next = locate(*next_item, next_keys.first / kTile, next_keys, scratch);
-      }
-      run_tile(item, number, tile, next, unit_rows, scratch);
+      if (!is_copied && following.item < bundle.num_items)
+        next = locate(bundle, following, scratch);
+      else if (!is_copied && next_bundle != nullptr)
+        next = locate(*next_bundle, first_visit(*next_bundle), scratch);
+      const Item& item = bundle.items[visit.item];
+      if (visit.is_shared)
+        run_tile(0, last_item.place + last_item.num_rows(), visit.tile_number, tile, next, unit_rows, scratch);
+      else
+        run_tile(item.place, item.place + item.num_rows(), visit.tile_number, tile, next, unit_rows, scratch);
+      if (is_copied && following.item < bundle.num_items) next = locate(bundle, following, scratch);
+      visit = following;
     }
-    write(item, scratch);
+    for (int item = 0; item < bundle.num_items; ++item) write(bundle.items[item], scratch);
   }
 
   void stage(const Item& item, Scratch& scratch) const {
     const int size = cache.head_size;
     Element room[kMaxHeadSize];
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
-      const int64_t place = row - item.first_row;
-      scratch.positions[place] = position(item, row);
+      const int64_t place = item.place + row - item.first_row;
+      const int64_t at = position(item, row);
+      scratch.seen[place] = {first_visible(at), last_visible(item.sequence, at)};
       const Element* query = queries + offset(item, row, query_token_stride, query_head_stride);
       query = turned(query, size, angles, query_starts[item.sequence] + row / group_size(), room);
       Type::stage(query, size, scratch.queries + place * size / Type::kPair);
@@ -144,37 +176,38 @@ struct Attention {
     return {sinks[int64_t(item.kv_head) * group_size() + row % group_size()] * log2_of_e, sum};
   }
 
+  // Rows from `first` to `end` of those in hand.
   void run_tile(
-      const Item& item, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, int& unit_rows,
+      int64_t first, int64_t end, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, int& unit_rows,
       Scratch& scratch) const {
 #if defined(SPMD_HAS_AMX)
     if constexpr (Type::kPair == 2)
       if (has_unit) {
-        for (int64_t row = item.first_row; row < item.end_row; row += kUnitRows)
-          run_rows_amx(item, row, number, tile, row == item.first_row ? &next : nullptr, unit_rows, scratch);
+        for (int64_t place = first; place < end; place += kUnitRows)
+          run_rows_amx(
+              place, int(std::min<int64_t>(kUnitRows, end - place)), number, tile, place == first ? &next : nullptr,
+              unit_rows, scratch);
         return;
       }
 #endif
     (void)unit_rows;
-    for (int64_t row = item.first_row; row < item.end_row; row += kMaxRows) {
-      const bool is_first = row == item.first_row;
-      switch (std::min<int64_t>(kMaxRows, item.end_row - row)) {
-        case 1: run_rows<1>(item, row, number, tile, next, is_first, scratch); break;
-        case 2: run_rows<2>(item, row, number, tile, next, is_first, scratch); break;
-        case 3: run_rows<3>(item, row, number, tile, next, is_first, scratch); break;
-        default: run_rows<4>(item, row, number, tile, next, is_first, scratch);
+    for (int64_t place = first; place < end; place += kMaxRows) {
+      const bool is_first = place == first;
+      switch (std::min<int64_t>(kMaxRows, end - place)) {
+        case 1: run_rows<1>(place, number, tile, next, is_first, scratch); break;
+        case 2: run_rows<2>(place, number, tile, next, is_first, scratch); break;
+        case 3: run_rows<3>(place, number, tile, next, is_first, scratch); break;
+        default: run_rows<4>(place, number, tile, next, is_first, scratch);
       }
     }
   }
 
 #if defined(SPMD_HAS_AMX)
   void run_rows_amx(
-      const Item& item, int64_t row, int64_t number, const Tile<Element>& tile, const Tile<Element>* next,
-      int& unit_rows, Scratch& scratch) const {
-    const int num_rows = int(std::min<int64_t>(kUnitRows, item.end_row - row));
-    const int64_t place = row - item.first_row;
+      int64_t place, int num_rows, int64_t number, const Tile<Element>& tile, const Tile<Element>* next, int& unit_rows,
+      Scratch& scratch) const {
     Range visible[kUnitRows];
-    for (int r = 0; r < num_rows; ++r) visible[r] = visible_to(item.sequence, scratch.positions[place + r], number);
+    for (int r = 0; r < num_rows; ++r) visible[r] = scratch.seen[place + r].within(number);
     const AttentionByUnit<Type> by_amx = {cache.head_size, scale, cap, scratch};
     if (unit_rows != num_rows) by_amx.set_up(unit_rows = num_rows);
     by_amx.run_rows(place, num_rows, visible, tile, next);
@@ -183,13 +216,12 @@ struct Attention {
 
   template <int kRows>
   void run_rows(
-      const Item& item, int64_t row, int64_t number, const Tile<Element>& tile, const Tile<Element>& next,
-      bool fetches_next, Scratch& scratch) const {
+      int64_t place, int64_t number, const Tile<Element>& tile, const Tile<Element>& next, bool fetches_next,
+      Scratch& scratch) const {
     Range visible[kRows];
     bool is_even = true, is_seen = false;
-    const int64_t place = row - item.first_row;
     for (int r = 0; r < kRows; ++r) {
-      visible[r] = visible_to(item.sequence, scratch.positions[place + r], number);
+      visible[r] = scratch.seen[place + r].within(number);
       is_even &= visible[r] == visible[0];
       is_seen |= !visible[r].is_empty();
     }
@@ -283,7 +315,7 @@ struct Attention {
   void write(const Item& item, const Scratch& scratch) const {
     const int64_t size = cache.head_size;
     for (int64_t row = item.first_row; row < item.end_row; ++row) {
-      const int64_t place = row - item.first_row;
+      const int64_t place = item.place + row - item.first_row;
       const Floats factor = broadcast(1.0f / sum_of_lanes(scratch.softmax[place].sum));
       Element* to = output + offset(item, row, num_heads * size, size);
       for (int64_t column = 0; column < size; column += kLanes)
@@ -291,23 +323,57 @@ struct Attention {
     }
   }
 
-  // Sequence by sequence, so that neighbours read neighbouring blocks; within one, the rows with most to do first.
-  std::vector<Item> items(int num_sequences) const {
-    std::vector<Item> all;
+  // How many tiles of a sequence others may share: those that its one token sees whole, but for its last.
+  int64_t num_whole_tiles(int sequence) const {
+    const int64_t last = context_lengths[sequence] - 1;
+    const bool decodes = num_tokens(sequence) == 1 && ahead == 0 && first_visible(last) == 0;
+    return decodes ? last / kTile : 0;
+  }
+
+  struct Plan {
+    std::vector<Item> items;
+    std::vector<Bundle> bundles;
+  };
+
+  // Sequence by sequence, so that neighbours read neighbouring blocks; within one, the rows with most to do first. So many
+  // bundles that each thread has several, though fewer would read less.
+  Plan plan(int num_sequences, int num_threads) const {
+    constexpr int64_t kBundlesEach = 2;
+    std::vector<int64_t> whole(num_sequences);
+    int64_t num_decoding = 0, num_items = 0;
     for (int sequence = 0; sequence < num_sequences; ++sequence) {
-      const int64_t num_rows = num_tokens(sequence) * group_size();
+      whole[sequence] = num_whole_tiles(sequence);
+      num_decoding += whole[sequence] > 0;
+      num_items += (num_tokens(sequence) * group_size() + kItemRows - 1) / kItemRows * cache.num_kv_heads;
+    }
+    const int64_t bound = std::min<int64_t>(
+        kItemRows / group_size(), num_decoding * cache.num_kv_heads / (std::max(num_threads, 1) * kBundlesEach));
+    // So that all of them, if they share, are groups of about one size.
+    const int64_t num_groups = bound > 0 ? (num_decoding + bound - 1) / bound : 0;
+    const int64_t most = num_groups > 0 ? (num_decoding + num_groups - 1) / num_groups : 0;
+    const SharedBlocks shared({cache.tables, cache.table_stride, cache.block_size, kTile}, whole, most);
+    Plan all;
+    all.items.reserve(num_items);  // bundles point at them
+    for (const SharedBlocks::Group& group : shared.groups()) {
+      const int64_t num_rows = num_tokens(group.sequences[0]) * group_size();
       for (int64_t part = (num_rows + kItemRows - 1) / kItemRows - 1; part >= 0; --part)
-        for (int head = 0; head < cache.num_kv_heads; ++head)
-          all.push_back({sequence, head, part * kItemRows, std::min(num_rows, (part + 1) * kItemRows)});
+        for (int head = 0; head < cache.num_kv_heads; ++head) {
+          all.bundles.push_back({all.items.data() + all.items.size(), group.size, group.num_tiles});
+          for (int member = 0; member < group.size; ++member)
+            all.items.push_back(
+                {group.sequences[member], head, part * kItemRows, std::min(num_rows, (part + 1) * kItemRows),
+                 member * num_rows});
+        }
     }
     return all;
   }
 
   void run_all(int num_sequences, int num_threads) const {
-    const std::vector<Item> all = items(num_sequences);
+    const Plan planned = plan(num_sequences, num_threads);
+    const std::vector<Bundle>& all = planned.bundles;
     const int64_t count = int64_t(all.size());
     num_threads = int(std::min<int64_t>(num_threads, count));
-    // An item fetches the beginning of the next one, so a thread takes a few in a row.
+    // A bundle fetches the beginning of the next one, so a thread takes a few in a row.
     const int64_t chunk = std::clamp<int64_t>(count / (std::max(num_threads, 1) * 8), 1, 8);
     run_by_team((count + chunk - 1) / chunk, num_threads, [&](Items& items) {
       int unit_rows = 0;

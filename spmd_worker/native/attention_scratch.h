@@ -5,8 +5,18 @@
 
 namespace {
 
-constexpr int kItemRows = 64;  // query rows of one work item
+constexpr int kItemRows = 64;  // query rows of one bundle of work items
 constexpr int kUnitRows = 16;  // query rows that the AMX unit takes together
+
+// First and last position that a row sees, or any of some rows.
+struct Keys {
+  int64_t first, last;
+
+  Range within(int64_t tile_number) const {
+    const int64_t start = tile_number * kTile;
+    return {int(std::clamp<int64_t>(first - start, 0, kTile)), int(std::clamp<int64_t>(last + 1 - start, 0, kTile))};
+  }
+};
 
 // One row's softmax as it stands after the tiles so far; the sum is kept by lane until the end.
 struct Softmax {
@@ -63,7 +73,7 @@ struct Scratch {
   alignas(64) float sums[kUnitRows * kMaxHeadSize];
   alignas(64) Element edges[2][kMaxHeadSize * Type::kPair];
   Softmax softmax[kItemRows];
-  int64_t positions[kItemRows];
+  Keys seen[kItemRows];
   TileCopy<Element> copy;
   alignas(64) Element visible_values[kTile * kMaxHeadSize];
 };

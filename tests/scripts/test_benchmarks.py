@@ -68,6 +68,13 @@ def test_a_floor_is_what_takes_longer_of_each_step(monkeypatch: pytest.MonkeyPat
     # Of 300 tokens the first sees one key, the last all of them, or 8; all are read once.
     assert prefill.num_bytes == 2000 + 64 * (300 + 300 + 300)
     assert prefill.flops == pytest.approx(2 * 300 * 1000 + 4 * 64 * 300 * (2 * 150.5 + 8))
+    # Of 100 keys 48 are read for another sequence, which spares both layers that see all.
+    beside = floor.StepWork()
+    beside.add_attention(1, 100, layers, num_read=48)
+    assert (beside.flops, beside.num_bytes) == (4 * 64 * 208, 64 * (208 - 2 * 48))
+    tables = [[1, 2, 3, 0], [1, 2, 4, 5], [9, 0, 0, 0], [1, 2, 3, 7]]
+    count = import_module("bench_throughput").num_tokens_read_before
+    assert count(tables, (40, 64, 3, 63), 16) == [0, 32, 0, 32]
     rates = floor.Rates(flops_per_s=1e6, bytes_per_s=1e5)
     assert floor.floor_s([decode, prefill], rates) == pytest.approx(decode.num_bytes / 1e5 + prefill.flops / 1e6)
 
