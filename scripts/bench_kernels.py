@@ -5,8 +5,9 @@
 Decode: one query token of each of 64 sequences, 32 query heads on 8 key-value heads, blocks of 16 in random places, a
 new layer's cache at every call so that it comes from memory. The floor is the cache's bytes at the speed of reading
 memory, measured here. Shared: the same where the first three quarters of the keys lie in the same blocks for all
-sequences, beside where each has its own. Prefill: whole prompts, in useful (causal) operations. Products: packed against plain. The last
-line is one JSON object. Figures are medians; a busy machine spoils them, so the fastest call is shown beside.
+sequences, beside where each has its own. Prefill: whole prompts, in useful (causal) operations. Products: packed
+against plain. The last line is one JSON object. Figures are medians; a busy machine spoils them, so the fastest call is
+shown beside.
 """
 
 import argparse
@@ -118,8 +119,8 @@ def _ours(dtype_name: str, head_size: int) -> CpuBackend:
 def _decode(
     backend: AttentionBackend, dtype_name: str, head_size: int, num_keys: int, seconds: float, num_common: int = 0
 ) -> tuple[float, float, int]:
-    """Median and fastest milliseconds, and the bytes of cache of one layer. The first `num_common` keys of all sequences
-    lie in the same blocks.
+    """Median and fastest milliseconds, and the bytes of cache of one layer. The first `num_common` keys of all
+    sequences lie in the same blocks.
     """
     blocks_each = num_keys // BLOCK_SIZE
     num_blocks = NUM_SEQUENCES * blocks_each

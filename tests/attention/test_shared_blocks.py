@@ -104,8 +104,8 @@ def test_a_common_beginning_changes_no_bit(instruction_set, dtype, group_size, b
 @each_dtype
 @pytest.mark.parametrize("block_size", [2, 8, pytest.param(128, marks=pytest.mark.matrix)])
 def test_nor_do_blocks_of_another_size(instruction_set, dtype, block_size):
-    lengths = (150, 129, 193, 131, 200)
-    assert_sharing_changes_no_bit(instruction_set, samples(*lengths, num_shared=128), Sizes(dtype, block_size=block_size))
+    sizes = Sizes(dtype=dtype, block_size=block_size)
+    assert_sharing_changes_no_bit(instruction_set, samples(150, 129, 193, 131, 200, num_shared=128), sizes)
 
 
 @each_library
@@ -117,7 +117,7 @@ def test_nor_do_blocks_of_another_size(instruction_set, dtype, block_size):
 )
 def test_nor_do_windows_sinks_bounds_and_heads(instruction_set, dtype, changes):
     """With the window, some sequences see the common tokens whole and others do not."""
-    lengths = (150, 161, 230, 140, 159, 160, 131)
+    lengths = (230, 150, 161, 140, 159, 160, 131)
     sizes = replace(Sizes(dtype=dtype, group_size=3), **changes)
     assert_sharing_changes_no_bit(instruction_set, samples(*lengths, num_shared=128), sizes)
 
