@@ -27,9 +27,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from machine_floor import CachedLayers, StepWork, floor_s, measure_rates
+
+if TYPE_CHECKING:
+    from spmd_worker.attention.metadata import AttentionMetadata
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("schedule", "lockstep", "prepare", "linear", "attention", "other kernels", "sample", "output", "other")
@@ -181,6 +184,7 @@ class StepWatch:
         self._num_tokens, self._num_rows, self._model_s = 0, 0, 0.0
         self._steps: list[tuple[int, int, float]] = []
         self._works: list[StepWork] = []
+        self._attended: list[AttentionMetadata] = []
         self._kernels: Any = None
         self._layers: CachedLayers | None = None
         self._block_size = 0
@@ -212,15 +216,18 @@ class StepWatch:
 
     def _noting_rows(self, build: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
-            batch, work = build(*arguments, **keywords), StepWork()
-            lengths, starts = batch.attention.context_lengths, batch.attention.query_starts
-            repeated = num_tokens_read_before(batch.attention.block_tables.tolist(), lengths, self._block_size)
-            for start, end, length, num_read in zip(starts, starts[1:], lengths, repeated, strict=False):
-                work.add_attention(end - start, length, self._layers, num_read)
-            self._works.append(work)
+            batch = build(*arguments, **keywords)
+            self._works.append(StepWork())
+            self._attended.append(batch.attention)
             return batch
 
         return run
+
+    def _add_attention(self, work: StepWork, attended: "AttentionMetadata") -> None:
+        lengths, starts = attended.context_lengths, attended.query_starts
+        repeated = num_tokens_read_before(attended.block_tables.tolist(), lengths, self._block_size)
+        for start, end, length, num_read in zip(starts, starts[1:], lengths, repeated, strict=False):
+            work.add_attention(end - start, length, self._layers, num_read)
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
@@ -276,6 +283,9 @@ class StepWatch:
 
     def floors(self) -> dict[str, float]:
         """The steps' floor with the rates it was found by, and their products alone."""
+        for work, attended in zip(self._works, self._attended, strict=True):
+            self._add_attention(work, attended)
+        self._attended.clear()
         rates = measure_rates(self._kernels, self._dtype)
         return {
             "floor_s": round(floor_s(self._works, rates), 3),

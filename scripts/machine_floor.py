@@ -44,8 +44,9 @@ class StepWork:
             seen = min(context_length, window + num_tokens - 1) if window else context_length
             mean = min(seen - (num_tokens - 1) / 2, window or seen)
             self.flops += 4.0 * count * num_tokens * mean * layers.num_heads * layers.head_size
-            # Where there is a window, a common beginning soon lies before it.
-            self.num_bytes += count * (seen if window else seen - num_read) * layers.token_bytes
+            # What lies before a window is read for nobody.
+            again = max(0, num_read - (context_length - seen))
+            self.num_bytes += count * (seen - again) * layers.token_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@
 //   values         one dimension a lane; gemms are added over the keys the row sees in ascending order, from zero;
 //                  the tile's sum is then added to what came before
 // How many rows share a load of keys or values (the templates' kRows), and whether they are one sequence's or several
-// that have the same blocks, changes no row's order of operations. Where the
-// processor has a AMX unit, all bfloat16 rows go through it, alone or together: see attention_amx.h.
+// that have the same blocks, changes no row's order of operations. Where the processor has an AMX unit, all bfloat16 rows
+// go through it, alone or together: see attention_amx.h.
 //
 // A key that a row may not see is left out by selection: its score is replaced, its value never multiplied, because what
 // lies there may be NaN. How a block is packed is in paged_cache.h.
@@ -333,12 +333,22 @@ struct Attention {
   struct Plan {
     std::vector<Item> items;
     std::vector<Bundle> bundles;
+    std::vector<int64_t> chunks;  // where each begins, and where the last one ends: bundles that a thread takes in a row
   };
 
-  // Sequence by sequence, so that neighbours read neighbouring blocks; within one, the rows with most to do first. So many
-  // bundles that each thread has several, though fewer would read less.
+  // How many sequences are computed together at most: as many as have room, and so few that each thread has several
+  // pieces of work, though more would read less; if all of them share, in groups of about one size.
+  int64_t most_together(int64_t num_decoding, int num_threads) const {
+    constexpr int64_t kPiecesEach = 4;
+    const int64_t most = std::min<int64_t>(
+        kItemRows / group_size(), num_decoding * cache.num_kv_heads / (std::max(num_threads, 1) * kPiecesEach));
+    if (most < 2) return most;
+    const int64_t num_groups = (num_decoding + most - 1) / most;
+    return (num_decoding + num_groups - 1) / num_groups;
+  }
+
+  // Sequence by sequence, so that neighbours read neighbouring blocks; within one, the rows with most to do first.
   Plan plan(int num_sequences, int num_threads) const {
-    constexpr int64_t kBundlesEach = 2;
     std::vector<int64_t> whole(num_sequences);
     int64_t num_decoding = 0, num_items = 0;
     for (int sequence = 0; sequence < num_sequences; ++sequence) {
@@ -346,15 +356,13 @@ struct Attention {
       num_decoding += whole[sequence] > 0;
       num_items += (num_tokens(sequence) * group_size() + kItemRows - 1) / kItemRows * cache.num_kv_heads;
     }
-    const int64_t bound = std::min<int64_t>(
-        kItemRows / group_size(), num_decoding * cache.num_kv_heads / (std::max(num_threads, 1) * kBundlesEach));
-    // So that all of them, if they share, are groups of about one size.
-    const int64_t num_groups = bound > 0 ? (num_decoding + bound - 1) / bound : 0;
-    const int64_t most = num_groups > 0 ? (num_decoding + num_groups - 1) / num_groups : 0;
-    const SharedBlocks shared({cache.tables, cache.table_stride, cache.block_size, kTile}, whole, most);
+    const SharedBlocks shared(
+        {cache.tables, cache.table_stride, cache.block_size, kTile}, whole, most_together(num_decoding, num_threads));
     Plan all;
     all.items.reserve(num_items);  // bundles point at them
-    for (const SharedBlocks::Group& group : shared.groups()) {
+    all.bundles.reserve(num_items);
+    std::vector<int> sequences;
+    for (const SharedBlocks::Group& group : shared.groups(sequences)) {
       const int64_t num_rows = num_tokens(group.sequences[0]) * group_size();
       for (int64_t part = (num_rows + kItemRows - 1) / kItemRows - 1; part >= 0; --part)
         for (int head = 0; head < cache.num_kv_heads; ++head) {
@@ -365,20 +373,28 @@ struct Attention {
                  member * num_rows});
         }
     }
+    // A bundle fetches the beginning of the next one, so a thread takes a few in a row.
+    const int64_t chunk_items = std::clamp<int64_t>(num_items / (std::max(num_threads, 1) * 8), 1, 8);
+    int64_t room = 0;
+    for (int64_t bundle = 0; bundle < int64_t(all.bundles.size()); ++bundle) {
+      if (all.bundles[bundle].num_items > room) {
+        all.chunks.push_back(bundle);
+        room = chunk_items;
+      }
+      room -= all.bundles[bundle].num_items;
+    }
+    all.chunks.push_back(all.bundles.size());
     return all;
   }
 
   void run_all(int num_sequences, int num_threads) const {
     const Plan planned = plan(num_sequences, num_threads);
     const std::vector<Bundle>& all = planned.bundles;
-    const int64_t count = int64_t(all.size());
-    num_threads = int(std::min<int64_t>(num_threads, count));
-    // A bundle fetches the beginning of the next one, so a thread takes a few in a row.
-    const int64_t chunk = std::clamp<int64_t>(count / (std::max(num_threads, 1) * 8), 1, 8);
-    run_by_team((count + chunk - 1) / chunk, num_threads, [&](Items& items) {
+    const int64_t count = int64_t(all.size()), num_chunks = int64_t(planned.chunks.size()) - 1;
+    run_by_team(num_chunks, int(std::min<int64_t>(num_threads, count)), [&](Items& chunks) {
       int unit_rows = 0;
-      for (int64_t item = items.next(); item >= 0; item = items.next())
-        for (int64_t index = item * chunk; index < std::min(count, (item + 1) * chunk); ++index)
+      for (int64_t chunk = chunks.next(); chunk >= 0; chunk = chunks.next())
+        for (int64_t index = planned.chunks[chunk]; index < planned.chunks[chunk + 1]; ++index)
           run(all[index], index + 1 < count ? &all[index + 1] : nullptr, unit_rows);
 #if defined(SPMD_HAS_AMX)
       if (unit_rows > 0) amx::release();

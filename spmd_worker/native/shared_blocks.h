@@ -2,9 +2,10 @@
 //
 // Sequences that decode, one token each, are put into groups whose block tables begin alike, so that a tile of keys and
 // values which they share is read once for all of them. Only whole tiles count that every sequence of the group sees to
-// the end, and never a sequence's last one. Finding the groups takes one look at each sequence and the compared parts of
-// its table: a sequence joins the latest group that begins with the same block if more reads are saved with it than
-// without. Knows nothing of arithmetic.
+// the end, and never a sequence's last one. First come those that share most of what they see, samples of one prompt, so
+// that no system prompt parts them; then those of the rest that share a good part, because groups are larger pieces of
+// work than single sequences are, and harder to share out among threads. Finding them takes a few looks at each sequence,
+// at the parts of its table that are common. Knows nothing of arithmetic.
 #pragma once
 
 #include <algorithm>
@@ -41,70 +42,76 @@ class SharedBlocks {
   };
 
   // `num_whole_tiles` of a sequence: how many of its first tiles may be shared. No group has more than `most` sequences.
-  SharedBlocks(const BlockTables& tables, const std::vector<int64_t>& num_whole_tiles, int64_t most) {
-    const int num_sequences = int(num_whole_tiles.size());
-    std::vector<int> group_of(num_sequences);
-    Latest latest(num_sequences);
-    for (int sequence = 0; sequence < num_sequences; ++sequence) {
-      const int64_t whole = num_whole_tiles[sequence];
-      int& group = whole > 0 ? latest.with(*tables.of(sequence)) : group_of[sequence];
-      if (whole == 0 || group < 0 || !may_join(begun_[group], sequence, whole, tables, most)) {
-        group = int(begun_.size());
-        begun_.push_back({sequence, 0, whole});
-      }
-      group_of[sequence] = group;
-      ++begun_[group].size;
-    }
-    std::vector<int> places;
-    int place = 0;
-    for (const Begun& group : begun_) places.push_back(place), place += group.size;
-    ordered_.resize(num_sequences);
-    for (int sequence = 0; sequence < num_sequences; ++sequence) ordered_[places[group_of[sequence]]++] = sequence;
+  SharedBlocks(const BlockTables& tables, const std::vector<int64_t>& num_whole_tiles, int64_t most)
+      : tables_(tables), whole_(num_whole_tiles), most_(most), leaders_(whole_.size()), sizes_(whole_.size(), 1),
+        num_tiles_(whole_) {
+    for (size_t sequence = 0; sequence < whole_.size(); ++sequence) leaders_[sequence] = int(sequence);
+    if (most < 2) return;
+    gather(2);
+    gather(4);
   }
 
-  // In order of their first sequences; each sequence is in one, in order too.
-  std::vector<Group> groups() const {
+  // The largest first, and of one size in order of their first sequences; each sequence is in one, in order too.
+  // `sequences` is what they point into.
+  std::vector<Group> groups(std::vector<int>& sequences) const {
+    const int num_sequences = int(whole_.size());
+    std::vector<int> first_places(num_sequences);
     std::vector<Group> all;
-    const int* sequences = ordered_.data();
-    for (const Begun& group : begun_) {
-      all.push_back({sequences, group.size, group.size > 1 ? group.num_tiles : 0});
-      sequences += group.size;
+    sequences.resize(num_sequences);
+    int place = 0;
+    for (int leader = 0; leader < num_sequences; ++leader) {
+      if (sizes_[leader] == 0) continue;
+      first_places[leader] = place;
+      all.push_back({sequences.data() + place, sizes_[leader], sizes_[leader] > 1 ? num_tiles_[leader] : 0});
+      place += sizes_[leader];
     }
+    for (int sequence = 0; sequence < num_sequences; ++sequence)
+      sequences[first_places[leaders_[sequence]]++] = sequence;
+    std::stable_sort(all.begin(), all.end(), [](const Group& one, const Group& other) { return one.size > other.size; });
     return all;
   }
 
  private:
-  struct Begun {
-    int first, size;
-    int64_t num_tiles;
-  };
+  static constexpr int kLooks = 4;  // at the latest groups that begin with a sequence's first block
 
-  // The latest group by its first block. Blocks that fall on one place push each other out: then less is shared.
-  class Latest {
-   public:
-    explicit Latest(int num_sequences) {
-      size_t size = 4;
-      while (size < size_t(num_sequences) * 4) size *= 2;
-      groups_.assign(size, -1);
+  // Groups of those that are alone yet and have a `part`-th of the shorter one's tiles in common with the group's first.
+  void gather(int64_t part) {
+    const int num_sequences = int(whole_.size());
+    size_t num_places = 4;
+    while (num_places < whole_.size() * 4) num_places *= 2;
+    // The latest group by its first block, and the one before it. Blocks that fall on one place share their groups'.
+    std::vector<int> latest(num_places, -1), before(num_sequences, -1);
+    for (int sequence = 0; sequence < num_sequences; ++sequence) {
+      if (whole_[sequence] == 0 || sizes_[sequence] != 1 || leaders_[sequence] != sequence) continue;
+      int& newest = latest[size_t(*tables_.of(sequence)) & (num_places - 1)];
+      int looks = 0, leader = newest;
+      while (leader >= 0 && !join(sequence, leader, part)) leader = ++looks < kLooks ? before[leader] : -1;
+      if (leader >= 0) continue;
+      before[sequence] = newest;
+      newest = sequence;
     }
-    // -1: none yet.
-    int& with(int64_t block) { return groups_[size_t(block) & (groups_.size() - 1)]; }
+  }
 
-   private:
-    std::vector<int> groups_;
-  };
-
-  // If so, the group has no more tiles than the sequence shares.
-  static bool may_join(Begun& group, int sequence, int64_t whole, const BlockTables& tables, int64_t most) {
-    if (group.size >= most) return false;
-    const int64_t common = tables.num_common_tiles(group.first, sequence, std::min(whole, group.num_tiles));
-    if (common * group.size <= group.num_tiles * (group.size - 1)) return false;
-    group.num_tiles = common;
+  // Into the group if more reads are saved with the sequence than without: it is left with the tiles that all have.
+  bool join(int sequence, int leader, int64_t part) {
+    if (sizes_[leader] >= most_) return false;
+    const int64_t common =
+        tables_.num_common_tiles(leader, sequence, std::min(whole_[sequence], num_tiles_[leader]));
+    if (common == 0 || common * part < std::min(whole_[sequence], whole_[leader])) return false;
+    if (common * sizes_[leader] <= num_tiles_[leader] * (sizes_[leader] - 1)) return false;
+    num_tiles_[leader] = common;
+    leaders_[sequence] = leader;
+    ++sizes_[leader];
+    sizes_[sequence] = 0;
     return true;
   }
 
-  std::vector<Begun> begun_;
-  std::vector<int> ordered_;
+  BlockTables tables_;
+  const std::vector<int64_t>& whole_;
+  int64_t most_;
+  // Of each sequence: the first of its group; of the first one the group's size and common tiles, of others 0.
+  std::vector<int> leaders_, sizes_;
+  std::vector<int64_t> num_tiles_;
 };
 
 }  // namespace

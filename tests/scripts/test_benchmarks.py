@@ -68,10 +68,11 @@ def test_a_floor_is_what_takes_longer_of_each_step(monkeypatch: pytest.MonkeyPat
     # Of 300 tokens the first sees one key, the last all of them, or 8; all are read once.
     assert prefill.num_bytes == 2000 + 64 * (300 + 300 + 300)
     assert prefill.flops == pytest.approx(2 * 300 * 1000 + 4 * 64 * 300 * (2 * 150.5 + 8))
-    # Of 100 keys 48 are read for another sequence, which spares both layers that see all.
-    beside = floor.StepWork()
-    beside.add_attention(1, 100, layers, num_read=48)
-    assert (beside.flops, beside.num_bytes) == (4 * 64 * 208, 64 * (208 - 2 * 48))
+    # Of 100 keys 48 are read for another sequence, which spares both layers that see all; of 95 the window sees 3.
+    for num_read, spared in ((48, 2 * 48), (95, 2 * 95 + 3)):
+        beside = floor.StepWork()
+        beside.add_attention(1, 100, layers, num_read=num_read)
+        assert (beside.flops, beside.num_bytes) == (4 * 64 * 208, 64 * (208 - spared))
     tables = [[1, 2, 3, 0], [1, 2, 4, 5], [9, 0, 0, 0], [1, 2, 3, 7]]
     count = import_module("bench_throughput").num_tokens_read_before
     assert count(tables, (40, 64, 3, 63), 16) == [0, 32, 0, 32]
