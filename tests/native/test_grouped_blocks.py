@@ -1,5 +1,5 @@
-"""Which sequences of a step are computed together for the blocks that they share: native/shared_blocks.h, and the plan of
-native/attention.cpp that is made of it.
+"""Which sequences of a step are computed together for the blocks that they share: native/shared_blocks.h, and the plan
+of native/attention.cpp that is made of it.
 """
 
 import ctypes
