@@ -11,10 +11,13 @@ A thread acts on them, because the main thread may wait in a collective, where P
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
+
+from spmd_worker.liveness.bounded import within
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGUSR1)
 """SIGUSR1 is what batch systems send as a warning before the time is up."""
@@ -23,7 +26,7 @@ _INTERRUPTED_S: Final = 5.0
 """How long the main thread may take to end after Ctrl-C."""
 
 _LEAVE_S: Final = 5.0
-"""How long `uninstall` waits for a thread that still writes down what is finished."""
+"""How long what is finished may take to be written down, on a disk that may never answer, before the process ends."""
 
 
 class EndingSignals:
@@ -95,10 +98,11 @@ class EndingSignals:
             self._end_soon(number)
         if number != signal.SIGINT:
             return 0
-        self._save()
         if num_interrupts > 0:
-            os._exit(128 + number)
-        threading.Timer(_INTERRUPTED_S, os._exit, (128 + number,)).start()
+            self._leave(number)
+        # First of all: writing may never end.
+        threading.Timer(_INTERRUPTED_S, self._leave, (number,)).start()
+        self._save()
         return 1
 
     def _act_while_draining(self, number: int, is_draining: bool) -> None:
@@ -108,20 +112,23 @@ class EndingSignals:
             threading.Timer(self._drain_s, self._end_soon, (number,)).start()
         elif number == signal.SIGINT:
             # A person who does not want to wait. A launcher may repeat its SIGTERM.
-            self._save()
-            os._exit(128 + number)
+            self._leave(number)
 
     def _end_soon(self, number: int) -> NoReturn:
         self.is_ending.set()
         self._signalled(number)
         # At once: the sender of the signal may not wait.
-        self._save()
+        within(_LEAVE_S, self._save)
         time.sleep(self._patience_s)
+        os._exit(128 + number)
+
+    def _leave(self, number: int) -> NoReturn:
+        """Whatever the main thread does."""
+        within(_LEAVE_S, self._save)
         os._exit(128 + number)
 
     def _save(self) -> None:
         try:
             self._keep()
-        except OSError:
-            # The main thread, which writes the same file, raises it too.
-            return
+        except Exception as error:  # said here: the main thread may not come to it, and the process ends
+            print(f"error: finished rows could not be kept: {error}", file=sys.stderr, flush=True)

@@ -3,7 +3,8 @@
 A template comes with a model folder and is not trusted. The bounds of `chat_template.py` end the mistakes and say what
 they are; what gets past them ends here, as one row's error, after `CPU_S` or with `MEMORY_BYTES` at most, whatever it
 does. The process imports Jinja and nothing else of size, is started for the first conversation and again when it has
-ended, and ends with its owner, whose end of the pipe it reads.
+ended, and ends with its owner, whose end of the pipe it reads. A signal for the owner's whole group is not for it: what
+ends a job must not become the error of a row.
 
 A message is a line of JSON with the length of a second one, which follows.
 """
@@ -29,6 +30,8 @@ MEMORY_BYTES: Final = 512 * 1024 * 1024
 _WALL_S: Final = 120.0
 """For a machine so busy that five seconds of computing take as long, and a process that was stopped."""
 _PIECE_BYTES: Final = 1 << 16
+_FOR_THE_OWNER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Terminals, launchers and batch systems send these to all processes of a group: the owner decides what they mean."""
 
 
 class IsolatedTemplate:
@@ -61,7 +64,12 @@ class IsolatedTemplate:
 
     def _ask(self, request: bytes) -> str:
         try:
-            answer = self._renderer_here().ask(request)
+            try:
+                answer = self._renderer_here().ask(request)
+            except _IsTooEarlyError:
+                # The next one is started behind the signal.
+                _end_all(self._renderers)
+                answer = self._renderer_here().ask(request)
         except _HasEndedError as ended:
             _end_all(self._renderers)
             raise ChatTemplateError(f"chat template: {ended}") from None
@@ -84,6 +92,10 @@ class IsolatedTemplate:
 
 class _HasEndedError(Exception):
     """The process has ended, or had to be; the message says why."""
+
+
+class _IsTooEarlyError(_HasEndedError):
+    """A signal for the owner has ended the process, which did not look away yet."""
 
 
 class _Renderer:
@@ -119,7 +131,7 @@ class _Renderer:
             self._input.write(self._start + request)
             self._input.flush()
         except BrokenPipeError:
-            raise _HasEndedError(self._ending()) from None
+            raise self._ended() from None
         self._start = b""
         deadline_s = time.monotonic() + _WALL_S
         length = int(self._read_until(b"\n", deadline_s))
@@ -151,9 +163,13 @@ class _Renderer:
                 raise _HasEndedError(f"it has not ended for {_WALL_S:g} s")
             piece = os.read(self._output.fileno(), min(num_bytes - len(content), _PIECE_BYTES))
             if not piece:
-                raise _HasEndedError(self._ending())
+                raise self._ended()
             content += piece
         return bytes(content)
+
+    def _ended(self) -> _HasEndedError:
+        is_early = -self._process.wait() in _FOR_THE_OWNER
+        return (_IsTooEarlyError if is_early else _HasEndedError)(self._ending())
 
     def _ending(self) -> str:
         code = self._process.wait()
@@ -174,8 +190,8 @@ def _end_all(renderers: list[_Renderer]) -> None:
 
 def main() -> int:
     """Until there are no more requests. Returns the exit code."""
-    # Ctrl-C reaches every process of the terminal: the owner decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _FOR_THE_OWNER:
+        signal.signal(number, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     start = _unpack(requests)
     if start is None:

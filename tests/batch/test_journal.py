@@ -268,6 +268,8 @@ def test_a_sync_that_fails_is_an_error_and_nothing_is_written_after_it(tmp_path:
         journal.append(2, answer(2))
     with pytest.raises(OSError, match="Input/output error"):
         journal.commit()
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.close()
     journal.close()
     assert [(tmp_path / name).stat().st_size for name in (LINES_NAME, JOURNAL_NAME)] == sizes
     again = opened(tmp_path)
@@ -292,6 +294,28 @@ def test_an_interruption_in_the_middle_of_a_commit_loses_nothing_and_repeats_not
     journal.close()
     assert [record.row for record in opened(tmp_path).records()] == [0, 1, 2]
     assert [row for row, _ in read_journal(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_an_interruption_of_the_last_commit_loses_nothing(tmp_path: Path, at_call: int):
+    """Nobody would begin it again: `close` does, and says that it was interrupted."""
+    calls = [0]
+
+    def sync(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] == 1 + at_call:
+            raise KeyboardInterrupt
+
+    journal = opened(tmp_path, sync=sync)
+    journal.append(0, answer(0))
+    journal.append(1, answer(1))
+    with pytest.raises(KeyboardInterrupt):
+        journal.close()
+    assert [row for row, _ in read_journal(tmp_path)] == [0, 1]
+    descriptors = os.listdir("/proc/self/fd")
+    # They are another file's by now.
+    journal.close()
+    assert os.listdir("/proc/self/fd") == descriptors
 
 
 def test_a_disk_that_fills_is_an_error_and_what_was_committed_stays(tmp_path: Path):

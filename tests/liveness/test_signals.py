@@ -4,10 +4,14 @@ Commits by count and by time are switched off here, so that what is kept is kept
 """
 
 import json
+import os
 import re
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import ranks
@@ -16,6 +20,7 @@ from job_attempts import LAUNCH, MODEL, Attempt, write_rows
 from waiting import wait_until
 
 from spmd_worker.batch.run_dir.journal import read_journal
+from spmd_worker.liveness import signals as signals_module
 from spmd_worker.liveness.signals import EndingSignals
 
 NO_COMMITS = ("job.commit_rows=100000", "job.commit_s=3600")
@@ -66,6 +71,64 @@ def test_uninstalled_signals_have_left_no_thread(monkeypatch: pytest.MonkeyPatch
     signals.uninstall()
     assert not signals._thread.is_alive()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Exits:
+    """What a process would have ended with, by threads that go on here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.codes: SimpleQueue[int] = SimpleQueue()
+        monkeypatch.setattr(signals_module.os, "_exit", self._exit)
+        for name in ("_INTERRUPTED_S", "_LEAVE_S"):
+            monkeypatch.setattr(signals_module, name, 0.05)
+
+    def _exit(self, code: int) -> None:
+        self.codes.put(code)
+        raise SystemExit(code)
+
+
+def acted_on(numbers: list[signal.Signals], keep: Callable[[], None]) -> None:
+    """By a thread, as signals are that come from outside."""
+    reader, writer = os.pipe()
+    os.write(writer, bytes(numbers))
+    ending = EndingSignals(keep, lambda number: None, 0.0)
+    thread = threading.Thread(target=ending._run, args=(reader,), daemon=True)
+    thread.start()
+    os.close(writer)
+
+
+ended_in_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@ended_in_a_thread
+@pytest.mark.parametrize(
+    ("numbers", "codes"),
+    [
+        ([signal.SIGINT], [130]),
+        ([signal.SIGTERM], [143]),
+        ([signal.SIGUSR1], [138]),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "SIGUSR1"],
+)
+def test_a_disk_that_never_answers_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch, numbers, codes):
+    exits, answers = Exits(monkeypatch), threading.Event()
+    acted_on(numbers, answers.wait)
+    assert [exits.codes.get(timeout=LIMIT_S) for _ in codes] == codes
+    answers.set()
+
+
+@ended_in_a_thread
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("of ours")], ids=repr)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_rows_that_cannot_be_kept_are_said_and_the_process_ends(monkeypatch, capsys, error: Exception, number):
+    exits = Exits(monkeypatch)
+
+    def keep() -> None:
+        raise error
+
+    acted_on([number], keep)
+    assert exits.codes.get(timeout=LIMIT_S) == 128 + number
+    assert f"error: finished rows could not be kept: {error}\n" in capsys.readouterr().err
 
 
 @pytest.mark.matrix

@@ -117,6 +117,56 @@ def test_one_process_serves_a_template_until_it_ends_and_then_another():
     assert process_of(template) != first
 
 
+FOR_THE_OWNER = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", FOR_THE_OWNER)
+def test_a_signal_for_the_owners_group_is_no_error_of_a_row(number: signal.Signals):
+    """torchrun ends its ranks by their groups, and a job goes on for a while to keep what is finished."""
+    template = IsolatedTemplate("{{ messages | length }}", {})
+    template.render(CONVERSATIONS[0])
+    first = process_of(template)
+    os.kill(first, number)
+    assert template.render(CONVERSATIONS[1]) == "2"
+    assert process_of(template) == first
+
+
+@pytest.mark.parametrize("number", FOR_THE_OWNER)
+def test_nor_where_it_comes_before_the_process_looks_away(monkeypatch: pytest.MonkeyPatch, number: signal.Signals):
+    started: list[int] = []
+    start = template_process._Renderer.__init__
+
+    def start_and_send(renderer, *arguments) -> None:
+        start(renderer, *arguments)
+        started.append(renderer._process.pid)
+        if len(started) == 1:
+            os.kill(started[0], number)
+
+    monkeypatch.setattr(template_process._Renderer, "__init__", start_and_send)
+    template = IsolatedTemplate("{{ messages | length }}", {})
+    assert template.render(CONVERSATIONS[1]) == "2"
+    assert len(started) == 2
+    assert start_time_of(started[0]) is None
+
+
+def test_what_ends_the_process_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """The control: one more try, and no more; and none for what is the template's own doing."""
+    for number, tries in ((signal.SIGTERM, 2), (signal.SIGKILL, 1)):
+        started: list[int] = []
+        start = template_process._Renderer.__init__
+
+        def start_and_send(renderer, *arguments, start=start, started=started, number=number) -> None:
+            start(renderer, *arguments)
+            started.append(renderer._process.pid)
+            os.kill(started[-1], number)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(template_process._Renderer, "__init__", start_and_send)
+            with pytest.raises(ChatTemplateError, match=f"it ended its process by {number.name}"):
+                IsolatedTemplate("x", {}).render(CONVERSATIONS[0])
+        assert len(started) == tries
+
+
 def test_the_process_ends_with_its_template():
     template = IsolatedTemplate("x", {})
     template.render(CONVERSATIONS[0])

@@ -216,16 +216,27 @@ class RowJournal:
             yield _read_at(self._lines, self._offsets[index], length)
 
     def close(self) -> None:
-        """Commit, unless that has failed already, and close the files. Idempotent."""
+        """Commit and close the files. Idempotent. Raises OSError when rows could not be committed, now or before."""
         if self._lines < 0:
             return
         try:
-            if self._failure is None:
-                self.commit()
+            self._commit_at_last()
         finally:
-            os.close(self._lines)
-            os.close(self._records)
-            self._lines = self._records = -1
+            # Another thread may commit for the same reason.
+            with self._lock:
+                lines, records, self._lines, self._records = self._lines, self._records, -1, -1
+            os.close(lines)
+            os.close(records)
+
+    def _commit_at_last(self) -> None:
+        if self._failure is not None and not self._pending:
+            return
+        try:
+            self.commit()
+        except KeyboardInterrupt:
+            # There is no next commit that would begin again.
+            self.commit()
+            raise
 
     def _recover(self) -> None:
         """Read what is there, and cut off what is torn."""
