@@ -105,13 +105,17 @@ class LLMEngine:
         request has, or has no more, is not an error.
         """
         names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        with self._lock:
-            numbers = [self._numbers[name] for name in names if name in self._numbers]
-        self.engine.abort_request(numbers)
+        # Without the lock: a finalizer or a signal's handler may come here while this thread has the engine's lock, for
+        # which another thread waits that has this one's.
+        numbers = [self._numbers.get(name) for name in names]
+        self.engine.abort_request([number for number in numbers if number is not None])
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """One step: the requests that ended in it, and those with new tokens that want outputs before."""
-        ended = self.engine.step()
+        with self.engine.calls.inside("step"):
+            return self._outputs_of(self.engine.step())
+
+    def _outputs_of(self, ended: list[RequestOutput]) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         with self._lock:
             outputs = [_shown(self._ended(output)) for output in ended]
             for number, partial in self._partials.items():

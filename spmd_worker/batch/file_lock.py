@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ class FileLock:
     def __init__(self, path: Path, owned: str, way_out: str, *, is_temporary: bool = False) -> None:
         self._path, self._owned, self._way_out, self._is_temporary = path, owned, way_out, is_temporary
         self._descriptor = -1
+        self._noting, self._is_ending = threading.Lock(), False
 
     def __enter__(self) -> "FileLock":
         while self._descriptor < 0:
@@ -97,7 +99,15 @@ class FileLock:
         os.close(descriptor)
 
     def note(self, doing: str) -> None:
-        """What this process does now, for the process that is refused. Does nothing once the lock is released."""
+        """What this process does now, for the process that is refused. Does nothing once the lock is released, or after
+        `ENDING`: a signal's thread notes that while the main thread goes on for a while.
+        """
+        with self._noting:
+            if not self._is_ending:
+                self._is_ending = doing == ENDING
+                self._write(doing)
+
+    def _write(self, doing: str) -> None:
         descriptor = self._descriptor
         if descriptor < 0 or not _is_same_file(descriptor, self._path):
             return

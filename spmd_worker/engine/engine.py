@@ -369,7 +369,9 @@ class LLMEngine:
         if event is not None:
             # Before the requests that wait to be admitted.
             with self.calls.lock:
-                self._events = [event, *(each for each in self._events if not isinstance(each, CommitWeights))]
+                for earlier in [each for each in self._events if isinstance(each, CommitWeights)]:
+                    self._events.remove(earlier)
+                self._events.insert(0, event)
             if event.num_tensors:
                 logger.info("%d new weights are committed as version %d", event.num_tensors, event.version)
 
@@ -587,7 +589,9 @@ class LLMEngine:
         with self.calls.lock:
             if finished_transfers:
                 self._events.insert(0, FinishTransfers(finished_transfers))
-            events, self._events = tuple(self._events), []
+            # What a finalizer or a signal's handler adds in this thread meanwhile is in one of the two.
+            taken, self._events = self._events, []
+            events = tuple(taken)
         self.times.end("schedule")
         agreed = self.lockstep.agree(
             plan,

@@ -117,10 +117,13 @@ class MultiprocExecutor(Executor):
             )
         if method == "reload_weights" and self._num_in_flight():
             raise RuntimeError(f"{self._num_in_flight()} requests are being answered: weights are loaded between calls")
-        self._may_have_update = True
-        if non_block:
-            return self._pool.submit(FrameKind.CALL, method, encode_call(method, args, kwargs or {}))
-        return self._call(FrameKind.CALL, method, args, kwargs or {}, timeout)
+        try:
+            if non_block:
+                return self._pool.submit(FrameKind.CALL, method, encode_call(method, args, kwargs or {}))
+            return self._call(FrameKind.CALL, method, args, kwargs or {}, timeout)
+        finally:
+            # Once it is sent: the workers are asked behind it.
+            self._may_have_update = True
 
     def execute_model(self, plan: StepPlan, non_block: bool = False) -> StepResult | Future[StepResult]:
         """One step in one round trip. Fails for good when a worker raises or ends, or takes nearly `executor.timeout_s`
@@ -144,14 +147,20 @@ class MultiprocExecutor(Executor):
         """See `Executor.get_weight_updates`. The workers are asked after calls that may have loaded weights."""
         if not self._may_have_update:
             return []
-        updates = self._call(FrameKind.CALL, "get_weight_update")
-        self._may_have_update = any(updates)
+        # Another thread's call may come while the workers answer.
+        self._may_have_update = False
+        updates: list[WeightUpdateReport | None] = []
+        try:
+            updates = self._call(FrameKind.CALL, "get_weight_update")
+        finally:
+            if not updates or any(updates):
+                self._may_have_update = True
         return updates
 
     def end_weight_update(self) -> None:
         """See `Executor.end_weight_update`."""
-        self._call(FrameKind.CALL, "end_weight_update")
         self._may_have_update = False
+        self._call(FrameKind.CALL, "end_weight_update")
 
     def peak_memory_bytes(self) -> int:
         """See `Executor.peak_memory_bytes`: the workers' processes and this one."""
@@ -291,12 +300,13 @@ class _StepFuture(Future[StepResult]):
         error = answer.exception()
         with self._lock:
             self._num_missing -= 1
+            is_last = self._num_missing == 0
             is_news = error is not None and not self._has_failed
             self._has_failed |= is_news
         if is_news:
             assert isinstance(error, Exception), error
             self._fail(error, self)
-        elif self._num_missing == 0 and not self._has_failed:
+        elif is_last and not self._has_failed:
             try:
                 result = self._take([each.result() for each in self.answers])
             except Exception as disagreement:  # the last answer's callback: nobody else would hear of it

@@ -96,7 +96,7 @@ class WorkerHandle:
     def close(self) -> None:
         """Join the threads and close the queue of a process that has ended."""
         for thread in (self._monitor, self._log):
-            if thread is not None:
+            if thread is not None and thread is not threading.current_thread():
                 thread.join(_LAST_LINES_S)
         self.connection.close()
         self._workers_end.close()

@@ -68,8 +68,10 @@ class WorkerPool:
     def remove_workers(self, num_workers: int) -> None:
         """Stop the processes of the last ranks and wait for their end."""
         kept = len(self.workers) - num_workers
-        leaving, self.workers = self.workers[kept:], self.workers[:kept]
-        self._ask_to_stop(leaving)
+        # A call that another thread sends goes to all of them, before, or to those that stay.
+        with self._send_lock:
+            leaving, self.workers = self.workers[kept:], self.workers[:kept]
+            self._ask_to_stop(leaving)
         _end(leaving)
         for worker in leaving:
             worker.close()

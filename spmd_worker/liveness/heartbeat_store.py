@@ -124,7 +124,7 @@ class HeartbeatExchange:
         """Publish the last heartbeat and end the thread; waits seconds at most for a store that is out of reach."""
         self._is_stopping = True
         self._wake.set()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._clock.join(self._thread, 2 * _LEAVE_S)
 
     @property

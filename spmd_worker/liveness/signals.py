@@ -47,6 +47,7 @@ class EndingSignals:
         self._keep, self._signalled, self._patience_s = keep, signalled, patience_s
         self._drain, self._drain_s = drain, drain_s
         self._num_interrupts = 0
+        self._timers: list[threading.Timer] = []
         self.is_ending = threading.Event()
         self._writer = -1
 
@@ -74,6 +75,8 @@ class EndingSignals:
         self._writer = -1
         if not self.is_ending.is_set():
             self._thread.join(_LEAVE_S)
+        for timer in self._timers:
+            timer.cancel()
 
     def _interrupt(self, *_: Any) -> None:
         """KeyboardInterrupt once: a second one must not interrupt what the main thread does because of the first."""
@@ -101,7 +104,7 @@ class EndingSignals:
         if num_interrupts > 0:
             self._leave(number)
         # First of all: writing may never end.
-        threading.Timer(_INTERRUPTED_S, self._leave, (number,)).start()
+        self._later(_INTERRUPTED_S, self._leave, number)
         self._save()
         return 1
 
@@ -109,10 +112,15 @@ class EndingSignals:
         assert self._drain is not None, "checked by the caller"
         if not is_draining:
             self._drain()
-            threading.Timer(self._drain_s, self._end_soon, (number,)).start()
+            self._later(self._drain_s, self._end_soon, number)
         elif number == signal.SIGINT:
             # A person who does not want to wait. A launcher may repeat its SIGTERM.
             self._leave(number)
+
+    def _later(self, wait_s: float, end: Callable[[int], NoReturn], number: int) -> None:
+        timer = threading.Timer(wait_s, end, (number,))
+        self._timers.append(timer)
+        timer.start()
 
     def _end_soon(self, number: int) -> NoReturn:
         self.is_ending.set()

@@ -143,7 +143,8 @@ class Watchdog:
         self._has_ended = True
         self._stop.set()
         self._wake.set()
-        if self._thread.is_alive():
+        # It may be the thread in which garbage is collected, an engine too.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._clock.join(self._thread, LEAVE_S)
         self._exchange.stop()
 

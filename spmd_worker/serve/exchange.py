@@ -163,9 +163,10 @@ class RequestExchange:
         woken = [request for request, _ in outputs if request in self._open and request.output is None]
         for request, output in outputs:
             request.output = output
-        # A loop that was closed has no readers any more.
-        if woken and not woken[0].loop.is_closed():
-            woken[0].loop.call_soon_threadsafe(_wake, woken)
+        for loop in dict.fromkeys(request.loop for request in woken):
+            # One that was closed has no readers any more.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_wake, [request for request in woken if request.loop is loop])
 
 
 def _wake(requests: list[OpenRequest]) -> None:

@@ -101,6 +101,7 @@ class HttpServer:
         self._server: Any = uvicorn.Server(config)
         self._socket, self._has_ended = bound, has_ended
         self._error: Exception | None = None
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="spmd-serve", daemon=True)
 
     def start(self) -> None:
@@ -115,7 +116,7 @@ class HttpServer:
 
     def check(self) -> None:
         """Raise RuntimeError where the server has ended without being asked to."""
-        if not self._thread.is_alive() and not self._server.should_exit:
+        if self._is_over and not self._server.should_exit:
             raise RuntimeError(f"the server's thread has ended: {self._error or 'nobody knows why'}") from self._error
 
     def stop(self) -> None:
@@ -130,6 +131,7 @@ class HttpServer:
         except Exception as error:  # for whoever asks, in another thread
             self._error = error
         finally:
+            self._is_over = True
             self._has_ended()
 
 

@@ -157,6 +157,15 @@ def test_a_lock_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monke
         FileLock(path, "it", "give another").__enter__()
 
 
+def test_who_is_ending_stays_so_whatever_another_thread_does_meanwhile(tmp_path: Path):
+    """A signal's thread notes it while the main thread goes on for a while."""
+    with FileLock(tmp_path / "lock", "it", "give another") as lock:
+        lock.note("answers rows")
+        lock.note(ENDING)
+        lock.note("writes the output")
+        assert json.loads((tmp_path / "lock").read_text())["doing"] == ENDING
+
+
 def test_what_an_earlier_job_left_half_written_is_no_obstacle(tmp_path: Path):
     (tmp_path / "out.jsonl.partial").write_bytes(b"half a line" * 1000)
     (tmp_path / "run").mkdir()

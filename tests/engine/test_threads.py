@@ -9,6 +9,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -84,22 +85,22 @@ def test_requests_of_any_thread_are_answered_as_those_of_one_call(llm: LLM):
 
 
 class Interrupted(list[Any]):
-    """Events of which a step takes what is there, and then something happens before it has forgotten them."""
+    """Events to which one more comes, and something happens before it is there."""
 
-    def __init__(self, events: list[Any], happens: Callable[[], None]) -> None:
+    def __init__(self, events: list[Any], happens: Callable[[], object]) -> None:
         super().__init__(events)
         self._happens = happens
 
-    def __iter__(self) -> Iterator[Any]:
-        yield from list.__iter__(self)
+    def append(self, event: Any) -> None:
         self._happens()
+        super().append(event)
 
 
 class WantedLock:
     """A lock that tells when a thread waits for it."""
 
     def __init__(self) -> None:
-        self.wanted, self._lock = threading.Event(), threading.Lock()
+        self.wanted, self._lock = threading.Event(), threading.RLock()
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -120,16 +121,16 @@ class NoLock:
 
 def added_while_a_step_takes_events(llm: LLM, lock: Any, until: Callable[[threading.Thread], object]) -> int:
     """How many requests are answered, of two of which the second came in the worst moment."""
-    engine = llm.llm_engine
+    engine, answered = llm.llm_engine, list[RequestOutput]()
     engine.calls.lock = lock
-    thread = threading.Thread(target=lambda: engine.add_request([7, 8], params(1)))
+    thread = threading.Thread(target=lambda: answered.extend(engine.step()))
     engine.add_request([3, 4], params(0))
     engine._events = Interrupted(engine._events, lambda: (thread.start(), until(thread)))
-    num_answered = len(engine.step())
+    engine.add_request([7, 8], params(1))
     thread.join(LIMIT_S)
     for _ in range(20):
-        num_answered += len(engine.step())
-    return num_answered
+        answered += engine.step()
+    return len(answered)
 
 
 def test_a_request_that_comes_while_a_step_takes_the_others_is_not_lost(llm: LLM):
@@ -199,6 +200,80 @@ def test_without_the_lock_one_would_be(llm: LLM):
     """Negative control: the engine ends where a number comes again."""
     with pytest.raises(AssertionError):
         numbers_added_amid_an_admission(llm, NoLock(), lambda thread: thread.join(LIMIT_S))
+
+
+def test_an_abort_between_any_two_bytecodes_of_a_step_is_not_lost(llm: LLM):
+    """By a finalizer or a signal's handler, which no lock keeps out: they run in the thread that has it."""
+    engine = llm.llm_engine
+    stepping = type(engine)._run_step.__code__
+    place, at = 0, 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal at
+        if frame.f_code is not stepping:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            at += 1
+            if at == place:
+                engine.abort_request(str(number))
+        return trace
+
+    while at >= place:
+        place, at = place + 1, 0
+        number = engine.add_request([3, 4], replace(params(0), max_tokens=12))
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            outputs = engine.step()
+        finally:
+            sys.settrace(before)
+        while at >= place and engine.has_unfinished_requests():
+            outputs += engine.step()
+        if at >= place:
+            assert [output.outputs[0].finish_reason for output in outputs] == ["abort"], place
+    assert place > 100
+    engine.abort_request(str(number))
+    engine.step()
+
+
+def test_an_abort_by_the_thread_that_has_the_engines_lock_waits_for_nobody(llm: LLM):
+    """Another thread has the names' lock and waits for the engine's."""
+    engine, lock = LLMEngine(llm.llm_engine), WantedLock()
+    engine.engine.calls.lock = lock
+    engine.add_request("first", [3, 4], params(0))
+    thread = threading.Thread(target=lambda: engine.add_request("second", [5, 6], params(1)))
+    with lock:
+        thread.start()
+        assert lock.wanted.wait(LIMIT_S)
+        engine.abort_request(["first", "nobody"])
+    thread.join(LIMIT_S)
+    reasons = {}
+    while engine.has_unfinished_requests():
+        reasons |= {output.request_id: output.outputs[0].finish_reason for output in engine.step()}
+    assert reasons == {"first": "abort", "second": "length"}
+
+
+def test_no_step_begins_before_the_one_before_has_given_its_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    engine, said = LLMEngine(llm.llm_engine), list[str]()
+    give = engine._outputs_of
+
+    def step() -> None:
+        try:
+            engine.step()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    def give_while_another_steps(ended: list[RequestOutput]) -> Any:
+        thread = threading.Thread(target=step, name="other")
+        thread.start()
+        thread.join(LIMIT_S)
+        return give(ended)
+
+    monkeypatch.setattr(engine, "_outputs_of", give_while_another_steps)
+    engine.step()
+    assert len(said) == 1
+    assert said[0].startswith("step was called in thread 'other' while thread")
 
 
 CALLS: dict[str, Callable[[LLM], object]] = {

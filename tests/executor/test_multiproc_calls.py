@@ -4,6 +4,8 @@ import asyncio
 import math
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from plain_executors import new_plain, plain
@@ -14,7 +16,7 @@ from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ConfigError, WorkerError
 from spmd_worker.executor.executor import Executor
-from spmd_worker.executor.multiproc import MultiprocExecutor
+from spmd_worker.executor.multiproc import MultiprocExecutor, _StepFuture
 from spmd_worker.resolved import resolve_again
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -170,6 +172,50 @@ def test_a_transfer_counts_when_every_rank_has_finished_it(executor: MultiprocEx
     executor.collective_rpc("finish_transfers", args=(1, (4,)))
     assert executor.execute_model(StepPlan(step=23)).finished_transfers == (4,)
     assert executor.execute_model(StepPlan(step=24)).finished_transfers == ()
+
+
+def test_a_call_that_comes_while_workers_are_asked_for_new_weights_is_not_forgotten(
+    executor: MultiprocExecutor, monkeypatch: pytest.MonkeyPatch
+):
+    """Another thread's, which may have loaded some."""
+    ask = executor._call
+
+    def ask_while_another_calls(kind: Any, method: str, *arguments: Any) -> Any:
+        if method != "get_weight_update":
+            return ask(kind, method, *arguments)
+        answers = ask(kind, method, *arguments)
+        executor.collective_rpc("get_model_inspection")
+        return answers
+
+    executor.collective_rpc("get_model_inspection")
+    assert executor.get_weight_updates() == [None] * executor.layout.world_size
+    assert executor.get_weight_updates() == [], "nobody has called since"
+    executor.collective_rpc("get_model_inspection")
+    monkeypatch.setattr(executor, "_call", ask_while_another_calls)
+    executor.get_weight_updates()
+    assert executor._may_have_update
+
+
+def test_the_last_two_answers_of_a_step_make_one_result():
+    """They come in two threads, one between the other's count and its look at it."""
+    answers: list[Future[Any]] = [Future(), Future()]
+    taken: list[list[Any]] = []
+    step = _StepFuture(answers, lambda results: taken.append(results), lambda error, waiter: None)
+
+    class Lock:
+        """Whoever lets go of it is overtaken."""
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            if not answers[1].done():
+                answers[1].set_result(2)
+
+    step._lock = Lock()
+    answers[0].set_result(1)
+    assert taken == [[1, 2]]
+    assert step.done()
 
 
 def test_what_the_engine_asks_at_the_start(executor: MultiprocExecutor):

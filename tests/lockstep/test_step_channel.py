@@ -56,6 +56,37 @@ def error_of(raising: type[BaseException], call, *arguments) -> str:
     return str(caught.value)
 
 
+def test_whom_a_message_never_reached_hears_why_and_not_that_it_is_behind():
+    """Rank 1 is gone before rank 2's turn comes, and rank 0's heart beats before it says so."""
+    with star(2) as (leader, (gone, left)):
+        gone.close()
+        assert "rank 1 is gone" in error_of(RankFailedError, leader.send, b"step")
+        leader._send_heartbeat()
+        leader.abort(Abort("rank 1 is gone", is_divergence=False))
+        assert error_of(AbortedError, left.receive) == "rank 1 is gone"
+
+
+def test_the_control_would_be_told_that_it_has_diverged():
+    with star(2) as (leader, (gone, left)):
+        gone.close()
+        error_of(RankFailedError, leader.send, b"step")
+        leader._is_torn = False
+        leader._send_heartbeat()
+        leader.abort(Abort("rank 1 is gone", is_divergence=False))
+        error_of(LostMessageError, left.receive)
+
+
+def test_a_channel_may_be_closed_in_the_thread_of_its_heart(monkeypatch: pytest.MonkeyPatch):
+    """Where garbage is collected in it."""
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(step_channel, "_HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(TcpLeader, "_send_heartbeat", TcpLeader.close)
+    with star(1) as (leader, _):
+        leader._heart.join(LONG_S)
+    assert failed == []
+
+
 # What crosses.
 
 

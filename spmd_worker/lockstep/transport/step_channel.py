@@ -98,6 +98,7 @@ class TcpLeader:
         self._connections = connections
         self._timeout_s = timeout_s
         self._num_sent = 0
+        self._is_torn = False
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._heart = threading.Thread(target=self._send_heartbeats, name="spmd-heartbeat", daemon=True)
@@ -119,7 +120,12 @@ class TcpLeader:
         """Raises RankFailedError when a follower is gone or does not read."""
         with self._lock:
             number, self._num_sent = self._num_sent, self._num_sent + 1
-            self._send_all(FrameKind.MESSAGE, number, payload)
+            try:
+                self._send_all(FrameKind.MESSAGE, number, payload)
+            except BaseException:
+                # Some have this message and some never will: the next they hear must be why.
+                self._is_torn = True
+                raise
 
     def exchange_records(self, record: bytes) -> list[bytes]:
         """See `LeaderChannel.exchange_records`."""
@@ -152,7 +158,8 @@ class TcpLeader:
     def close(self) -> None:
         """See `StepChannel.close`."""
         self._is_closed.set()
-        if self._heart.is_alive():
+        # It may be the thread in which garbage is collected, this channel's engine too.
+        if self._heart.is_alive() and self._heart is not threading.current_thread():
             self._heart.join(_ABORT_WAIT_S)
         for connection in self._connections:
             connection.close()
@@ -202,13 +209,16 @@ class TcpLeader:
 
     def _send_heartbeats(self) -> None:
         while not self._is_closed.wait(_HEARTBEAT_S):
-            with self._lock:
-                for connection in self._connections:
-                    # A dead follower is found by the rank that waits for its answer.
-                    try:
-                        send_frame(connection, FrameKind.HEARTBEAT, self._num_sent)
-                    except (PeerGoneError, TimeoutError):
-                        continue
+            self._send_heartbeat()
+
+    def _send_heartbeat(self) -> None:
+        with self._lock:
+            for connection in self._connections if not self._is_torn else ():
+                # A dead follower is found by the rank that waits for its answer.
+                try:
+                    send_frame(connection, FrameKind.HEARTBEAT, self._num_sent)
+                except (PeerGoneError, TimeoutError):
+                    continue
 
 
 class TcpFollower:
