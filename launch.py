@@ -9,6 +9,7 @@ printed once, by rank 0.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from spmd_worker.process import check_limits, end_with_launcher
 if __name__ == "__main__" or Path(sys.argv[0]).name == "spmd-worker":
     # Before anything that takes its time: a rank must not outlive its launcher.
     end_with_launcher()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until `main` is there to say what Ctrl-C means: nothing has begun that it could interrupt.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from spmd_worker.config.compose import as_yaml, compose_run
 from spmd_worker.config.schema import RunConfig
@@ -61,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`arguments` are the command line's without the program. Returns the exit code."""
     environment = RankEnvironment()
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         environment = read_rank_environment()
         check_limits()
         return _act(_parse(sys.argv[1:] if arguments is None else arguments), environment)

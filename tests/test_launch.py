@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,20 @@ LLAMA_8B = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(tmp_path: Path):
+    (tmp_path / "hydra.py").write_text("print('imports', flush=True)\nimport time\ntime.sleep(3600)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ranks.REPOSITORY}"}
+    command = [sys.executable, str(LAUNCH), *DEMO]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "imports\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=START_S)
+    assert process.returncode == -signal.SIGINT
+    assert errors == ""
 
 
 @pytest.fixture(autouse=True)

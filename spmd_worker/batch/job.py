@@ -153,6 +153,9 @@ def run_job(
     with ExitStack() as held:
         run = _open_run(resolved, held, watchdog) if environment.is_leader else None
         _run(resolved, environment, watchdog, run, started_s)
+        if run is not None:
+            # When nothing is left that could go wrong or be interrupted: who starts an ended run computes it anew.
+            _end_run(run)
 
 
 def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None) -> OpenRun:
@@ -283,13 +286,13 @@ def _lead(
     if "stages" in metrics:
         write_stage_times(run_dir / STAGE_TIMES_NAME, stages_of(reports), engine.times.first_began_us)
     print(format_summary(metrics), file=sys.stderr)
-    _end_run(run, job.max_error_rows, output.counts.error_rows)
-
-
-def _end_run(run: OpenRun, most: int | None, error_rows: int) -> None:
+    error_rows, most = output.counts.error_rows, job.max_error_rows
     if most is not None and error_rows > most:
         # The journal stays: a launcher that starts the job again must not have everything computed again.
         raise JobError(f"{error_rows} error rows are more than job.max_error_rows={most}")
+
+
+def _end_run(run: OpenRun) -> None:
     end_manifest(run.journal.folder, run.manifest)
     run.journal.close()
     remove_journal(run.journal.folder)

@@ -88,6 +88,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         self._loop = EngineLoop(engine, self._exchange, _DRAIN_S)
         self._asked: Counter[str] = Counter()
         self._num_asked = 0
+        self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._step, name="spmd-inspect", daemon=True)
         self._thread.start()
         _open.append(self)
@@ -107,10 +108,11 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
             )
         body = self._body(input, config)
         name = content_name(_URL, body)
-        self._asked[name] += 1
-        self._num_asked += 1
-        custom_id = f"{name}:{self._asked[name]}"
-        row = self._reader.read(self._num_asked, _URL, json.dumps(body).encode(), custom_id)
+        with self._counting:
+            self._asked[name] += 1
+            self._num_asked += 1
+            number, custom_id = self._num_asked, f"{name}:{self._asked[name]}"
+        row = self._reader.read(number, _URL, json.dumps(body).encode(), custom_id)
         if isinstance(row, RowError):
             if row.code == "prompt_too_long":
                 choice = ChatCompletionChoice(message=_message("", self.model_name), stop_reason="model_length")

@@ -132,6 +132,27 @@ def test_a_job_may_end_again_and_again(tmp_path: Path, whole: tuple[bytes, dict[
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
 
 
+def test_a_job_interrupted_while_it_takes_its_ranks_down_computes_nothing_again(
+    tmp_path: Path, whole: tuple[bytes, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+):
+    """Its output is complete, but it has said that the same command goes on."""
+    write_rows(tmp_path)
+    config, shutdown = config_of(tmp_path), LLMEngine.shutdown
+
+    def shutdown_and_interrupt(engine: LLMEngine) -> None:
+        shutdown(engine)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(LLMEngine, "shutdown", shutdown_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    assert run(config)["resumed_rows"] == NUM_ROWS
+    assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+    # The control: that start has ended, and another computes everything.
+    assert run(config)["resumed_rows"] == 0
+
+
 def test_a_run_that_has_ended_keeps_nothing_twice_and_starts_anew(tmp_path: Path):
     write_rows(tmp_path)
     for _ in range(2):

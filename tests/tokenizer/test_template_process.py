@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import REPOSITORY
@@ -131,40 +132,38 @@ def test_a_signal_for_the_owners_group_is_no_error_of_a_row(number: signal.Signa
     assert process_of(template) == first
 
 
+def end_as_they_start(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, most: int) -> list[int]:
+    """The first processes, `most` of them, get the signal before they look away. Returns those that were started."""
+    started: list[int] = []
+    start = subprocess.Popen
+
+    def start_one(command: list[str], **settings: Any) -> "subprocess.Popen[bytes]":
+        is_ended = len(started) < most
+        process = start(["sleep", "3600"] if is_ended else command, **settings)
+        started.append(process.pid)
+        if is_ended:
+            process.send_signal(number)
+        return process
+
+    monkeypatch.setattr(template_process.subprocess, "Popen", start_one)
+    return started
+
+
 @pytest.mark.parametrize("number", FOR_THE_OWNER)
 def test_nor_where_it_comes_before_the_process_looks_away(monkeypatch: pytest.MonkeyPatch, number: signal.Signals):
-    started: list[int] = []
-    start = template_process._Renderer.__init__
-
-    def start_and_send(renderer, *arguments) -> None:
-        start(renderer, *arguments)
-        started.append(renderer._process.pid)
-        if len(started) == 1:
-            os.kill(started[0], number)
-
-    monkeypatch.setattr(template_process._Renderer, "__init__", start_and_send)
-    template = IsolatedTemplate("{{ messages | length }}", {})
-    assert template.render(CONVERSATIONS[1]) == "2"
+    started = end_as_they_start(monkeypatch, number, most=1)
+    assert IsolatedTemplate("{{ messages | length }}", {}).render(CONVERSATIONS[1]) == "2"
     assert len(started) == 2
     assert start_time_of(started[0]) is None
 
 
-def test_what_ends_the_process_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    """The control: one more try, and no more; and none for what is the template's own doing."""
-    for number, tries in ((signal.SIGTERM, 2), (signal.SIGKILL, 1)):
-        started: list[int] = []
-        start = template_process._Renderer.__init__
-
-        def start_and_send(renderer, *arguments, start=start, started=started, number=number) -> None:
-            start(renderer, *arguments)
-            started.append(renderer._process.pid)
-            os.kill(started[-1], number)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(template_process._Renderer, "__init__", start_and_send)
-            with pytest.raises(ChatTemplateError, match=f"it ended its process by {number.name}"):
-                IsolatedTemplate("x", {}).render(CONVERSATIONS[0])
-        assert len(started) == tries
+@pytest.mark.parametrize(("number", "tries"), [(signal.SIGTERM, 2), (signal.SIGKILL, 1)])
+def test_what_ends_the_process_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch, number, tries: int):
+    """The control: one more try, and no more; and none for what may be the template's own doing."""
+    started = end_as_they_start(monkeypatch, number, most=9)
+    with pytest.raises(ChatTemplateError, match=f"it ended its process by {number.name}"):
+        IsolatedTemplate("x", {}).render(CONVERSATIONS[0])
+    assert len(started) == tries
 
 
 def test_the_process_ends_with_its_template():
