@@ -327,14 +327,21 @@ def test_an_engine_that_fails_answers_what_is_open_with_an_error():
 
 
 def test_a_server_whose_thread_ends_by_itself_says_so():
-    bound, has_ended = bind("127.0.0.1", 0), threading.Event()
-    server = HttpServer(lambda *_: None, bound, 1, 1.0, has_ended.set)
+    """As soon as it tells that it has ended, while it is still alive, and later."""
+    bound, said = bind("127.0.0.1", 0), list[str]()
+
+    def look() -> None:
+        with pytest.raises(RuntimeError) as ended:
+            server.check()
+        said.append(str(ended.value))
+
+    server = HttpServer(lambda *_: None, bound, 1, 1.0, look)
     bound.close()
     server._thread.start()
-    assert has_ended.wait(LIMIT_S)
     server._thread.join(LIMIT_S)
-    with pytest.raises(RuntimeError, match="the server's thread has ended"):
-        server.check()
+    look()
+    assert len(said) == 2
+    assert all(words.startswith("the server's thread has ended") for words in said)
 
 
 def is_of_a_server(thread: threading.Thread) -> bool:
