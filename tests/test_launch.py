@@ -46,7 +46,9 @@ LLAMA_8B = {
 def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(tmp_path: Path):
     (tmp_path / "hydra.py").write_text("print('imports', flush=True)\nimport time\ntime.sleep(3600)\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ranks.REPOSITORY}"}
-    command = [sys.executable, str(LAUNCH), *DEMO]
+    # A program in the background of a shell may ignore Ctrl-C, and so would what it starts.
+    heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-S", "-c", heed, sys.executable, str(LAUNCH), *DEMO]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
         assert process.stdout is not None

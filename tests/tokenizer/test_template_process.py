@@ -137,12 +137,14 @@ def end_as_they_start(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, m
     started: list[int] = []
     start = subprocess.Popen
 
+    # By itself, and whatever is ignored here: a program in the background of a shell may ignore Ctrl-C.
+    heeds = "" if number == signal.SIGKILL else f"signal.signal({number:d}, signal.SIG_DFL); "
+    source = f"import os, signal; {heeds}os.kill(os.getpid(), {number:d})"
+    ends = [sys.executable, "-S", "-c", source]
+
     def start_one(command: list[str], **settings: Any) -> "subprocess.Popen[bytes]":
-        is_ended = len(started) < most
-        process = start(["sleep", "3600"] if is_ended else command, **settings)
+        process = start(ends if len(started) < most else command, **settings)
         started.append(process.pid)
-        if is_ended:
-            process.send_signal(number)
         return process
 
     monkeypatch.setattr(template_process.subprocess, "Popen", start_one)
