@@ -9,9 +9,12 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -143,42 +146,55 @@ def test_without_the_lock_it_would_be(llm: LLM):
     assert added_while_a_step_takes_events(llm, NoLock(), lambda thread: thread.join(LIMIT_S)) == 1
 
 
+@contextmanager
+def between_bytecodes(code: CodeType, place: int, act: Callable[[], object]) -> Iterator[Callable[[], bool]]:
+    """Before the bytecode of `code` with the number `place`, of those that this thread runs in the block, comes `act`.
+    What is given tells whether it came.
+    """
+    at = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal at
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            at += 1
+            if at == place:
+                act()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: at >= place
+    finally:
+        sys.settrace(before)
+
+
 def numbers_added_amid_an_admission(llm: LLM, lock: Any, until: Callable[[threading.Thread], object]) -> list[int]:
     """A request's admission, again and again, each time with a request that another thread adds between two of its
     bytecodes, and one right after; the numbers that all of them got.
     """
     engine, numbers = llm.llm_engine, list[int]()
     engine.calls.lock = lock
-    applying = type(engine)._apply_event.__code__
-    place, at = 0, 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal at
-        if frame.f_code is not applying:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            at += 1
-            if at == place:
-                thread.start()
-                until(thread)
-        return trace
-
-    while at >= place:
-        place, at = place + 1, 0
+    for place in count(1):
         thread = threading.Thread(target=lambda: numbers.append(engine.add_request([7, 8], params(1))))
+
+        def add(thread: threading.Thread = thread) -> None:
+            thread.start()
+            until(thread)
+
         numbers.append(engine.add_request([3, 4], params(0)))
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
+        with between_bytecodes(type(engine)._apply_event.__code__, place, add) as has_come:
             engine.step()
-        finally:
-            sys.settrace(before)
-        if thread.ident is not None:
+        if has_come():
             thread.join(LIMIT_S)
         numbers.append(engine.add_request([5, 6], params(2)))
         while engine.has_unfinished_requests():
             engine.step()
+        if not has_come():
+            break
     assert place > 10
     return numbers
 
@@ -205,33 +221,16 @@ def test_without_the_lock_one_would_be(llm: LLM):
 def test_an_abort_between_any_two_bytecodes_of_a_step_is_not_lost(llm: LLM):
     """By a finalizer or a signal's handler, which no lock keeps out: they run in the thread that has it."""
     engine = llm.llm_engine
-    stepping = type(engine)._run_step.__code__
-    place, at = 0, 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal at
-        if frame.f_code is not stepping:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            at += 1
-            if at == place:
-                engine.abort_request(str(number))
-        return trace
-
-    while at >= place:
-        place, at = place + 1, 0
+    for place in count(1):
         number = engine.add_request([3, 4], replace(params(0), max_tokens=12))
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
+        abort = partial(engine.abort_request, str(number))
+        with between_bytecodes(type(engine)._run_step.__code__, place, abort) as has_come:
             outputs = engine.step()
-        finally:
-            sys.settrace(before)
-        while at >= place and engine.has_unfinished_requests():
+        if not has_come():
+            break
+        while engine.has_unfinished_requests():
             outputs += engine.step()
-        if at >= place:
-            assert [output.outputs[0].finish_reason for output in outputs] == ["abort"], place
+        assert [output.outputs[0].finish_reason for output in outputs] == ["abort"], place
     assert place > 100
     engine.abort_request(str(number))
     engine.step()
