@@ -103,8 +103,11 @@ class FileLock:
         `ENDING`: a signal's thread notes that while the main thread goes on for a while.
         """
         with self._noting:
-            if not self._is_ending:
-                self._is_ending = doing == ENDING
+            if self._is_ending:
+                return
+            self._is_ending = doing == ENDING
+            # The lock holds without its words too: on a disk that is full, or where nothing more can be opened.
+            with contextlib.suppress(OSError):
                 self._write(doing)
 
     def _write(self, doing: str) -> None:
@@ -114,10 +117,8 @@ class FileLock:
         pid = os.getpid()
         own = LockHolder(pid, os.getppid(), start_time_of(pid) or 0, socket.gethostname(), node_name(), doing)
         record = json.dumps(asdict(own)).encode("ascii") + b"\n"
-        # The lock holds without its words too, on a disk that is full.
-        with contextlib.suppress(OSError):
-            os.pwrite(descriptor, record, 0)
-            os.ftruncate(descriptor, len(record))
+        os.pwrite(descriptor, record, 0)
+        os.ftruncate(descriptor, len(record))
 
     def _open(self) -> int:
         try:

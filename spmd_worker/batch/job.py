@@ -4,7 +4,6 @@ Rank 0 reads, admits, writes and reports; the other ranks follow, or answer rows
 (`shared_job.py`). Rows are admitted as the engine empties, so memory is bounded by what runs and not by the file.
 """
 
-import contextlib
 import logging
 import sys
 import time
@@ -94,8 +93,7 @@ class OpenRun:
 
     def before_exit(self) -> None:
         """What is finished is kept, and a process that waits for the locks reads that they will be free."""
-        with contextlib.suppress(OSError):
-            self.lock.note(ENDING)
+        self.lock.note(ENDING)
         self.journal.commit()
 
 

@@ -166,6 +166,21 @@ def test_who_is_ending_stays_so_whatever_another_thread_does_meanwhile(tmp_path:
         assert json.loads((tmp_path / "lock").read_text())["doing"] == ENDING
 
 
+def test_words_that_cannot_be_written_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What follows them, the last commit of a job that ends, must not be missed for them."""
+
+    def fails(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    with FileLock(tmp_path / "lock", "it", "give another") as lock:
+        for name in ("start_time_of", "_is_same_file"):
+            with monkeypatch.context() as broken:
+                broken.setattr(file_lock, name, fails)
+                lock.note("answers rows")
+        lock.note(ENDING)
+        assert json.loads((tmp_path / "lock").read_text())["doing"] == ENDING
+
+
 def test_what_an_earlier_job_left_half_written_is_no_obstacle(tmp_path: Path):
     (tmp_path / "out.jsonl.partial").write_bytes(b"half a line" * 1000)
     (tmp_path / "run").mkdir()

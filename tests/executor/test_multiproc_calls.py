@@ -17,6 +17,7 @@ from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ConfigError, WorkerError
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.multiproc import MultiprocExecutor, _StepFuture
+from spmd_worker.executor.worker_pool import WorkerPool
 from spmd_worker.resolved import resolve_again
 from spmd_worker.sequence.outputs import Logprob
 from spmd_worker.sequence.step import StepPlan, StepResult
@@ -194,6 +195,14 @@ def test_a_call_that_comes_while_workers_are_asked_for_new_weights_is_not_forgot
     monkeypatch.setattr(executor, "_call", ask_while_another_calls)
     executor.get_weight_updates()
     assert executor._may_have_update
+
+
+def test_no_call_is_sent_while_workers_leave(monkeypatch: pytest.MonkeyPatch):
+    """Half of them would never get it, and nobody would answer for them."""
+    pool, was_held = WorkerPool(1.0, lambda: None), list[bool]()
+    monkeypatch.setattr(pool, "_ask_to_stop", lambda leaving: was_held.append(pool._send_lock.locked()))
+    pool.remove_workers(0)
+    assert was_held == [True]
 
 
 def test_the_last_two_answers_of_a_step_make_one_result():

@@ -73,6 +73,17 @@ def test_uninstalled_signals_have_left_no_thread(monkeypatch: pytest.MonkeyPatch
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_uninstalled_signals_end_nothing_later():
+    """A program that drained in time, in a process that goes on."""
+    ending = EndingSignals(lambda: None, lambda number: None, 0.0, drain=lambda: None, drain_s=LIMIT_S)
+    ending.install()
+    ending._act_while_draining(signal.SIGTERM, False)
+    (timer,) = ending._timers
+    assert not timer.finished.is_set()
+    ending.uninstall()
+    assert timer.finished.is_set()
+
+
 class Exits:
     """What a process would have ended with, by threads that go on here."""
 
