@@ -49,8 +49,7 @@ class Nursery:
             self._connection.close()
             end_with_parent(launcher)
             order = serve_ranks(theirs, launcher)
-            fork_server.run(order["command"])
-            sys.exit()
+            fork_server.run_to_its_end(order["command"])
         theirs.close()
 
     def start(

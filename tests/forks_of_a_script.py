@@ -33,8 +33,7 @@ class ForkOfThis:
             # The other end above all, which would keep this process from ever hearing that its maker has ended.
             os.closerange(3, descriptor)
             os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
-            fork_server.run(fork_server.serve(socket.socket(fileno=descriptor))["command"])
-            sys.exit()
+            fork_server.run_to_its_end(fork_server.serve(socket.socket(fileno=descriptor))["command"])
 
     def poll(self) -> int | None:
         return None

@@ -78,7 +78,9 @@ def register_schema() -> None:
     OmegaConf makes nodes of frozen dataclasses read-only, which would refuse every override: the flag is cleared on the
     schema, and what comes out of `to_run_config` is frozen again.
     """
-    ConfigStore.instance().store(name=SCHEMA_NAME, node=writable_schema())
+    store = ConfigStore.instance()
+    if f"{SCHEMA_NAME}.yaml" not in store.repo:
+        store.store(name=SCHEMA_NAME, node=writable_schema())
 
 
 def writable_schema() -> DictConfig:

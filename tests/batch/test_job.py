@@ -162,6 +162,7 @@ def test_a_second_run_writes_the_same_bytes(tmp_path: Path):
     assert (tmp_path / "out.jsonl").read_bytes() != first
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_full_collections_of_a_job_pass_over_what_outlived_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step, frozen = RowRunner.step, []
 

@@ -3,6 +3,7 @@
 Layers are joined where there is a AMX unit; where the processor has none it is emulated.
 """
 
+import json
 import re
 from typing import Any
 
@@ -175,12 +176,11 @@ def test_a_cache_that_does_not_fit_is_refused():
 
 
 SOURCE = """
-    import itertools, sys
+    import itertools, json, sys
     sys.path.insert(0, sys.argv[1])
     import torch, torch.distributed as dist
     from joined_models import DTYPES, SHAPES, are_equal, joined_and_one_by_one, new_model
     from our_model import prompt_logits
-    from reference_models import random_prompt
     from spmd_worker.distributed import shared_memory
     from spmd_worker.kernels.cpu import layers
     from spmd_worker.distributed.shared_memory import share_memory
@@ -188,7 +188,7 @@ SOURCE = """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    prompts = [random_prompt(length, seed=5, vocab_size=96) for length in (1, 2, 16, 37, 90)]
+    prompts = json.loads(sys.argv[3])
     plant = sys.argv[2]
     ways = ((1 << 16, 1), (1 << 16, 1 << 30), (1 << 12, 1 << 8), (1 << 16, 3000))
     chunks = (None, 7)
@@ -228,7 +228,7 @@ SOURCE = """
 
 
 def compare_on_ranks(plant: str) -> ranks.CompletedRanks:
-    return ranks.run_ranks(SOURCE, 2, LIMIT_S, arguments=[ranks.REPOSITORY / "tests", plant])
+    return ranks.run_ranks(SOURCE, 2, LIMIT_S, arguments=[ranks.REPOSITORY / "tests", plant, json.dumps(PROMPTS)])
 
 
 @needs_products
