@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import ranks
+from fork_server import fork_server
 
 # torchrun imports torch before it starts a rank, which takes long where cores are shared.
 START_S = 240.0
@@ -89,6 +92,40 @@ def test_forked_torchrun_gives_its_ranks_what_torchrun_gives(tmp_path: Path):
         texts = [(tmp_path / f"{rank}.{way}").read_text() for rank in (0, 1)]
         shown[way] = [json.loads(re.sub(r"/tmp/ranks-\w+|(forked )?torchrun", "X", text)) for text in texts]
     assert shown["forked torchrun"] == shown["torchrun"]
+
+
+ENDINGS = ["", "sys.exit()", "sys.exit(7)", "sys.exit(300)", "sys.exit('words')", "raise ValueError('words')"]
+AT_THE_END = """
+import atexit, sys, threading, time, weakref
+
+class Held:
+    pass
+
+held = Held()
+weakref.finalize(held, print, "a finalizer")
+atexit.register(print, "a handler")
+threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
+print("a line, and a part of one", end=" ")
+print("errors", end="", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_forked_script_ends_as_one_of_a_fresh_interpreter_does(tmp_path: Path, ending: str):
+    """Though nothing is taken apart at its end: threads, handlers, finalizers, what is in a stream, exit code."""
+    script, output, errors = (tmp_path / name for name in ("script.py", "output", "errors"))
+    script.write_text(AT_THE_END + ending + "\n")
+    fresh = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=START_S, check=False)
+    with open(output, "wb") as stdout, open(errors, "wb") as stderr:
+        process = fork_server().fork([str(script)], dict(os.environ), tmp_path, stdout, stderr)
+    assert process.wait(START_S) == fresh.returncode
+    lines = output.read_text().splitlines()
+    # The server has had finalizers before, so they come after handlers.
+    assert lines[0] == "a line, and a part of one a thread"
+    assert sorted(lines) == sorted(fresh.stdout.splitlines())
+    assert len(lines) == 3
+    # A traceback shows the server's own lines too.
+    assert errors.read_text().splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
 
 
 def test_a_plain_commands_exit_code_passes_through_unchanged():

@@ -229,15 +229,17 @@ def path_values(config: RunConfig) -> list[str | None]:
 
 @pytest.mark.matrix
 def test_a_path_is_taken_as_the_shell_gives_it():
-    """All keys at once: composing takes long."""
+    """All keys at once: composing takes long. Each odd value is that of two keys."""
 
     def of_all(*values: str, **options: str) -> list[str | None]:
         paths = {key: options["option"] for key in PATHS if options}
         return path_values(composed(*(f"{key}={value}" for value in values for key in PATHS), paths=paths or None))
 
-    for path in ODD:
-        assert of_all(path) == [path] * len(PATHS)
-        assert of_all(option=path) == [path] * len(PATHS)
+    for turn in (0, 2):
+        for first in range(0, len(ODD), len(PATHS)):
+            values = [ODD[(first + number + turn) % len(ODD)] for number in range(len(PATHS))]
+            assert path_values(composed(*map("=".join, zip(PATHS, values, strict=True)))) == values
+            assert path_values(composed(paths=dict(zip(PATHS, values, strict=True)))) == values
     # What was quoted for Hydra stays what it was, and null is none.
     assert of_all("'a=b'") == ["a=b"] * len(PATHS)
     assert of_all("x", "null") == [None] * len(PATHS)

@@ -29,6 +29,8 @@ def main(launcher: str) -> None:
     assert first == second
     print(f"rank {rank}: {first.rank} of {first.world_size}, {first.local_rank} of {first.local_world_size} here")
     assert first.master_address == os.environ["MASTER_ADDR"]
+    # Others may still be joining the world.
+    dist.barrier()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -98,14 +99,19 @@ class Exits:
         raise SystemExit(code)
 
 
-def acted_on(numbers: list[signal.Signals], keep: Callable[[], None]) -> None:
-    """By a thread, as signals are that come from outside."""
+@contextmanager
+def acted_on(numbers: list[signal.Signals], keep: Callable[[], None]) -> Iterator[None]:
+    """By a thread, as signals are that come from outside. It has ended afterwards, and so have those that end later."""
     reader, writer = os.pipe()
     os.write(writer, bytes(numbers))
     ending = EndingSignals(keep, lambda number: None, 0.0)
     thread = threading.Thread(target=ending._run, args=(reader,), daemon=True)
     thread.start()
     os.close(writer)
+    yield
+    for each in (thread, *ending._timers):
+        each.join(LIMIT_S)
+        assert not each.is_alive()
 
 
 ended_in_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -123,9 +129,9 @@ ended_in_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledTh
 )
 def test_a_disk_that_never_answers_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch, numbers, codes):
     exits, answers = Exits(monkeypatch), threading.Event()
-    acted_on(numbers, answers.wait)
-    assert [exits.codes.get(timeout=LIMIT_S) for _ in codes] == codes
-    answers.set()
+    with acted_on(numbers, answers.wait):
+        assert [exits.codes.get(timeout=LIMIT_S) for _ in codes] == codes
+        answers.set()
 
 
 @ended_in_a_thread
@@ -137,8 +143,8 @@ def test_rows_that_cannot_be_kept_are_said_and_the_process_ends(monkeypatch, cap
     def keep() -> None:
         raise error
 
-    acted_on([number], keep)
-    assert exits.codes.get(timeout=LIMIT_S) == 128 + number
+    with acted_on([number], keep):
+        assert exits.codes.get(timeout=LIMIT_S) == 128 + number
     assert f"error: finished rows could not be kept: {error}\n" in capsys.readouterr().err
 
 

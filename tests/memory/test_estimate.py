@@ -72,7 +72,8 @@ def test_weights_are_the_bytes_of_the_real_parameters_of_every_rank(architecture
     model_config = new_shape(architecture, **keys)
     for size in (1, 2, 4, 8):
         for rank in range(size):
-            for dtype in ("float32", "bfloat16"):
+            # Of many ranks each has one of them: building a model takes long.
+            for dtype in ("float32", "bfloat16") if size < 4 else (("float32", "bfloat16")[rank % 2],):
                 expected = parameter_bytes(model_config, size, rank, dtype)
                 estimate = weights_bytes(model_config, RankLayout(size), rank, dtype, "cuda")
                 assert estimate == expected, (size, rank, dtype)
