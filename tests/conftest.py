@@ -19,6 +19,7 @@ import pytest
 import run_folder
 import stress_tier
 from hypothesis import HealthCheck, settings
+from our_logger import logger_as_it_was
 
 # Read by torch when it is imported. Ranks share the cores, and one thread is how torchrun starts them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -114,6 +115,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if stress_tier.is_stress_run(config):
         stress_tier.say(terminalreporter)
+
+
+@pytest.fixture(autouse=True)
+def _our_logger_as_it_was() -> Iterator[None]:
+    """A program configures it for its process, with the stream that is stderr at that moment: another test's is not."""
+    with logger_as_it_was():
+        yield
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 from bad_rows import BAD_ROWS
-from our_logger import logger_as_it_was
 
 import launch
 from spmd_worker import rank_program
@@ -63,12 +61,6 @@ def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(tmp_pa
 def _signals_stay_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of ours takes them for itself, for good; here the process is pytest's."""
     monkeypatch.setattr(rank_program.EndingSignals, "install", lambda self: None)
-
-
-@pytest.fixture(autouse=True)
-def _the_logger_as_it_was() -> Iterator[None]:
-    with logger_as_it_was():
-        yield
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:

@@ -24,8 +24,9 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _OPEN_MARKER, _CLOSE_MARKER = re.compile(_OPEN), re.compile(_CLOSE)
 _MISTRAL_CALLS: Final = "[TOOL_CALLS]"
 _MISTRAL_MARKER: Final = re.compile(re.escape(_MISTRAL_CALLS))
-_MISTRAL_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
-"""name, a call id perhaps, and what stands before the arguments."""
+_MISTRAL_HEAD: Final = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\][^\[{]*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
+"""name, a call id perhaps, and what stands before the arguments. Possessive, or spaces that nothing follows cost their
+number squared."""
 
 
 class NoCalls:

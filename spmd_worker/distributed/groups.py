@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed.rendezvous import rendezvous
 
 from spmd_worker.distributed.communicator import GroupHandle, single_group
@@ -43,13 +43,49 @@ class ParallelGroups:
         for handle in (self.tensor, self.pipeline):
             if handle.fast is not None:
                 handle.fast.close()
-        if self.owns_world:
-            dist.destroy_process_group()
+        if self.owns_world and _our_world.leave():
             return
         of_all_replicas = () if self.engine is self.control else (self.engine,)
         for handle in (self.tensor, self.pipeline, self.control, *of_all_replicas):
             if handle.group is not None:
-                dist.destroy_process_group(handle.group)
+                _destroy(handle.group)
+
+
+class _OurWorld:
+    """The world that `join_groups` made in this process, and how many engines are in it: the last one ends it."""
+
+    def __init__(self) -> None:
+        self._group: ProcessGroup | None = None
+        self._num_engines = 0
+
+    def join(self, device: torch.device, timeout: timedelta) -> bool:
+        """Make a world where there is none. Whether the one there is, is ours."""
+        if not dist.is_initialized():
+            _join_world(device, timeout)
+            self._group, self._num_engines = dist.group.WORLD, 0
+        if dist.group.WORLD is not self._group:
+            return False
+        self._num_engines += 1
+        return True
+
+    def leave(self) -> bool:
+        """Whether that was the last engine: then all groups are gone."""
+        self._num_engines -= 1
+        if self._num_engines:
+            return False
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized() and dist.group.WORLD is group:
+            dist.destroy_process_group()
+        return True
+
+
+_our_world = _OurWorld()
+
+
+def _destroy(group: ProcessGroup) -> None:
+    """Whoever has ended the world has ended every group in it."""
+    if group in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 def join_groups(
@@ -70,21 +106,30 @@ def join_groups(
 def _join_all(
     layout: RankLayout, environment: RankEnvironment, device: torch.device, timeout: timedelta
 ) -> ParallelGroups:
-    owns_world = not dist.is_initialized()
-    if owns_world:
-        _join_world(device, timeout)
+    owns_world = _our_world.join(device, timeout)
     data_backend = "nccl" if device.type == "cuda" else "gloo"
     replica_size = layout.tensor_parallel_size * layout.pipeline_parallel_size
     replicas = [list(range(start, start + replica_size)) for start in range(0, layout.world_size, replica_size)]
 
+    made: list[ProcessGroup] = []
+
     def join(groups: list[list[int]], backend: str) -> GroupHandle:
         everywhere = in_every_engine(groups, layout, environment.world_size)
-        return _join_one(everywhere, environment.rank, backend, timeout, device)
+        return _join_one(everywhere, environment.rank, backend, timeout, device, made)
 
-    with _without_splits():
-        tensor, pipeline = (join(groups, data_backend) for groups in (layout.tensor_groups(), layout.pipeline_groups()))
-        control = join(replicas, "gloo")
-        engine = control if len(replicas) == 1 else join([list(range(layout.world_size))], "gloo")
+    try:
+        with _without_splits():
+            tensor, pipeline = (
+                join(groups, data_backend) for groups in (layout.tensor_groups(), layout.pipeline_groups())
+            )
+            control = join(replicas, "gloo")
+            engine = control if len(replicas) == 1 else join([list(range(layout.world_size))], "gloo")
+    except BaseException:
+        # A caller who goes on has what there was before.
+        if not (owns_world and _our_world.leave()):
+            for group in made:
+                _destroy(group)
+        raise
     return ParallelGroups(layout, tensor, pipeline, control, engine, owns_world)
 
 
@@ -102,11 +147,19 @@ def _without_splits() -> Iterator[None]:
         world.bound_device_id = bound
 
 
+_hosted: list[Store] = []
+"""Where no launcher keeps a store, that of rank 0 serves every later world of these processes too: whoever comes first
+to the next one still finds it.
+"""
+
+
 def _join_world(device: torch.device, timeout: timedelta) -> None:
     """The launcher's store outlives every world, and torch gives each the same keys: a second world in a process, ours
     or the caller's, would find the addresses of the first. So each of ours has keys of its own.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not _hosted:
+        _hosted.append(store)
     store.set_timeout(timeout)
     number = store.add(f"spmd_worker/rank {rank}", 1)
     where = {
@@ -122,15 +175,21 @@ def _join_world(device: torch.device, timeout: timedelta) -> None:
 
 
 def _join_one(
-    groups: list[list[int]], rank: int, backend: str, timeout: timedelta, device: torch.device
+    groups: list[list[int]],
+    rank: int,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device,
+    made: list[ProcessGroup],
 ) -> GroupHandle:
-    """Every rank makes every group (torch.distributed demands it) and keeps the one it is in."""
+    """Every rank makes every group (torch.distributed demands it) and keeps the one it is in, in `made` too."""
     mine = single_group(rank)
     for ranks in groups:
         if len(ranks) == 1:
             continue
         group = dist.new_group(ranks, backend=backend, timeout=timeout)
         if rank in ranks:
+            made.append(group)
             mine = GroupHandle(ranks=tuple(ranks), rank=ranks.index(rank), group=group)
     if backend == "nccl" and mine.group is not None:
         # NCCL connects in the first collective: here, where all ranks make their groups in one order.

@@ -87,9 +87,11 @@ def _release(
         watchdog.leave_unclosed()
     for channel in channels:
         channel.close()
-    executor.shutdown()
-    if watchdog is not None and not watchdog.watched.exits:
-        watchdog.stop()
+    try:
+        executor.shutdown()
+    finally:
+        if watchdog is not None and not watchdog.watched.exits:
+            watchdog.stop()
 
 
 class LLMEngine:

@@ -25,6 +25,8 @@ _BACKBONE: Final = "Model"
 _MASKED: Final = "ForMaskedLM"
 _MODULES_FILE: Final = "modules.json"
 _MOST_SIZE: Final = 2**20
+_MOST_NAME_BYTES: Final = 255
+"""Of a file or folder: the longest that systems have."""
 
 _MODES: Final = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _OLD_MODES: Final = {
@@ -215,8 +217,8 @@ def pooling_files(folder: Path) -> list[Path]:
     tops = [folder / name for name in (_MODULES_FILE, "sentence_bert_config.json", "config_sentence_transformers.json")]
     if not tops[0].exists():
         return []
-    inside = [each.get("path") for each in _listed(tops[0])]
-    paths = (*tops, *(folder / name / "config.json" for name in inside if isinstance(name, str) and name))
+    inside = [str(name) for each in _listed(tops[0]) if _is_folder_name(name := each.get("path"))]
+    paths = (*tops, *(folder / name / "config.json" for name in inside))
     return [path for path in paths if path.exists()]
 
 
@@ -330,9 +332,16 @@ def _listed(path: Path) -> list[Mapping[str, Any]]:
     return modules
 
 
+def _is_folder_name(where: Any) -> bool:
+    """Whether it can only be a folder beside the file that names it."""
+    if not isinstance(where, str) or not where.isprintable() or where in ("", ".", ".."):
+        return False
+    return len(where.encode()) <= _MOST_NAME_BYTES and "/" not in where and "\\" not in where
+
+
 def _object(folder: Path, where: Any) -> tuple[Mapping[str, Any], Path]:
     """The settings of a module, and where they are."""
-    if not isinstance(where, str) or where in ("", ".", "..") or "/" in where or "\\" in where:
+    if not _is_folder_name(where):
         raise ModelConfigError(f"{folder / _MODULES_FILE}: path {where!r} must be the name of a folder beside it")
     path = folder / where / "config.json"
     return _read(path), path

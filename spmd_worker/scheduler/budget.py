@@ -27,6 +27,8 @@ class StepBudget:
     num_tokens: int
     num_sequences: int
     num_form_bytes: int = field(default_factory=lambda: MOST_FORM_BYTES)
+    has_skipped: bool = False
+    """Whether a running sequence waits for its form: others may take the tokens that were counted for it."""
 
     def may_sample(self, sequence: Sequence) -> bool:
         """Whether there is room for the form that it would begin."""

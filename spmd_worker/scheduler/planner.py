@@ -159,9 +159,12 @@ class Planner:
         is_all = num_tokens == sequence.num_uncomputed_tokens
         if is_all and not budget.may_sample(sequence):
             # It has just forked, or come to the end of its prompt.
+            budget.has_skipped = True
             return
         continues = sequence.is_known and is_all and (num_ids == num_tokens or sequence.repeats_last)
-        may_lack_room = len(self._queues.running) == 1 or self._limits.num_virtual_engines > 1
+        # Tokens of one that was skipped are left for others, whose blocks nobody has counted.
+        is_counted = self._limits.num_virtual_engines == 1 and not budget.has_skipped
+        may_lack_room = len(self._queues.running) == 1 or not is_counted
         if may_lack_room and not self._cache.can_extend(sequence.table, first, first + num_tokens):
             # Nobody is left to be preempted: transfers or steps in flight hold the blocks, and end by themselves.
             return

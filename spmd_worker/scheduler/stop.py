@@ -16,6 +16,9 @@ class TextDecoder(Protocol):
     def append(self, token_ids: list[int]) -> str:
         """Add tokens, return the text they complete."""
 
+    def held(self) -> str:
+        """What is held back, as it would be given now."""
+
     def flush(self) -> str:
         """Return what was held back."""
 
@@ -65,16 +68,18 @@ class StopChecker:
 
     def _check_text(self, sequence: Sequence) -> bool:
         sampling = sequence.request.sampling
-        new_text = self._decoder(sequence).append(sequence.output_token_ids[-1:])
-        num_old = len(sequence.text or "")
-        sequence.text = (sequence.text or "") + new_text
-        if not new_text or len(sequence.output_token_ids) < sampling.min_tokens:
+        decoder = self._decoder(sequence)
+        # What is held back counts as it is now: a newline that is a fallback byte is held until the next word.
+        num_searched = len(sequence.text or "") + len(decoder.held())
+        sequence.text = (sequence.text or "") + decoder.append(sequence.output_token_ids[-1:])
+        text = sequence.text + decoder.held()
+        if len(text) <= num_searched or len(sequence.output_token_ids) < sampling.min_tokens:
             return False
-        match = first_match(sequence.text, sampling.stop, num_old)
+        match = first_match(text, sampling.stop, num_searched)
         if match is None:
             return False
         start, stop_string = match
-        sequence.text = sequence.text[: start + len(stop_string) * sampling.include_stop_str_in_output]
+        sequence.text = text[: start + len(stop_string) * sampling.include_stop_str_in_output]
         return _finish(sequence, FinishReason.STOP, stop_string)
 
     def _decoder(self, sequence: Sequence) -> TextDecoder:

@@ -49,7 +49,7 @@ class EngineLoop:
             self._step()
             self._engine.close_followers()
         except BaseException as error:  # told to the clients, and raised again
-            self._exchange.fail(f"the server has failed: {error or type(error).__name__}")
+            self._exchange.fail(f"the server has failed: {str(error) or type(error).__name__}")
             raise
 
     def _run(self) -> None:

@@ -117,7 +117,8 @@ class HttpServer:
     def check(self) -> None:
         """Raise RuntimeError where the server has ended without being asked to."""
         if self._is_over and not self._server.should_exit:
-            raise RuntimeError(f"the server's thread has ended: {self._error or 'nobody knows why'}") from self._error
+            why = "nobody knows why" if self._error is None else str(self._error) or type(self._error).__name__
+            raise RuntimeError(f"the server's thread has ended: {why}") from self._error
 
     def stop(self) -> None:
         """Responses that are not complete have a little time. Idempotent."""

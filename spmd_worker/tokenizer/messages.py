@@ -52,7 +52,7 @@ def _parsed_call(name: str, call: Any) -> Any:
     arguments = function["arguments"]
     try:
         parsed = json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         raise MessageProblem(
             "invalid_value", f"{name}.function.arguments={_short(arguments)} must be an object, or one as JSON"
         ) from None

@@ -201,10 +201,17 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     while True:
         _allow_computing(int(start["cpu_s"]))
-        request = _unpack(requests)
-        if request is None:
+        try:
+            request = _unpack(requests)
+            if request is None:
+                return 0
+            answer = _answer(template, request)
+        except MemoryError:
+            # The conversation itself is too large. What may be left of the message is not read.
+            answers.write(_short_of_memory())
+            answers.flush()
             return 0
-        answers.write(_answer(template, request))
+        answers.write(answer)
         answers.flush()
 
 
@@ -217,6 +224,10 @@ def _answer(template: ChatTemplate, request: Mapping[str, Any]) -> bytes:
     except MemoryError:
         # Where the answer is put together.
         pass
+    return _short_of_memory()
+
+
+def _short_of_memory() -> bytes:
     text = f"chat template: it takes more than {MEMORY_BYTES >> 20} MiB of memory"
     return _pack({"error": text, "is_short_of_memory": True})
 

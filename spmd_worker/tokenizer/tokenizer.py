@@ -34,6 +34,8 @@ _LONG_TEXT: Final = 10_000
 """Characters: shorter ones take less than what another thread would notice."""
 _MOST_BYTES: Final = 256 * 1024 * 1024
 """Of each: vocabularies of a million tokens take 64 MiB."""
+_MOST_DIGITS: Final = 10
+"""Of a token's id."""
 
 _REPLACEMENT: Final = "\ufffd"
 """What an incomplete or invalid UTF-8 sequence decodes to."""
@@ -45,6 +47,8 @@ _MAX_HELD_TOKENS: Final = 16
 """After as many tokens that end in no whole character the bytes are invalid: the window moves on regardless."""
 
 _MAX_BYTE_RUN: Final = 64
+_MAX_RUN_SHOWN: Final = 256
+"""Tokens: a run is decoded again for each of its bytes."""
 
 
 class Tokenizer:
@@ -90,7 +94,7 @@ class Tokenizer:
         config = special_tokens_map | config
         backend = _backend(folder / _TOKENIZER_FILE, tokenizer)
         special_tokens = _named_tokens(config)
-        _register_tokens(backend, config, special_tokens)
+        _register_tokens(backend, config, special_tokens, folder / _CONFIG_FILE)
         source = _chat_template_source(folder, contents, config)
         template = None if source is None else IsolatedTemplate(source, special_tokens)
         return Tokenizer(backend, special_tokens, template, _fingerprint(contents))
@@ -297,6 +301,16 @@ class IncrementalDecoder:
                 pieces.append(self._release())
         return "".join(pieces)
 
+    def held(self) -> str:
+        """What is held back, as it decodes now; "" while that is no valid text, and of a run that is longer than any
+        text that is looked for.
+        """
+        num_held = len(self._window) - self._num_tokens_read
+        if not 0 < num_held <= _MAX_RUN_SHOWN:
+            return ""
+        text = self._decode(self._window)[self._num_characters_given :]
+        return "" if _REPLACEMENT in text else text
+
     def flush(self) -> str:
         """The rest of the text, once, when no more tokens come: what was held back is given as it decodes."""
         assert not self._is_flushed
@@ -419,15 +433,23 @@ def _token_content(value: Any) -> str | None:
     return content if isinstance(content, str) and content else None
 
 
-def _register_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Add what the configuration calls a token and tokenizer.json does not, as transformers does."""
+def _register_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str], path: Path
+) -> None:
+    """Add what the configuration, `path`, calls a token and tokenizer.json does not, as transformers does. Raises
+    TokenizerError.
+    """
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in _listed_tokens(config):
         if token.content not in known:
             backend.add_tokens([token])
             known.add(token.content)
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    key = "additional_special_tokens" if config.get("additional_special_tokens") else "extra_special_tokens"
+    extra = config.get(key) or []
     extra = list(extra.values()) if isinstance(extra, dict) else extra
+    if not isinstance(extra, list):
+        # A text is a sequence too: each of its letters would be a token.
+        raise TokenizerError(f"{path}: {key}={str(extra)[:80]!r} must be a list of tokens, or an object of them")
     for content in (*named.values(), *(_token_content(value) for value in extra)):
         if content is not None and content not in known:
             backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])
@@ -439,7 +461,7 @@ def _listed_tokens(config: Mapping[str, Any]) -> Iterator[tokenizers.AddedToken]
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return
-    for key in sorted(listed, key=lambda key: int(key) if str(key).isdecimal() else 0):
+    for key in sorted(listed, key=lambda key: int(key) if key.isdecimal() and len(key) <= _MOST_DIGITS else 0):
         value = listed[key]
         content = _token_content(value)
         if content is not None and isinstance(value, dict):
@@ -469,7 +491,7 @@ def _template_text(path: Path, value: Any) -> str:
     if isinstance(value, str):
         return value
     entries = value if isinstance(value, list) else []
-    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
     text = named.get("default")
     if not isinstance(text, str):
         raise TokenizerError(f"{path}: chat_template must be a string or a list that has a template named 'default'")

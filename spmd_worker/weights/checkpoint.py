@@ -45,6 +45,8 @@ STORED_DTYPES = {
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 # A gap shorter than a page cannot be skipped by the page cache anyway, and a call costs what copying a page costs.
 _MAX_GAP_BYTES = 4096
+# Of a file: the longest that systems have.
+_MOST_NAME_BYTES = 255
 
 
 @dataclass(slots=True)
@@ -100,10 +102,17 @@ class Checkpoint:
             self.rename(lambda name: name if name.startswith(besides) else prefix + name)
 
     def rename(self, new_name: Callable[[str], str]) -> None:
-        """Tensors are called by other names than in the files from now on."""
-        stored = {name: self._stored_names.get(name, name) for name in self._file_of}
-        self._stored_names = {new_name(name): stored[name] for name in self._file_of}
-        self._file_of = {new_name(name): file for name, file in self._file_of.items()}
+        """Tensors are called by other names than in the files from now on. Raises CheckpointError where two would have
+        one: which of them is meant cannot be told.
+        """
+        names = {name: new_name(name) for name in self._file_of}
+        stored: dict[str, str] = {}
+        for name, new in names.items():
+            is_stored_as = self._stored_names.get(name, name)
+            if stored.setdefault(new, is_stored_as) != is_stored_as:
+                raise CheckpointError(_twice(self.folder, stored[new], is_stored_as))
+        self._stored_names = stored
+        self._file_of = {names[name]: file for name, file in self._file_of.items()}
 
     def look_inside(self, places: Callable[[str, tuple[int, ...]], Mapping[str, Place]]) -> None:
         """Of a tensor, by name and shape, for which there are `places`, the checkpoint has from now on the tensors
@@ -117,6 +126,9 @@ class Checkpoint:
             if not inside:
                 continue
             stored, file = self.stored_name(name), self._file_of.pop(name)
+            for each in inside:
+                if each in self._file_of:
+                    raise CheckpointError(_twice(self.folder, stored, self.stored_name(each)))
             self._file_of |= dict.fromkeys(inside, file)
             self._stored_names |= dict.fromkeys(inside, stored)
             self._places |= inside
@@ -266,12 +278,20 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
+def _twice(folder: Path, one: str, other: str) -> str:
+    one, other = sorted((one, other))
+    return (
+        f"{folder}: tensors {one!r} and {other!r} are the same weight of the model: remove one of them from the files"
+    )
+
+
 def _is_plain_name(file_name: str) -> bool:
     """Whether it can only mean a file directly inside the folder; the file may be a symlink, as in the HF cache."""
     is_hidden_or_dots = file_name.startswith(".")
     return (
         file_name.endswith(".safetensors")
         and file_name.isprintable()
+        and len(file_name.encode()) <= _MOST_NAME_BYTES
         and not is_hidden_or_dots
         and not any(separator in file_name for separator in "/\\")
     )

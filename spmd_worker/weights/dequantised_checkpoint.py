@@ -94,6 +94,13 @@ class DequantisedCheckpoint:
                 *(files.folder, len(unused), unused[0]),
             )
         plain = [name for name in others if not name.endswith(_UNUSED)]
+        twice = next((name for name in plain if name in weights), None)
+        if twice is not None:
+            numbers = weights[twice].parts["numbers"]
+            raise CheckpointError(
+                f"{files.folder}: tensors {files.stored_name(twice)!r} and {files.stored_name(numbers)!r} are the same "
+                f"weight of the model, plain and quantised: remove one of them from the files"
+            )
         return cls(files, weights, sorted([*plain, *weights]))
 
     def __enter__(self) -> "DequantisedCheckpoint":

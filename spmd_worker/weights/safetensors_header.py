@@ -44,6 +44,8 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 
 _LENGTH_BYTES = 8
+_MOST_NAME = 256
+_MOST_DIMENSIONS = 16
 _MAX_ELEMENTS = 2**63 - 1
 _ENTRY_KEYS = ("data_offsets", "dtype", "shape")
 
@@ -122,16 +124,21 @@ def _check_metadata(metadata: object, file_name: str) -> Mapping[str, str]:
 
 
 def _check_entry(name: str, entry: object, file_name: str) -> TensorEntry:
-    where = f"{file_name}: tensor {name!r}"
+    where = f"{file_name}: tensor {name[:_MOST_NAME]!r}"
     # JSON can spell lone surrogates, which cannot be encoded, and terminal escapes, which later messages would print.
     if not name.isprintable():
         raise CheckpointError(f"{where}: the name is not printable Unicode")
+    # Longer ones are no module's, and what is matched with patterns and printed is bounded by it.
+    if len(name) > _MOST_NAME:
+        raise CheckpointError(f"{file_name}: tensor {name[:64]!r}...: the name has more than {_MOST_NAME} characters")
     if not isinstance(entry, dict) or tuple(sorted(entry)) != _ENTRY_KEYS:
         raise CheckpointError(f"{where}: must be an object with exactly the keys {', '.join(_ENTRY_KEYS)}")
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(f"{where}: unknown dtype {dtype!r}")
     shape = _check_integers(entry["shape"], "shape", where)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise CheckpointError(f"{where}: the shape has more than {_MOST_DIMENSIONS} dimensions")
     offsets = _check_integers(entry["data_offsets"], "data_offsets", where)
     if len(offsets) != 2:
         raise CheckpointError(f"{where}: data_offsets must be two integers, not {len(offsets)}")

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -257,6 +258,10 @@ BAD_OPENAI_ROWS = {
         chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]),
         "invalid_value",
     ),
+    "a call's arguments that are nested too deeply": (
+        chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}]),
+        "invalid_value",
+    ),
     "logprobs true in a completion": (completion(logprobs=True), "invalid_value"),
     "logprobs a number in a chat": (chat(logprobs=2), "invalid_value"),
     "top_logprobs alone": (chat(top_logprobs=2), "conflicting_keys"),
@@ -366,6 +371,16 @@ def test_a_prompt_may_leave_room_for_one_token_and_not_for_none():
     assert row.code == "prompt_too_long"
     assert "64 tokens" in row.message
     assert "model.max_model_len is 64" in row.message
+
+
+@pytest.mark.parametrize("fields", [{}, {"min_tokens": 1}])
+def test_a_prompt_that_is_only_scored_may_fill_the_length(fields: dict[str, Any]):
+    """As `LLM.generate` answers it. It was a ValueError that ended the job."""
+    row = resolved({"prompt_token_ids": [1] * 64, "max_tokens": 1, "prompt_logprobs": 0, **fields}, None)
+    assert row.sampling.max_tokens == 1
+    assert (
+        resolved({"prompt_token_ids": [1] * 65, "max_tokens": 1, "prompt_logprobs": 0}, None).code == "prompt_too_long"
+    )
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,13 @@ def test_a_reader_that_is_broken_is_noticed(broken: Callable, monkeypatch: pytes
         check_all(AnswerReader.read)
 
 
+@pytest.mark.parametrize("head", ["add", "add[CALL_ID]", "add[ARGS]", ""])
+def test_spaces_that_nothing_follows_cost_what_they_are(head: str):
+    """Half an hour, where each was tried as the beginning of what follows: the limit of a test is the control."""
+    text = f"[TOOL_CALLS]{head}" + " " * 500_000
+    assert reader(MISTRAL).read(text).tool_calls == ()
+
+
 def test_arguments_are_the_models_own_words():
     text = '<tool_call>{"name": "add", "arguments": {"a":  1e400, "b": 00}}</tool_call>'
     assert reader(HERMES).read(text).tool_calls == ()

@@ -190,6 +190,67 @@ def test_the_heartbeat_finds_a_lost_message_long_before_the_timeout():
     assert said == "message 1 from rank 0 never reached rank 1"
 
 
+@pytest.fixture
+def small_star() -> Iterator[tuple[TcpLeader, TcpFollower, socket.socket]]:
+    """Rank 0's end and one follower's, over TCP with buffers that a few hundred frames fill; and rank 0's socket."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        ours = socket.create_connection(listener.getsockname())
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        theirs, _ = listener.accept()
+    # Its thread does not beat: the test does.
+    leader, follower = TcpLeader([ours], LONG_S), TcpFollower(theirs, 1, 2, LONG_S)
+    yield leader, follower, ours
+    leader.close()
+    follower.close()
+
+
+def beat_until_there_is_no_room(leader: TcpLeader, connection: socket.socket) -> None:
+    for _ in range(100_000):
+        if not step_channel._has_room(connection):
+            return
+        leader._send_heartbeat()
+    raise AssertionError("the buffers are not full")
+
+
+def test_heartbeats_that_nobody_reads_between_two_steps_leave_the_connection_whole(small_star):
+    """An engine that sleeps for hours: part of one was sent, and then a step, which was read as something else."""
+    leader, follower, connection = small_star
+    beat_until_there_is_no_room(leader, connection)
+    for _ in range(3):
+        leader._send_heartbeat()
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(follower.receive)
+        leader.send(b"step")
+        assert received.result(LONG_S) == b"step"
+
+
+def test_heartbeats_for_which_there_is_no_room_would_wait(small_star, monkeypatch):
+    """Negative control."""
+    leader, _, connection = small_star
+    beat_until_there_is_no_room(leader, connection)
+    monkeypatch.setattr(step_channel, "_has_room", lambda connection: True)
+    late, send_one = [], step_channel.send_frame
+
+    def sending(connection: socket.socket, *frame: object) -> None:
+        try:
+            send_one(connection, *frame)
+        except TimeoutError:
+            late.append(frame)
+            raise
+
+    monkeypatch.setattr(step_channel, "send_frame", sending)
+    connection.settimeout(0.05)
+    for _ in range(100_000):
+        leader._send_heartbeat()
+        if late:
+            return
+    raise AssertionError("all have gone")
+
+
 def test_without_heartbeats_a_lost_message_costs_the_whole_timeout(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(step_channel, "_HEARTBEAT_S", LONG_S)

@@ -1,11 +1,9 @@
 """Who is heard: everything of rank 0, warnings of the others with their rank; what a host set up is left alone."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from our_logger import logger_as_it_was
 
 from spmd_worker.metrics.log import LOGGER_NAME, configure_logging
 from spmd_worker.model_config.model_config import model_config_of
@@ -17,12 +15,6 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-
-
-@pytest.fixture(autouse=True)
-def _the_logger_as_it_was() -> Iterator[None]:
-    with logger_as_it_was():
-        yield
 
 
 def say_all(rank: int, world_size: int, capsys: pytest.CaptureFixture[str]) -> list[str]:

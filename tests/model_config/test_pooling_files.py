@@ -90,6 +90,21 @@ DENSE = ("2_Dense", "sentence_transformers.models.Dense", {"in_features": 31, "o
 NORMALIZE = ("2_Normalize", "sentence_transformers.models.Normalize", {})
 
 
+@pytest.mark.parametrize("path", ["1_Pool\0ing", "\ud800", "x" * 300, "../other", "/etc", "..", ".", "a\\b", 3, None])
+def test_a_path_that_is_no_folder_beside_the_file_is_refused_and_nothing_there_is_read(tmp_path: Path, path: Any):
+    """Some of them were tracebacks; a file outside was read before its path was refused."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    folder_of(folder, "LlamaForCausalLM", [])
+    modules = [{"path": each, "type": f"x.{kind}"} for each, kind in (("", "Transformer"), (path, "Pooling"))]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert pooling_files(folder) == [folder / "modules.json"]
+    with pytest.raises(ModelConfigError, match="must be the name of a folder beside it"):
+        read_model_files(folder)
+
+
 @pytest.mark.parametrize(
     ("modules", "words"),
     [

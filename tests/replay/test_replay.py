@@ -313,6 +313,9 @@ def test_stop_strings_need_the_tokenizer_and_are_found_with_it(tmp_path: Path):
         def append(self, token_ids: list[int]) -> str:
             return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
 
+        def held(self) -> str:
+            return ""
+
         def flush(self) -> str:
             return ""
 

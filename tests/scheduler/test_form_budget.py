@@ -97,3 +97,26 @@ def test_who_waits_for_a_form_takes_no_share_from_those_that_decode(
     assert [len(rows) for rows in run.steps(2)] == [9, 0]
     assert [len(rows) for rows in run.steps(6)] == counts
     run.finish()
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompts", "num_samples", "max_tokens"),
+    [
+        ({"num_blocks": 9, "max_num_batched_tokens": 9, "max_model_len": 32}, (4, 8, 13), 3, {}),
+        (
+            {"num_blocks": 29, "max_num_batched_tokens": 12, "max_num_seqs": 12, "max_model_len": 60}
+            | {"watermark_per_sequence": 1},
+            *((3, 10, 54), 7, {"max_tokens": 30}),
+        ),
+    ],
+)
+def test_tokens_of_one_who_waits_for_its_form_do_not_take_blocks_that_nobody_counted(
+    monkeypatch: pytest.MonkeyPatch, limits, prompts, num_samples, max_tokens
+):
+    """The step's blocks were counted with its part in it: a later prompt took one more than there were."""
+    a_step_takes(monkeypatch, 1)
+    run = Run(block_size=4, **limits)
+    run.admit(prompts[0], n=num_samples, **max_tokens, **FORM)
+    run.admit(prompts[1], **max_tokens, **FORM)
+    run.admit(prompts[2])
+    run.finish()

@@ -5,12 +5,14 @@ The decoder of these tests turns token i into `PIECES[i]`, and holds back what a
 
 import pytest
 from scheduler_runs import EOS, Run
+from tokenizer_folders import write_llama_style
 
 from spmd_worker.scheduler import stop
 from spmd_worker.scheduler.stop import StopChecker, first_match
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import FinishReason, Sequence
+from spmd_worker.tokenizer.tokenizer import IncrementalDecoder, Tokenizer
 
 PIECES = ["", "a", "b", "ab", "X", "Y", "XY", "|", "\n", "stop", "☃"]
 HELD_BACK = 99
@@ -31,6 +33,9 @@ class FakeDecoder:
             else:
                 text, self._held = text + self._held + PIECES[token], ""
         return text
+
+    def held(self) -> str:
+        return ""
 
     def flush(self) -> str:
         text, self._held = self._held, ""
@@ -177,3 +182,43 @@ def test_the_tests_see_a_search_that_begins_at_the_new_text(monkeypatch: pytest.
     monkeypatch.setattr(stop, "first_match", lambda text, stops, old: first_match(text[old:], stops, 0))
     with pytest.raises(AssertionError):
         test_stop_strings_end_a_sequence_also_across_token_boundaries([1, 4, 5], {"stop": "XY"}, "a", "XY")
+
+
+NEWLINE = "<0x0A>"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "expected"),
+    [
+        # At once, not with the next word or at the end of a run.
+        (["▁a", NEWLINE], {}, (" a", FinishReason.STOP, "\n")),
+        (["▁a", NEWLINE], {"max_tokens": 2}, (" a", FinishReason.STOP, "\n")),
+        (["▁a", NEWLINE], {"include_stop_str_in_output": True}, (" a\n", FinishReason.STOP, "\n")),
+        (["▁a", NEWLINE, NEWLINE], {"stop": "\n\n"}, (" a", FinishReason.STOP, "\n\n")),
+        (["▁a", *[f"<0x{byte:02X}>" for byte in "☃".encode()]], {"stop": "☃"}, (" a", FinishReason.STOP, "☃")),
+        # Part of one is nothing yet, and what is no text is none.
+        (["▁a", *[f"<0x{byte:02X}>" for byte in "☃".encode()[:2]]], {"stop": ["☃", "\ufffd"]}, None),
+        (["▁a", NEWLINE, "</s>"], {"stop": "x"}, (" a\n", FinishReason.STOP, None)),
+        # What came before `min_tokens` is not looked at later.
+        (["▁a", NEWLINE, "▁b", "▁a"], {"min_tokens": 3}, None),
+        (["▁a", NEWLINE, NEWLINE], {"min_tokens": 3}, (" a\n", FinishReason.STOP, "\n")),
+        (["▁a", NEWLINE, "<0xE2>", "▁b"], {"min_tokens": 3}, None),
+    ],
+)
+def test_a_stop_string_of_fallback_bytes_ends_a_sequence_at_once(tmp_path, tokens, sampling, expected):
+    """SentencePiece spells a newline so, and the decoder holds it until it knows how the run ends."""
+    tokenizer = Tokenizer.open(write_llama_style(tmp_path))
+    ids = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>"])}
+    ids |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    ids |= {word: tokenizer.encode(word.removeprefix("▁"), False)[0] for word in ("▁a", "▁b")}
+    checker = StopChecker((2,), 1000, lambda _: IncrementalDecoder(tokenizer, tokenizer.encode("b", False)))
+    params = SamplingParams(**{"stop": "\n", "max_tokens": 9, **sampling})
+    sequence = Sequence(Request(RequestId(0), (1,), params, 0), 0)
+    has_ended = False
+    for token in tokens:
+        assert not has_ended, "ended early"
+        sequence.output_token_ids.append(ids[token])
+        has_ended = checker.has_ended(sequence)
+    assert has_ended == (expected is not None)
+    if expected is not None:
+        assert (sequence.text, sequence.finish_reason, sequence.stop_reason) == expected

@@ -303,7 +303,8 @@ def test_an_idle_engine_takes_a_step_when_a_worker_has_ended(server: ServedHere)
     server.allow(None)
 
 
-def test_an_engine_that_fails_answers_what_is_open_with_an_error():
+@pytest.mark.parametrize(("words", "said"), [(("planted",), "planted"), ((), "RuntimeError")])
+def test_an_engine_that_fails_answers_what_is_open_with_an_error(words: tuple[str, ...], said: str):
     with ServedHere(max_queued=4) as server, ThreadPoolExecutor(2) as pool:
         server.allow(0)
         whole = pool.submit(server.client.ask, TEXT, LONG)
@@ -312,16 +313,16 @@ def test_an_engine_that_fails_answers_what_is_open_with_an_error():
         wait_until(lambda: len(server.exchange._open) == 2)
 
         def break_down() -> Any:
-            raise RuntimeError("planted")
+            raise RuntimeError(*words)
 
         server._right_step = break_down
         server.allow(None)
-        check_error(whole.result(LIMIT_S), 503, "server_failed", "the server has failed: planted")
+        check_error(whole.result(LIMIT_S), 503, "server_failed", f"the server has failed: {said}")
         (event,) = read_events(connection.getresponse())
         assert json.loads(event)["error"]["code"] == "server_failed"
         connection.close()
         server.thread.join(LIMIT_S)
-        assert str(server.error) == "planted"
+        assert str(server.error) == "".join(words)
         with contextlib.suppress(OSError):
             assert server.client.ask(TEXT, LONG)[0] == 503
 

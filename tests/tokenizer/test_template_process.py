@@ -69,6 +69,17 @@ def test_the_bounds_that_say_more_come_first(name: str):
     assert str(isolated.value) == str(here.value)
 
 
+def test_a_conversation_that_is_too_large_itself_is_said_to_be_and_the_next_row_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It was told that there was no jinja2."""
+    monkeypatch.setattr(template_process, "MEMORY_BYTES", 256 << 20)
+    template = IsolatedTemplate("fine", {})
+    with pytest.raises(ChatTemplateError, match="more than 512 MiB of memory"):
+        template.render(CONVERSATIONS[0], variables={"x": [{"": 0}] * 1_500_000})
+    assert template.render(CONVERSATIONS[0]) == "fine"
+
+
 @pytest.mark.parametrize(
     "name",
     ["replace", *(pytest.param(name, marks=pytest.mark.matrix) for name in LARGE if name != "replace")],

@@ -409,3 +409,26 @@ def _byte_characters():
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(value) if value in printable else chr(next(others)) for value in range(256)]
+
+
+@pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens"])
+@pytest.mark.parametrize("value", ["<|im_end|>", 5, True, 1.5])
+def test_special_tokens_that_are_no_list_are_refused(tmp_path, key, value):
+    """Of a text each letter was a special token, which answers are given without."""
+    folder = write_byte_level(tmp_path, **{key: value})
+    with pytest.raises(TokenizerError, match=f"tokenizer_config.json: {key}=.* must be a list of tokens"):
+        Tokenizer.open(folder)
+
+
+@pytest.mark.parametrize("key", ["9" * 5000, "-1", "x", "²"])
+def test_a_tokens_id_that_is_no_number_comes_first(tmp_path, key):
+    """What transformers makes of its place is not known; its token is one all the same."""
+    listed = {key: {"content": "<odd>", "special": True}, "320": {"content": "<more>", "special": True}}
+    tokenizer = Tokenizer.open(write_byte_level(tmp_path, added_tokens_decoder=listed))
+    assert tokenizer.vocab_size == 322
+
+
+def test_a_templates_name_that_is_no_text_is_nobodys(tmp_path):
+    templates = [{"name": ["default"], "template": "{{ no }}"}, {"name": "default", "template": "{{ 'yes' }}"}]
+    tokenizer = Tokenizer.open(write_byte_level(tmp_path, chat_template=templates))
+    assert tokenizer.apply_chat_template([], True) == "yes"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from weight_files import entry, save_indexed, save_single, write_index, write_raw
 
 from spmd_worker.errors import CheckpointError
+from spmd_worker.layers.weight_slice import Place
 from spmd_worker.weights.checkpoint import Checkpoint
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -125,6 +126,7 @@ def test_files_may_be_symlinks_as_in_the_hugging_face_cache(tmp_path):
         "..",
         "",
         "x.bin",
+        "x" * 300 + ".safetensors",
         3,
         None,
     ],
@@ -162,6 +164,35 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
     write_index(tmp_path, {"a": "x.safetensors", "b": "y.safetensors"})
     with pytest.raises(CheckpointError, match=r"y\.safetensors: tensor 'a' is in this file, the index has x"):
         Checkpoint.open(tmp_path)
+
+
+def test_two_names_that_become_one_are_refused(tmp_path):
+    """The later one won, without a word."""
+    files = {"a.gamma": tensor(2, seed=1), "a.weight": tensor(2, seed=2), "b.gamma": tensor(2)}
+    with Checkpoint.open(save_single(tmp_path, files)) as checkpoint:
+        checkpoint.rename(lambda name: name.replace("b.gamma", "b.weight"))
+        with pytest.raises(
+            CheckpointError, match=r"tensors 'a\.gamma' and 'a\.weight' are the same weight of the model"
+        ):
+            checkpoint.rename(lambda name: name.replace("gamma", "weight"))
+        assert checkpoint.names() == ["a.gamma", "a.weight", "b.weight"]
+        assert checkpoint.stored_name("b.weight") == "b.gamma"
+
+
+def test_a_tensor_that_another_has_inside_too_is_refused(tmp_path):
+    """Experts each by itself, beside the stack of all of them."""
+    files = {"experts": tensor(2, 4, 3), "experts.1": tensor(4, 3)}
+
+    def places(name, shape):
+        return (
+            {f"experts.{number}": Place("experts", number, (0, 4)) for number in range(2)} if name == "experts" else {}
+        )
+
+    with (
+        Checkpoint.open(save_single(tmp_path, files)) as checkpoint,
+        pytest.raises(CheckpointError, match=r"tensors 'experts' and 'experts\.1' are the same weight of the model"),
+    ):
+        checkpoint.look_inside(places)
 
 
 def test_an_index_with_a_name_twice_is_refused(tmp_path):

@@ -173,6 +173,12 @@ def test_an_order_that_is_the_plain_one_may_be_left_out(tmp_path: Path):
     assert torch.equal(opened(tmp_path, FORMATS["gptq"], named(parts)).read(NAME, WHOLE), meant)
 
 
+def test_a_weight_that_is_there_plain_and_quantised_is_refused(tmp_path: Path):
+    parts, _ = FORMATS["gptq"].pack(matrix())
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight' and '.*up_proj\.qweight' are the same weight"):
+        opened(tmp_path, FORMATS["gptq"], {**named(parts), NAME: matrix()})
+
+
 def test_a_part_without_its_weight_keeps_its_name_and_is_found_by_the_check_of_names(tmp_path: Path):
     parts, _ = FORMATS["awq"].pack(matrix())
     checkpoint = opened(tmp_path, FORMATS["awq"], {**named(parts), "model.layers.1.mlp.up_proj.scales": matrix()})

@@ -59,6 +59,8 @@ BROKEN = [
     ("not an object", b"[1]", 0, "must begin with '{'"),
     ("leading space", b" {}", 0, "must begin with '{'"),
     ("entry is no object", {"a": 3}, 0, "exactly the keys"),
+    ("endless name", {"a" * 257: entry("U8", [0], 0, 0)}, 0, "a'...: the name has more than 256 characters"),
+    ("endless shape", {"a": entry("U8", [1] * 17, 0, 1)}, 1, "the shape has more than 16 dimensions"),
     ("missing key", {"a": {"dtype": "F32", "shape": [1]}}, 4, "exactly the keys"),
     ("further key", {"a": {**entry("F32", [1], 0, 4), "code": "x"}}, 4, "exactly the keys"),
     ("unknown dtype", {"a": entry("F31", [1], 0, 4)}, 4, "unknown dtype 'F31'"),

@@ -153,7 +153,8 @@ def resolve(
         if limits.max_prompt_tokens is not None and len(token_ids) > limits.max_prompt_tokens:
             message = f"the prompt has {len(token_ids)} tokens, more than limits.max_prompt_tokens="
             raise RowProblem("prompt_too_long", f"{message}{limits.max_prompt_tokens}")
-        num_left = engine.max_model_len - len(token_ids)
+        # A prompt that is only scored may fill the length: of its one token nothing is computed.
+        num_left = max(engine.max_model_len - len(token_ids), 1)
         if limits.max_tokens is not None:
             num_left = min(num_left, limits.max_tokens)
         sampling = _concrete_sampling(sampling, tokenizer is not None, num_left)

@@ -214,6 +214,10 @@ class TcpLeader:
     def _send_heartbeat(self) -> None:
         with self._lock:
             for connection in self._connections if not self._is_torn else ():
+                if not _has_room(connection):
+                    # Nobody reads, between two steps, what has been said often enough. Part of a frame would be read as
+                    # the beginning of the next.
+                    continue
                 # A dead follower is found by the rank that waits for its answer.
                 try:
                     send_frame(connection, FrameKind.HEARTBEAT, self._num_sent)
@@ -364,6 +368,13 @@ class GlooStepChannel:
 
     def _broadcast(self, kind: FrameKind, payload: bytes) -> None:
         self._control.broadcast(bytes([kind]) + payload)
+
+
+def _has_room(connection: socket.socket) -> bool:
+    """Whether a heartbeat would go at once, and whole: Linux says so while a third of the buffer is free."""
+    asked = select.poll()
+    asked.register(connection, select.POLLOUT)
+    return any(event & select.POLLOUT for _, event in asked.poll(0))
 
 
 def _listed(ranks: list[int]) -> str:
