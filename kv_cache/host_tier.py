@@ -33,13 +33,7 @@ class HostTier:
 
     def store(self, block_hash: BlockHash) -> TierSlot | None:
         """See `Connector.store`. None for what is here or on its way, and while every slot is reserved."""
-        if block_hash in self._storing:
-            return None
-        block_id = self._pool.find(block_hash)
-        if block_id is not None:
-            # The device had it until now.
-            self._pool.share([block_id])
-            self._pool.release([block_id])
+        if block_hash in self._storing or self._pool.find(block_hash) is not None:
             return None
         if self._pool.num_free_blocks == 0:
             return None

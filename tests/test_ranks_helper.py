@@ -104,9 +104,9 @@ class Held:
 held = Held()
 weakref.finalize(held, print, "a finalizer")
 atexit.register(print, "a handler")
-threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
 print("a line, and a part of one", end=" ")
 print("errors", end="", file=sys.stderr)
+threading.Thread(target=lambda: (time.sleep(0.1), print("a thread"))).start()
 """
 
 

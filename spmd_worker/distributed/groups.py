@@ -36,14 +36,15 @@ class ParallelGroups:
     pipeline: GroupHandle
     control: GroupHandle
     engine: GroupHandle
-    owns_world: bool
+    own_world: ProcessGroup | None = None
+    """The world that `join_groups` made and other engines may be in too; None in a caller's."""
 
     def destroy(self) -> None:
         """Leave: destroys what `join_groups` made and nothing else. Call once, on every rank."""
         for handle in (self.tensor, self.pipeline):
             if handle.fast is not None:
                 handle.fast.close()
-        if self.owns_world and _our_world.leave():
+        if self.own_world is not None and _our_world.leave(self.own_world):
             return
         of_all_replicas = () if self.engine is self.control else (self.engine,)
         for handle in (self.tensor, self.pipeline, self.control, *of_all_replicas):
@@ -58,23 +59,26 @@ class _OurWorld:
         self._group: ProcessGroup | None = None
         self._num_engines = 0
 
-    def join(self, device: torch.device, timeout: timedelta) -> bool:
-        """Make a world where there is none. Whether the one there is, is ours."""
+    def join(self, device: torch.device, timeout: timedelta) -> ProcessGroup | None:
+        """Make a world where there is none. The world there is, if it is ours; None for a caller's."""
         if not dist.is_initialized():
             _join_world(device, timeout)
             self._group, self._num_engines = dist.group.WORLD, 0
         if dist.group.WORLD is not self._group:
-            return False
+            return None
         self._num_engines += 1
-        return True
+        return self._group
 
-    def leave(self) -> bool:
-        """Whether that was the last engine: then all groups are gone."""
+    def leave(self, world: ProcessGroup) -> bool:
+        """`world` is what `join` gave. Whether that was its last engine: then all its groups are gone."""
+        if world is not self._group:
+            # Somebody else has ended it, and this one is a later engine's.
+            return False
         self._num_engines -= 1
         if self._num_engines:
             return False
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized() and dist.group.WORLD is group:
+        self._group = None
+        if dist.is_initialized() and dist.group.WORLD is world:
             dist.destroy_process_group()
         return True
 
@@ -98,7 +102,7 @@ def join_groups(
     """
     if layout.world_size == 1:
         alone = single_group()
-        return ParallelGroups(layout, alone, alone, alone, alone, owns_world=False)
+        return ParallelGroups(layout, alone, alone, alone, alone)
     with named_interface(environment):
         return _join_all(layout, environment, device, timedelta(seconds=timeout_s))
 
@@ -106,7 +110,7 @@ def join_groups(
 def _join_all(
     layout: RankLayout, environment: RankEnvironment, device: torch.device, timeout: timedelta
 ) -> ParallelGroups:
-    owns_world = _our_world.join(device, timeout)
+    own_world = _our_world.join(device, timeout)
     data_backend = "nccl" if device.type == "cuda" else "gloo"
     replica_size = layout.tensor_parallel_size * layout.pipeline_parallel_size
     replicas = [list(range(start, start + replica_size)) for start in range(0, layout.world_size, replica_size)]
@@ -126,11 +130,11 @@ def _join_all(
             engine = control if len(replicas) == 1 else join([list(range(layout.world_size))], "gloo")
     except BaseException:
         # A caller who goes on has what there was before.
-        if not (owns_world and _our_world.leave()):
+        if own_world is None or not _our_world.leave(own_world):
             for group in made:
                 _destroy(group)
         raise
-    return ParallelGroups(layout, tensor, pipeline, control, engine, owns_world)
+    return ParallelGroups(layout, tensor, pipeline, control, engine, own_world)
 
 
 @contextmanager
@@ -149,7 +153,7 @@ def _without_splits() -> Iterator[None]:
 
 _hosted: list[Store] = []
 """Where no launcher keeps a store, that of rank 0 serves every later world of these processes too: whoever comes first
-to the next one still finds it.
+to the next one still finds it. As under a launcher, a caller's own worlds on this port find what earlier ones left.
 """
 
 

@@ -76,6 +76,24 @@ def test_an_engine_outlives_the_one_that_made_the_world(layout: str):
     )
 
 
+def test_an_engine_of_a_world_that_has_ended_leaves_the_next_one_alone():
+    """The caller has ended our first world, and closes its engine when there is another."""
+    check(
+        """
+    first = new_llm()
+    expected = answers(first)
+    dist.barrier()
+    dist.destroy_process_group()
+    second = new_llm()
+    first.close()
+    assert dist.is_initialized()
+    assert answers(second) == expected
+    second.close()
+    assert not dist.is_initialized()
+"""
+    )
+
+
 @pytest.mark.parametrize("whose", ["ours", "the caller's"])
 def test_a_start_that_fails_between_two_groups_leaves_none_of_them(whose: str):
     check(

@@ -52,14 +52,6 @@ def test_the_least_recently_stored_goes_first():
     assert store(tier, E) == 1
 
 
-def test_what_the_device_gives_up_again_is_the_most_recently_used():
-    tier = tier_with(A, B, C)
-    assert tier.store(A) is None
-    store(tier, D)
-    assert [tier.lookup([name]) for name in (A, B, C, D)] == [1, 0, 1, 1]
-    tier.check_integrity()
-
-
 def test_what_was_loaded_stays_as_the_most_recently_used_tail_of_the_chain_before_its_head():
     tier = tier_with(A, B, C)
     assert tier.load([A, B]) == [0, 1]

@@ -202,6 +202,7 @@ NEWLINE = "<0x0A>"
         # What came before `min_tokens` is not looked at later.
         (["▁a", NEWLINE, "▁b", "▁a"], {"min_tokens": 3}, None),
         (["▁a", NEWLINE, NEWLINE], {"min_tokens": 3}, (" a\n", FinishReason.STOP, "\n")),
+        # Bytes that are no text are none of these.
         (["▁a", NEWLINE, "<0xE2>", "▁b"], {"min_tokens": 3}, None),
     ],
 )

@@ -372,6 +372,9 @@ class GlooStepChannel:
 
 def _has_room(connection: socket.socket) -> bool:
     """Whether a heartbeat would go at once, and whole: Linux says so while a third of the buffer is free."""
+    if connection.fileno() < 0:
+        # Closed: the channel ends.
+        return False
     asked = select.poll()
     asked.register(connection, select.POLLOUT)
     return any(event & select.POLLOUT for _, event in asked.poll(0))
