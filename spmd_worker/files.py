@@ -11,6 +11,15 @@ from typing import Any, BinaryIO, Final
 
 CONFIG_BYTES: Final = 16 * 1024 * 1024
 """A configuration file is no larger."""
+_MOST_NAME_BYTES: Final = 255
+"""The longest that systems have."""
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it can only mean a file or folder directly inside another, on any system, and can be printed."""
+    if not name.isprintable() or name in ("", ".", ".."):
+        return False
+    return len(name.encode()) <= _MOST_NAME_BYTES and "/" not in name and "\\" not in name
 
 
 def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:

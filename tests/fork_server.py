@@ -280,7 +280,7 @@ def leave_libraries() -> None:
     """At the end of a process torch takes back each operator that it has defined in Python: 40 ms for nobody."""
     import weakref
 
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False
 
 
@@ -356,7 +356,7 @@ def run_to_its_end(command: list[str]) -> NoReturn:
         if not isinstance(exit_code, int):
             # Words, which the interpreter prints.
             raise
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
         for stream in (sys.stdout, sys.stderr):

@@ -134,14 +134,7 @@ def _start(
 ) -> LLMEngine:
     config = resolved.config
     watchdog.heartbeat.enter("joining the other ranks")
-    try:
-        set_up()
-    except BaseException as error:
-        watchdog.fail(error)
-        # What it has joined; there may be no worker yet.
-        with suppress(Exception):
-            executor.shutdown()
-        raise
+    set_up()
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
     engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
     try:

@@ -25,8 +25,6 @@ _BACKBONE: Final = "Model"
 _MASKED: Final = "ForMaskedLM"
 _MODULES_FILE: Final = "modules.json"
 _MOST_SIZE: Final = 2**20
-_MOST_NAME_BYTES: Final = 255
-"""Of a file or folder: the longest that systems have."""
 
 _MODES: Final = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _OLD_MODES: Final = {
@@ -333,10 +331,7 @@ def _listed(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _is_folder_name(where: Any) -> bool:
-    """Whether it can only be a folder beside the file that names it."""
-    if not isinstance(where, str) or not where.isprintable() or where in ("", ".", ".."):
-        return False
-    return len(where.encode()) <= _MOST_NAME_BYTES and "/" not in where and "\\" not in where
+    return isinstance(where, str) and files.is_plain_name(where)
 
 
 def _object(folder: Path, where: Any) -> tuple[Mapping[str, Any], Path]:

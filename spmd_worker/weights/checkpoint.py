@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from spmd_worker.errors import CheckpointError
-from spmd_worker.files import JsonError, parse_json_object, read_regular_file
+from spmd_worker.files import JsonError, is_plain_name, parse_json_object, read_regular_file
 from spmd_worker.layers.weight_slice import Place, Rectangle, is_inside
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
 from spmd_worker.weights.region import plan_read, split_region
@@ -45,8 +45,6 @@ STORED_DTYPES = {
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 # A gap shorter than a page cannot be skipped by the page cache anyway, and a call costs what copying a page costs.
 _MAX_GAP_BYTES = 4096
-# Of a file: the longest that systems have.
-_MOST_NAME_BYTES = 255
 
 
 @dataclass(slots=True)
@@ -110,7 +108,7 @@ class Checkpoint:
         for name, new in names.items():
             is_stored_as = self._stored_names.get(name, name)
             if stored.setdefault(new, is_stored_as) != is_stored_as:
-                raise CheckpointError(_twice(self.folder, stored[new], is_stored_as))
+                raise same_weight_error(self.folder, stored[new], is_stored_as)
         self._stored_names = stored
         self._file_of = {names[name]: file for name, file in self._file_of.items()}
 
@@ -128,7 +126,7 @@ class Checkpoint:
             stored, file = self.stored_name(name), self._file_of.pop(name)
             for each in inside:
                 if each in self._file_of:
-                    raise CheckpointError(_twice(self.folder, stored, self.stored_name(each)))
+                    raise same_weight_error(self.folder, stored, self.stored_name(each))
             self._file_of |= dict.fromkeys(inside, file)
             self._stored_names |= dict.fromkeys(inside, stored)
             self._places |= inside
@@ -278,23 +276,18 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _twice(folder: Path, one: str, other: str) -> str:
+def same_weight_error(folder: Path, one: str, other: str) -> CheckpointError:
+    """Of two tensors, by their names in the files, that mean one weight."""
     one, other = sorted((one, other))
-    return (
+    return CheckpointError(
         f"{folder}: tensors {one!r} and {other!r} are the same weight of the model: remove one of them from the files"
     )
 
 
 def _is_plain_name(file_name: str) -> bool:
     """Whether it can only mean a file directly inside the folder; the file may be a symlink, as in the HF cache."""
-    is_hidden_or_dots = file_name.startswith(".")
-    return (
-        file_name.endswith(".safetensors")
-        and file_name.isprintable()
-        and len(file_name.encode()) <= _MOST_NAME_BYTES
-        and not is_hidden_or_dots
-        and not any(separator in file_name for separator in "/\\")
-    )
+    is_hidden = file_name.startswith(".")
+    return is_plain_name(file_name) and file_name.endswith(".safetensors") and not is_hidden
 
 
 def _check_index(weight_map: Mapping[str, str], headers: Mapping[str, SafetensorsHeader]) -> None:

@@ -16,7 +16,7 @@ import torch
 from spmd_worker.errors import CheckpointError
 from spmd_worker.layers.weight_slice import Rectangle, full_rectangle
 from spmd_worker.model_config.weight_format import Quantization, WeightFormat
-from spmd_worker.weights.checkpoint import WEIGHT_DTYPES, Checkpoint
+from spmd_worker.weights.checkpoint import WEIGHT_DTYPES, Checkpoint, same_weight_error
 from spmd_worker.weights.quantised_weight import (
     AwqWeight,
     GptqWeight,
@@ -97,10 +97,7 @@ class DequantisedCheckpoint:
         twice = next((name for name in plain if name in weights), None)
         if twice is not None:
             numbers = weights[twice].parts["numbers"]
-            raise CheckpointError(
-                f"{files.folder}: tensors {files.stored_name(twice)!r} and {files.stored_name(numbers)!r} are the same "
-                f"weight of the model, plain and quantised: remove one of them from the files"
-            )
+            raise same_weight_error(files.folder, files.stored_name(twice), files.stored_name(numbers))
         return cls(files, weights, sorted([*plain, *weights]))
 
     def __enter__(self) -> "DequantisedCheckpoint":

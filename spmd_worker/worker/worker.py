@@ -111,8 +111,14 @@ class Worker(WorkerBase):
                 self._reserved_at_start = torch.cuda.memory_reserved(self.device)
             self.groups = join_groups(self.layout, self.environment, self.device, timeout_s)
         if self.device.type == "cpu":
-            tensor, pipeline = (share_memory(each, timeout_s) for each in (self.groups.tensor, self.groups.pipeline))
-            self.groups = replace(self.groups, tensor=tensor, pipeline=pipeline)
+            try:
+                self.groups = replace(self.groups, tensor=share_memory(self.groups.tensor, timeout_s))
+                self.groups = replace(self.groups, pipeline=share_memory(self.groups.pipeline, timeout_s))
+            except BaseException:
+                # A caller who goes on has what there was before.
+                self.groups.destroy()
+                self.groups = None
+                raise
 
     def on_device(self) -> AbstractContextManager[object]:
         """See `WorkerBase.on_device`. torch's operators find the device of their tensors; launches of Triton, pinned

@@ -11,6 +11,7 @@ START = """
     from torch.distributed import distributed_c10d
     from spmd_worker import LLM, SamplingParams
     from spmd_worker.distributed import groups
+    from spmd_worker.worker import worker
     rank = int(os.environ["RANK"])
 
     def new_llm(**layout):
@@ -94,22 +95,25 @@ def test_an_engine_of_a_world_that_has_ended_leaves_the_next_one_alone():
     )
 
 
+@pytest.mark.parametrize("place", ["groups._join_one", "worker.share_memory"])
 @pytest.mark.parametrize("whose", ["ours", "the caller's"])
-def test_a_start_that_fails_between_two_groups_leaves_none_of_them(whose: str):
+def test_a_start_that_fails_between_two_groups_leaves_none_of_them(whose: str, place: str):
     check(
         """
     if sys.argv[2] != "ours":
         dist.init_process_group("gloo")
     before = len(distributed_c10d._world.pg_map)
-    join_one, calls = groups._join_one, []
+    module, name = {"groups": groups, "worker": worker}[sys.argv[3].split(".")[0]], sys.argv[3].split(".")[1]
+    # The third group of a start, and the second that shares memory.
+    right, calls, last = getattr(module, name), [], 3 if module is groups else 2
 
     def failing(*given):
         calls.append(given)
-        if len(calls) == 3:
+        if len(calls) == last:
             raise RuntimeError("planted")
-        return join_one(*given)
+        return right(*given)
 
-    groups._join_one = failing
+    setattr(module, name, failing)
     for _ in range(2):
         calls.clear()
         try:
@@ -121,7 +125,7 @@ def test_a_start_that_fails_between_two_groups_leaves_none_of_them(whose: str):
         assert len(distributed_c10d._world.pg_map) == before
         assert dist.is_initialized() == (sys.argv[2] != "ours")
         assert threads() == ["MainThread"], threads()
-    groups._join_one = join_one
+    setattr(module, name, right)
     with new_llm() as llm:
         answers(llm)
     assert len(distributed_c10d._world.pg_map) == before
@@ -130,6 +134,7 @@ def test_a_start_that_fails_between_two_groups_leaves_none_of_them(whose: str):
         dist.destroy_process_group()
 """,
         whose,
+        place,
     )
 
 

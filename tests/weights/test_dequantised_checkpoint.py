@@ -175,7 +175,7 @@ def test_an_order_that_is_the_plain_one_may_be_left_out(tmp_path: Path):
 
 def test_a_weight_that_is_there_plain_and_quantised_is_refused(tmp_path: Path):
     parts, _ = FORMATS["gptq"].pack(matrix())
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight' and '.*up_proj\.qweight' are the same weight"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.qweight' and '.*up_proj\.weight' are the same weight"):
         opened(tmp_path, FORMATS["gptq"], {**named(parts), NAME: matrix()})
 
 
