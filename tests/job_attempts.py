@@ -1,6 +1,6 @@
 """A batch job on ranks, forked or torchrun's, that tests start, kill and start again, under any layout.
 
-Rows are many and short, so that a job lives for seconds and any moment of it can be hit.
+Rows are many and short, so that a job lives for a second or two on a quiet machine and any moment of it can be hit.
 """
 
 import json
@@ -15,7 +15,9 @@ from waiting import wait_until
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-NUM_ROWS = 500
+NUM_ROWS = 250
+NUM_LONG_ROWS = 500
+"""Of a job that is killed at moments drawn from its whole life."""
 LIMIT_S = 240.0
 
 LAYOUTS = {

@@ -43,7 +43,7 @@ def run(way: str, first: int, count: int, limit_s: float) -> None:
 
 @pytest.mark.parametrize("way", ["one rank", *(pytest.param(way, marks=pytest.mark.matrix) for way in list(WAYS)[1:])])
 def test_any_calls_are_answered_or_refused_in_words_and_the_engine_goes_on(way: str):
-    run(way, 0, 40, 240.0)
+    run(way, 0, 25, 240.0)
 
 
 @pytest.mark.stress

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-from job_attempts import LAYOUTS, LIMIT_S, NUM_ROWS, Attempt, write_rows
+from job_attempts import LAYOUTS, LIMIT_S, NUM_LONG_ROWS, NUM_ROWS, Attempt, write_rows
 from stress_seed import SEED
 
 NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "40"))
@@ -18,10 +18,10 @@ LIFE_S = 9.0
 """About how long the job lives; moments are drawn from it, start and merge included."""
 
 
-def whole_output(folder: Path, layout: str = "one rank") -> bytes:
+def whole_output(folder: Path, num_rows: int) -> bytes:
     folder.mkdir()
-    write_rows(folder)
-    attempt = Attempt(folder, layout)
+    write_rows(folder, num_rows)
+    attempt = Attempt(folder, "one rank")
     assert attempt.ends_within(LIMIT_S), (folder / "log").read_text()
     assert attempt.close() == 0, (folder / "log").read_text()
     return (folder / "out.jsonl").read_bytes()
@@ -30,7 +30,7 @@ def whole_output(folder: Path, layout: str = "one rank") -> bytes:
 def killed_job(folder: Path, chance: random.Random, most_kills: int, first: str) -> tuple[bytes, int]:
     """The output of a job that was killed up to `most_kills` times, and how often it was."""
     folder.mkdir()
-    write_rows(folder)
+    write_rows(folder, NUM_LONG_ROWS)
     num_kills = 0
     while True:
         layout = first if chance.random() < 0.5 else chance.choice(list(LAYOUTS))
@@ -45,8 +45,8 @@ def killed_job(folder: Path, chance: random.Random, most_kills: int, first: str)
         return (folder / "out.jsonl").read_bytes(), num_kills
 
 
-def check_lines(output: bytes) -> None:
-    assert [json.loads(line)["index"] for line in output.splitlines()] == list(range(NUM_ROWS))
+def check_lines(output: bytes, num_rows: int) -> None:
+    assert [json.loads(line)["index"] for line in output.splitlines()] == list(range(num_rows))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_job_that_was_killed_ends_with_the_bytes_of_one_that_was_not(
     attempt = Attempt(tmp_path, layouts[-1])
     assert attempt.close() == 0, (tmp_path / "log").read_text()
     output = (tmp_path / "out.jsonl").read_bytes()
-    check_lines(output)
+    check_lines(output, NUM_ROWS)
     assert output == whole
     metrics = json.loads((tmp_path / "out.jsonl.run" / "metrics.json").read_text())
     assert 0 < metrics["resumed_rows"] < NUM_ROWS
@@ -78,18 +78,19 @@ def test_a_job_that_was_killed_ends_with_the_bytes_of_one_that_was_not(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return whole_output(tmp_path_factory.mktemp("whole") / "job")
+    return whole_output(tmp_path_factory.mktemp("whole") / "job", NUM_ROWS)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_kills_at_many_moments_lose_no_row_and_repeat_none(tmp_path: Path, whole: bytes, part: int):
+def test_kills_at_many_moments_lose_no_row_and_repeat_none(tmp_path: Path, part: int):
+    whole = whole_output(tmp_path / "whole", NUM_LONG_ROWS)
     chance, num_kills, number = random.Random(f"{SEED} {part}"), 0, part
     while num_kills < NUM_KILLS // NUM_PARTS:
         number += 1
         first = ("two shards", "two replicas")[number % 2]
         output, more = killed_job(tmp_path / f"job {number}", chance, min(8, NUM_KILLS // NUM_PARTS - num_kills), first)
         num_kills += more
-        check_lines(output)
+        check_lines(output, NUM_LONG_ROWS)
         assert output == whole
     print(f"\nKILLS at any second, of seed {SEED}: {num_kills} in {number - part} jobs", end="")

@@ -261,7 +261,7 @@ def operate(num_operations, manager=CacheManager):
     return pairs
 
 
-@pytest.mark.parametrize("count", [40_000, pytest.param(200_000, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("count", [20_000, pytest.param(200_000, marks=pytest.mark.stress)])
 def test_the_manager_answers_as_a_naive_model_does_many_times(count: int):
     operate(count)
 

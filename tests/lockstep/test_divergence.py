@@ -98,11 +98,16 @@ EACH_AT_START = [
     pytest.param(name, marks=[] if name in FOUND_BY_EACH_CHECK else pytest.mark.matrix) for name in AT_START
 ]
 
-# One found at the start and one in a step are controls enough for everyday; the others are as slow.
-EACH_HARMLESS = [
-    pytest.param(name, marks=[] if name in (min(AT_START), min(IN_A_STEP)) else pytest.mark.matrix)
-    for name in HARMLESS_WITHOUT_DIGESTS
-]
+
+
+def _tier_of_control(name: str) -> list[pytest.MarkDecorator]:
+    """One found at the start and one in a step are controls enough for everyday, one of each check for layouts."""
+    if name in (min(AT_START), min(IN_A_STEP)):
+        return []
+    return [pytest.mark.matrix if name in (*FOUND_BY_EACH_CHECK, *OF_EACH_KIND) else pytest.mark.stress]
+
+
+EACH_HARMLESS = [pytest.param(name, marks=_tier_of_control(name)) for name in HARMLESS_WITHOUT_DIGESTS]
 
 
 @pytest.mark.parametrize("name", EACH_AT_START)
