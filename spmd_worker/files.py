@@ -44,8 +44,8 @@ def write_file(path: Path, data: bytes, *, is_durable: bool = True) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """As `write_file`, durably, for people to read too."""
-    write_file(path, (json.dumps(value, indent=2) + "\n").encode("ascii"))
+    """As `write_file`, durably, for people to read too. Raises ValueError for NaN and infinities: they are not JSON."""
+    write_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii"))
 
 
 def partial_path(path: Path) -> Path:

@@ -134,6 +134,12 @@ class FileLock:
                 return
             except BlockingIOError:
                 holder = _read_holder(descriptor)
+            except OSError as error:
+                # Some network file systems have no locks, or none where they are mounted so.
+                raise ConfigError(
+                    f"{self._owned} is on a file system that cannot lock {self._path} ({error.strerror}): mount it "
+                    f"with locks (for Lustre -o flock), or {self._way_out} on another"
+                ) from None
             if holder is None or not holder.is_leaving or time.monotonic() > deadline_s:
                 who = "its process cannot be told" if holder is None else holder.describe()
                 raise ConfigError(

@@ -37,6 +37,7 @@ from spmd_worker.batch.run_dir.job_files import (
     PROVENANCE_NAME,
     check_files,
     check_job,
+    own_files,
     run_dir_of,
     take_files,
     try_output,
@@ -46,6 +47,7 @@ from spmd_worker.batch.run_dir.manifest import (
     check_manifest,
     end_manifest,
     make_manifest,
+    take_arithmetic,
     take_input,
     write_manifest,
 )
@@ -127,6 +129,17 @@ class InputCheck:
         self.expect(found.num_rows)
         return True
 
+    def check_unchanged(self) -> None:
+        """When all rows were read. Raises ConfigError for a file that was changed meanwhile: the output would not be of
+        the input that the manifest describes.
+        """
+        path = self._scan.changed_file()
+        if path is not None:
+            raise ConfigError(
+                f"job.input: {path} was changed while the job read it. The answers are kept: start the job again with "
+                f"the input as it was, or with job.resume=force to take it as it is now, or give another job.run_dir"
+            )
+
 
 def run_job(
     config: RunConfig,
@@ -169,7 +182,7 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     lock.note("reads the input")
     tokenizer = Tokenizer.open_if_present(resolved.model_folder)
     fingerprint = None if tokenizer is None else tokenizer.fingerprint()
-    reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes)
+    reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes, own_files(config.job))
     scan = InputScan(reader, config.job.max_rows)
     held.callback(scan.close)
     manifest = make_manifest(resolved, package_versions(), fingerprint, inputs=reader.paths)
@@ -216,6 +229,8 @@ def _run(
             else:
                 if watchdog is not None:
                     watchdog.before_exit = run.before_exit
+                arithmetic = engine.executor.collective_rpc("get_arithmetic")[0]
+                take_arithmetic(run.journal.folder, run.manifest, config.job.resume, arithmetic)
                 run.lock.note("answers rows")
                 _lead(engine, replicas, config, run, started_s, loaded_s)
     except BaseException as error:  # reported to the other ranks, before anything is taken down, and raised again
@@ -252,7 +267,8 @@ def _lead(
     rows = JobInput(run.reader, job, config.limits, engine.default_sampling, run.journal)
     rows.may_read = run.check.may_read
     prometheus = PrometheusFile(Path(job.prometheus_file)) if job.prometheus_file else None
-    output = JobOutput(run.journal, rows.keys, Progress(num_rows), num_rows, prometheus)
+    progress = Progress(num_rows, rows_before=run.journal.num_rows)
+    output = JobOutput(run.journal, rows.keys, progress, num_rows, prometheus)
     run.check.expect = output.expect
     with (
         output,
@@ -260,7 +276,7 @@ def _lead(
         StepStatsWriter(run_dir / STEP_STATS_NAME) as stats,
     ):
         engine.watch_steps(stats.write)
-        answered = _answer_rows(engine, replicas, rows, output, engine.resolved.location.name)
+        answered = _answer_rows(engine, replicas, rows, output, run.manifest["model_name"])
         run.journal.commit()
         generated_s = time.perf_counter()
         if not engine.is_closed:
@@ -271,6 +287,7 @@ def _lead(
             replicas.forget_round()
         while not run.check.is_settled(timeout_s=_SCAN_S):
             engine.times.heartbeat.enter("reading the input")
+        run.check.check_unchanged()
         run.lock.note("writes the output")
         digest = _write_output(run.journal, Path(job.output or ""), rows.num_rows, _vectors(engine))
         output.is_complete = True

@@ -46,6 +46,7 @@ def job_metrics(counts: JobCounts, reports: list[bytes]) -> dict[str, Any]:
     metrics = {
         "rows": counts.rows,
         "resumed_rows": counts.resumed_rows,
+        "resumed_output_tokens": counts.resumed_output_tokens,
         "error_rows": counts.error_rows,
         "error_codes": counts.error_codes,
         "prompt_tokens": counts.prompt_tokens,

@@ -43,6 +43,7 @@ class JobInput:
         self.limits = limits
         self.keys: dict[int, int] = {}
         self._journal, self._input = journal, job.input
+        self._num_not_met = journal.num_rows
         self._max_rows, self._defaults = job.max_rows, defaults
         # What a stream has not written yet must not keep waiting what it has.
         self._stream = StreamLines(iter(reader)) if reader.paths is None else None
@@ -58,13 +59,14 @@ class JobInput:
 
     def next_row(self) -> InputRow | None:
         """The next row that is to be done; None when there are no more (`has_ended`), or none yet. Never waits for a
-        stream. Raises ConfigError for a row that was done and has changed since.
+        stream. Raises ConfigError for a row that was done and has changed since, or is not there any more.
         """
         for _ in range(_PASSED_A_TURN):
             if not self.is_ready():
                 return None
             index, line = (-1, b"") if self._has_all() else next(self._lines, (-1, b""))
             if index < 0:
+                self._check_all_met()
                 self.has_ended = True
                 return None
             self.num_rows += 1
@@ -78,18 +80,28 @@ class JobInput:
                     f"job.input={self._input}: row {index} is not the one that was answered before: give the input "
                     f"that the run began with, or another job.run_dir"
                 )
+            self._num_not_met -= 1
         return None
+
+    def _check_all_met(self) -> None:
+        if self._num_not_met:
+            raise ConfigError(
+                f"job.input={self._input} has {self.num_rows} rows here, and {self._num_not_met} rows after them were "
+                f"answered before: give the input that the run began with, and as many of its rows, or another "
+                f"job.run_dir"
+            )
 
 
 @dataclass(slots=True)
 class JobCounts:
-    """The sums over the answered rows; `resumed_rows` of them were answered before this start."""
+    """The sums over the answered rows; `resumed_rows` and `resumed_output_tokens` are of an earlier start."""
 
     rows: int = 0
     resumed_rows: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
+    resumed_output_tokens: int = 0
     error_codes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -111,6 +123,7 @@ class JobCounts:
         counts = (record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens)
         self.add(RowAnswer(record.row, b"", record.error_code, *counts))
         self.resumed_rows += 1
+        self.resumed_output_tokens += record.num_output_tokens
 
 
 class JobOutput:
@@ -135,7 +148,7 @@ class JobOutput:
         self._num_rows, self._prometheus = num_rows, prometheus
         for record in journal.records():
             self.counts.add_record(record)
-        self._shown = (0, 0)
+        self._shown = (self.counts.rows, 0)
 
     def expect(self, num_rows: int | None) -> None:
         """So many rows the input has, it turned out."""

@@ -27,7 +27,7 @@ class Progress:
     """Rows, output tokens per second and time left: a bar on a terminal, plain lines elsewhere.
 
     Plain lines come at most every `interval_s` seconds, the first and the last always. `total_rows` is None when
-    unknown.
+    unknown. `rows_before` of them were done before: they say nothing of how fast this one is.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Progress:
         is_terminal: bool | None = None,
         interval_s: float = _DEFAULT_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
+        rows_before: int = 0,
     ) -> None:
         self._total_rows = total_rows
         self._stream = sys.stderr if stream is None else stream
@@ -46,7 +47,7 @@ class Progress:
         self._start_s = clock()
         self._last_shown_s: float | None = None
         self._num_rows_shown: int | None = None
-        self._num_rows = 0
+        self._num_rows = self._num_rows_before = rows_before
         self._num_output_tokens = 0
         self._bar: _Bar | None = None
         self._is_closed = False
@@ -80,7 +81,7 @@ class Progress:
             self._bar.close()
 
     def _is_due(self, now_s: float) -> bool:
-        if self._last_shown_s is None and (self._num_rows or self._num_output_tokens):
+        if self._last_shown_s is None and (self._num_rows > self._num_rows_before or self._num_output_tokens):
             return True
         last_s = self._start_s if self._last_shown_s is None else self._last_shown_s
         return now_s - last_s >= self._interval_s
@@ -89,7 +90,15 @@ class Progress:
         if self._bar is None:
             # miniters: the tokens per second change while no row ends.
             size = _terminal_size(self._stream)
-            self._bar = _Bar(total=self._total_rows, file=self._stream, unit=" rows", desc="rows", miniters=0, **size)
+            self._bar = _Bar(
+                total=self._total_rows,
+                initial=self._num_rows_before,
+                file=self._stream,
+                unit=" rows",
+                desc="rows",
+                miniters=0,
+                **size,
+            )
         rate = self._tokens_per_s(now_s)
         self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
         self._bar.update(rows)
@@ -113,9 +122,10 @@ class Progress:
         return self._num_output_tokens / elapsed_s if elapsed_s > 0 else 0.0
 
     def _seconds_left(self, now_s: float) -> float | None:
-        if self._total_rows is None or not 0 < self._num_rows < self._total_rows:
+        num_done = self._num_rows - self._num_rows_before
+        if self._total_rows is None or num_done <= 0 or self._num_rows >= self._total_rows:
             return None
-        return (now_s - self._start_s) / self._num_rows * (self._total_rows - self._num_rows)
+        return (now_s - self._start_s) / num_done * (self._total_rows - self._num_rows)
 
 
 def _terminal_size(stream: TextIO) -> dict[str, Any]:
@@ -261,7 +271,9 @@ def _prompt_tokens(metrics: Mapping[str, Any]) -> str | None:
 
 def _rate(metrics: Mapping[str, Any]) -> str | None:
     tokens, seconds = metrics.get("output_tokens"), metrics.get("generate_s")
-    return f"{tokens / seconds:,.1f}" if tokens is not None and seconds else None
+    if tokens is None or not seconds:
+        return None
+    return f"{(tokens - (metrics.get('resumed_output_tokens') or 0)) / seconds:,.1f}"
 
 
 def _memory(metrics: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ that need a model or a world (a tensor-parallel size that must divide the heads)
 """
 
 import dataclasses
+import math
 import operator
 import types
 import typing
@@ -390,8 +391,8 @@ class ServeConfig:
             raise ConfigError(f"serve.port={self.port} must be from 0 (any that is free) to 65535")
         _check_at_least("serve.max_queued", self.max_queued, 0)
         _check_at_least("serve.drain_s", self.drain_s, 0)
-        if not self.reader_timeout_s > 0:
-            raise ConfigError(f"serve.reader_timeout_s={self.reader_timeout_s:g} must be above 0")
+        if not 0 < self.reader_timeout_s < math.inf:
+            raise ConfigError(f"serve.reader_timeout_s={self.reader_timeout_s:g} must be above 0, and finite")
 
 
 @dataclass(frozen=True)
@@ -444,6 +445,6 @@ def _check_choice(key: str, value: str, choices: tuple[str, ...], but: str = "")
 
 
 def _check_at_least(key: str, value: float | None, least: int) -> None:
-    # Written so that NaN fails.
-    if value is not None and not value >= least:
-        raise ConfigError(f"{key}={value} must be {least} or more")
+    # Written so that NaN fails. What is infinite could not be written into a manifest, which is JSON.
+    if value is not None and not least <= value < math.inf:
+        raise ConfigError(f"{key}={value} must be {least} or more{'' if value != math.inf else ', and finite'}")

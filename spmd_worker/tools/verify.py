@@ -8,7 +8,8 @@
         compares the files as they are
 
 Prints "same" and exits with 0; or names the first row that differs, its sample, the token (counted from 0 in the
-output: the row's step) and both values, and exits with 1; or says why it cannot tell, and exits with 2. Rows, plain or
+output: the row's step) and both values, and exits with 1; or says why it cannot tell, and exits with 2. Of rows that
+are pooled the embeddings, scores or results are compared, bit for bit with and without --tokens-only. Rows, plain or
 OpenAI's, are matched by custom_id, so their order does not matter; those without one by their index. A row's usage,
 model name and response ids are not compared.
 """
@@ -24,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from spmd_worker.tools.program import make_parser, print_error
+
+GENERATED = ("outputs", "choices")
+POOLED = ("embedding", "scores", "data", "results")
+"""Where the answer of a row is that was generated, and of one that was pooled: plain, OpenAI's, and a reranker's."""
 
 MAX_VALUE_CHARACTERS = 100
 NUM_CONTEXT_CHARACTERS = 20
@@ -77,6 +82,9 @@ def compare_files(first: Path, other: Path, *, tokens_only: bool, totals: Totals
         theirs = find_row(row.key, unmatched, rest)
         if theirs is None:
             return f"{row.name} of {first} is missing in {other}"
+        for each, path in ((row, first), (theirs, other)):
+            if each.value.get("error") is None and not any(key in body_of(each.value) for key in GENERATED + POOLED):
+                raise VerifyError(f"{each.name} of {path} has no error, and no {', '.join(GENERATED + POOLED)}")
         difference = compare_rows(row.value, theirs.value, tokens_only=tokens_only, totals=totals)
         if difference is not None:
             return f"{row.name}, {difference}"
@@ -113,6 +121,8 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
         value = json.loads(line)
     except ValueError as error:
         raise VerifyError(f"{where}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise VerifyError(f"{where}: nested too deeply to be read") from error
     if not isinstance(value, dict):
         raise VerifyError(f"{where}: a JSON object was expected, not {type(value).__name__}")
     return value
@@ -131,6 +141,10 @@ def compare_rows(mine: dict[str, Any], theirs: dict[str, Any], *, tokens_only: b
     if error is not None:
         return error
     my_body, their_body = body_of(mine), body_of(theirs)
+    for key in POOLED:
+        pooled = first_difference(my_body.get(key, Absent), their_body.get(key, Absent), key)
+        if pooled is not None:
+            return pooled
     if not tokens_only:
         prompt = first_difference(my_body.get("prompt_logprobs"), their_body.get("prompt_logprobs"), "prompt_logprobs")
         if prompt is not None:
@@ -220,6 +234,8 @@ def compare_texts(mine: Any, theirs: Any) -> str | None:
 
 def first_difference(mine: Any, theirs: Any, path: str) -> str | None:
     """The first place where two JSON values differ, with both values. 1 and 1.0, and 0.0 and -0.0, are different."""
+    if mine is Absent and theirs is Absent:
+        return None
     if type(mine) is type(theirs):
         if isinstance(mine, dict):
             pairs = [

@@ -11,8 +11,12 @@ import pytest
 import zstandard
 
 from spmd_worker.batch.input import input_files, row_reader
+from spmd_worker.batch.input.row_parser import parse_row
 from spmd_worker.batch.input.row_reader import RowReader
+from spmd_worker.batch.row import RowError
+from spmd_worker.config.schema import RowLimits
 from spmd_worker.errors import ConfigError
+from spmd_worker.sequence.sampling_params import SamplingParams
 
 ROWS = [{"prompt": f"row {number} é"} for number in range(5)]
 CONTENT = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
@@ -207,6 +211,23 @@ def test_a_row_group_that_is_larger_than_it_says_is_refused(tmp_path, monkeypatc
     reader._whole = SimpleNamespace(num_row_groups=1, metadata=SimpleNamespace(row_group=lambda group: says))
     with pytest.raises(ConfigError, match=r"row group 0 says that it has 1,000 bytes, and has more than"):
         list(reader)
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["a small group", "row by row"])
+@pytest.mark.parametrize("shape", ["text", "list"])
+def test_a_text_that_is_not_utf_8_is_that_rows_error_alone(tmp_path, monkeypatch, shape, is_large):
+    """Writers of Parquet do not look."""
+    if is_large:
+        monkeypatch.setattr(input_files, "_GROUP_BYTES", 1)
+    texts = pyarrow.array([b"one", b"\xff\xfe", b"three"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    column = pyarrow.ListArray.from_arrays([0, 1, 2, 3], texts) if shape == "list" else texts
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "a.parquet")
+    lines = [line for _, line in RowReader((tmp_path / "a.parquet",))]
+    one, three = (["one"], ["three"]) if shape == "list" else ("one", "three")
+    assert [json.loads(lines[0]), json.loads(lines[2])] == [{"prompt": one}, {"prompt": three}]
+    row = parse_row(1, lines[1], SamplingParams(), RowLimits())
+    assert isinstance(row, RowError)
+    assert row.code == "invalid_utf8"
 
 
 def test_a_damaged_page_is_an_error_that_names_the_file(tmp_path):

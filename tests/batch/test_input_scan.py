@@ -388,3 +388,50 @@ def test_a_stream_is_read_ahead_by_so_much_and_no_more(monkeypatch: pytest.Monke
     assert [index for index, _ in zip(range(6), stream)] == list(range(6))
     with pytest.raises(OSError, match="the pipe broke"):
         next(stream)
+
+
+@pytest.mark.parametrize("change", ["appended", "rewritten", "replaced"])
+def test_an_input_that_changes_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content())
+
+    def change_it() -> None:
+        if change == "appended":
+            path.write_text(content() + content(1))
+        elif change == "rewritten":
+            os.utime(path, ns=(0, 0))
+        else:
+            (tmp_path / "new").write_text(content())
+            os.utime(tmp_path / "new", ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+            os.replace(tmp_path / "new", path)
+
+    with monkeypatch.context() as during:
+        after_rows(during, 1, change_it)
+        with pytest.raises(ConfigError, match=r"rows\.jsonl was changed while the job read it\. The answers are kept"):
+            run(config_of(tmp_path))
+    assert not (tmp_path / "out.jsonl").exists()
+    path.write_text(content())
+    run(config_of(tmp_path))
+    assert len(answers(tmp_path)) == NUM_ROWS
+
+
+def test_a_pattern_does_not_match_what_the_job_writes_itself(tmp_path: Path):
+    """Rows of files after it would have other indexes, and with them other random streams."""
+    (tmp_path / "rows.jsonl").write_text(content())
+    (tmp_path / "z.jsonl").write_text(content(1))
+    config = config_of(tmp_path)
+    job = replace(config.job, input=str(tmp_path / "**"), output=str(tmp_path / "out.jsonl.gz"))
+    run(replace(config, job=job))
+    with gzip.open(tmp_path / "out.jsonl.gz", "rt") as stream:
+        assert [json.loads(line)["error"] for line in stream] == [None] * 2 * NUM_ROWS
+
+
+def test_an_input_that_the_job_would_write_over_is_refused_and_left_as_it_is(tmp_path: Path):
+    path = tmp_path / "rows.jsonl.partial"
+    path.write_text(content())
+    config = config_of(tmp_path, "rows.jsonl.partial")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl\.partial is a file that the job itself writes"):
+        run(replace(config, job=replace(config.job, output=str(tmp_path / "rows.jsonl"))))
+    assert path.read_text() == content()

@@ -1,5 +1,6 @@
 """Who has a run directory or an output, who is refused, and who is waited for."""
 
+import errno
 import json
 import os
 import signal
@@ -187,3 +188,14 @@ def test_what_an_earlier_job_left_half_written_is_no_obstacle(tmp_path: Path):
     (tmp_path / "run" / "lock").write_text("4711\n")
     with RunLock(tmp_path / "run", tmp_path / "out.jsonl"):
         assert json.loads((tmp_path / "out.jsonl.partial").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK], ids=["ENOSYS", "ENOLCK"])
+def test_a_file_system_without_locks_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(file_lock.fcntl, "flock", refuse)
+    expected = rf"^job\.output=\S+out\.jsonl is on a file system that cannot lock .*\({os.strerror(number)}\): mount it"
+    with pytest.raises(ConfigError, match=expected), RunLock(tmp_path / "run", tmp_path / "out.jsonl"):
+        raise AssertionError("it has the lock")

@@ -129,3 +129,29 @@ def test_waiting_for_cores_is_said_where_it_is_much():
     assert format_summary({"thread_waits": waits}) == line
     assert format_summary({"thread_waits": waits | {"largest_share": 0.1}}) == ""
     assert format_summary({"thread_waits": waits | {"lost_cores": 0}}) == ""
+
+
+def test_rows_that_were_done_before_say_nothing_of_how_fast_this_start_is():
+    """900 of 1,000 were: ten in ten seconds leave ninety seconds, and not one."""
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(1000, stream, is_terminal=False, clock=clock, rows_before=900)
+    clock.now_s += 1
+    progress.update(0, 0)
+    clock.now_s += 9
+    progress.update(10, 100)
+    assert stream.getvalue().splitlines() == ["910 of 1,000 rows, 100 output tokens, 10.0 tokens/s, 1 min 30 s left"]
+
+
+def test_the_bar_begins_where_the_last_start_ended():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(4, stream, is_terminal=True, clock=clock, rows_before=3)
+    progress.update(0, 0)
+    assert "3/4" in stream.getvalue()
+    progress.update(1, 5)
+    progress.close()
+    assert "4/4" in stream.getvalue()
+
+
+def test_the_summarys_rate_is_of_this_starts_tokens():
+    metrics = {"output_tokens": 1000, "resumed_output_tokens": 900, "generate_s": 10.0}
+    assert "output tokens per second  10.0" in format_summary(metrics)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import textwrap
 import threading
 import time
@@ -27,6 +28,7 @@ from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunC
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import ConfigError, JobError
+from spmd_worker.worker.worker import Worker
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 40
@@ -451,3 +453,55 @@ def test_a_disk_that_is_full_ends_the_job_with_an_error_that_says_so_and_a_resum
     done = run_script([REPOSITORY / "launch.py", *arguments], timeout_s=240)
     assert done.returncode == 0, done.output
     assert (tmp_path / "out.jsonl").read_bytes() == whole[0]
+
+
+@pytest.mark.parametrize("place", ["a stream", "fewer rows are asked for"])
+def test_an_input_that_has_fewer_rows_than_were_answered_is_refused(tmp_path: Path, place: str):
+    """With several replicas the job waited for ever, alone it ended in an AssertionError, or left rows out."""
+    if place == "a stream":
+        config = ended_job_of_a_stream(tmp_path)
+        lines = (tmp_path / "rows.jsonl").read_bytes().splitlines(True)
+        content = b"".join(lines[:4])
+        threading.Thread(target=(tmp_path / "fifo").write_bytes, args=(content,), daemon=True).start()
+    else:
+        config = ended_job(tmp_path, 6)
+        config = replace(config, job=replace(config.job, max_rows=4, resume="force"))
+    with pytest.raises(ConfigError, match=r"has 4 rows here, and \d+ rows after them were answered before"):
+        run(config)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_job_goes_on_only_where_numbers_are_added_in_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed on one kind of machine and started again on another."""
+    config = ended_job(tmp_path, 5)
+    with monkeypatch.context() as there:
+        there.setattr(Worker, "get_arithmetic", lambda self: "of another processor")
+        expected = r"^arithmetic is \"of another processor\", and \S.* in the run that job\.run_dir=.*job\.resume=force"
+        with pytest.raises(ConfigError, match=expected):
+            run(config)
+        forced = replace(config, job=replace(config.job, resume="force"))
+        assert run(forced)["resumed_rows"] == 5
+    overridden = json.loads((run_dir(config) / MANIFEST_NAME).read_text())["overridden"]
+    assert [*overridden[0]] == ["arithmetic"]
+
+
+def test_the_models_name_in_answers_is_that_of_the_first_start(tmp_path: Path):
+    model = tmp_path / "first"
+    shutil.copytree(MODEL, model)
+    row = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "add 1 2 =", "max_tokens": 3},
+    }
+    rows = "".join(json.dumps({**row, "custom_id": f"{index}"}) + "\n" for index in range(6))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    config = replace(config_of(tmp_path), model=ModelOptions(path=str(model)))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        end_after(monkeypatch, 2)
+        with pytest.raises(Ended):
+            run(config)
+    model.rename(tmp_path / "second")
+    assert run(replace(config, model=ModelOptions(path=str(tmp_path / "second"))))["resumed_rows"] == 2
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {answer["response"]["body"]["model"] for answer in answers} == {"first"}

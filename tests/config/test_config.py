@@ -184,6 +184,10 @@ REFUSED = [
     ("job.resume=maybe", "job.resume=maybe is not one of auto, never, force"),
     ("job.max_rows=1.5", "job.max_rows=1.5 must be a whole number or null"),
     ("job.max_error_rows=-1", "job.max_error_rows=-1 must be 0 or more"),
+    ("job.commit_s=inf", "job.commit_s=inf must be 0 or more, and finite"),
+    ("job.commit_s=nan", "job.commit_s=nan must be 0 or more"),
+    ("serve.drain_s=inf", "serve.drain_s=inf must be 0 or more, and finite"),
+    ("serve.reader_timeout_s=inf", "serve.reader_timeout_s=inf must be above 0, and finite"),
     (
         "scheduler.max_num_seqs=4096",
         "scheduler.max_num_batched_tokens=2048 is below scheduler.max_num_seqs=4096: each running sequence needs a "

@@ -99,7 +99,6 @@ EACH_AT_START = [
 ]
 
 
-
 def _tier_of_control(name: str) -> list[pytest.MarkDecorator]:
     """One found at the start and one in a step are controls enough for everyday, one of each check for layouts."""
     if name in (min(AT_START), min(IN_A_STEP)):

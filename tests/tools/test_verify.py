@@ -283,3 +283,51 @@ def test_files_that_cannot_be_compared_end_with_2_and_say_why(verify, tmp_path: 
     why = f"cannot read {tmp_path / 'absent'}: No such file or directory"
     assert capsys.readouterr().err == f"python -m spmd_worker.tools.verify: {why}\n"
     assert main([str(good), str(tmp_path / "absent"), "--bytes"]) == 2
+
+
+def pooled_row(**answer: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "index": 0, **answer, "usage": {"prompt_tokens": 3}, "error": None}
+
+
+def openai_pooled_row(**answer: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "response": {"status_code": 200, "body": {"model": "m", **answer}}, "error": None}
+
+
+@pytest.mark.parametrize("options", [(), ("--tokens-only",)])
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        (pooled_row(embedding=[0.5, 1.0]), pooled_row(embedding=[0.5, 2.0]), "embedding[1]: 1.0 in the first, 2.0 in"),
+        (pooled_row(scores=[0.5]), pooled_row(scores=[0.5, 0.25]), "scores[1]: nothing in the first, 0.25 in"),
+        (pooled_row(scores=[0.5]), pooled_row(embedding=[0.5]), "embedding: nothing in the first, [0.5] in"),
+        (
+            openai_pooled_row(data=[{"index": 0, "embedding": "AAAAAA=="}]),
+            openai_pooled_row(data=[{"index": 0, "embedding": "AAAAgA=="}]),
+            'data[0].embedding: "AAAAAA==" in the first',
+        ),
+        (
+            openai_pooled_row(results=[{"index": 1, "relevance_score": 0.5}]),
+            openai_pooled_row(results=[{"index": 0, "relevance_score": 0.5}]),
+            "results[0].index: 1 in the first, 0 in",
+        ),
+    ],
+    ids=["embedding", "scores", "another kind", "OpenAI's", "a reranker's"],
+)
+def test_rows_that_are_pooled_are_compared_by_their_numbers(verify, mine, theirs, said, options):
+    assert verify([mine], [mine], *options) == (0, "same")
+    code, line = verify([mine], [theirs], *options)
+    assert code == 1
+    assert said in line
+
+
+def test_a_row_without_an_answer_is_not_taken_for_the_same(verify):
+    code, line = verify([pooled_row(vector=[1.0])], [pooled_row(vector=[2.0])])
+    assert code == 2
+    assert "has no error, and no outputs, choices, embedding" in line
+
+
+def test_a_line_that_is_nested_too_deeply_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "deep.jsonl"
+    path.write_text("[" * 200_000 + "\n")
+    assert import_module("spmd_worker.tools.verify").main([str(path), str(path)]) == 2
+    assert "line 1: nested too deeply" in capsys.readouterr().err

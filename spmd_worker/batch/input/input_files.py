@@ -6,6 +6,7 @@ parts/*.jsonl.gz           all files that match, in the order of their names
 rows.parquet               a row group at a time, each of its rows as a line of JSON
 """
 
+import contextlib
 import glob
 import gzip
 import io
@@ -14,7 +15,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -32,6 +33,8 @@ _PARQUET_BYTES: Final = 32 << 20
 """Of values that are held at a time, by rows and by this."""
 _GROUP_BYTES: Final = 64 << 20
 """Of a row group: with more it is large."""
+_NO_UTF8: Final = b"\xff"
+"""A line that its reader refuses for not being UTF-8."""
 _VALUE_BYTES: Final = 16
 """Of a value in memory, however few bits it takes in the file."""
 
@@ -67,8 +70,21 @@ def _open_standard_input() -> BinaryIO:
     return open(os.dup(sys.stdin.fileno()), "rb")
 
 
-def find_inputs(name: str) -> tuple[Path, ...]:
-    """The files of `job.input`, which is no stream. Raises ConfigError where there is none."""
+def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) -> tuple[Path, ...]:
+    """The files of `job.input`, which is no stream; of those that match a pattern none that `is_own`, the job's. Raises
+    ConfigError where there is none, and for a file that is the job's own.
+    """
+    paths = _find_inputs(name)
+    others = tuple(path for path in paths if not is_own(path))
+    if not others:
+        raise ConfigError(
+            f"job.input={name} is a file that the job itself writes (job.output with .partial after its name, or a "
+            f"file of job.run_dir): give another input, or another output"
+        )
+    return others
+
+
+def _find_inputs(name: str) -> tuple[Path, ...]:
     if Path(name).is_file():
         return (Path(name),)
     if not glob.has_magic(name):
@@ -164,8 +180,9 @@ class ParquetRows:
     """Rows of a Parquet file as lines of JSON; a column that is null in a row is one that the row does not have.
 
     Of a row whose texts alone are longer than `max_line_bytes` there are `max_line_bytes + 1` spaces: it is never put
-    together. Memory is bounded by the file's pages and one row, whatever a few bytes of dictionary and run lengths say:
-    the texts of a small row group stay in its dictionaries until their row's turn, a large one is read row by row.
+    together; one whose texts are not UTF-8 is a line that is none either. Memory is bounded by the file's pages and one
+    row, whatever a few bytes of dictionary and run lengths say: the texts of a small row group stay in its dictionaries
+    until their row's turn, a large one is read row by row.
 
     Raises ConfigError for columns that JSON has no values for, for rows of more values than a line has bytes, and for
     what is no Parquet file.
@@ -237,15 +254,23 @@ class ParquetRows:
 
     def _lines_of(self, batch: Any) -> Iterator[bytes]:
         if self._size_of(batch) <= min(_PARQUET_BYTES, self._max_line_bytes):
-            for each in batch.to_pylist():
-                yield self._line_of(each)
-            return
+            with contextlib.suppress(UnicodeDecodeError):
+                lines = [self._line_of(each) for each in batch.to_pylist()]
+                yield from lines
+                return
         for index in range(batch.num_rows):
             row = batch.slice(index, 1)
             if self._size_of(row) > self._max_line_bytes:
                 yield b" " * (self._max_line_bytes + 1)
             else:
-                yield self._line_of(row.to_pylist()[0])
+                yield self._line_of_one(row)
+
+    def _line_of_one(self, row: Any) -> bytes:
+        try:
+            return self._line_of(row.to_pylist()[0])
+        except UnicodeDecodeError:
+            # Nobody looks at a file's strings when it is written: this row alone is an error row.
+            return _NO_UTF8
 
     def _line_of(self, row: dict[str, Any]) -> bytes:
         line = json.dumps(_without_nulls(row), ensure_ascii=False).encode("utf-8", "surrogatepass")

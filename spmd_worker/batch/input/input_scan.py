@@ -32,6 +32,7 @@ class InputScan:
         self._reader, self._max_rows = reader, max_rows
         self._result: ScannedInput | None = None
         self._error: Exception | None = None
+        self._states: dict[Path, tuple[int, ...]] = {}
         self._stop = threading.Event()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd-scan", daemon=True)
@@ -43,6 +44,10 @@ class InputScan:
         if self._error is not None:
             raise self._error
         return self._result
+
+    def changed_file(self) -> Path | None:
+        """A file that was written to, or replaced, since it was looked at here; None where there is none."""
+        return next((path for path, state in self._states.items() if _state_of(path) != state), None)
 
     def close(self) -> None:
         """Read no more. A file system that does not answer is not waited for."""
@@ -60,6 +65,7 @@ class InputScan:
         paths = self._reader.paths
         if paths is None:
             return ScannedInput()
+        self._states = {path: _state_of(path) for path in paths}
         digest, num_rows = self._digest(paths), self._reader.count(self._stop.is_set)
         if self._stop.is_set():
             return None
@@ -76,3 +82,12 @@ class InputScan:
             # Where one file ends and the next begins a row ends.
             digest.update(f"\0{num_bytes}\0".encode())
         return f"{num_bytes} bytes in {len(paths)} file{'s' * (len(paths) != 1)}, {digest.hexdigest()}"
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """What changes with a file's content; empty where there is none any more."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -42,11 +42,17 @@ class RowReader:
     stream: str = STANDARD_INPUT
 
     @staticmethod
-    def of(name: str, max_line_bytes: int = RowLimits().max_line_bytes) -> "RowReader":
-        """For a value of `job.input`. Raises ConfigError where there is no such file."""
+    def of(
+        name: str,
+        max_line_bytes: int = RowLimits().max_line_bytes,
+        is_own: Callable[[Path], bool] = lambda path: False,
+    ) -> "RowReader":
+        """For a value of `job.input`; files that a pattern matches are not read where they are the job's own. Raises
+        ConfigError where there is no such file.
+        """
         if is_stream(name):
             return RowReader(None, max_line_bytes, name)
-        return RowReader(find_inputs(name), max_line_bytes)
+        return RowReader(find_inputs(name, is_own), max_line_bytes)
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         return enumerate(self._lines())

@@ -1,5 +1,6 @@
 """The places of a job: what it reads, what it writes, checked before anything is started."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -8,6 +9,7 @@ from spmd_worker.batch.output.output_file import OutputFile
 from spmd_worker.batch.run_dir.run_lock import RunLock, make_folder
 from spmd_worker.config.schema import JobConfig
 from spmd_worker.errors import ConfigError
+from spmd_worker.files import partial_path
 
 MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"
@@ -27,12 +29,24 @@ def run_dir_of(job: JobConfig) -> Path:
     return Path(job.run_dir) if job.run_dir else Path(f"{job.output}.run")
 
 
+def own_files(job: JobConfig) -> Callable[[Path], bool]:
+    """Tells the files that the job makes beside its output: a pattern for its input may match them too."""
+    partial = partial_path(Path(job.output or "")).resolve()
+    run_dir = run_dir_of(job).resolve()
+
+    def is_own(path: Path) -> bool:
+        resolved = path.resolve()
+        return resolved == partial or run_dir in resolved.parents
+
+    return is_own
+
+
 def check_files(job: JobConfig) -> None:
     """Look at what is there, and change nothing; rank 0 only. Raises ConfigError now for what would otherwise fail when
     the rows are there.
     """
     output = Path(job.output or "")
-    inputs = () if is_stream(job.input or "") else find_inputs(job.input or "")
+    inputs = () if is_stream(job.input or "") else find_inputs(job.input or "", own_files(job))
     # A hard link of the input has a path of its own.
     if output.exists() and any(path.samefile(output) for path in inputs):
         raise ConfigError(

@@ -23,8 +23,10 @@ from spmd_worker.weights.safetensors_header import read_header
 FORMAT_VERSION: Final = 1
 _HASH_BYTES: Final = 16
 _INPUT_KEY: Final = "job.input"
+_ARITHMETIC_KEY: Final = "arithmetic"
 NOT_READ: Final = "not read yet"
-"""What stands for the digest of an input until there is one."""
+"""What stands for what is known later, until it is: the digest of an input, the arithmetic of kernels."""
+_KNOWN_LATER: Final = (_INPUT_KEY, _ARITHMETIC_KEY)
 
 _ANSWER_KEYS: Final = (
     *("model.dtype", "model.max_model_len", "model.load_format", "model.quantization"),
@@ -44,7 +46,7 @@ def make_manifest(
     """`answers` is what must be equal to go on, by key; the rest says how the job was run. Raises OSError.
 
     `tokenizer` is the tokenizer's fingerprint, `inputs` the files that are read (None: a stream). Their digest and how
-    many rows they have come later (`take_input`).
+    many rows they have come later (`take_input`), and so does how the ranks compute (`take_arithmetic`).
     """
     config = resolved.config
     settings = asdict(config)
@@ -58,6 +60,7 @@ def make_manifest(
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()
+    answers[_ARITHMETIC_KEY] = NOT_READ
     return {
         "format_version": FORMAT_VERSION,
         "has_ended": False,
@@ -69,6 +72,7 @@ def make_manifest(
         "input": config.job.input if inputs is None else [str(path.resolve()) for path in inputs],
         "model": str(resolved.model_folder.resolve()),
         "model_revision": resolved.location.commit,
+        "model_name": resolved.location.name,
         "starts": [{"layout": settings["parallel"], "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}],
     }
 
@@ -84,11 +88,12 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
     manifest["overridden"] = []
     if last is not None and goes_on:
         now = manifest["answers"]
-        if now[_INPUT_KEY] == NOT_READ:
-            # Until it is known the last run's stands: this one may be ended before.
-            now = {**now, _INPUT_KEY: last["answers"].get(_INPUT_KEY)}
-        _compare(run_dir, last["answers"], now, resume, manifest)
-        manifest["answers"][_INPUT_KEY] = now[_INPUT_KEY]
+        # Until it is known the last run's stands: this one may be ended before.
+        before = {key: last["answers"].get(key) for key in _KNOWN_LATER if now[key] == NOT_READ}
+        _compare(run_dir, last["answers"], now | before, resume, manifest)
+        now |= before
+        # What rows that name no model have in their answers: the folder may have moved.
+        manifest["model_name"] = last.get("model_name", manifest["model_name"])
         manifest["overridden"] = [*last["overridden"], *manifest["overridden"]]
         manifest["starts"] = [*last["starts"], *manifest["starts"]]
     return goes_on
@@ -104,10 +109,23 @@ def take_input(run_dir: Path, manifest: dict[str, Any], resume: str, digest: str
 
     Raises ConfigError where they differ, unless `resume` is force; what is written is as it was then.
     """
-    before = manifest["answers"][_INPUT_KEY]
-    if before not in (digest, NOT_READ):
-        _compare(run_dir, {_INPUT_KEY: before}, {_INPUT_KEY: digest}, resume, manifest)
-    manifest["answers"][_INPUT_KEY], manifest["num_rows"] = digest, num_rows
+    manifest["num_rows"] = num_rows
+    _take(run_dir, manifest, resume, _INPUT_KEY, digest)
+
+
+def take_arithmetic(run_dir: Path, manifest: dict[str, Any], resume: str, arithmetic: str) -> None:
+    """In which order these ranks add numbers: another processor, or another GPU, may give rows other bits.
+
+    Raises as `take_input` does.
+    """
+    _take(run_dir, manifest, resume, _ARITHMETIC_KEY, arithmetic)
+
+
+def _take(run_dir: Path, manifest: dict[str, Any], resume: str, key: str, value: str | None) -> None:
+    before = manifest["answers"][key]
+    if before not in (value, NOT_READ):
+        _compare(run_dir, {key: before}, {key: value}, resume, manifest)
+    manifest["answers"][key] = value
     write_manifest(run_dir, manifest)
 
 

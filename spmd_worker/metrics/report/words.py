@@ -132,7 +132,8 @@ def _output_tokens(totals: Totals, metrics: Mapping[str, Any]) -> Figure:
     tokens, seconds = _number(metrics, "output_tokens"), _number(metrics, "generate_s")
     if tokens is None or not seconds:
         tokens, seconds = totals.sums.num_sampled_tokens, totals.wall_us / 1e6
-    rate = f"{count(tokens / seconds, 'token')} per second" if seconds else "in no time"
+    before = _number(metrics, "resumed_output_tokens") or 0
+    rate = f"{count((tokens - before) / seconds, 'token')} per second" if seconds else "in no time"
     return Figure(*named(tokens, "output token"), rate)
 
 
