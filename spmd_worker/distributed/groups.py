@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.meeting import meet
 from spmd_worker.distributed.network_interface import named_interface
 from spmd_worker.distributed.topology import RankLayout, in_every_engine
 from spmd_worker.errors import RankFailedError
@@ -98,7 +99,7 @@ def join_groups(
     """Make the groups of `layout`; every rank of the world calls this, in the same order.
 
     In a world of several engines each gets groups of its own, and nothing is compared or waited for between them later.
-    Raises what torch.distributed raises when the other ranks do not come within `timeout_s`.
+    Raises RankFailedError, or what torch.distributed raises, when the other ranks do not come within `timeout_s`.
     """
     if layout.world_size == 1:
         alone = single_group()
@@ -159,15 +160,16 @@ to the next one still finds it. As under a launcher, a caller's own worlds on th
 
 def _join_world(device: torch.device, timeout: timedelta) -> None:
     """The launcher's store outlives every world, and torch gives each the same keys: a second world in a process, ours
-    or the caller's, would find the addresses of the first. So each of ours has keys of its own.
+    or the caller's, would find the addresses of the first. So each of ours has keys of its own, under a name that its
+    ranks agree on. Raises RankFailedError for ranks that do not come.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not _hosted:
         _hosted.append(store)
     store.set_timeout(timeout)
-    number = store.add(f"spmd_worker/rank {rank}", 1)
+    name = meet(PrefixStore("spmd_worker/meeting", store), rank, world_size, timeout)
     where = {
-        "store": PrefixStore(f"spmd_worker/world {number}", store),
+        "store": PrefixStore(f"spmd_worker/world {name}", store),
         "rank": rank,
         "world_size": world_size,
         "timeout": timeout,

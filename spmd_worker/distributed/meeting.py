@@ -76,12 +76,13 @@ def _follow(store: MeetingStore, rank: int, timeout: timedelta) -> str:
     store.set(f"at/{rank}", arrival)
     try:
         for _ in _polls(timeout):
+            # First: a world that has begun needs this rank, whatever rank 0 offers next.
+            if world and store.check([f"go/{world}"]):
+                return world
             offer = _read(store, f"offer/{arrival}")
             if offer != world:
                 world = offer
                 store.set(f"taken/{world}/{arrival}", "1")
-            if world and store.check([f"go/{world}"]):
-                return world
     except BaseException:
         _give_up(store, rank)
         raise

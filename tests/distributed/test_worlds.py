@@ -1,5 +1,7 @@
 """The world an engine is in: who made it, who ends it, and what is left where its groups could not all be made."""
 
+from pathlib import Path
+
 import pytest
 import ranks
 
@@ -152,4 +154,33 @@ def test_without_a_launchers_store_ranks_that_come_early_find_the_next_world():
     assert not dist.is_initialized()
 """,
         has_agent_store=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "has_agent_store",
+    [True, pytest.param(False, marks=pytest.mark.matrix)],
+    ids=["a launcher's store", "rank 0's store"],
+)
+def test_a_rank_that_failed_before_it_joined_joins_at_the_next_attempt(tmp_path: Path, has_agent_store: bool):
+    """Each rank counted its worlds: one that had not come to the first waited in another than the others ever after."""
+    check(
+        """
+    from pathlib import Path
+    from spmd_worker.errors import RankFailedError
+    has_failed = Path(sys.argv[2]) / "failed"
+    if rank == 0:
+        try:
+            LLM(sys.argv[1], num_blocks=64, device="cpu", dtype="float32", timeout_s=1.0, tensor_parallel_size=2)
+        except RankFailedError as error:
+            assert str(error).startswith("rank 1 "), error
+        has_failed.touch()
+    while not has_failed.exists():
+        time.sleep(0.01)
+    with new_llm() as llm:
+        answers(llm)
+    assert not dist.is_initialized()
+""",
+        str(tmp_path),
+        has_agent_store=has_agent_store,
     )
