@@ -33,7 +33,13 @@ class HostTier:
 
     def store(self, block_hash: BlockHash) -> TierSlot | None:
         """See `Connector.store`. None for what is here or on its way, and while every slot is reserved."""
-        if block_hash in self._storing or self._pool.find(block_hash) is not None:
+        if block_hash in self._storing:
+            return None
+        held = self._pool.find(block_hash)
+        if held is not None:
+            # Evicted again, so it was used since it came here: it is the most recently used now.
+            self._pool.share([held])
+            self._pool.release([held])
             return None
         if self._pool.num_free_blocks == 0:
             return None

@@ -428,10 +428,19 @@ def test_a_pattern_does_not_match_what_the_job_writes_itself(tmp_path: Path):
         assert [json.loads(line)["error"] for line in stream] == [None] * 2 * NUM_ROWS
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows*"])
+def test_rows_may_be_in_the_run_directory_that_is_named(tmp_path: Path, name: str):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rows.jsonl").write_text(content())
+    job = replace(config_of(tmp_path).job, input=str(tmp_path / "run" / name), run_dir=str(tmp_path / "run"))
+    run(replace(config_of(tmp_path), job=job))
+    assert len(answers(tmp_path)) == NUM_ROWS
+
+
 def test_an_input_that_the_job_would_write_over_is_refused_and_left_as_it_is(tmp_path: Path):
     path = tmp_path / "rows.jsonl.partial"
     path.write_text(content())
     config = config_of(tmp_path, "rows.jsonl.partial")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl\.partial is a file that the job itself writes"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl\.partial names nothing but what the job itself writes"):
         run(replace(config, job=replace(config.job, output=str(tmp_path / "rows.jsonl"))))
     assert path.read_text() == content()

@@ -88,7 +88,11 @@ class NaiveCache:
         return [stored, *[each["places"] for each in self.transfers()]]
 
     def store(self, name, block):
-        if name not in self.storing and name not in self.tier.names and self.tier.free:
+        if name in self.tier.names and name not in self.storing:
+            place = self.tier.names[name]
+            self.tier.pick_up([place])
+            self.tier.let_go(place)
+        elif name not in self.storing and self.tier.free:
             (place,), _ = self.tier.take(1)
             self.storing[name] = place
             self.planned["stores"].append((name, place))

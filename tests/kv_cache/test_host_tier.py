@@ -52,6 +52,24 @@ def test_the_least_recently_stored_goes_first():
     assert store(tier, E) == 1
 
 
+def test_what_is_stored_again_is_the_most_recently_used():
+    """A prefix that many prompts begin with is evicted again and again while it is here."""
+    tier = tier_with(A, B, C)
+    assert tier.store(A) is None
+    assert [store(tier, name) for name in (D, E)] == [1, 2]
+    assert [tier.lookup([name]) for name in (A, B, C)] == [1, 0, 0]
+    tier.check_integrity()
+
+
+def test_a_place_that_is_read_stays_reserved_when_its_block_is_stored_again():
+    tier = tier_with(A, num_slots=1)
+    assert tier.load([A]) == [0]
+    assert tier.store(A) is None
+    assert tier.store(B) is None
+    tier.finish([], [0])
+    assert tier.store(B) == 0
+
+
 def test_what_was_loaded_stays_as_the_most_recently_used_tail_of_the_chain_before_its_head():
     tier = tier_with(A, B, C)
     assert tier.load([A, B]) == [0, 1]

@@ -78,8 +78,8 @@ def find_inputs(name: str, is_own: Callable[[Path], bool] = lambda path: False) 
     others = tuple(path for path in paths if not is_own(path))
     if not others:
         raise ConfigError(
-            f"job.input={name} is a file that the job itself writes (job.output with .partial after its name, or a "
-            f"file of job.run_dir): give another input, or another output"
+            f"job.input={name} names nothing but what the job itself writes (job.output with .partial after its name, "
+            f"or files of job.run_dir): give another input, or another output"
         )
     return others
 

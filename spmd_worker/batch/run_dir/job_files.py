@@ -1,6 +1,8 @@
 """The places of a job: what it reads, what it writes, checked before anything is started."""
 
+import glob
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -30,13 +32,18 @@ def run_dir_of(job: JobConfig) -> Path:
 
 
 def own_files(job: JobConfig) -> Callable[[Path], bool]:
-    """Tells the files that the job makes beside its output: a pattern for its input may match them too."""
+    """Tells the files that the job makes beside its output: a pattern for its input may match them too. Rows may be in
+    the run directory where `job.input` names it.
+    """
     partial = partial_path(Path(job.output or "")).resolve()
     run_dir = run_dir_of(job).resolve()
+    named = takewhile(lambda part: not glob.has_magic(part), Path(job.input or "").parts)
+    asked = Path(*named).resolve()
+    is_asked_for = run_dir in (asked, *asked.parents)
 
     def is_own(path: Path) -> bool:
         resolved = path.resolve()
-        return resolved == partial or run_dir in resolved.parents
+        return resolved == partial or (run_dir in resolved.parents and not is_asked_for)
 
     return is_own
 
