@@ -157,7 +157,9 @@ def _check_digests(
     for index, entries in enumerate(zip(*digests)):
         if len(dict.fromkeys(entries)) > 1:
             own = canonical({f"prompts[{index}]": _as_json(*prompts[index])})
-            check_equal("prompts", engine.engine_channel.gather(own))
+            with engine.exchanging():
+                everyones = engine.engine_channel.gather(own)
+            check_equal("prompts", everyones)
     check_equal("prompts", [canonical({"number of prompts": len(entries)}) for entries in digests])
 
 

@@ -66,7 +66,9 @@ def answer_together(
             progress.show()
         progress.show()
     shared: dict[int, RequestOutput] = {}
-    for payload in engine.engine_channel.collect(encode_outputs(outputs) if outputs else b""):
+    with engine.exchanging():
+        payloads = engine.engine_channel.collect(encode_outputs(outputs) if outputs else b"")
+    for payload in payloads:
         shared |= decode_outputs(payload) if payload else {}
     replicas.forget_round()
     return shared

@@ -13,7 +13,8 @@ workers change after a step (`worker_events.py`).
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -440,7 +441,9 @@ class LLMEngine:
         self._ended += self._step()
         problem = self.lockstep.event_problem
         if self.engine_channel.size > self.channel.size:
-            problem = next(filter(None, self.engine_channel.gather(problem.encode())), b"").decode()
+            with self.exchanging():
+                problems = self.engine_channel.gather(problem.encode())
+            problem = next(filter(None, problems), b"").decode()
         self._events += [EndWorkerEvent(event.number, problem), *(() if problem else then)]
         self._ended += self._step()
         return self._worker_events.take_results()
@@ -545,6 +548,19 @@ class LLMEngine:
             cause = self.watchdog.find_cause(error)
             known = RankFailedError(cause) if cause is not None else error
         return self.lockstep.explain(known)
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Around what all ranks send each other outside a step. An error there is raised as `explain` has it; after
+        one, and after Ctrl-C, nothing can be answered any more.
+        """
+        try:
+            yield
+        except Exception as error:
+            raise self.explain(error) from error
+        except BaseException:
+            self.leave_halfway()
+            raise
 
     def leave_halfway(self) -> None:
         """This rank left an exchange with the others before its end: nothing can be answered any more."""

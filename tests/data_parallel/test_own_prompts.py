@@ -236,6 +236,58 @@ def test_an_exchange_that_is_left_halfway_is_the_last_of_the_engine(monkeypatch:
             llm.generate([[5, 6]], use_tqdm=False)
 
 
+BROKEN_LATER = """
+import sys
+from spmd_worker import LLM
+from spmd_worker.lockstep.transport.channel import ControlChannel
+
+where, fault = sys.argv[2:]
+layout = {"tensor_parallel_size": 2} if where == "prompts that differ" else {"data_parallel_size": 2}
+llm = LLM(sys.argv[1], num_blocks=64, device="cpu", dtype="float32", timeout_s=60.0, **layout)
+rank = llm.llm_engine.executor.environment.rank
+method = "collect" if where == "answers" else "gather"
+right, num_calls = getattr(ControlChannel, method), 0
+# The first exchange of a call is that of what was called.
+last = {"answers": 1, "prompts that differ": 2}[where]
+
+def broken(channel, *given):
+    global num_calls
+    num_calls += channel is llm.llm_engine.engine_channel
+    if num_calls == last and channel is llm.llm_engine.engine_channel:
+        raise KeyboardInterrupt if fault == "Ctrl-C" else RuntimeError("of gloo")
+    return right(channel, *given)
+
+def call():
+    llm.generate([[5, 6 + (rank if where == "prompts that differ" else 0)]], use_tqdm=False)
+
+setattr(ControlChannel, method, broken)
+try:
+    call()
+except (KeyboardInterrupt, RuntimeError) as error:
+    print(rank, type(error).__name__)
+else:
+    raise AssertionError("it was answered")
+setattr(ControlChannel, method, right)
+try:
+    call()
+except RuntimeError as error:
+    assert "close this LLM and make a new one" in str(error), error
+else:
+    raise AssertionError("it was answered")
+llm.close()
+"""
+
+
+@pytest.mark.parametrize("fault", ["Ctrl-C", pytest.param("an error", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("where", ["answers", "prompts that differ"])
+def test_what_ranks_send_each_other_later_in_a_call_is_no_other(tmp_path: Path, where: str, fault: str):
+    arguments = [checkpoint_folder("llama3"), where, fault]
+    done = ranks.run_ranks(BROKEN_LATER, 2, timeout_s=240, arguments=arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    name = "KeyboardInterrupt" if fault == "Ctrl-C" else "R"
+    assert [line[:3] for line in sorted(done.stdout.splitlines())] == [f"{rank} {name[0]}" for rank in range(2)]
+
+
 def test_the_control_loops_of_different_length_do_not_meet_without_turns(seen: list[dict[str, Any]]):
     for each in seen:
         assert each["loop_without_turns"] == (
