@@ -3,6 +3,7 @@ says what it does.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from itertools import accumulate, pairwise
@@ -26,7 +27,7 @@ from reference_models import checkpoint_folder, random_prompt
 
 import spmd_worker.runner.pooling as pooling_module
 from spmd_worker import LLM, PoolingParams, PromptsRefusedError, SamplingParams
-from spmd_worker.errors import ConfigError
+from spmd_worker.errors import ConfigError, ModelConfigError
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.models.pooler import Pooler
@@ -270,6 +271,21 @@ def test_new_weights_change_vectors_and_a_head_for_tokens_is_passed_over() -> No
             load("lm_head.weight", torch.zeros(SIZES["vocab_size"], SIZES["hidden_size"]))
         after = llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)[0].outputs.data
     assert after == [2 * score for score in before]
+
+
+@pytest.mark.parametrize("settings", [{"runner": "pooling"}, {"classifier_from_token": ["n", "y"]}], ids=str)
+@pytest.mark.parametrize("given", [{"is_causal": False}, {"use_bidirectional_attention": True}], ids=str)
+def test_a_model_whose_tokens_see_later_ones_is_refused_where_only_the_run_says_that_it_pools(
+    tmp_path: Path, settings: dict[str, Any], given: dict[str, Any]
+) -> None:
+    """It was computed as one whose tokens do not."""
+    folder = tmp_path / "model"
+    shutil.copytree(pooling_folder("causal"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **given}))
+    (key,) = given
+    with pytest.raises(ModelConfigError, match=rf"config.json: {key}={given[key]} is not run: a token sees those"):
+        LLM(folder, **SETTINGS, **settings)
 
 
 def by_an_update(llm: LLM, name: str) -> None:

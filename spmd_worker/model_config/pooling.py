@@ -182,17 +182,27 @@ def read_pooling(
     """
     if encoder is not None:
         return _of_encoder(folder, config, hidden_size, encoder)
-    pools = not generates or (folder / _MODULES_FILE).exists()
-    for key, plain in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if pools and config.get(key) not in (None, plain):
-            raise ModelConfigError(
-                f"{folder / 'config.json'}: {key}={config[key]!r} is not run: a token sees those before it and no other"
-            )
+    if not generates or (folder / _MODULES_FILE).exists():
+        check_sees_earlier(folder, sees_later(config))
     if not generates and any(str(name).endswith(CLASSIFIER) for name in config["architectures"]):
         return _classifier(config, folder / "config.json", hidden_size)
     if (folder / _MODULES_FILE).exists():
         return _modules(folder, config, hidden_size)
     return None if generates else last_token_pooling(hidden_size)
+
+
+def sees_later(config: Mapping[str, Any]) -> str | None:
+    """The setting by which a decoder's tokens see later ones too; None where they do not."""
+    plain = {"is_causal": True, "use_bidirectional_attention": False}
+    return next((f"{key}={config[key]!r}" for key in plain if config.get(key) not in (None, plain[key])), None)
+
+
+def check_sees_earlier(folder: Path, setting: str | None) -> None:
+    """Raise ModelConfigError for a decoder that pools and has what `sees_later` found."""
+    if setting is not None:
+        raise ModelConfigError(
+            f"{folder / 'config.json'}: {setting} is not run: a token sees those before it and no other"
+        )
 
 
 def _of_encoder(folder: Path, config: Mapping[str, Any], hidden_size: int, encoder: EncoderPooling) -> PoolingConfig:
