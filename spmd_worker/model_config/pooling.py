@@ -24,6 +24,8 @@ CLASSIFIER: Final = "ForSequenceClassification"
 _BACKBONE: Final = "Model"
 _MASKED: Final = "ForMaskedLM"
 _MODULES_FILE: Final = "modules.json"
+POOLING_FILES: Final = (_MODULES_FILE, "sentence_bert_config.json", "config_sentence_transformers.json")
+"""Beside config.json. Without the first the others say nothing."""
 _MOST_SIZE: Final = 2**20
 
 _MODES: Final = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
@@ -222,12 +224,20 @@ def _of_encoder(folder: Path, config: Mapping[str, Any], hidden_size: int, encod
 
 def pooling_files(folder: Path) -> list[Path]:
     """The files that say it, beside config.json, in an order that is the same everywhere."""
-    tops = [folder / name for name in (_MODULES_FILE, "sentence_bert_config.json", "config_sentence_transformers.json")]
-    if not tops[0].exists():
+    if not (folder / _MODULES_FILE).exists():
         return []
-    inside = [str(name) for each in _listed(tops[0]) if _is_folder_name(name := each.get("path"))]
-    paths = (*tops, *(folder / name / "config.json" for name in inside))
-    return [path for path in paths if path.exists()]
+    inside = [f"{name}/config.json" for name in module_folders(folder)]
+    return [path for name in (*POOLING_FILES, *inside) if (path := folder / name).exists()]
+
+
+def module_folders(folder: Path, *kinds: str) -> list[str]:
+    """Names of the folders inside, of the modules of `kinds`, or of all, that `modules.json` lists; [] without the
+    file. What may be no such name is passed over. Raises ModelConfigError for a file that cannot be read.
+    """
+    path = folder / _MODULES_FILE
+    listed = _listed(path) if path.exists() else []
+    names = [each.get("path") for each in listed if not kinds or _word(each.get("type")) in kinds]
+    return [str(name) for name in names if _is_folder_name(name)]
 
 
 def _classifier(config: Mapping[str, Any], path: Path, hidden_size: int) -> PoolingConfig:
