@@ -18,7 +18,7 @@ from spmd_worker.model_config.hub import locate_model
 from spmd_worker.model_config.hub_cache import ModelLocation
 from spmd_worker.model_config.int8_format import MOST_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
-from spmd_worker.model_config.pooling import PoolingConfig, last_token_pooling
+from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
 from spmd_worker.sequence.defaults import default_sampling
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -130,7 +130,9 @@ def _of_encoder(config: RunConfig, max_model_len: int) -> RunConfig:
 
 
 def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> PoolingConfig | None:
-    """What rows get in place of tokens; None for a run that generates. Raises ConfigError."""
+    """What rows get in place of tokens; None for a run that generates. Raises ConfigError, and ModelConfigError for a
+    decoder whose tokens see later ones.
+    """
     options, pooling = config.model, files.model_config.pooling
     wants_pooling = options.runner == "pooling" or options.classifier_from_token is not None
     if options.runner == "generate" and not files.generates:
@@ -140,6 +142,7 @@ def _pooling(config: RunConfig, files: ModelFiles, location: ModelLocation) -> P
             if getattr(options, key):
                 raise ConfigError(f"model.{key}={getattr(options, key)} needs model.runner=pooling: this run generates")
         return None
+    check_sees_earlier(location.folder, files.sees_later)
     if pooling is None and options.pooling_type is None and options.classifier_from_token is None:
         logger.warning(
             "%s says nothing of pooling: a row's vector is the last token's, normalised; see model.pooling_type",

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,23 +19,33 @@ def write_snapshot(
     commit: str = COMMIT,
     refs: tuple[str, ...] = ("main",),
     leave_out: str = "",
+    is_wanted: Callable[[str], bool] = bool,
 ) -> Path:
-    """The snapshot of a model whose files are those of `source`: blobs, links to them, and refs."""
+    """The snapshot of a model whose files are those of `source`, of which `is_wanted` says yes to the names: blobs,
+    links to them, and refs.
+    """
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot, blobs = repository / "snapshots" / commit, repository / "blobs"
     snapshot.mkdir(parents=True, exist_ok=True)
     blobs.mkdir(exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name != leave_out:
-            blob = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
-            blob.write_bytes(path.read_bytes())
-            (snapshot / path.name).unlink(missing_ok=True)
-            (snapshot / path.name).symlink_to(Path("../../blobs") / blob.name)
+    for name in files_of(source):
+        if name != leave_out and is_wanted(name):
+            content, link = (source / name).read_bytes(), snapshot / name
+            blob = blobs / hashlib.sha256(content).hexdigest()
+            blob.write_bytes(content)
+            link.parent.mkdir(exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path("../" * (2 + name.count("/"))) / "blobs" / blob.name)
     for ref in refs:
         file = repository / "refs" / ref
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(commit)
     return snapshot
+
+
+def files_of(source: Path) -> list[str]:
+    """Names of the files in a folder and in those inside."""
+    return [path.relative_to(source).as_posix() for path in sorted(source.rglob("*")) if path.is_file()]
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -56,19 +66,19 @@ class _Hub(BaseHTTPRequestHandler):
     def _answer(self, *, has_body: bool) -> None:
         path = self.path.partition("?")[0]
         if path.startswith("/api/models/org/tiny/"):
-            names = [*(file.name for file in sorted(self.source.iterdir())), "original/model.safetensors", "model.bin"]
+            names = [*files_of(self.source), "original/model.safetensors", "model.bin"]
             files = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names]
             siblings = [{"rfilename": name} for name in names]
             is_tree = "/tree/" in path
             body = json.dumps(files if is_tree else {"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode()
         else:
-            file = self.source / path.rpartition("/")[2]
-            if not path.startswith(f"/org/tiny/resolve/{COMMIT}/") or not file.is_file():
+            name = path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
+            if name not in files_of(self.source):
                 self.send_error(404)
                 return
-            body = file.read_bytes()
+            body = (self.source / name).read_bytes()
             if has_body:
-                self.asked.append(file.name)
+                self.asked.append(name)
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("X-Repo-Commit", COMMIT)

@@ -4,6 +4,7 @@
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from reference_models import fill
 from run_folder import made_once
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizer_folders import write_byte_level
 from torch.nn import functional as F
 from transformers import (
@@ -143,6 +144,27 @@ def pooling_folder(name: str) -> Path:
     return made_once(f"pooling-{name}", FOLDERS[name])
 
 
+def change_of(name: str) -> float:
+    """What the weights of this name are multiplied with in a changed model."""
+    return (-0.5, 1.25, 0.75)[len(name) % 3]
+
+
+def changed_tensors(name: str) -> dict[str, torch.Tensor]:
+    """Every weight of the folder of this name, another one."""
+    tensors = load_file(pooling_folder(name) / "model.safetensors")
+    return {key: tensor * change_of(key) for key, tensor in tensors.items()}
+
+
+def changed_folder(name: str) -> Path:
+    """The folder of this name with `changed_tensors`, written once a run."""
+
+    def write(folder: Path) -> None:
+        shutil.copytree(pooling_folder(name), folder, dirs_exist_ok=True)
+        save_file(changed_tensors(name), folder / "model.safetensors", {"format": "pt"})
+
+    return made_once(f"pooling-{name}-changed", write)
+
+
 @cache
 def _backbone(name: str) -> Any:
     return AutoModel.from_pretrained(pooling_folder(name), dtype=torch.float32).eval()
@@ -168,8 +190,6 @@ def reference_vector(name: str, prompt: list[int], dimensions: int | None = None
 
 
 def _dense_weights() -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(pooling_folder("dense") / "2_Dense" / "model.safetensors")
 
 

@@ -3,11 +3,13 @@
 import json
 import os
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import ranks
 from hub_cache import COMMIT, serve_hub, write_snapshot
+from pooling_models import pooling_folder
 
 import launch
 from spmd_worker import LLM, SamplingParams
@@ -65,6 +67,31 @@ def test_two_ranks_download_from_a_hub_once_and_answer_as_from_the_folder(tmp_pa
         folder, text = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert Path(folder) == tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT
         assert text == expected
+
+
+def test_a_model_that_pools_gives_from_the_hub_the_vectors_of_its_folder(tmp_path: Path):
+    """Mean, dense and normalised; of the hub's name alone it was the last token's state."""
+    folder = pooling_folder("dense")
+    source = f"""
+        import json
+        from spmd_worker import LLM
+        with LLM("org/tiny", device="cpu", num_blocks=64) as llm:
+            print("vector", json.dumps(llm.embed({PROMPT!r}, use_tqdm=False)[0].outputs.embedding))
+        """
+    script = tmp_path / "embed.py"
+    script.write_text(textwrap.dedent(source))
+    with serve_hub(folder) as (address, asked):
+        variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        runs = [ranks.run_script([script], LIMIT_S, variables) for _ in range(2)]
+    for done in runs:
+        assert done.returncode == 0, done.output
+    assert sorted(asked) == sorted(dict.fromkeys(asked)), "each file once"
+    assert {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"} <= set(asked)
+    with LLM(folder, device="cpu", num_blocks=64) as llm:
+        expected = llm.embed(PROMPT, use_tqdm=False)[0].outputs.embedding
+    for done in runs:
+        (line,) = [each for each in done.stdout.splitlines() if each.startswith("vector ")]
+        assert json.loads(line.removeprefix("vector ")) == expected
 
 
 def main() -> None:

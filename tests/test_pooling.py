@@ -3,6 +3,8 @@ says what it does.
 """
 
 import json
+import shutil
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -13,6 +15,9 @@ import ranks
 import torch
 from pooling_models import (
     SIZES,
+    change_of,
+    changed_folder,
+    changed_tensors,
     pooling_folder,
     reference_difference,
     reference_logits_of_labels,
@@ -22,7 +27,7 @@ from reference_models import checkpoint_folder, random_prompt
 
 import spmd_worker.runner.pooling as pooling_module
 from spmd_worker import LLM, PoolingParams, PromptsRefusedError, SamplingParams
-from spmd_worker.errors import ConfigError
+from spmd_worker.errors import ConfigError, ModelConfigError
 from spmd_worker.llm_engine import LLMEngine
 from spmd_worker.model_config.pooling import PoolingConfig
 from spmd_worker.models.pooler import Pooler
@@ -266,6 +271,88 @@ def test_new_weights_change_vectors_and_a_head_for_tokens_is_passed_over() -> No
             load("lm_head.weight", torch.zeros(SIZES["vocab_size"], SIZES["hidden_size"]))
         after = llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)[0].outputs.data
     assert after == [2 * score for score in before]
+
+
+@pytest.mark.parametrize("settings", [{"runner": "pooling"}, {"classifier_from_token": ["n", "y"]}], ids=str)
+@pytest.mark.parametrize("given", [{"is_causal": False}, {"use_bidirectional_attention": True}], ids=str)
+def test_a_model_whose_tokens_see_later_ones_is_refused_where_only_the_run_says_that_it_pools(
+    tmp_path: Path, settings: dict[str, Any], given: dict[str, Any]
+) -> None:
+    """It was computed as one whose tokens do not."""
+    folder = tmp_path / "model"
+    shutil.copytree(pooling_folder("causal"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **given}))
+    (key,) = given
+    with pytest.raises(ModelConfigError, match=rf"config.json: {key}={given[key]} is not run: a token sees those"):
+        LLM(folder, **SETTINGS, **settings)
+
+
+def by_an_update(llm: LLM, name: str) -> None:
+    with llm.weight_update() as load:
+        for key, tensor in changed_tensors(name).items():
+            load(key, tensor)
+
+
+def as_trainers_do(llm: LLM, name: str) -> None:
+    # `driver_worker` is of executors in this process, which this one is.
+    llm.llm_engine.executor.driver_worker.model_runner.model.load_weights(  # type: ignore[attr-defined]
+        changed_tensors(name).items()
+    )
+
+
+def from_a_folder(llm: LLM, name: str) -> None:
+    llm.collective_rpc("reload_weights", args=(str(changed_folder(name)),))
+
+
+def asleep(llm: LLM, name: str) -> None:
+    llm.sleep(level=2)
+    llm.wake_up()
+    from_a_folder(llm, name)
+
+
+def in_place(llm: LLM, name: str) -> None:
+    del name
+
+    def change(model: Any) -> None:
+        for key, parameter in model.named_parameters():
+            parameter.data.mul_(change_of(key))
+
+    llm.apply_model(change)
+    llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("name", ["causal", pytest.param("untied", marks=pytest.mark.matrix)])
+def test_new_weights_of_a_classifier_from_two_tokens_score_as_a_model_that_has_them(name: str) -> None:
+    """Rows of a tied embedding were held twice, and each of these ways failed after it had begun to write."""
+    ways: list[Callable[[LLM, str], None]] = [by_an_update, as_trainers_do, from_a_folder, asleep, in_place]
+    options: dict[str, Any] = {"classifier_from_token": ["n", "y"], **SETTINGS}
+
+    def scores(llm: LLM) -> list[list[float]]:
+        return [each.outputs.data for each in llm.encode(ids(PROMPTS[:3]), RAW, use_tqdm=False)]
+
+    with LLM(changed_folder(name), **options) as llm:
+        new = scores(llm)
+    with LLM(pooling_folder(name), **options) as llm:
+        old = scores(llm)
+        for way in ways:
+            way(llm, name)
+            assert scores(llm) == new != old, way
+            llm.collective_rpc("reload_weights")
+            assert scores(llm) == old, way
+
+
+def test_to_look_at_an_embedding_does_not_round_the_rows_of_it_that_score() -> None:
+    def zero(model: Any) -> None:
+        model.lm_head.weight.data.zero_()
+
+    with LLM(pooling_folder("causal"), classifier_from_token=["n", "y"], dtype="bfloat16", **SETTINGS) as llm:
+        before = llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)[0].outputs.data
+        assert llm.apply_model(lambda model: model.lm_head.weight.dtype) == [torch.bfloat16]
+        assert llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)[0].outputs.data == before
+        llm.apply_model(zero)
+        llm.reset_prefix_cache()
+        assert llm.encode(ids(PROMPTS[:1]), RAW, use_tqdm=False)[0].outputs.data == [0.0]
 
 
 def test_an_engine_driven_by_hand_gives_the_same_vectors_by_name() -> None:

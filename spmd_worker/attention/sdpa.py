@@ -7,6 +7,7 @@ T: tokens; L: keys of one sequence; Hq, Hkv: query and key-value heads of this r
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from torch import Tensor
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
+
+_MOST_SCORES: Final = 2**24
+"""Written down at once, of all heads together; of one query there may be more."""
 
 
 class SdpaBackend:
@@ -121,19 +125,31 @@ def _attend_in_full(
     sinks: Tensor | None,
 ) -> Tensor:
     """As `_attend_one`, with bounded scores or sinks, which torch's fused attention does not have: in float32, written
-    down.
+    down for some queries after the other. No estimate of memory has the scores, which grow with the longest row.
     """
     num_queries, num_heads, _ = query.shape
     repeats = num_heads // keys.shape[1]
     k, v = (each.float().repeat_interleave(repeats, 1).transpose(0, 1) for each in (keys, values))
+    mask = _mask(num_queries, num_keys, first_key, window, query.device, sees_later)
+    num_at_once = max(1, _MOST_SCORES // (num_heads * len(keys)))
+    parts = []
+    for first in range(0, num_queries, num_at_once):
+        rows = slice(first, first + num_at_once)
+        parts.append(_attend_some(query[rows], k, v, mask[rows], scale, score_cap, sinks))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _attend_some(
+    query: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, score_cap: float, sinks: Tensor | None
+) -> Tensor:
+    """Queries [T, Hq, D] of keys and values, float32 [Hq, L, D], which `mask` [T, L] lets see."""
     scores = query.float().transpose(0, 1) @ k.transpose(1, 2) * scale
     if score_cap > 0:
         scores = (scores / score_cap).tanh() * score_cap
-    mask = _mask(num_queries, num_keys, first_key, window, query.device, sees_later)
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
-        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, num_queries, 1)), -1)
-    weights = scores.softmax(-1)[..., : len(k[0])]
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(query), 1)), -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
     return (weights @ v).transpose(0, 1).to(query.dtype)
 
 

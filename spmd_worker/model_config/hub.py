@@ -9,38 +9,47 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from glob import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.files import JsonError, parse_json_object, read_regular_file, write_json
+from spmd_worker.metrics.log import SAME_ON_EVERY_RANK
 from spmd_worker.model_config.hub_cache import (
     ModelLocation,
+    absence_note,
     cache_folder,
     check_revision,
     find_snapshot,
     is_hub_name,
     missing_file,
     repository_folder,
+    unknown_files,
 )
+from spmd_worker.model_config.pooling import POOLING_FILES, module_folders
 
 logger = logging.getLogger(__name__)
 
-_SETTINGS: Final = ("config.json", "generation_config.json")
+_SETTINGS: Final = ("config.json", "generation_config.json", *POOLING_FILES)
+_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
 _FILES: Final = (
     *_SETTINGS,
-    *("*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json", "merges.txt", "added_tokens.json"),
+    *_WEIGHTS,
+    *("tokenizer*", "vocab.json", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template*"),
 )
 """What is fetched: weights as safetensors, configuration, tokenizer. No code and no pickle."""
 _NOT_FETCHED: Final = ("*/*", "consolidated*")
-"""Folders inside, and copies of the weights in other names."""
+"""Folders inside, and copies of the weights in other names. Folders of modules are fetched once they are known."""
 _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 600.0
 """Without a byte more in the cache."""
+_ASK_S: Final = 10.0
+"""For the names of the hub's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,8 @@ class _Wanted:
 
 def locate_model(path: str, revision: str | None, *, needs_weights: bool = True) -> ModelLocation:
     """The folder `path`, or the snapshot of the hub's model of that name, `revision` (main) of it. What the cache does
-    not have is downloaded, unless HF_HUB_OFFLINE is set. Raises ModelConfigError, with what was looked for and where.
+    not have is downloaded, unless HF_HUB_OFFLINE is set; a snapshot that lacks nothing but what the hub may have of
+    pooling is taken where the hub cannot be asked. Raises ModelConfigError, with what was looked for and where.
     """
     folder = Path(path)
     if folder.is_dir() or not is_hub_name(path):
@@ -75,16 +85,19 @@ def locate_model(path: str, revision: str | None, *, needs_weights: bool = True)
     check_revision(revision or "main")
     wanted = _Wanted(cache_folder(), path, revision or "main", needs_weights)
     found = wanted.find()
-    if found is not None:
+    if found is not None and (_is_offline() or not unknown_files(wanted.cache, found)):
         return found
     if _is_offline():
         raise ModelConfigError(_not_found(wanted, "HF_HUB_OFFLINE is set, so nothing is downloaded"))
     try:
-        hub: Any = import_module("huggingface_hub")
-    except ModuleNotFoundError:
-        why = "huggingface_hub, which downloads, is not installed (pip install 'spmd-worker[hub]')"
-        raise ModelConfigError(_not_found(wanted, why)) from None
-    return _download_once(wanted, hub)
+        return _download_once(wanted)
+    except ModelConfigError as error:
+        found = wanted.find()
+        if found is None:
+            raise
+        message = "%s; what is cached is taken: set HF_HUB_OFFLINE=1 where there is no network"
+        logger.warning(message, error, extra=SAME_ON_EVERY_RANK)
+        return found
 
 
 def _is_offline() -> bool:
@@ -92,6 +105,10 @@ def _is_offline() -> bool:
 
 
 def _not_found(wanted: _Wanted, why: str) -> str:
+    found = wanted.find()
+    if found is not None:
+        names = " and ".join(unknown_files(wanted.cache, found))
+        return f"{wanted}: {found.folder} lacks {names}, and whether the hub has such is not known: {why}"
     found = find_snapshot(wanted.cache, wanted.name, wanted.revision)
     place = repository_folder(wanted.cache, wanted.name)
     if found is not None:
@@ -107,7 +124,12 @@ def _not_found(wanted: _Wanted, why: str) -> str:
     )
 
 
-def _download_once(wanted: _Wanted, hub: Any) -> ModelLocation:
+def _download_once(wanted: _Wanted) -> ModelLocation:
+    try:
+        hub: Any = import_module("huggingface_hub")
+    except ModuleNotFoundError:
+        why = "huggingface_hub, which downloads, is not installed (pip install 'spmd-worker[hub]')"
+        raise ModelConfigError(_not_found(wanted, why)) from None
     place = repository_folder(wanted.cache / ".locks", wanted.name)
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -115,7 +137,7 @@ def _download_once(wanted: _Wanted, hub: Any) -> ModelLocation:
         raise ModelConfigError(_not_found(wanted, f"the cache cannot be written: {error}")) from None
     with _locked(place / "spmd-worker.lock", wanted):
         found = wanted.find()
-        if found is not None:
+        if found is not None and not unknown_files(wanted.cache, found):
             return found
         note = place / "spmd-worker.failed.json"
         earlier = _read_failure(note, wanted)
@@ -136,13 +158,52 @@ def _download_once(wanted: _Wanted, hub: Any) -> ModelLocation:
 
 
 def _download(wanted: _Wanted, hub: Any) -> None:
+    if wanted.find() is None:
+        patterns = _FILES if wanted.needs_weights else _SETTINGS
+        _fetch(wanted, hub, wanted.revision, patterns, ignore_patterns=list(_NOT_FETCHED))
+    found = find_snapshot(wanted.cache, wanted.name, wanted.revision)
+    if found is None:
+        return
+    # From here on the commit is asked for: the revision may have moved on.
+    _fetch_unknown(wanted, hub, found)
+    if missing_file(found.folder, needs_weights=wanted.needs_weights) is not None:
+        _fetch_modules(wanted, hub, found)
+
+
+def _fetch_unknown(wanted: _Wanted, hub: Any, found: ModelLocation) -> None:
+    """What the hub has of files that say how rows are pooled; what it has not is noted, so that it is asked once."""
+    unknown = unknown_files(wanted.cache, found)
+    if not unknown:
+        return
+    siblings = hub.model_info(wanted.name, revision=found.commit, timeout=_ASK_S).siblings
+    if not siblings:
+        return  # of a hub that does not list its files nothing is known
+    names = [each.rfilename for each in siblings]
+    if any(name in names for name in unknown):
+        _fetch(wanted, hub, found.commit, [name for name in unknown if name in names])
+    for name in unknown:
+        if name not in names:
+            note = absence_note(wanted.cache, found, name)
+            with contextlib.suppress(OSError):
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.touch()
+
+
+def _fetch_modules(wanted: _Wanted, hub: Any, found: ModelLocation) -> None:
+    """What is in the folders that `modules.json` lists: settings, and weights of layers that have some."""
+    patterns = [f"{escape(name)}/config.json" for name in module_folders(found.folder)]
+    if wanted.needs_weights:
+        patterns += [
+            f"{escape(name)}/{weights}" for name in module_folders(found.folder, "Dense") for weights in _WEIGHTS
+        ]
+    if patterns:
+        _fetch(wanted, hub, found.commit, patterns)
+
+
+def _fetch(wanted: _Wanted, hub: Any, revision: str | None, patterns: Sequence[str], **options: Any) -> None:
     logger.info("%s: downloading into %s", wanted, wanted.cache)
     hub.snapshot_download(
-        wanted.name,
-        revision=wanted.revision,
-        cache_dir=str(wanted.cache),
-        allow_patterns=list(_FILES if wanted.needs_weights else _SETTINGS),
-        ignore_patterns=list(_NOT_FETCHED),
+        wanted.name, revision=revision, cache_dir=str(wanted.cache), allow_patterns=list(patterns), **options
     )
 
 

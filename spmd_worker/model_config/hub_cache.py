@@ -13,6 +13,7 @@ from typing import Final
 
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.files import JsonError, parse_json_object, read_regular_file
+from spmd_worker.model_config.pooling import POOLING_FILES, module_folders
 from spmd_worker.model_config.tensor_names import INDEX_FILE, SINGLE_FILE
 
 _NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -74,7 +75,29 @@ def missing_file(folder: Path, *, needs_weights: bool) -> str | None:
     """A file that a snapshot lacks, because its download was cut short or was of a part; None for none."""
     if not (folder / "config.json").is_file():
         return "config.json"
-    if not needs_weights or (folder / SINGLE_FILE).is_file():
+    missing = _missing_weights(folder) if needs_weights else None
+    return missing or _missing_in_modules(folder, needs_weights=needs_weights)
+
+
+def unknown_files(cache: Path, snapshot: ModelLocation) -> list[str]:
+    """Files that say how rows are pooled, which the snapshot lacks and of which nobody has noted that the hub has none:
+    whoever made the snapshot had no use for them, perhaps.
+    """
+    modules = POOLING_FILES[0]
+    if not (snapshot.folder / modules).is_file() and absence_note(cache, snapshot, modules).is_file():
+        return []
+    lacking = [name for name in POOLING_FILES if not (snapshot.folder / name).is_file()]
+    return [name for name in lacking if not absence_note(cache, snapshot, name).is_file()]
+
+
+def absence_note(cache: Path, snapshot: ModelLocation, name: str) -> Path:
+    """The empty file by which huggingface_hub notes that the hub's commit has no file of this name."""
+    assert snapshot.commit is not None, snapshot
+    return repository_folder(cache, snapshot.name) / ".no_exist" / snapshot.commit / name
+
+
+def _missing_weights(folder: Path) -> str | None:
+    if (folder / SINGLE_FILE).is_file():
         return None
     index = folder / INDEX_FILE
     if not index.is_file():
@@ -86,6 +109,21 @@ def missing_file(folder: Path, *, needs_weights: bool) -> str | None:
     files = weight_map.values() if isinstance(weight_map, dict) else []
     wanted = sorted(dict.fromkeys(str(file) for file in files))
     return next((file for file in wanted if not (folder / file).is_file()), None)
+
+
+def _missing_in_modules(folder: Path, *, needs_weights: bool) -> str | None:
+    try:
+        with_settings, with_weights = module_folders(folder, "Pooling", "Dense"), module_folders(folder, "Dense")
+    except ModelConfigError:
+        return None  # who reads the file says what is wrong with it
+    for name in with_settings:
+        if not (folder / name / "config.json").is_file():
+            return f"{name}/config.json"
+    for name in with_weights if needs_weights else ():
+        missing = _missing_weights(folder / name)
+        if missing is not None:
+            return f"{name}/{missing}"
+    return None
 
 
 def _read_ref(path: Path) -> str | None:

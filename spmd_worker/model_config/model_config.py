@@ -28,6 +28,7 @@ from spmd_worker.model_config.pooling import (
     encoder_of,
     pooling_files,
     read_pooling,
+    sees_later,
 )
 from spmd_worker.model_config.quantization import read_quantization
 from spmd_worker.model_config.rope import (
@@ -231,13 +232,14 @@ class ModelConfig:
 class ModelFiles:
     """What a model folder's `config.json` and `generation_config.json` say ({} without the second), and a digest of
     their bytes. `generates`: the architecture has a head for tokens; `model_config.pooling` is what the folder says of
-    pooling.
+    pooling, and `sees_later` the setting by which a decoder's tokens see later ones too.
     """
 
     model_config: ModelConfig
     generation_config: Mapping[str, Any]
     digest: str
     generates: bool = True
+    sees_later: str | None = None
 
 
 def read_model_files(model_folder: Path) -> ModelFiles:
@@ -270,7 +272,7 @@ def read_model_files(model_folder: Path) -> ModelFiles:
     model_config = model_config if pooling is None else replace(model_config, pooling=pooling)
     if config.get("auto_map"):
         logger.info("%s: auto_map is ignored: code in a model folder is never run", path)
-    return ModelFiles(model_config, generation, digest, generates)
+    return ModelFiles(model_config, generation, digest, generates, None if encoder else sees_later(config))
 
 
 def _is_tied_by_class(config: Mapping[str, Any], family: Family) -> bool:

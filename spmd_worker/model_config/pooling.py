@@ -24,6 +24,8 @@ CLASSIFIER: Final = "ForSequenceClassification"
 _BACKBONE: Final = "Model"
 _MASKED: Final = "ForMaskedLM"
 _MODULES_FILE: Final = "modules.json"
+POOLING_FILES: Final = (_MODULES_FILE, "sentence_bert_config.json", "config_sentence_transformers.json")
+"""Beside config.json. Without the first the others say nothing."""
 _MOST_SIZE: Final = 2**20
 
 _MODES: Final = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
@@ -182,17 +184,27 @@ def read_pooling(
     """
     if encoder is not None:
         return _of_encoder(folder, config, hidden_size, encoder)
-    pools = not generates or (folder / _MODULES_FILE).exists()
-    for key, plain in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if pools and config.get(key) not in (None, plain):
-            raise ModelConfigError(
-                f"{folder / 'config.json'}: {key}={config[key]!r} is not run: a token sees those before it and no other"
-            )
+    if not generates or (folder / _MODULES_FILE).exists():
+        check_sees_earlier(folder, sees_later(config))
     if not generates and any(str(name).endswith(CLASSIFIER) for name in config["architectures"]):
         return _classifier(config, folder / "config.json", hidden_size)
     if (folder / _MODULES_FILE).exists():
         return _modules(folder, config, hidden_size)
     return None if generates else last_token_pooling(hidden_size)
+
+
+def sees_later(config: Mapping[str, Any]) -> str | None:
+    """The setting by which a decoder's tokens see later ones too; None where they do not."""
+    plain = {"is_causal": True, "use_bidirectional_attention": False}
+    return next((f"{key}={config[key]!r}" for key in plain if config.get(key) not in (None, plain[key])), None)
+
+
+def check_sees_earlier(folder: Path, setting: str | None) -> None:
+    """Raise ModelConfigError for a decoder that pools and has what `sees_later` found."""
+    if setting is not None:
+        raise ModelConfigError(
+            f"{folder / 'config.json'}: {setting} is not run: a token sees those before it and no other"
+        )
 
 
 def _of_encoder(folder: Path, config: Mapping[str, Any], hidden_size: int, encoder: EncoderPooling) -> PoolingConfig:
@@ -212,12 +224,20 @@ def _of_encoder(folder: Path, config: Mapping[str, Any], hidden_size: int, encod
 
 def pooling_files(folder: Path) -> list[Path]:
     """The files that say it, beside config.json, in an order that is the same everywhere."""
-    tops = [folder / name for name in (_MODULES_FILE, "sentence_bert_config.json", "config_sentence_transformers.json")]
-    if not tops[0].exists():
+    if not (folder / _MODULES_FILE).exists():
         return []
-    inside = [str(name) for each in _listed(tops[0]) if _is_folder_name(name := each.get("path"))]
-    paths = (*tops, *(folder / name / "config.json" for name in inside))
-    return [path for path in paths if path.exists()]
+    inside = [f"{name}/config.json" for name in module_folders(folder)]
+    return [path for name in (*POOLING_FILES, *inside) if (path := folder / name).exists()]
+
+
+def module_folders(folder: Path, *kinds: str) -> list[str]:
+    """Names of the folders inside, of the modules of `kinds`, or of all, that `modules.json` lists; [] without the
+    file. What may be no such name is passed over. Raises ModelConfigError for a file that cannot be read.
+    """
+    path = folder / _MODULES_FILE
+    listed = _listed(path) if path.exists() else []
+    names = [each.get("path") for each in listed if not kinds or _word(each.get("type")) in kinds]
+    return [str(name) for name in names if _is_folder_name(name)]
 
 
 def _classifier(config: Mapping[str, Any], path: Path, hidden_size: int) -> PoolingConfig:

@@ -32,6 +32,13 @@ class HeldPiece:
         """Make `values` the slice."""
         self.layer.write_region(self.parameter, self.piece.destination, self.placed(values))
 
+    def write_shown(self, values: Tensor) -> None:
+        """As `write`, of values that were shown, perhaps in a narrower dtype: to look at them must not round them."""
+        held = self.layer.get_parameter(self.parameter)
+        is_rounded = torch.promote_types(held.dtype, values.dtype) != values.dtype
+        if not is_rounded or not torch.equal(self.read().to(values.dtype), values.to(held.device)):
+            self.write(values)
+
     def placed(self, values: Tensor) -> Tensor:
         """The slice's values as the parameter has its dimensions."""
         values = values.transpose(-1, -2) if self.piece.is_transposed else values
@@ -66,9 +73,13 @@ class HeldPiece:
 class HeldWeight:
     """One checkpoint tensor, of which this rank holds slices: several where the tensor has what are several weights in
     other checkpoints. They are the crossings of some ranges of each dimension, all of them.
+
+    `copies` are of slices inside those: rows of a tied embedding from which a classifier scores. They are not shown,
+    and follow what is loaded and written.
     """
 
     pieces: tuple[HeldPiece, ...]
+    copies: tuple[HeldPiece, ...] = ()
 
     @property
     def checkpoint_name(self) -> str:
@@ -97,7 +108,12 @@ class HeldWeight:
         """Make `values`, of any dtype and device, this rank's slices. The parameter's storage stays where it is."""
         regions = self._regions()
         for run in self._runs():
-            self._write_run(run, [values[regions[number]] for number in run])
+            if len(run) == 1:
+                self.pieces[run[0]].write_shown(values[regions[run[0]]])
+            else:
+                self._write_run(run, [values[regions[number]] for number in run])
+        for copy in self.copies:
+            copy.write_shown(values[self._region_of(copy, regions)])
 
     def load(self, tensor: Tensor) -> None:
         """Make this rank's slices of the whole checkpoint tensor, which `check_tensor` let pass, its weight; nothing
@@ -111,6 +127,8 @@ class HeldWeight:
                 _load_rows(pieces, values, tensor.detach())
             else:
                 self._write_run(run, values)
+        for copy in self.copies:
+            copy.write(tensor.detach()[tuple(slice(*bounds) for bounds in copy.piece.source)])
 
     def check_changes(self, values: Tensor) -> None:
         """Raise ValueError where `write` cannot make `values` this rank's slices."""
@@ -162,6 +180,13 @@ class HeldWeight:
             tuple(place[bounds] for place, bounds in zip(places, held.piece.source, strict=True))
             for held in self.pieces
         ]
+
+    def _region_of(self, copy: HeldPiece, regions: list[tuple[slice, ...]]) -> tuple[slice, ...]:
+        """Where a copy is in what is shown."""
+        source = copy.piece.source
+        number = next(i for i, held in enumerate(self.pieces) if _is_within(source, held.piece.source))
+        moves = [at.start - start for at, (start, _) in zip(regions[number], self.pieces[number].piece.source)]
+        return tuple(slice(start + by, stop + by) for (start, stop), by in zip(source, moves, strict=True))
 
 
 def _moved_together(ranges: list[tuple[int, int]]) -> dict[tuple[int, int], slice]:
@@ -216,10 +241,20 @@ def held_weights(slices: Iterable[WeightSlice], layers: Mapping[str, CheckpointL
             continue
         pieces = held.setdefault(piece.checkpoint_name, [])
         pieces.append(HeldPiece(piece, layers[piece.parameter_name.rpartition(".")[0]]))
-    for name, pieces in held.items():
-        sources = sorted(each.piece.source for each in pieces)
-        assert not any(map(_overlap, sources, sources[1:])), ("this rank holds a tensor twice", name)
-    return {name: HeldWeight(tuple(pieces)) for name, pieces in held.items()}
+    return {name: _held_weight(name, pieces) for name, pieces in held.items()}
+
+
+def _held_weight(name: str, pieces: list[HeldPiece]) -> HeldWeight:
+    copies: list[HeldPiece] = []
+    last: HeldPiece | None = None
+    # What begins first comes first, and of what begins together the largest.
+    for each in sorted(pieces, key=lambda held: [(start, -stop) for start, stop in held.piece.source]):
+        if last is not None and _overlap(last.piece.source, each.piece.source):
+            assert _is_within(each.piece.source, last.piece.source), ("this rank holds parts of a tensor twice", name)
+            copies.append(each)
+        else:
+            last = each
+    return HeldWeight(tuple([each for each in pieces if each not in copies]), tuple(copies))
 
 
 def _load_rows(pieces: list[HeldPiece], values: list[Tensor], tensor: Tensor) -> None:
@@ -237,3 +272,7 @@ def _joined(pieces: list[HeldPiece]) -> Rectangle:
 
 def _overlap(source: Rectangle, other: Rectangle) -> bool:
     return all(first < end and start < stop for (first, stop), (start, end) in zip(source, other, strict=True))
+
+
+def _is_within(source: Rectangle, other: Rectangle) -> bool:
+    return all(start <= first and end <= stop for (first, end), (start, stop) in zip(source, other, strict=True))

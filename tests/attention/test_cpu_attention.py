@@ -10,7 +10,10 @@ import pytest
 import torch
 from native_libraries import NATIVE, each_library, library_for
 from paged_steps import Sizes, error, formula, run, sequence, together
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from spmd_worker.attention import sdpa
 from spmd_worker.attention.cpu import CpuBackend, cpu_backend_or_reason
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.attention.sdpa import SdpaBackend
@@ -113,6 +116,39 @@ def test_plain_torch_bounds_scores_too(window):
     one = sequence(90, Sizes(group_size=3, window=window, score_cap=3.0))
     for chunk in (WHOLE, 7):
         assert is_close(run(SdpaBackend(), one, chunk), formula(one), FLOAT32)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that was made."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        found = [each.numel() for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+        self.num_elements = max(self.num_elements, *found, 0)
+        return made
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("more", [{"score_cap": 3.0}, {"has_sinks": True}], ids=str)
+def test_plain_torch_writes_few_scores_down_at_once(window, more, monkeypatch):
+    """All scores of a chunk were, several times over; no estimate had them, and a long row took the memory of all."""
+    one = sequence(203, Sizes(group_size=3, window=window, **more))
+    num_heads = one.sizes.num_heads
+    with LargestTensor() as seen:
+        whole = run(SdpaBackend(), one, WHOLE)
+    assert seen.num_elements >= 203 * num_heads * 203, "negative control: so few are written down together"
+    monkeypatch.setattr(sdpa, "_MOST_SCORES", 203 * num_heads * 8)
+    with LargestTensor() as seen:
+        result = run(SdpaBackend(), one, WHOLE)
+    assert is_close(result, formula(one), FLOAT32)
+    assert is_close(result, whole, FLOAT32)
+    # Keys and values of all heads, and the mask, are there in whole.
+    assert seen.num_elements < 203 * num_heads * 203
+    # A row alone has more scores than are allowed.
+    monkeypatch.setattr(sdpa, "_MOST_SCORES", 1)
+    assert is_close(run(SdpaBackend(), one, WHOLE), formula(one), FLOAT32)
 
 
 @each_library

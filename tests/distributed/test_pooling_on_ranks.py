@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import ranks
-from pooling_models import pooling_folder
+from pooling_models import change_of, changed_folder, pooling_folder
 from reference_models import random_prompt
+from safetensors import safe_open
 
 from spmd_worker import LLM
 
@@ -83,6 +84,65 @@ def test_two_ranks_give_one_ranks_vectors(tmp_path: Path, alone: dict[str, list[
     for name in names:
         for ours, theirs in zip(first[name], alone[name], strict=True):
             assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+UPDATED = """
+import json, os, sys
+from pathlib import Path
+import torch
+from safetensors.torch import load_file
+from spmd_worker import LLM
+
+job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+options = {"classifier_from_token": ["n", "y"], **job["layout"], **job["settings"]}
+rows = [{"prompt_token_ids": each} for each in job["prompts"]]
+
+def scores(llm):
+    return [each.outputs.data for each in llm.encode(rows, use_tqdm=False)]
+
+def change(model):
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(job["factors"][name])
+
+with LLM(job["changed"], **options) as llm:
+    found = {"new": scores(llm)}
+with LLM(job["folder"], **options) as llm:
+    found["old"] = scores(llm)
+    llm.update_weights(load_file(Path(job["changed"], "model.safetensors")).items())
+    found["updated"] = scores(llm)
+    llm.collective_rpc("reload_weights")
+    found["reloaded"] = scores(llm)
+    llm.apply_model(change)
+    llm.reset_prefix_cache()
+    found["in place"] = scores(llm)
+(out / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.matrix)]
+)
+def test_new_weights_of_a_classifier_from_two_tokens_reach_its_rows_on_every_rank(tmp_path: Path, layout: str) -> None:
+    """Both rows are of one rank's part of the embedding, which alone failed; the other had the rows besides its own."""
+    folder = pooling_folder("causal")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        factors = {name: change_of(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    factors["lm_head.weight"] = factors["model.embed_tokens.weight"]
+    job = {
+        "folder": str(folder),
+        "changed": str(changed_folder("causal")),
+        "factors": factors,
+        "prompts": PROMPTS,
+        "settings": SETTINGS,
+        "layout": {layout: 2},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    done = ranks.run_ranks(UPDATED, 2, timeout_s=240, arguments=[tmp_path / "job.json", tmp_path])
+    assert done.returncode == 0, done.output
+    first, second = answers(tmp_path, 2)
+    assert first == second
+    assert first["new"] == first["updated"] == first["in place"] != first["old"]
+    assert first["old"] == first["reloaded"]
 
 
 @pytest.mark.matrix

@@ -3,21 +3,28 @@
 The cache is made by hand in huggingface_hub's layout; huggingface_hub itself agrees on where a snapshot is.
 """
 
+import json
+import shutil
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
 import ranks
-from hub_cache import COMMIT, write_snapshot
+from hub_cache import COMMIT, files_of, write_snapshot
+from pooling_models import pooling_folder
 
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config import hub
 from spmd_worker.model_config.hub import locate_model
-from spmd_worker.model_config.hub_cache import ModelLocation, cache_folder, is_hub_name
+from spmd_worker.model_config.hub_cache import ModelLocation, absence_note, cache_folder, is_hub_name
+from spmd_worker.model_config.model_config import read_model_files
+from spmd_worker.model_config.pooling import POOLING_FILES, PoolingConfig
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 OTHER = "f" * 40
@@ -51,11 +58,17 @@ def test_a_snapshot_is_found_by_branch_tag_and_commit(cache: Path):
 
 
 def test_huggingface_hub_finds_the_same_snapshot(cache: Path):
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import _CACHED_NO_EXIST, snapshot_download, try_to_load_from_cache
 
     write_snapshot(cache, "org/tiny", MODEL)
     theirs = snapshot_download("org/tiny", cache_dir=str(cache), local_files_only=True)
-    assert Path(theirs) == locate_model("org/tiny", None).folder
+    found = locate_model("org/tiny", None)
+    assert Path(theirs) == found.folder
+    note = absence_note(cache, found, "modules.json")
+    assert try_to_load_from_cache("org/tiny", "modules.json", cache_dir=str(cache)) is None
+    note.parent.mkdir(parents=True)
+    note.touch()
+    assert try_to_load_from_cache("org/tiny", "modules.json", cache_dir=str(cache)) is _CACHED_NO_EXIST
 
 
 def test_the_cache_is_where_huggingface_hub_has_it(tmp_path: Path):
@@ -126,6 +139,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]
 
         module = types.ModuleType("huggingface_hub")
         module.snapshot_download = snapshot_download  # type: ignore[attr-defined]  # a module of a test
+        module.model_info = lambda *_, **__: types.SimpleNamespace(siblings=None)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "huggingface_hub", module)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         return calls
@@ -195,4 +209,167 @@ def test_without_huggingface_hub_the_error_names_the_extra(monkeypatch: pytest.M
 def test_a_plan_fetches_no_weights(cache: Path, online: Any):
     calls = online(lambda: write_snapshot(cache, "org/tiny", MODEL, leave_out="model.safetensors"))
     locate_model("org/tiny", None, needs_weights=False)
-    assert calls[0]["allow_patterns"] == ["config.json", "generation_config.json"]
+    assert calls[0]["allow_patterns"] == ["config.json", "generation_config.json", *POOLING_FILES]
+
+
+MODULES = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+
+
+class FakeHub(types.ModuleType):
+    """huggingface_hub where the hub has one commit, the files of `source`. What was called is in `calls`; `fault` is
+    raised in place of answers.
+    """
+
+    def __init__(self, cache: Path, source: Path) -> None:
+        super().__init__("huggingface_hub")
+        self._cache, self._source, self._lock = cache, source, Lock()
+        self.calls: list[str] = []
+        self.fetched: list[str] = []
+        self.fault: Exception | None = None
+
+    def snapshot_download(
+        self,
+        name: str,
+        *,
+        revision: str,
+        cache_dir: str,
+        allow_patterns: list[str],
+        ignore_patterns: Sequence[str] = (),
+    ) -> None:
+        assert (cache_dir, revision in ("main", COMMIT)) == (str(self._cache), True)
+        self._answer(f"download {revision}")
+
+        def is_wanted(file: str) -> bool:
+            is_allowed = any(fnmatch(file, pattern) for pattern in allow_patterns)
+            return is_allowed and not any(fnmatch(file, pattern) for pattern in ignore_patterns)
+
+        self.fetched += [each for each in files_of(self._source) if is_wanted(each)]
+        write_snapshot(self._cache, name, self._source, is_wanted=is_wanted)
+
+    def model_info(self, name: str, *, revision: str, timeout: float) -> Any:
+        assert timeout > 0
+        self._answer(f"ask {revision}")
+        siblings = [types.SimpleNamespace(rfilename=each) for each in files_of(self._source)]
+        return types.SimpleNamespace(siblings=siblings)
+
+    def _answer(self, call: str) -> None:
+        with self._lock:
+            self.calls.append(call)
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.fixture
+def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], FakeHub]:
+    def put(source: Path) -> FakeHub:
+        hub = FakeHub(cache, source)
+        monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        return hub
+
+    return put
+
+
+def pooling_of(folder: Path) -> PoolingConfig | None:
+    return read_model_files(folder).model_config.pooling
+
+
+@pytest.mark.parametrize("needs_weights", [True, False])
+def test_a_model_that_pools_is_downloaded_with_what_says_how(cache: Path, fake_hub: Any, needs_weights: bool):
+    """Its modules were left out, so the rows of it were pooled by other rules than those of the folder."""
+    source = pooling_folder("dense")
+    hub = fake_hub(source)
+    found = locate_model("org/tiny", None, needs_weights=needs_weights)
+    assert pooling_of(found.folder) == pooling_of(source) is not None
+    wanted = MODULES if needs_weights else MODULES[:2]
+    assert tuple(name for name in files_of(found.folder) if "/" in name) == wanted
+    assert (found.folder / "model.safetensors").exists() == needs_weights
+    # config_sentence_transformers.json is not there, and is asked for once.
+    assert hub.calls == ["download main", f"ask {COMMIT}", f"download {COMMIT}"]
+    assert locate_model("org/tiny", None, needs_weights=needs_weights) == found
+    assert len(hub.calls) == 3
+
+
+def test_a_model_that_does_not_pool_is_asked_for_once(cache: Path, fake_hub: Any):
+    hub = fake_hub(MODEL)
+    found = locate_model("org/tiny", None)
+    assert hub.calls == ["download main", f"ask {COMMIT}"]
+    assert locate_model("org/tiny", None) == found
+    assert len(hub.calls) == 2
+
+
+def test_what_another_program_cached_without_its_modules_is_completed(
+    cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """It was taken as complete. The weights are not fetched again, and the ranks of a node ask once."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(hub, "_POLL_S", 0.001)
+    source = pooling_folder("dense")
+    plain = [name for name in files_of(source) if "/" not in name and name not in POOLING_FILES]
+    write_snapshot(cache, "org/tiny", source, is_wanted=plain.__contains__)
+    there = fake_hub(source)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: locate_model("org/tiny", None), range(4)))
+    assert [pooling_of(each.folder) for each in found] == [pooling_of(source)] * 4
+    assert there.calls == [f"ask {COMMIT}", f"download {COMMIT}", f"download {COMMIT}"]
+    assert there.fetched == ["modules.json", "sentence_bert_config.json", *MODULES]
+
+
+def test_a_snapshot_without_the_files_of_its_modules_is_not_complete(cache: Path):
+    source = pooling_folder("dense")
+    for name in MODULES:
+        write_snapshot(cache, "org/half", source, commit=OTHER, leave_out=name)
+        lacks = "2_Dense/model.safetensors or model.safetensors.index.json" if "model" in name else name
+        assert f"{OTHER} lacks {lacks}; HF_HUB_OFFLINE is set" in error_of("org/half")
+        shutil.rmtree(cache)
+    write_snapshot(cache, "org/half", source, leave_out=MODULES[2])
+    assert locate_model("org/half", None, needs_weights=False).commit == COMMIT
+
+
+def test_where_the_hub_cannot_be_asked_a_cached_model_is_taken_as_it_is_and_that_is_said(
+    cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    snapshot = write_snapshot(cache, "org/tiny", MODEL)
+    there = fake_hub(MODEL)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert locate_model("org/tiny", None).folder == snapshot
+    assert (there.calls, caplog.text) == ([], "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    there.fault = ConnectionError("no route to the hub")
+    assert locate_model("org/tiny", None).folder == snapshot
+    assert there.calls == [f"ask {COMMIT}"]
+    assert f"{snapshot} lacks modules.json and sentence_bert_config.json and" in caplog.text
+    assert "the download failed: ConnectionError: no route to the hub; what is cached is taken: set HF" in caplog.text
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert locate_model("org/tiny", None).folder == snapshot
+
+
+def test_modules_whose_files_cannot_be_fetched_are_an_error_and_not_passed_over(cache: Path, fake_hub: Any):
+    source = pooling_folder("dense")
+    write_snapshot(cache, "org/tiny", source, is_wanted=lambda name: "/" not in name)
+    there = fake_hub(source)
+    there.fault = ConnectionError("no route to the hub")
+    assert "lacks 1_Pooling/config.json; the download failed: ConnectionError" in error_of("org/tiny")
+
+
+@pytest.mark.parametrize("path", ["../other", "/etc", "..", "a/b", "a\\b", 3, None, "*"])
+def test_of_paths_of_modules_only_names_of_folders_inside_are_asked_for(
+    tmp_path: Path, cache: Path, fake_hub: Any, path: Any
+):
+    source = tmp_path / "source"
+    shutil.copytree(MODEL, source)
+    for inside in ("other", "onnx"):
+        (source / inside).mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (source / inside / name).write_text("{}")
+    modules = [{"path": "", "type": "x.Transformer"}, {"path": path, "type": "x.Dense"}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    there = fake_hub(source)
+    if path == "*":
+        # A plain name, of a folder that is not there.
+        assert "lacks */config.json; the hub has no such file" in error_of("org/tiny")
+    else:
+        found = locate_model("org/tiny", None)
+        with pytest.raises(ModelConfigError):
+            read_model_files(found.folder)
+    assert not any("/" in name for name in there.fetched)
