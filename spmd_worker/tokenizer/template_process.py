@@ -9,6 +9,7 @@ ends a job must not become the error of a row.
 A message is a line of JSON with the length of a second one, which follows.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -127,11 +128,10 @@ class _Renderer:
 
     def ask(self, request: bytes) -> dict[str, Any]:
         """Send it and wait. Raises _HasEndedError."""
-        try:
+        # It may have ended in the middle of a conversation that is too large for it, and have said so before.
+        with contextlib.suppress(BrokenPipeError):
             self._input.write(self._start + request)
             self._input.flush()
-        except BrokenPipeError:
-            raise self._ended() from None
         self._start = b""
         deadline_s = time.monotonic() + _WALL_S
         length = int(self._read_until(b"\n", deadline_s))

@@ -80,6 +80,15 @@ def test_a_conversation_that_is_too_large_itself_is_said_to_be_and_the_next_row_
     assert template.render(CONVERSATIONS[0]) == "fine"
 
 
+def test_a_conversation_that_does_not_even_fit_is_said_to_be_too_large(monkeypatch: pytest.MonkeyPatch):
+    """Its process has ended before all of it is sent."""
+    monkeypatch.setattr(template_process, "MEMORY_BYTES", 128 << 20)
+    template = IsolatedTemplate("fine", {})
+    with pytest.raises(ChatTemplateError, match="more than 512 MiB of memory"):
+        template.render(CONVERSATIONS[0], variables={"x": "x" * (160 << 20)})
+    assert template.render(CONVERSATIONS[0]) == "fine"
+
+
 @pytest.mark.parametrize(
     "name",
     ["replace", *(pytest.param(name, marks=pytest.mark.matrix) for name in LARGE if name != "replace")],
