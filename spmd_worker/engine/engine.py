@@ -229,6 +229,7 @@ class LLMEngine:
         rank.
         """
         self.limits.check(prompt_token_ids, sampling, pooling)
+        self._taken(sampling)
 
     def add_request(
         self,
@@ -302,10 +303,12 @@ class LLMEngine:
 
     def _taken(self, sampling: SamplingParams) -> SamplingParams:
         """Rows often share their parameters: the last ones are remembered."""
-        if sampling is not self._last_taken[0]:
+        # Read and set once each: `check_request` may be called in several threads.
+        last = self._last_taken
+        if sampling is not last[0]:
             frozen = sampling.frozen()
-            self._last_taken = (frozen, taken_params(frozen, self.tokenizer, self.limits.vocab_size))
-        return self._last_taken[1]
+            last = self._last_taken = (frozen, taken_params(frozen, self.tokenizer, self.limits.vocab_size))
+        return last[1]
 
     def abort_request(self, request_ids: str | int | Iterable[str | int]) -> None:
         """End one request or several at the next step; each output so far comes back with finish reason "abort".

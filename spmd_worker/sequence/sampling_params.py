@@ -5,7 +5,7 @@ where the vocabulary is known (`check_vocabulary`).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum, IntEnum
@@ -372,12 +372,16 @@ def _as_stop_strings(value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
         raise ValueError(f"stop={value!r} must be a non-empty string or a list of non-empty strings")
-    for item in strings:
+    _check_unicode("stop", strings)
+    return tuple(strings)
+
+
+def _check_unicode(name: str, texts: Sequence[str]) -> None:
+    for item in texts:
         try:
             item.encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError(f"stop: {item!r} holds half of a surrogate pair, which UTF-8 cannot say") from None
-    return tuple(strings)
+            raise ValueError(f"{name}: {item!r} holds half of a surrogate pair, which UTF-8 cannot say") from None
 
 
 def _as_bad_words(value: Any) -> tuple[str, ...]:
@@ -385,6 +389,7 @@ def _as_bad_words(value: Any) -> tuple[str, ...]:
     words = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(words, list | tuple) or not all(isinstance(item, str) and item.strip() for item in words):
         raise ValueError(f"bad_words={value!r} must be a list of words, none of which is empty")
+    _check_unicode("bad_words", words)
     return tuple(dict.fromkeys(words))
 
 
