@@ -544,7 +544,9 @@ def _translated(row: Keyword, value: Any) -> Any:
 
 def _set_renamed(own: dict[str, Any], row: Keyword, value: Any) -> None:
     known = own.get(row.ours)
-    if known is not None and known != value:
+    # `LLM` and `EngineArgs` pass their own default on, whether or not it was given.
+    is_given = known is not None and not _equals(known, KEYWORDS[row.ours].default)
+    if is_given and known != value:
         raise ConfigError(f"{row.name}={value!r} and {row.ours}={known!r} are one setting here: give {row.ours} alone")
     own[row.ours] = value
 

@@ -203,6 +203,18 @@ def test_a_keyword_that_nobody_knows_names_the_nearest(given: dict[str, Any], me
         assert str(refused.value) == message
 
 
+def test_a_renamed_keyword_counts_beside_the_default_of_its_name_here():
+    """`LLM` and `EngineArgs` name every setting with its default: the keyword was refused as a second value of it."""
+    for given in ({}, {"expert_placement": "linear"}, vars(EngineArgs(FOLDER))):
+        arguments = {**given, "model": FOLDER, "enable_expert_parallel": True}
+        made = run_config({**arguments, "expert_placement_strategy": "round_robin"})
+        assert made.parallel.expert_placement == "round_robin"
+        assert run_config({**arguments, "num_gpu_blocks_override": 9}).cache.num_blocks == 9
+    words = "expert_placement_strategy='linear' and expert_placement='round_robin' are one setting here"
+    with pytest.raises(ConfigError, match=words):
+        config(expert_placement="round_robin", expert_placement_strategy="linear", enable_expert_parallel=True)
+
+
 def test_values_that_no_setting_has_are_the_command_lines_sentence():
     for given, words in (
         ({"distributed_executor_backend": "ray"}, "executor.backend=ray is not one of auto"),
