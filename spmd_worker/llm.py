@@ -306,8 +306,8 @@ class LLM:
         `sampling_params` are those that the completions were sampled with. A model with LongRoPE needs them where it
         depends on their `max_tokens` how positions are turned; nothing else of them counts.
 
-        Raises ValueError, before anything is computed, for a completion without tokens, and as `generate` does for
-        what is too long; and for a row whose logits are not finite.
+        Raises ValueError, before anything is computed, for a completion or a prompt without tokens, and as `generate`
+        does for what is too long; and for a row whose logits are not finite.
         """
         return self._prompt_calls.score_tokens(prompts, completions, sampling_params, gather, use_tqdm)
 

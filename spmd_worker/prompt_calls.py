@@ -35,6 +35,10 @@ UseTqdm = bool | Callable[..., Any]
 OnError = Literal["raise", "row"]
 
 _ON_ERROR: Final = get_args(OnError)
+_NOTHING_BEFORE: Final = (
+    "the prompt has no tokens: nothing comes before the first token of its completion, which so has no log-probability; "
+    "give at least one, such as the model's bos token"
+)
 _Given = list[tuple[Encoded, SamplingParams]]
 """Prompts of one call with their parameters."""
 
@@ -140,7 +144,8 @@ class PromptCalls:
                 if not tokens:
                     raise ValueError("a completion has no tokens: there is nothing to score")
                 lengths.append(len(tokens))
-                both = Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error)
+                error = encoded.error if encoded.error or encoded.token_ids else _NOTHING_BEFORE
+                both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
                 both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
                 joined.append(both)
             return joined
@@ -295,7 +300,9 @@ def _last_logprobs(output: RequestOutput, count: int) -> list[float]:
     """Of the last tokens of a prompt."""
     assert output.prompt_logprobs is not None, "they were asked for"
     tokens, positions = output.prompt_token_ids[-count:], output.prompt_logprobs[-count:]
-    return [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
+    found = [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
+    assert len(found) == count, (len(found), count)
+    return found
 
 
 def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:
