@@ -36,7 +36,7 @@ OnError = Literal["raise", "row"]
 
 _ON_ERROR: Final = get_args(OnError)
 _NOTHING_BEFORE: Final = (
-    "the prompt has no tokens: nothing comes before the first token of its completion, which so has no log-probability; "
+    "the prompt has no tokens: nothing comes before the first token of its completion, so that it has no score; "
     "give at least one, such as the model's bos token"
 )
 _Given = list[tuple[Encoded, SamplingParams]]
@@ -193,7 +193,8 @@ class PromptCalls:
                     if prompts_of_it:
                         search.advance([_answered(next(outputs)) for _ in prompts_of_it])
                 bar.update()
-        return [BeamSearchOutput([self._spelled(beam) for beam in search.best()]) for search in searches]
+        is_plain = params.skip_special_tokens
+        return [BeamSearchOutput([self._spelled(beam, is_plain) for beam in search.best()]) for search in searches]
 
     def _answer_own(self, call: str, prepare: Callable[[], _Given], on_error: OnError | None) -> list[RequestOutput]:
         """Of prompts that only this rank has."""
@@ -279,9 +280,9 @@ class PromptCalls:
             )
         return least
 
-    def _spelled(self, beam: BeamSearchSequence) -> BeamSearchSequence:
+    def _spelled(self, beam: BeamSearchSequence, skip_special_tokens: bool) -> BeamSearchSequence:
         tokenizer = self._engine.tokenizer
-        return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens))
+        return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens, skip_special_tokens))
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only

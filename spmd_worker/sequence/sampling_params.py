@@ -75,6 +75,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "prompt_logprob_start": "prompt_logprobs reports the whole prompt: take the end of what it returns",
     "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
     "routed_experts_prompt_start": "which experts a token met is not returned: leave it out",
+    "watermarking": "answers are not watermarked: leave it out",
 }
 """Fields that may not ask for anything, and the reason and the way out."""
 
@@ -158,6 +159,7 @@ class SamplingParams(_Freezable):
     prompt_logprob_start: Any = field(default=None, metadata=NOT_SENT)
     trace_decode_token_ids: Any = field(default=None, metadata=NOT_SENT)
     routed_experts_prompt_start: Any = field(default=0, metadata=NOT_SENT)
+    watermarking: Any = field(default=None, metadata=NOT_SENT)
 
     __struct_fields__: ClassVar[tuple[str, ...]] = ()
 

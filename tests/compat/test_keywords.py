@@ -64,6 +64,15 @@ VLLM_LLM = (
     "spec_tokens",
 )
 
+# Of its EngineArgs.
+VLLM_ENGINE = (
+    *("watermark_config", "log_level", "logging_config", "log_config_file", "max_num_active_seqs", "enable_hc_sp"),
+    *("enable_shm_tensor_arena", "sparse_indexer_topk_backend", "kda_decode_backend", "elastic_ep_max_dp_size"),
+    *("long_prefill_token_threshold_adaptive", "max_lora_cls_labels", "aux_output_config", "custom_histogram_buckets"),
+    *("engram_config", "sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names", "swa_bounded_replay"),
+    "enable_mamba_shared_prefix_checkpoint",
+)
+
 # What a trainer's colocate mode passes, and what an inference script of another framework asks the signature for.
 TRAINER: dict[str, Any] = {
     "tensor_parallel_size": 1,
@@ -119,7 +128,7 @@ def test_that_comparison_sees_a_row_that_is_missing():
     assert named_by_llm({name: row for name, row in KEYWORDS.items() if name != "dtype"}) != named_by_llm(KEYWORDS)
 
 
-@pytest.mark.parametrize("name", [*VLLM_LLM, *ASKED_FOR, *TRAINER])
+@pytest.mark.parametrize("name", [*VLLM_LLM, *VLLM_ENGINE, *ASKED_FOR, *TRAINER])
 def test_what_vllm_names_is_in_the_table(name: str):
     assert KEYWORDS[name].words or KEYWORDS[name].effect is Effect.SAME
     assert name in inspect.signature(EngineArgs).parameters

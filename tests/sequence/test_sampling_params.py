@@ -93,7 +93,7 @@ VLLM_FIELDS = (
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"),
     *("stream_interval", "skip_clone", "structured_outputs", "logit_bias", "allowed_token_ids", "extra_args"),
     *("bad_words", "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection"),
-    *("routed_experts_prompt_start", "trace_decode_token_ids"),
+    *("routed_experts_prompt_start", "trace_decode_token_ids", "watermarking"),
 )
 
 
