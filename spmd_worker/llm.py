@@ -43,7 +43,7 @@ from spmd_worker.sequence.outputs import (
 )
 from spmd_worker.sequence.pooling_params import PoolingParams
 from spmd_worker.sequence.sampling_params import SamplingParams
-from spmd_worker.sequence.sleep_tags import checked_level, checked_tags
+from spmd_worker.sequence.sleep_tags import check_mode, checked_level, checked_tags
 
 _Prepared = TypeVar("_Prepared")
 _Arguments = ParamSpec("_Arguments")
@@ -190,7 +190,7 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
         lora_request: Any = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         on_error: OnError = "raise",
         gather: bool = False,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -229,6 +229,7 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
         lora_request: Any = None,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -260,7 +261,7 @@ class LLM:
                 {} if chat_template_kwargs is None else chat_template_kwargs,
             )
             encoded = self._prompt_calls.render(messages, options)
-            check_extras(len(encoded), lora_request, None, tokenization_kwargs, mm_processor_kwargs)
+            check_extras(len(encoded), lora_request, priority, tokenization_kwargs, mm_processor_kwargs)
             return encoded
 
         return self._prompt_calls.run("chat", encode, sampling_params, on_error, gather, use_tqdm)
@@ -306,8 +307,8 @@ class LLM:
         `sampling_params` are those that the completions were sampled with. A model with LongRoPE needs them where it
         depends on their `max_tokens` how positions are turned; nothing else of them counts.
 
-        Raises ValueError, before anything is computed, for a completion without tokens, and as `generate` does for
-        what is too long; and for a row whose logits are not finite.
+        Raises ValueError, before anything is computed, for a completion or a prompt without tokens, and as `generate`
+        does for what is too long; and for a row whose logits are not finite.
         """
         return self._prompt_calls.score_tokens(prompts, completions, sampling_params, gather, use_tqdm)
 
@@ -428,16 +429,21 @@ class LLM:
         use_tqdm: UseTqdm = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """How well each of `text_2` goes with its text of `text_1`, or with the only one: the cosine of their vectors,
-        or of a model with one label its score of the second text behind the first. Otherwise as `embed`.
+        or of a model with one label its score of the second text behind the first. `chat_template` may ask
+        for nothing. Otherwise as `embed`.
         """
         return self._pooling_calls.score(
             text_1,
             text_2,
             pooling_params,
+            chat_template,
             truncate_prompt_tokens=truncate_prompt_tokens,
             lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
             use_tqdm=use_tqdm,
         )
 
@@ -565,14 +571,15 @@ class LLM:
         """
         return self.worker_event("stop_profile")
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Later prompts find nothing of what is cached now, on every rank; returns True. For weights that were changed
         in place, under the same version. Under torchrun the first rank of each replica speaks for it.
 
         Weights that were loaded since the last commit are committed, which every rank does: MissingWeightsError lists
-        those of the model that were not loaded.
+        those of the model that were not loaded. Raises ValueError for `reset_running_requests` while requests of
+        `llm_engine.add_request` are unanswered. There is no connector to reset.
         """
-        self.llm_engine.reset_prefix_cache()
+        self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
         return True
 
     def reset_mm_cache(self) -> None:
@@ -649,7 +656,7 @@ class LLM:
         self.finish_weight_update()
 
     @_in_one_thread(is_alone=True)
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back until `wake_up`, on every rank or on none; every rank calls this, with no request
         unanswered. `level` 1 keeps the weights, in host memory, and drops the cache; 2 drops both. The CPU's weights
         are in host memory and stay where they are at level 1. What was cached is not found afterwards. Bytes and
@@ -659,7 +666,9 @@ class LLM:
         awake; to sleep again is no error, and 2 after 1 drops the weights. Whatever computes raises RuntimeError. Needs
         nothing to be switched on.
 
-        Raises ValueError for another level, RuntimeError while requests are unanswered, saying how many, and
+        `mode` says in vLLM what becomes of unanswered requests: abort, wait and keep are the same here.
+
+        Raises ValueError for another level or mode, RuntimeError while requests are unanswered, saying how many, and
         MissingWeightsError where some weights were loaded and others not, which level 2 drops; nothing sleeps then.
         """
         self.llm_engine.check_open()
@@ -667,6 +676,7 @@ class LLM:
         def prepare() -> int:
             self.llm_engine.check_idle_or_asleep()
             self.llm_engine.weight_updates.check_not_held()
+            check_mode(mode)
             return checked_level(level)
 
         self.llm_engine.sleep(self._agree("sleep", prepare))

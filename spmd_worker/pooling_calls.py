@@ -61,6 +61,7 @@ class PoolingCalls:
         text_1: str | Sequence[str],
         text_2: str | Sequence[str],
         given: PoolingParams | None,
+        chat_template: str | None,
         **options: Any,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """See `LLM.score`."""
@@ -70,6 +71,11 @@ class PoolingCalls:
 
         def prompts() -> Sequence[str | TextPair]:
             nonlocal num_firsts
+            if chat_template:
+                raise ValueError(
+                    f"chat_template={repr(chat_template)[:80]} is refused: two texts are joined as the model's "
+                    f"tokenizer joins them; write them as the template would, and leave it out"
+                )
             firsts, seconds = _as_texts("text_1", text_1), _as_texts("text_2", text_2)
             num_firsts = len(firsts)
             if num_firsts not in (1, len(seconds)):

@@ -35,6 +35,10 @@ UseTqdm = bool | Callable[..., Any]
 OnError = Literal["raise", "row"]
 
 _ON_ERROR: Final = get_args(OnError)
+_NOTHING_BEFORE: Final = (
+    "the prompt has no tokens: nothing comes before the first token of its completion, so that it has no score; "
+    "give at least one, such as the model's bos token"
+)
 _Given = list[tuple[Encoded, SamplingParams]]
 """Prompts of one call with their parameters."""
 
@@ -140,7 +144,8 @@ class PromptCalls:
                 if not tokens:
                     raise ValueError("a completion has no tokens: there is nothing to score")
                 lengths.append(len(tokens))
-                both = Encoded(encoded.text, (*encoded.token_ids, *tokens), encoded.error)
+                error = encoded.error if encoded.error or encoded.token_ids else _NOTHING_BEFORE
+                both = Encoded(encoded.text, (*encoded.token_ids, *tokens), error)
                 both.rope_regime = self._scored_regime(len(encoded.token_ids), len(tokens), sampling)
                 joined.append(both)
             return joined
@@ -188,7 +193,8 @@ class PromptCalls:
                     if prompts_of_it:
                         search.advance([_answered(next(outputs)) for _ in prompts_of_it])
                 bar.update()
-        return [BeamSearchOutput([self._spelled(beam) for beam in search.best()]) for search in searches]
+        is_plain = params.skip_special_tokens
+        return [BeamSearchOutput([self._spelled(beam, is_plain) for beam in search.best()]) for search in searches]
 
     def _answer_own(self, call: str, prepare: Callable[[], _Given], on_error: OnError | None) -> list[RequestOutput]:
         """Of prompts that only this rank has."""
@@ -274,9 +280,9 @@ class PromptCalls:
             )
         return least
 
-    def _spelled(self, beam: BeamSearchSequence) -> BeamSearchSequence:
+    def _spelled(self, beam: BeamSearchSequence, skip_special_tokens: bool) -> BeamSearchSequence:
         tokenizer = self._engine.tokenizer
-        return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens))
+        return beam if tokenizer is None else replace(beam, text=tokenizer.decode(beam.tokens, skip_special_tokens))
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
@@ -295,7 +301,9 @@ def _last_logprobs(output: RequestOutput, count: int) -> list[float]:
     """Of the last tokens of a prompt."""
     assert output.prompt_logprobs is not None, "they were asked for"
     tokens, positions = output.prompt_token_ids[-count:], output.prompt_logprobs[-count:]
-    return [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
+    found = [position[token].logprob for token, position in zip(tokens, positions, strict=True) if position is not None]
+    assert len(found) == count, (len(found), count)
+    return found
 
 
 def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:

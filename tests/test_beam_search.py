@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from reference_models import (
     random_prompt,
     reference_logits,
     reference_model,
+    write_text_checkpoint,
 )
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
@@ -132,12 +134,36 @@ def test_beams_are_as_long_as_the_model_can_be(llm: LLM):
         ({"beam_width": 0}, "beam_width=0 must be a whole number, 1 or more"),
         ({"beam_width": 33}, "beam_width=33 must be at most 32"),
         ({"max_tokens": 1.5}, "max_tokens=1.5 must be a whole number, 1 or more"),
+        (
+            {"structured_outputs": {"regex": "a"}},
+            "structured_outputs={'regex': 'a'} is refused: beams are not held to a",
+        ),
+        ({"watermarking": True}, "watermarking=True is refused: answers are not watermarked"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens=1 must be true or false"),
         ({"temperature": 0.7}, "temperature=0.7 must be 0: beams are the likeliest, not sampled"),
     ],
 )
 def test_parameters_that_cannot_be_are_named(given: dict[str, object], words: str):
     with pytest.raises(ValueError, match=words):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **given})
+
+
+def test_fields_are_positional_in_the_order_of_vllm():
+    given = (2, 3, True, 0.0, 0.5, True, None, False, None)
+    names = ("beam_width", "max_tokens", "ignore_eos", "temperature", "length_penalty", "include_stop_str_in_output")
+    names += ("structured_outputs", "skip_special_tokens", "watermarking")
+    assert BeamSearchParams(*given) == BeamSearchParams(**dict(zip(names, given, strict=True)))
+    assert BeamSearchParams(2, 3, structured_outputs={}, watermarking=False) == BeamSearchParams(2, 3)
+
+
+def test_special_tokens_are_in_the_text_where_they_are_asked_for(tmp_path: Path):
+    with LLM(write_text_checkpoint(tmp_path), num_blocks=300) as llm:
+        special = llm.get_tokenizer().eos_token
+        prompt = f"hello{special} world"
+        for skip in (True, False):
+            (output,) = llm.beam_search([prompt], BeamSearchParams(2, 2, True, skip_special_tokens=skip))
+            assert all((special in each.text) == (not skip) for each in output.sequences)
+            assert all(each.text.startswith("hello world" if skip else prompt) for each in output.sequences)
 
 
 def test_what_is_no_prompt_and_no_parameters_is_refused(llm: LLM):

@@ -355,7 +355,8 @@ def job_answers(tmp_path: Path) -> list[Any]:
 
 
 def test_a_job_has_forms_and_error_rows_and_goes_on_where_it_was_killed(tmp_path: Path):
-    good = [{"structured_outputs": form} for form, _ in FORMS.values()]
+    # An empty structural_tag asks for nothing: such a row once ended the job.
+    good = [{"structured_outputs": {**form, "structural_tag": {}}} for form, _ in FORMS.values()]
     bad = [{"structured_outputs": form} for form, _ in REFUSED.values()]
     bad += [{"structured_outputs": {"regex": "a", "json": "{}"}}, {"structured_outputs": {"regex": "a" * 70_000}}]
     config = job_config(tmp_path, [*bad, *good])

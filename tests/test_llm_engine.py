@@ -156,6 +156,26 @@ def test_partial_outputs_put_together_are_the_whole(engine: LLMEngine, name: str
     params.output_kind = RequestOutputKind.FINAL_ONLY
 
 
+def test_a_reader_may_change_the_outputs_it_got(engine: LLMEngine):
+    """The tokens of a sample that had ended were the engine's own list: what a reader did with it was in the later
+    outputs of its request.
+    """
+    params = replace(KINDS["stop token"], n=8, output_kind=RequestOutputKind.CUMULATIVE)
+    add(engine, {"a": "hello world"}, params)
+    expected = drain(engine)[-1]
+    add(engine, {"a": "hello world"}, params)
+    num_ended_before = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                assert [each.token_ids for each in output.outputs] == [each.token_ids for each in expected.outputs]
+                continue
+            num_ended_before += sum(each.finish_reason is not None for each in output.outputs)
+            for each in output.outputs:
+                each.token_ids.clear()
+    assert num_ended_before > 0
+
+
 def test_a_partial_output_costs_what_is_new_in_it(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):
     """Every log-probability so far was spelled anew in each step: a stream's cost grew with its length's square."""
     spelled: list[int] = []

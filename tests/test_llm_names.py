@@ -56,7 +56,7 @@ def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM):
     expected = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     nothing = (
         *({"lora_request": None}, {"lora_request": [None] * 5}, {"priority": [0] * 5}, {"priority": None}),
-        *({"tokenization_kwargs": {}}, {"mm_processor_kwargs": None}),
+        *({"priority": 0}, {"tokenization_kwargs": {}}, {"mm_processor_kwargs": None}),
     )
     for extra in nothing:
         assert token_ids(llm.generate(PROMPTS, sampling_params=GREEDY, use_tqdm=False, **extra)) == expected
@@ -70,14 +70,35 @@ def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM):
         ({"priority": [1, 0, 0, 0, 0]}, "priority is refused: prompts are served first come, first served"),
         ({"tokenization_kwargs": {"a": 1}}, "tokenization_kwargs={'a': 1} is refused: give prompt_token_ids"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs={'a': 1} is refused: models of text"),
-        ({"priority": [0]}, r"priority=\[0\] must be a list of 5 numbers, one for each prompt"),
-        ({"priority": 3}, "priority=3 must be a list of 5 numbers"),
+        ({"priority": [0]}, r"priority=\[0\] must be a number, or a list of 5, one for each prompt"),
+        ({"priority": True}, "priority=True must be a number"),
+        ({"priority": 3}, "priority is refused: prompts are served first come, first served"),
     ],
 )
 def test_adapters_and_priorities_are_refused_in_words(llm: LLM, extra: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False, **extra)
     assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 5
+
+
+def test_a_conversation_may_have_a_priority_that_asks_for_nothing(text_llm: LLM):
+    for priority in (None, 0, [0]):
+        assert len(text_llm.chat(TALK, GREEDY, use_tqdm=False, priority=priority)) == 1
+    with pytest.raises(ValueError, match="priority is refused: prompts are served first come, first served"):
+        text_llm.chat(TALK, GREEDY, use_tqdm=False, priority=1)
+
+
+def test_the_cache_is_reset_with_vllms_arguments_where_nothing_is_unanswered(llm: LLM):
+    assert llm.reset_prefix_cache(True, reset_connector=True)
+    engine = LLMEngine(llm.llm_engine)
+    engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, GREEDY)
+    for call in (llm.reset_prefix_cache, engine.reset_prefix_cache):
+        with pytest.raises(ValueError, match="reset_running_requests=True is refused: 1 requests of llm_engine"):
+            call(reset_running_requests=True)
+        call(reset_connector=True)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert llm.reset_prefix_cache(reset_running_requests=True)
 
 
 def test_the_bar_is_of_the_callers_making(llm: LLM, capfd: pytest.CaptureFixture[str]):

@@ -1,5 +1,6 @@
 """How `LLM` samples: log-probabilities, randomness named by the row, penalties, and rows that ask for the absurd."""
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from reference_models import (
     write_text_checkpoint,
 )
 
-from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker import LLM, PromptsRefusedError, RequestOutput, SamplingParams
 from spmd_worker.sequence.outputs import TokenLogprobs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -252,6 +253,24 @@ def test_bad_words_are_never_written(text_folder: Path):
         assert refused.error == "bad_words_ids: token id 211 is outside the vocabulary of 211 tokens"
         (refused,) = run(llm, PROMPTS[0], replace(GREEDY, allowed_token_ids=[211]), on_error="row")
         assert refused.error == "allowed_token_ids: token id 211 is outside the vocabulary of 211 tokens"
+
+
+def test_a_bad_word_that_is_no_token_is_found_before_anything_is_queued(tmp_path: Path):
+    """A normaliser may delete a whole word. That was found when its prompt was queued, after those before it, which
+    nobody asked for any more.
+    """
+    folder = write_text_checkpoint(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": "~"}, "content": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with LLM(folder, num_blocks=300) as llm:
+        params = [GREEDY, replace(GREEDY, bad_words=["~"]), replace(GREEDY, bad_words=["a"])]
+        with pytest.raises(PromptsRefusedError, match="bad_words: '~' is no token at all to this model's tokenizer"):
+            run(llm, PROMPTS[:3], params)
+        assert not llm.llm_engine.has_unfinished_requests()
+        rows = run(llm, PROMPTS[:3], params, on_error="row")
+        assert [row.error is None for row in rows] == [True, False, True]
+        assert rows[0].outputs[0].token_ids == run(llm, PROMPTS[0])[0].outputs[0].token_ids
 
 
 def test_minus_one_is_the_log_probability_of_every_token(llm: LLM):

@@ -122,7 +122,11 @@ def test_lengths_that_the_model_was_trained_for_are_cut_and_then_normalised() ->
             with pytest.raises(ValueError, match=words):
                 llm.embed(ids(PROMPTS[:1]), pooling_params=PoolingParams(dimensions=dimensions), use_tqdm=False)
         (whole,) = llm.embed(ids(PROMPTS[:1]), use_tqdm=False)
-        cosine = llm.score("ab", ["ab", "naïve café"], use_tqdm=False)
+        nothing = {"chat_template": None, "tokenization_kwargs": {}, "use_tqdm": False}
+        cosine = llm.score("ab", ["ab", "naïve café"], **nothing)
+        for key, value in (("chat_template", "{{ messages }}"), ("tokenization_kwargs", {"truncation": True})):
+            with pytest.raises(ValueError, match=f"{key}=.* is refused: "):
+                llm.score("ab", "ab", **{**nothing, key: value})
     assert whole.outputs.hidden_size == SIZES["hidden_size"]
     assert cosine[0].outputs.score == pytest.approx(1.0, abs=1e-12)
     assert cosine[1].outputs.score < 0.999

@@ -101,6 +101,16 @@ def test_a_row_may_be_as_long_as_the_model_and_no_longer(model: Path):
         assert len(llm.score_tokens(PROMPTS[0], [[1, 2]])[0]) == 2
 
 
+def test_a_prompt_without_tokens_is_refused(model: Path):
+    """The first token of its completion was left out: two scores for three tokens."""
+    with LLM(model, **SMALL) as llm:
+        with pytest.raises(PromptsRefusedError, match="the prompt has no tokens: nothing comes before the") as refused:
+            llm.score_tokens([[5], {"prompt_token_ids": []}], [[8], [5, 6, 7]])
+        assert list(refused.value.reasons) == [1]
+        assert not llm.llm_engine.has_unfinished_requests()
+        assert len(llm.score_tokens([[5]], [[5, 6, 7]])[0]) == 3
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -5,18 +5,21 @@ Knows no engine: it says which prompts to compute and takes what came of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from spmd_worker.sequence.outputs import RequestOutput, TokenLogprobs
-from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, SamplingParams
+from spmd_worker.sequence.sampling_params import MAX_LOGPROBS, REFUSED, SamplingParams
+
+_NO_FORM: Final = "beams are not held to a form: generate with structured_outputs, or leave it out"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BeamSearchParams:
     """`beam_width` beams of at most `max_tokens` tokens. A beam's score is its log-probability divided by its length,
     prompt included and an end-of-sequence token not, to the power of `length_penalty`.
 
-    `include_stop_str_in_output` is vLLM's and without effect: beams have all their tokens. `temperature` is 0.
+    `skip_special_tokens` is of the beams' text. `include_stop_str_in_output` is vLLM's and without effect: beams have
+    all their tokens. `temperature` is 0; `structured_outputs` and `watermarking` may ask for nothing.
     """
 
     beam_width: int
@@ -25,6 +28,9 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+    skip_special_tokens: bool = True
+    watermarking: Any = None
 
     def __post_init__(self) -> None:
         """Raises ValueError naming key, value and rule."""
@@ -36,6 +42,13 @@ class BeamSearchParams:
             raise ValueError(f"beam_width={self.beam_width} must be at most {most}")
         if self.temperature:
             raise ValueError(f"temperature={self.temperature} must be 0: beams are the likeliest, not sampled")
+        if not isinstance(self.skip_special_tokens, bool):
+            raise ValueError(f"skip_special_tokens={self.skip_special_tokens!r} must be true or false")
+        for name, reason in (("structured_outputs", _NO_FORM), ("watermarking", REFUSED["watermarking"])):
+            value = getattr(self, name)
+            if value:
+                raise ValueError(f"{name}={repr(value)[:80]} is refused: {reason}")
+            object.__setattr__(self, name, None)
 
     @property
     def step_params(self) -> SamplingParams:

@@ -25,7 +25,11 @@ def check_extras(
         )
     if priority is None:
         return
+    if isinstance(priority, int) and not isinstance(priority, bool):
+        priority = [priority] * num_prompts
     if not isinstance(priority, Sequence) or len(priority) != num_prompts:
-        raise ValueError(f"priority={str(priority)[:80]} must be a list of {num_prompts} numbers, one for each prompt")
+        raise ValueError(
+            f"priority={str(priority)[:80]} must be a number, or a list of {num_prompts}, one for each prompt"
+        )
     if any(priority):
         raise ValueError("priority is refused: prompts are served first come, first served; leave it out or give zeros")

@@ -168,6 +168,7 @@ _ROWS: Final = (
         cudagraph_metrics=False,
         jit_monitor_mode=None,
         jit_monitor_verbose=False,
+        sleep_mode_offload_cudagraph=False,
     ),
     *_none(
         "kernels and exchanges are chosen by the device, with the same result bit for bit",
@@ -185,6 +186,9 @@ _ROWS: Final = (
         enable_batch_sharded_sampling=None,
         gdn_prefill_backend=None,
         kda_prefill_backend=None,
+        kda_decode_backend=None,
+        sparse_indexer_topk_backend="auto",
+        enable_hc_sp=False,
         disable_nccl_for_dp_synchronization=None,
         data_parallel_backend="mp",
         dcp_comm_backend=None,
@@ -199,6 +203,8 @@ _ROWS: Final = (
         max_num_partial_prefills=1,
         max_long_partial_prefills=1,
         long_prefill_token_threshold=0,
+        long_prefill_token_threshold_adaptive=False,
+        max_num_active_seqs=None,
         max_num_scheduled_tokens=None,
         scheduler_delay_factor=0.0,
         scheduler_reserve_full_isl=True,
@@ -245,6 +251,7 @@ _ROWS: Final = (
         disable_log_stats=True,
         aggregate_engine_logging=False,
         show_hidden_metrics_for_version=None,
+        custom_histogram_buckets=None,
         otlp_traces_endpoint=None,
         collect_detailed_traces=None,
         kv_cache_metrics=False,
@@ -258,6 +265,12 @@ _ROWS: Final = (
         shutdown_timeout=0,
         fail_on_environ_validation=False,
         tokens_only=False,
+    ),
+    *_none(
+        "Python's logging says what is shown and where: set up the logger `spmd_worker`",
+        logging_config=None,
+        log_level=None,
+        log_config_file=None,
     ),
     *_none(
         "torchrun's environment says which rank this is and where the others are",
@@ -285,6 +298,7 @@ _ROWS: Final = (
         max_lora_rank=16,
         max_cpu_loras=None,
         lora_dtype="auto",
+        max_lora_cls_labels=None,
         lora_target_modules=None,
         lora_extra_vocab_size=256,
         long_lora_scaling_factors=None,
@@ -328,6 +342,7 @@ _ROWS: Final = (
         allowed_local_media_path="",
         allowed_media_domains=None,
         ec_manager_config=None,
+        enable_shm_tensor_arena=False,
     ),
     *_none(
         "the families that run here have no layers of this kind",
@@ -336,12 +351,15 @@ _ROWS: Final = (
         mamba_ssm_cache_dtype="auto",
         mamba_block_size=None,
         mamba_cache_mode="none",
+        enable_mamba_shared_prefix_checkpoint=False,
         mamba_backend=None,
         mamba_ssu_algorithm=None,
         enable_mamba_cache_stochastic_rounding=False,
         mamba_cache_philox_rounds=0,
         replayssm_buffer_len=None,
         use_replayssm=None,
+        engram_config=None,
+        swa_bounded_replay=True,
     ),
     *_none(
         "experts stay where expert_placement puts them, once each, and a rank reads its own alone",
@@ -349,6 +367,7 @@ _ROWS: Final = (
         enable_eplb=False,
         enable_ep_weight_filter=False,
         enable_elastic_ep=False,
+        elastic_ep_max_dp_size=None,
         num_redundant_experts=0,
         eplb_window_size=1000,
         eplb_step_interval=3000,
@@ -470,7 +489,16 @@ _ROWS: Final = (
         data_parallel_multi_port_external_lb=False,
     ),
     *_refused("a rank has the device of its LOCAL_RANK: set CUDA_VISIBLE_DEVICES instead", device_ids=None),
-    *_refused("which experts a token met is not returned: leave it out", enable_return_routed_experts=False),
+    *_refused(
+        "which experts a token met is not returned: leave it out",
+        enable_return_routed_experts=False,
+        aux_output_config=None,
+    ),
+    *_refused("answers are not watermarked: leave it out", watermark_config=None),
+    *_refused(
+        "after level 2 all weights are loaded again: leave it out, or sleep at level 1, which keeps them",
+        sleep_preserve_parameter_names=None,
+    ),
     *_refused(
         "it is not returned: with top_k 0, top_p 1 and min_p 0 every token is kept, so that none is needed",
         return_sampling_mask=False,
@@ -544,7 +572,9 @@ def _translated(row: Keyword, value: Any) -> Any:
 
 def _set_renamed(own: dict[str, Any], row: Keyword, value: Any) -> None:
     known = own.get(row.ours)
-    if known is not None and known != value:
+    # `LLM` and `EngineArgs` pass their own default on, whether or not it was given.
+    is_given = known is not None and not _equals(known, KEYWORDS[row.ours].default)
+    if is_given and known != value:
         raise ConfigError(f"{row.name}={value!r} and {row.ours}={known!r} are one setting here: give {row.ours} alone")
     own[row.ours] = value
 

@@ -11,11 +11,13 @@ _QUEUE: Final = "prompts are answered in the call: use generate, or LLMEngine's 
 LLM_METHODS: Final[Mapping[str, str]] = {
     "generate": "every rank passes the same prompts and gets every output; arguments for what is not here are refused",
     "chat": "arguments after `sampling_params` have names; contents are text parts; `auto` makes one string of them",
-    "beam_search": "`temperature` is 0; every end-of-sequence token of the model ends a beam",
+    "beam_search": "`temperature` is 0; every end-of-sequence token of the model ends a beam; `structured_outputs` may "
+    "ask for nothing",
     "embed": "arguments after the prompts have names; the vector is a list of numbers",
     "encode": "`pooling_task` None is what the model does; one vector for each row, none for each token",
     "classify": "",
-    "score": "of two texts the cosine, or the score of the second behind the first; no images",
+    "score": "of two texts the cosine, or the score of the second behind the first; no images; `chat_template` may ask "
+    "for nothing",
     "reward": "the score of a model with one label, without activation",
     "get_tokenizer": "transformers' tokenizer where transformers is installed, else one with the same names",
     "get_default_sampling_params": "a copy, which may be changed",
@@ -23,9 +25,9 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "get_world_size": "",
     "collective_rpc": "under torchrun each rank has one worker, so one answer; callables do not cross processes",
     "apply_model": "the function gets this rank's shard under the checkpoint's names; it has no forward pass",
-    "reset_prefix_cache": "",
+    "reset_prefix_cache": "`reset_running_requests` needs that no request is unanswered; there is no connector",
     "reset_mm_cache": "nothing: models of text have no other inputs",
-    "sleep": "levels 1 and 2, with no request unanswered; needs nothing to be switched on",
+    "sleep": "levels 1 and 2, with no request unanswered, so `mode` is without effect; nothing has to be switched on",
     "wake_up": "after level 2 nothing is computed before all weights were loaded again",
     "start_profile": "takes the folder to write to",
     "stop_profile": "returns the files",
@@ -39,6 +41,7 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
     "wait_for_completion": _QUEUE,
     "set_tokenizer": "the engine decodes with the model folder's tokenizer: put another one there",
     "preprocess_chat": "render with get_tokenizer().apply_chat_template",
+    "release_kv_cache_memory": 'sleep gives back all memory: wake_up(tags=["weights"]) leaves the cache asleep',
     "init_weight_transfer_engine": "weights are changed in this process: update_weights or apply_model",
 }
 """Methods that are not, and the way out."""

@@ -61,7 +61,7 @@ from spmd_worker.sequence.request import Request, RequestId, random_stream, unna
 from spmd_worker.sequence.sampled import SampledIds
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.sequence.sequence import SequenceGroup
-from spmd_worker.sequence.sleep_tags import SLEEP, WAKE_UP, checked_level, checked_tags
+from spmd_worker.sequence.sleep_tags import SLEEP, WAKE_UP, check_mode, checked_level, checked_tags
 from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.sequence.taken_params import taken_params
 from spmd_worker.tokenizer.tokenizer import Tokenizer
@@ -230,6 +230,7 @@ class LLMEngine:
         rank.
         """
         self.limits.check(prompt_token_ids, sampling, pooling)
+        self._taken(sampling)
 
     def add_request(
         self,
@@ -303,10 +304,12 @@ class LLMEngine:
 
     def _taken(self, sampling: SamplingParams) -> SamplingParams:
         """Rows often share their parameters: the last ones are remembered."""
-        if sampling is not self._last_taken[0]:
+        # Read and set once each: `check_request` may be called in several threads.
+        last = self._last_taken
+        if sampling is not last[0]:
             frozen = sampling.frozen()
-            self._last_taken = (frozen, taken_params(frozen, self.tokenizer, self.limits.vocab_size))
-        return self._last_taken[1]
+            last = self._last_taken = (frozen, taken_params(frozen, self.tokenizer, self.limits.vocab_size))
+        return last[1]
 
     def abort_request(self, request_ids: str | int | Iterable[str | int]) -> None:
         """End one request or several at the next step; each output so far comes back with finish reason "abort".
@@ -339,12 +342,20 @@ class LLMEngine:
         has_experts = any(layer.experts is not None for layer in self.resolved.model_config.layers)
         return self.executor.collective_rpc("get_expert_loads") if has_experts else []
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
         """From the next step on no request finds what is in the cache now. Running requests go on. Weights that were
         loaded since the last commit are committed: see `commit_weights`, also for what it raises.
+
+        Raises ValueError for `reset_running_requests` while requests are unanswered. There is no connector.
         """
         with self.calls.inside("reset_prefix_cache"):
             self.check_not_closed()
+            if reset_running_requests and self.has_unfinished_requests():
+                raise ValueError(
+                    f"reset_running_requests={reset_running_requests!r} is refused: {self.num_unfinished} requests of "
+                    f"llm_engine.add_request are not answered yet and go on with what they have; call llm_engine.step "
+                    f"until they are, or leave it out"
+                )
             if not self.weight_updates.is_held:
                 self.commit_weights()
             self._events.append(ResetPrefixCache())
@@ -412,9 +423,10 @@ class LLMEngine:
             self.complete_weights()
             return self._run_worker_event(name, payload, given)
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """As `LLM.sleep`."""
         with self.calls.inside("sleep", is_alone=True):
+            check_mode(mode)
             self.check_idle_or_asleep()
             if checked_level(level) == 1:
                 self.commit_weights()

@@ -145,7 +145,8 @@ def completion_output(
     return CompletionOutput(
         index=index,
         text=_text(sequence, tokenizer) if text is None else text,
-        token_ids=sequence.output_token_ids if sequence.finish_reason else list(sequence.output_token_ids),
+        # An output is its reader's: one sample may have ended while others of its request go on.
+        token_ids=list(sequence.output_token_ids),
         cumulative_logprob=sequence.cumulative_logprob if sampling.needs_logprobs else None,
         logprobs=logprobs,
         finish_reason=sequence.finish_reason.value if sequence.finish_reason else None,

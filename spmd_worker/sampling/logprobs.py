@@ -25,7 +25,12 @@ def likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
         return []
     if count < 0:
         count = logprobs.numel()
-    threshold = torch.topk(logprobs, min(count, logprobs.numel())).values[-1]
-    indices = torch.nonzero(logprobs >= threshold).squeeze(1).tolist()
-    pairs = sorted(zip(indices, logprobs[indices].tolist()), key=lambda pair: (-pair[1], pair[0]))
-    return pairs[:count]
+    count = min(count, logprobs.numel())
+    threshold = torch.topk(logprobs, count).values[-1]
+    indices = torch.nonzero(logprobs >= threshold).squeeze(1)
+    if len(indices) > count:
+        # Many may be equal to the last one, as all that a filter dropped are: of these the first ids alone are listed.
+        values = logprobs[indices]
+        above = indices[values > threshold]
+        indices = torch.cat((above, indices[values == threshold][: count - len(above)]))
+    return sorted(zip(indices.tolist(), logprobs[indices].tolist()), key=lambda pair: (-pair[1], pair[0]))

@@ -86,7 +86,7 @@ class Sampler:
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if simple:
             shards = _rows_of(logits, simple)
-            masks.of(simple).apply(self._kernels, shards, self._shard_start)
+            self._forbid(shards, masks.of(simple))
             sampled = self._sample_shards(shards, [rows[index] for index in simple])
             _scatter(sampled.token_ids, simple, token_ids)
             _scatter(sampled.logprobs, simple, logprobs)
@@ -124,6 +124,16 @@ class Sampler:
                 _rows_of(logits, rows), named, [num_likeliest] * count, [1.0] * count, self._group
             )
         return entries
+
+    def _forbid(self, logits: Tensor, masks: TokenMasks) -> None:
+        """What the masks forbid, in place: [K, Vs]. A row that has a logit which is not finite keeps one."""
+        if not masks.places:
+            return
+        rows = torch.tensor(list(masks.places), dtype=torch.int64).to(logits.device)
+        largest = self._kernels.largest(logits)[0][rows]
+        masks.apply(self._kernels, logits, self._shard_start)
+        # Minus infinity everywhere may be a shard of padding alone. NaN is below nothing.
+        logits[rows, 0] = torch.where(largest < torch.inf, logits[rows, 0], torch.nan)
 
     def _sample_shards(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """[K, Vs], of rows that need no more than maxima and sums."""

@@ -5,7 +5,7 @@ where the vocabulary is known (`check_vocabulary`).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum, IntEnum
@@ -75,6 +75,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "prompt_logprob_start": "prompt_logprobs reports the whole prompt: take the end of what it returns",
     "trace_decode_token_ids": "tokens are sampled, not given: score given ones with prompt_logprobs",
     "routed_experts_prompt_start": "which experts a token met is not returned: leave it out",
+    "watermarking": "answers are not watermarked: leave it out",
 }
 """Fields that may not ask for anything, and the reason and the way out."""
 
@@ -158,6 +159,7 @@ class SamplingParams(_Freezable):
     prompt_logprob_start: Any = field(default=None, metadata=NOT_SENT)
     trace_decode_token_ids: Any = field(default=None, metadata=NOT_SENT)
     routed_experts_prompt_start: Any = field(default=0, metadata=NOT_SENT)
+    watermarking: Any = field(default=None, metadata=NOT_SENT)
 
     __struct_fields__: ClassVar[tuple[str, ...]] = ()
 
@@ -372,12 +374,16 @@ def _as_stop_strings(value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
         raise ValueError(f"stop={value!r} must be a non-empty string or a list of non-empty strings")
-    for item in strings:
+    _check_unicode("stop", strings)
+    return tuple(strings)
+
+
+def _check_unicode(name: str, texts: Sequence[str]) -> None:
+    for item in texts:
         try:
             item.encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError(f"stop: {item!r} holds half of a surrogate pair, which UTF-8 cannot say") from None
-    return tuple(strings)
+            raise ValueError(f"{name}: {item!r} holds half of a surrogate pair, which UTF-8 cannot say") from None
 
 
 def _as_bad_words(value: Any) -> tuple[str, ...]:
@@ -385,6 +391,7 @@ def _as_bad_words(value: Any) -> tuple[str, ...]:
     words = (value,) if isinstance(value, str) else value if value is not None else ()
     if not isinstance(words, list | tuple) or not all(isinstance(item, str) and item.strip() for item in words):
         raise ValueError(f"bad_words={value!r} must be a list of words, none of which is empty")
+    _check_unicode("bad_words", words)
     return tuple(dict.fromkeys(words))
 
 

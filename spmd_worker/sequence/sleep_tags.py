@@ -10,12 +10,22 @@ SLEEP: Final = "sleep"
 WAKE_UP: Final = "wake_up"
 """Names of the worker events."""
 
+_MODES: Final = ("abort", "wait", "keep")
+
 
 def checked_level(level: Any) -> int:
     """Raises ValueError for what is no level of sleep."""
     if type(level) is not int or level not in (1, 2):
         raise ValueError(f"level={level!r} must be 1 (weights are kept in host memory) or 2 (weights are dropped)")
     return level
+
+
+def check_mode(mode: Any) -> None:
+    """What becomes of requests when an engine falls asleep, by vLLM's names: all the same, where none is unanswered.
+    Raises ValueError for another one.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(map(repr, _MODES))}")
 
 
 def checked_tags(tags: Sequence[str] | None) -> list[str]:

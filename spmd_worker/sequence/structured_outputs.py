@@ -64,6 +64,8 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if self.structural_tag:
             raise ValueError(f"structural_tag={repr(self.structural_tag)[:80]} is refused: {STRUCTURAL_TAG_REFUSED}")
+        # Empty asks for nothing, as None does; kept, an empty mapping could not be hashed.
+        _keep(self, "structural_tag", None)
         for name, default in (("disable_any_whitespace", False), ("disable_additional_properties", False)):
             _keep(self, name, _flag(name, getattr(self, name), default))
         _keep(self, "json_object", _flag("json_object", self.json_object, False))

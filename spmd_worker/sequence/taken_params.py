@@ -30,7 +30,7 @@ def spellings(word: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
     text = word.lstrip()
     alone = tuple(tokenizer.encode(text, add_special_tokens=False))
     if not alone:
-        raise ValueError(f"{word!r} is no token at all to this model's tokenizer")
+        raise ValueError(f"bad_words: {word!r} is no token at all to this model's tokenizer")
     spaced = tuple(tokenizer.encode(f" {text}", add_special_tokens=False))
     is_other = len(spaced) == len(alone) and spaced[0] != alone[0]
     return [alone, spaced] if is_other else [alone]

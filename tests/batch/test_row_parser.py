@@ -213,6 +213,8 @@ BAD_PLAIN_ROWS = {
     "best_of below n": ({"prompt": "a", "n": 3, "best_of": 2}, "invalid_value"),
     "best_of a float": ({"prompt": "a", "best_of": 2.0}, "invalid_value"),
     "stop": ({"prompt": "a", "stop": [""]}, "invalid_value"),
+    "half a character in stop": ({"prompt": "a", "stop": ["a\ud800"]}, "invalid_value"),
+    "half a character in bad_words": ({"prompt": "a", "bad_words": ["b", "a\ud800"]}, "invalid_value"),
     "bias": ({"prompt": "a", "logit_bias": {"x": 1}}, "invalid_value"),
     "unknown key": ({"prompt": "a", "temprature": 0}, "unknown_key"),
     "unknown key without a neighbour": ({"prompt": "a", "zzz": 0}, "unknown_key"),
@@ -394,9 +396,8 @@ def test_a_prompt_that_is_only_scored_may_fill_the_length(fields: dict[str, Any]
         ({"prompt_token_ids": [1], "max_tokens": None, "min_tokens": 100}, "invalid_value"),
         ({"prompt": "a\ud800"}, "invalid_unicode"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, "invalid_unicode"),
-        # Such rows once ended the job.
+        # Such a row once ended the job.
         ({"prompt_token_ids": [2**70], "truncate_prompt_tokens": 5}, "token_out_of_vocabulary"),
-        ({"prompt": "a", "bad_words": ["b", "a\ud800"]}, "invalid_value"),
     ],
 )
 def test_what_only_the_model_can_tell_is_an_error_row(tokenizer, fields, code):

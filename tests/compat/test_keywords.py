@@ -64,6 +64,15 @@ VLLM_LLM = (
     "spec_tokens",
 )
 
+# Of its EngineArgs.
+VLLM_ENGINE = (
+    *("watermark_config", "log_level", "logging_config", "log_config_file", "max_num_active_seqs", "enable_hc_sp"),
+    *("enable_shm_tensor_arena", "sparse_indexer_topk_backend", "kda_decode_backend", "elastic_ep_max_dp_size"),
+    *("long_prefill_token_threshold_adaptive", "max_lora_cls_labels", "aux_output_config", "custom_histogram_buckets"),
+    *("engram_config", "sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names", "swa_bounded_replay"),
+    "enable_mamba_shared_prefix_checkpoint",
+)
+
 # What a trainer's colocate mode passes, and what an inference script of another framework asks the signature for.
 TRAINER: dict[str, Any] = {
     "tensor_parallel_size": 1,
@@ -119,7 +128,7 @@ def test_that_comparison_sees_a_row_that_is_missing():
     assert named_by_llm({name: row for name, row in KEYWORDS.items() if name != "dtype"}) != named_by_llm(KEYWORDS)
 
 
-@pytest.mark.parametrize("name", [*VLLM_LLM, *ASKED_FOR, *TRAINER])
+@pytest.mark.parametrize("name", [*VLLM_LLM, *VLLM_ENGINE, *ASKED_FOR, *TRAINER])
 def test_what_vllm_names_is_in_the_table(name: str):
     assert KEYWORDS[name].words or KEYWORDS[name].effect is Effect.SAME
     assert name in inspect.signature(EngineArgs).parameters
@@ -201,6 +210,18 @@ def test_a_keyword_that_nobody_knows_names_the_nearest(given: dict[str, Any], me
         with pytest.raises(TypeError) as refused:
             made(checkpoint_folder("llama3"), **given)
         assert str(refused.value) == message
+
+
+def test_a_renamed_keyword_counts_beside_the_default_of_its_name_here():
+    """`LLM` and `EngineArgs` name every setting with its default: the keyword was refused as a second value of it."""
+    for given in ({}, {"expert_placement": "linear"}, vars(EngineArgs(FOLDER))):
+        arguments = {**given, "model": FOLDER, "enable_expert_parallel": True}
+        made = run_config({**arguments, "expert_placement_strategy": "round_robin"})
+        assert made.parallel.expert_placement == "round_robin"
+        assert run_config({**arguments, "num_gpu_blocks_override": 9}).cache.num_blocks == 9
+    words = "expert_placement_strategy='linear' and expert_placement='round_robin' are one setting here"
+    with pytest.raises(ConfigError, match=words):
+        config(expert_placement="round_robin", expert_placement_strategy="linear", enable_expert_parallel=True)
 
 
 def test_values_that_no_setting_has_are_the_command_lines_sentence():

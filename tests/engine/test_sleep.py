@@ -182,6 +182,17 @@ CALLS: dict[str, Callable[[LLM], object]] = {
 }
 
 
+def test_with_nothing_unanswered_vllms_modes_are_the_same(llm: LLM, old: Any):
+    for call in (llm.sleep, llm.llm_engine.sleep):
+        with pytest.raises(ValueError, match="mode='stop' must be one of 'abort', 'wait', 'keep'"):
+            call(1, mode="stop")
+        assert not llm.is_sleeping
+    for mode in ("abort", "wait", "keep"):
+        llm.sleep(1, mode)
+        llm.wake_up()
+    assert answers(llm) == old
+
+
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_asleep_nothing_is_computed(llm: LLM, call: Callable[[LLM], object], old: Any):
     llm.sleep()

@@ -17,7 +17,7 @@ from spmd_worker.layers.embedding import VocabularyShard
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.sampler import Sampled, Sampler
 from spmd_worker.sampling.token_masks import TokenMasks
-from spmd_worker.sequence.sampled import FORM_FAILED
+from spmd_worker.sequence.sampled import FORM_FAILED, NON_FINITE
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 VOCAB_SIZE, EOS, NUM_ROWS = 211, (5,), 40
@@ -99,6 +99,33 @@ def test_shards_choose_what_the_whole_vocabulary_does(size: int):
     found = sharded(size, masks)
     assert all(each == found[0] for each in found)
     assert found[0].token_ids == whole(masks).token_ids
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_mask_hides_no_logit_that_is_not_finite(value: float, size: int):
+    """Where it forbids all such logits of a row, the row was answered unless log-probabilities were asked for."""
+    logits, rows, step_masks = step()
+    allowed = unpacked(step_masks.allowed, VOCAB_SIZE)
+    damaged = step_masks.indices[::2]
+    for place, index in enumerate(step_masks.indices):
+        if index in damaged:
+            # In the first shard or in the last.
+            forbidden = np.flatnonzero(~allowed[place])
+            logits[index, int(forbidden[0 if place % 4 else -1])] = value
+
+    def run(group: GroupHandle) -> Sampled:
+        shard = VocabularyShard(VOCAB_SIZE, size, group.rank)
+        mine = torch.full((NUM_ROWS, shard.size), -torch.inf)
+        mine[:, : shard.num_owned] = logits[:, shard.start : shard.stop]
+        masks = TokenMasks.of_step(step_masks, CPU)
+        return Sampler(group, shard.start, VOCAB_SIZE, EOS, "raw_logprobs").sample(mine, rows, masks)
+
+    usual = whole(TokenMasks.of_step(step_masks, CPU))
+    for found in on_ranks(size, run):
+        assert [index for index, each in enumerate(found.token_ids) if each == NON_FINITE] == list(damaged)
+        others = [index for index in range(NUM_ROWS) if index not in damaged]
+        assert [found.token_ids[index] for index in others] == [usual.token_ids[index] for index in others]
 
 
 def test_the_tests_see_a_shard_that_masks_from_its_own_first_column():

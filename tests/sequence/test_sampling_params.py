@@ -93,7 +93,7 @@ VLLM_FIELDS = (
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"),
     *("stream_interval", "skip_clone", "structured_outputs", "logit_bias", "allowed_token_ids", "extra_args"),
     *("bad_words", "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection"),
-    *("routed_experts_prompt_start", "trace_decode_token_ids"),
+    *("routed_experts_prompt_start", "trace_decode_token_ids", "watermarking"),
 )
 
 
@@ -197,6 +197,7 @@ def test_none_is_the_default_where_parameters_are_optional():
         ({"allowed_token_ids": [-1]}, "allowed_token_ids: -1 must be a token id"),
         ({"bad_words": [""]}, "bad_words=[''] must be a list of words"),
         ({"bad_words": [" "]}, "bad_words=[' '] must be a list of words"),
+        ({"bad_words": ["a", "b\ud83d"]}, "bad_words: 'b\\ud83d' holds half of a surrogate pair"),
         ({"bad_words_ids": [[]]}, "bad_words_ids=[[]] must be a list of lists"),
         ({"bad_words_ids": [3]}, "bad_words_ids=[3] must be a list of lists"),
         ({"logprobs": -2}, "logprobs=-2 must be from 0 to 64, or -1 for the whole vocabulary"),
@@ -224,7 +225,7 @@ def test_a_bad_word_is_forbidden_as_it_is_spelled_at_the_beginning_and_inside_a_
     assert spellings("c", Letters()) == [(ord("c"),)]
     assert spellings(" dog", Letters()) == [tuple(map(ord, "dog"))]
     assert spellings("c", type("Other", (Letters,), {"encode": lambda *_, **__: [1]})()) == [(1,)]
-    with pytest.raises(ValueError, match="'~' is no token at all"):
+    with pytest.raises(ValueError, match="bad_words: '~' is no token at all"):
         spellings("~", Letters())
     with pytest.raises(ValueError, match=r"bad_words need a tokenizer.json .*: use bad_words_ids"):
         spellings("c", None)

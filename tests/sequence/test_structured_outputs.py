@@ -93,6 +93,19 @@ def test_nothing_asks_for_nothing(nothing):
     assert StructuredOutputsParams.from_optional(json=None, regex=None, json_object=False) is None
 
 
+@pytest.mark.parametrize("empty", [{}, [], "", False, 0], ids=str)
+def test_an_empty_structural_tag_asks_for_nothing(empty: object):
+    """Kept as it came, an empty mapping or list cannot be hashed: one such row ended its job where its form was looked
+    up among those that are compiled.
+    """
+    form = SamplingParams(structured_outputs={"regex": "a+", "structural_tag": empty}).structured_outputs
+    plain = StructuredOutputsParams(regex="a+")
+    assert form == plain
+    assert hash(form) == hash(plain)
+    # What is kept of the fields that nobody reads is not looked at.
+    assert hash(StructuredOutputsParams(regex="a+", backend={}, disable_fallback=[])) == hash(plain)
+
+
 def test_a_form_must_be_able_to_end():
     with pytest.raises(ValueError, match="ignore_eos=True with structured_outputs"):
         SamplingParams(ignore_eos=True, structured_outputs={"regex": "a"})

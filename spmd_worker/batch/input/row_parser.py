@@ -205,7 +205,7 @@ def _check_words(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_si
     try:
         taken_params(sampling, tokenizer, vocab_size)
     except ValueError as error:
-        raise RowProblem("invalid_value", f"bad_words: {error}") from None
+        raise RowProblem("invalid_value", str(error)) from None
 
 
 class CustomIds:

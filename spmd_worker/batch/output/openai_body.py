@@ -12,6 +12,7 @@ from spmd_worker.batch.output.chat_message import call_ids, chat_answer, ended
 from spmd_worker.batch.row import EncodedRow
 from spmd_worker.chat.message import chat_message
 from spmd_worker.sequence.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
 _CREATED: Final = 0
 _LOWEST_LOGPROB: Final = -9999.0
@@ -129,14 +130,16 @@ def _top_by_text(position: TokenLogprobs, texts: Mapping[int, str]) -> dict[str,
 
 
 def _chat_logprobs(completion: CompletionOutput, num_top: int) -> JsonObject | None:
-    """One record per token, each with the `num_top` likeliest tokens of its position."""
+    """One record per token, each with the `num_top` likeliest tokens of its position, all where that is -1."""
     if completion.logprobs is None:
         return None
     content = []
     for position in completion.logprobs:
         sampled, entry = next(iter(position.items()))
         likeliest = sorted(position.items(), key=lambda item: item[1].rank)
-        top = [_chat_record(i, e) for i, e in likeliest if e.rank <= num_top]
+        # By their number: a sampled token that is as likely as the last of them has its rank.
+        num_shown = len(likeliest) if num_top == ALL_LOGPROBS else num_top
+        top = [_chat_record(token_id, each) for token_id, each in likeliest[:num_shown]]
         content.append({**_chat_record(sampled, entry), "top_logprobs": top})
     return {"content": content}
 
