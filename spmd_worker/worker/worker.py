@@ -524,10 +524,11 @@ class Worker(WorkerBase):
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         max_tokens, pooling = scheduler.max_num_batched_tokens, self.model_config.pooling
-        scheduled = largest_step(max_tokens, scheduler.max_num_seqs, self.max_model_len, block_size, pooling)
         assert self._model is not None, "load_model comes first"
-        num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
         is_on_cpu = self.device.type == "cpu"
+        sizes = (max_tokens, scheduler.max_num_seqs, self.max_model_len, block_size)
+        scheduled = largest_step(*sizes, pooling, all_filtered=not is_on_cpu)
+        num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
         engine = self._new_cache_engine(num_blocks, 0, max_layers=2 if is_on_cpu else None)
         # What pools counts a row's tokens from its beginning, and the CPU's attention holds nothing of a row's length.
         has_chunk = not is_on_cpu and pooling is None

@@ -122,3 +122,18 @@ def test_groups_are_made_in_a_world_that_is_bound_to_no_device(monkeypatch: pyte
     with pytest.raises(RuntimeError), groups._without_splits():
         raise RuntimeError
     assert world.bound_device_id == GPU
+
+
+@pytest.mark.parametrize(("device", "filters"), [(GPU, True), (torch.device("cpu"), False)])
+def test_the_largest_step_of_a_gpu_filters_all_rows_it_can(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, filters: bool
+):
+    asked = []
+    monkeypatch.setattr(worker_module, "largest_step", lambda *sizes, **keywords: asked.append(keywords) or ())
+    monkeypatch.setattr(worker_module, "longest_chunk", lambda *sizes: ())
+    monkeypatch.setattr(worker_module, "prepared_step", lambda *arguments: None)
+    monkeypatch.setattr(Worker, "_new_cache_engine", lambda *arguments, **keywords: None)
+    worker = new_worker()
+    worker._model, worker.device = SimpleNamespace(), device
+    worker._largest_step()
+    assert asked == [{"all_filtered": filters}]
