@@ -98,7 +98,9 @@ class Worker(WorkerBase):
 
     def init_device(self) -> None:
         """Raises ConfigError for a device or dtype that this machine does not have."""
-        self.device = choose_device(self.config.device, self.environment.local_rank)
+        self.device = choose_device(
+            self.config.device, self.environment.local_rank, is_callers_world=dist.is_initialized()
+        )
         timeout_s = self.config.executor.timeout_s
         if self.device.type == "cuda":
             self._check_cuda_dtype()

@@ -48,6 +48,7 @@ class FakeCuda:
             "memory_reserved": lambda device: 10,
             "set_device": lambda device: self.notes.append(f"set {device.index}"),
             "device": self.device,
+            "current_device": lambda: self.current,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
@@ -137,3 +138,13 @@ def test_the_largest_step_of_a_gpu_filters_all_rows_it_can(
     worker._model, worker.device = SimpleNamespace(), device
     worker._largest_step()
     assert asked == [{"all_filtered": filters}]
+
+
+def test_in_a_callers_world_the_worker_takes_the_device_that_the_caller_set(monkeypatch: pytest.MonkeyPatch):
+    cuda = FakeCuda().install(monkeypatch)
+    cuda.current = 5
+    monkeypatch.setattr(worker_module, "join_groups", lambda *arguments: None)
+    monkeypatch.setattr(worker_module.dist, "is_initialized", lambda: True)
+    worker = new_worker(num_ranks=2)
+    worker.init_device()
+    assert worker.device == torch.device("cuda", 5)
