@@ -6,7 +6,8 @@ come. Torch's fused attention may round a row differently when it is computed in
 T: tokens; L: keys of one sequence; Hq, Hkv: query and key-value heads of this rank; G = Hq / Hkv; D: head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from torch import Tensor
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
+
+_SCORES_AT_ONCE: Final = 1 << 29
+"""Of all heads. With a mask torch may write them down, and more than once: some GB."""
 
 
 class SdpaBackend:
@@ -102,9 +106,14 @@ def _attend_one(
         return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, num_heads, head_size)
     q = query.transpose(0, 1).unsqueeze(0)
     is_whole = num_queries == num_keys and not window
-    mask = None if is_whole else _mask(num_queries, num_keys, first_key, window, query.device, sees_later)
-    is_causal = is_whole and not sees_later
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True)
+    if is_whole:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=not sees_later, scale=scale, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1)
+    parts = []
+    for rows in _query_slices(num_queries, num_heads, keys):
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, sees_later)
+        parts.append(F.scaled_dot_product_attention(q[:, :, rows], k, v, mask, scale=scale, enable_gqa=True))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -126,22 +135,41 @@ def _attend_in_full(
     num_queries, num_heads, _ = query.shape
     repeats = num_heads // keys.shape[1]
     k, v = (each.float().repeat_interleave(repeats, 1).transpose(0, 1) for each in (keys, values))
-    scores = query.float().transpose(0, 1) @ k.transpose(1, 2) * scale
-    if score_cap > 0:
-        scores = (scores / score_cap).tanh() * score_cap
-    mask = _mask(num_queries, num_keys, first_key, window, query.device, sees_later)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, num_queries, 1)), -1)
-    weights = scores.softmax(-1)[..., : len(k[0])]
-    return (weights @ v).transpose(0, 1).to(query.dtype)
+    parts = []
+    for rows in _query_slices(num_queries, num_heads, keys):
+        scores = query[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
+        if score_cap > 0:
+            scores = (scores / score_cap).tanh() * score_cap
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, sees_later)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
+        weights = scores.softmax(-1)[..., : len(k[0])]
+        parts.append((weights @ v).transpose(0, 1).to(query.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _query_slices(num_queries: int, num_heads: int, keys: Tensor) -> Iterator[slice]:
+    """So many queries at a time that the scores of all heads are bounded. On the CPU all at once: its matmuls round a
+    row by how many there are.
+    """
+    size = num_queries if keys.is_cpu else max(1, _SCORES_AT_ONCE // (num_heads * len(keys)))
+    for start in range(0, num_queries, size):
+        yield slice(start, min(start + size, num_queries))
 
 
 def _mask(
-    num_queries: int, num_keys: int, first_key: int, window: int, device: torch.device, sees_later: bool
+    rows: slice,
+    num_queries: int,
+    num_keys: int,
+    first_key: int,
+    window: int,
+    device: torch.device,
+    sees_later: bool,
 ) -> Tensor:
-    """Bool [queries, keys], true where a query may look."""
-    query_positions = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
+    """Bool [queries, keys], true where a query of `rows` may look."""
+    first_query = num_keys - num_queries
+    query_positions = torch.arange(first_query + rows.start, first_query + rows.stop, device=device).unsqueeze(1)
     key_positions = torch.arange(first_key, num_keys, device=device).unsqueeze(0)
     ahead = (window - 1 if window else num_keys) if sees_later else 0
     mask = key_positions <= query_positions + ahead
