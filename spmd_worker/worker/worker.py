@@ -21,7 +21,6 @@ from kv_cache import host_reserve
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
 from kv_cache.cache_spec import CacheSpec
-from kv_cache.connector import TransferEngine
 from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.distributed.communicator import GroupHandle
@@ -35,7 +34,14 @@ from spmd_worker.grammar.step_masks import GrammarMasks
 from spmd_worker.kernels.api import Kernels, QuantisedKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory import host
-from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
+from spmd_worker.memory.device import (
+    PreparedStep,
+    give_back_freed,
+    is_on_any_rank,
+    measure_cuda,
+    measure_host,
+    profile_host,
+)
 from spmd_worker.memory.estimate import activation_bytes
 from spmd_worker.memory.plan import (
     cache_spec_of,
@@ -87,7 +93,7 @@ class Worker(WorkerBase):
         self._attention: AttentionBackend | None = None
         self._model: DecoderForCausalLM | None = None
         self._cache_engine: CacheEngine | None = None
-        self._tier_engine: TransferEngine | None = None
+        self._tier_engine: HostTierEngine | None = None
         self._num_tier_slots = 0
         self._sleep: WorkerSleep | None = None
         self._mirror: Mirror | None = None
@@ -426,15 +432,15 @@ class Worker(WorkerBase):
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups stay."""
         self.model_runner = self._mirror = self._model = self._tier_engine = self._sleep = None
+        # They keep tensors of the last step.
+        self._attention = self._kernels = None
         if self._cache_engine is not None:
             self._cache_engine.release()
             self._cache_engine = None
         if self.groups is not None:
             self.groups.destroy()
             self.groups = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        host.give_back_freed()
+        give_back_freed(self.device)
 
     @property
     def _asleep(self) -> WorkerSleep:
@@ -450,9 +456,14 @@ class Worker(WorkerBase):
     def _cache_memory(self) -> CacheMemory:
         engine, block_bytes = self._cache_engine, self.get_cache_block_size_bytes()
         assert engine is not None, "initialize_cache comes first"
-        num_host_blocks = engine.num_host_blocks + self._num_tier_slots
+        num_host_blocks = engine.num_host_blocks + self._num_tier_slots if self.device.type == "cpu" else 0
         device_bytes, host_bytes = engine.num_device_blocks * block_bytes, num_host_blocks * block_bytes
-        return CacheMemory(device_bytes, host_bytes, self._allocate_caches, self._release_caches)
+        return CacheMemory(device_bytes, host_bytes, self._held_host_bytes, self._allocate_caches, self._release_caches)
+
+    def _held_host_bytes(self) -> int:
+        assert self._cache_engine is not None, "initialize_cache comes first"
+        of_tier = 0 if self._tier_engine is None else self._tier_engine.num_host_bytes
+        return self._cache_engine.num_host_bytes + of_tier
 
     def _allocate_caches(self) -> None:
         assert self._cache_engine is not None, "initialize_cache comes first"
