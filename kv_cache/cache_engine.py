@@ -61,6 +61,11 @@ class CacheEngine:
         """[num_layers, num_host_blocks, *block_shape] in host memory, pinned where the device is CUDA."""
         return self._host_memory.tensor
 
+    @property
+    def num_host_bytes(self) -> int:
+        """Of host memory that is taken: on CUDA none before the first block moves there."""
+        return 0 if self._host is None else self._host.num_bytes
+
     def layer_cache(self, layer_index: int) -> Tensor:
         """[num_device_blocks, *block_shape]: a view that one layer reads and writes. Each rank counts layers from 0."""
         assert 0 <= layer_index < self.spec.num_layers, f"layer {layer_index} of {self.spec.num_layers}"

@@ -33,6 +33,10 @@ class HostMemory(Protocol):
     def tensor(self) -> Tensor:
         """What it holds."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory that is taken, with what blocks go through."""
+
     def move_out(self, pairs: Pairs) -> None:
         """(device block, host block): returns when the blocks are in `tensor`."""
 
@@ -73,6 +77,11 @@ class LazyHostMemory:
         """See `HostMemory.tensor`."""
         return self._memory.tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """See `HostMemory.num_bytes`: 0 before the first block moves."""
+        return 0 if self._made is None else self._made.num_bytes
+
     def move_out(self, pairs: Pairs) -> None:
         """See `HostMemory.move_out`."""
         if pairs:
@@ -99,6 +108,11 @@ class PlainHostMemory:
         num_layers, _, *block_shape = device_cache.shape
         self.tensor = lazy_zeros((num_layers, num_blocks, *block_shape), device_cache.dtype)
         self._device_cache = device_cache
+
+    @property
+    def num_bytes(self) -> int:
+        """See `HostMemory.num_bytes`."""
+        return self.tensor.nbytes
 
     def move_out(self, pairs: Pairs) -> None:
         """See `HostMemory.move_out`."""
@@ -129,6 +143,11 @@ class CudaHostMemory:
         """`staging_read` is recorded here whenever the device has read the staging memory."""
         self._device_cache, self.tensor, self._staging = device_cache, tensor, staging
         self._stream, self._staging_read = stream, staging_read
+
+    @property
+    def num_bytes(self) -> int:
+        """See `HostMemory.num_bytes`."""
+        return self.tensor.nbytes + self._staging.nbytes
 
     def move_out(self, pairs: Pairs) -> None:
         """Returns when the blocks are in the host cache; waits for nothing that is queued on the device after them."""

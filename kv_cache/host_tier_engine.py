@@ -22,6 +22,11 @@ class HostTierEngine:
         self._num_slots = num_slots
         self._finished: list[int] = []
 
+    @property
+    def num_host_bytes(self) -> int:
+        """Of host memory that is taken: on CUDA none before the first block moves there."""
+        return self._memory.num_bytes
+
     def store(self, number: int, pairs: Sequence[tuple[BlockId, int]]) -> None:
         """See `TransferEngine.store`. Raises ValueError, before anything moves, for a slot that does not exist."""
         self._check(slot for _, slot in pairs)

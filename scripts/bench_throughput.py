@@ -159,6 +159,7 @@ def run_rows(engine: Any, watch: "StepWatch | None" = None) -> Pass:
             for answer in runner.step():
                 done.num_prompt_tokens += answer.num_prompt_tokens
                 done.num_output_tokens += answer.num_output_tokens
+                done.num_error_rows += answer.error_code is not None
                 body = json.loads(answer.line)
                 answers[answer.index] = [token for each in body.get("outputs", ()) for token in each["token_ids"]]
             spent_s = time.perf_counter() - step_began_s

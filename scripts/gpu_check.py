@@ -33,14 +33,17 @@ BENCHMARKS = {
 }
 """Hidden size, intermediate size, layers, query heads, key-value heads, head size, vocabulary."""
 LARGEST = "llama-3.1-8b-like"
-TRITON = "executor.worker_cls=spmd_worker.worker.triton_worker.TritonWorker"
+WORKER = "spmd_worker.worker.triton_worker.TritonWorker"
+TRITON = f"executor.worker_cls={WORKER}"
+OWN_PARTS = ("near_transformers", "kernels_on_a_gpu")
+"""Words of the names of tests that are parts by themselves: `compare` and `kernels`."""
 DRY_BENCHMARK = {"tiny": (64, 96, 2, 4, 2, 16, 320)}
 
 
 @dataclass(frozen=True)
 class Part:
     """A command and the seconds that it may take. `needs`: modules beside NEEDED. What it ends with: a JSON object, or
-    where it `is_tests` pytest's count.
+    where it `is_tests` pytest's count. `num_output_tokens`: what the rows of a benchmark have to answer.
     """
 
     name: str
@@ -49,46 +52,53 @@ class Part:
     variables: dict[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     is_tests: bool = False
+    num_output_tokens: int | None = None
 
 
 def parts(folder: Path, *, is_dry: bool) -> list[Part]:
-    """In the order of what is asked first. 580 seconds at most, on a GPU."""
+    """In the order of what is asked first. 575 seconds at most, on a GPU."""
     # Interpreted matmuls are numpy's: of OpenBLAS's kernels those for old processors add up all rows of a tile alike.
     interpreted = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"} if is_dry else {}
     probe = ["scripts/gpu_probe.py", *(["--dry"] if is_dry else [])]
-    tests = [
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        *(["--collect-only"] if is_dry else []),
-        "tests/test_gpu.py",
-        "tests/kernels/test_triton.py",
-    ]
     few = ["--device", "cpu", "--prompts", "2", "--tokens", "4"] if is_dry else []
-    # A dry run has minutes: what interprets is slow, and other work may be beside it.
-    limits = (600.0,) * 5 if is_dry else (120.0, 60.0, 90.0, 60.0, 50.0)
+    # Triton's interpreter has no bfloat16.
+    with_triton = ["--worker-cls", WORKER, *(["--dtypes", "float32"] if is_dry else [])]
+    compared_by = (*RUNTIME, "transformers")
+    # A dry run has minutes: what interprets is slow, and other work may be beside it. The tests build the library of
+    # the CPU's kernels where it is not built yet.
+    limits = (600.0,) * 7 if is_dry else (100.0, 60.0, 125.0, 40.0, 45.0, 35.0, 45.0)
     found = [
         Part("probe", probe, limits[0], interpreted),
         Part("kernels", ["tests/kernels/triton_cases.py", *([] if is_dry else ["cuda"])], limits[1], interpreted),
-        Part("tests", tests, limits[2], needs=TESTS, is_tests=True),
-        Part("compare", ["scripts/gpu_compare.py", *few], limits[3], needs=(*RUNTIME, "transformers")),
+        Part("tests", tests_of(ROOT / "tests", is_dry=is_dry), limits[2], needs=TESTS, is_tests=True),
+        Part("compare", ["scripts/gpu_compare.py", *few], limits[3], needs=compared_by),
+        Part("compare, triton", ["scripts/gpu_compare.py", *few, *with_triton], limits[4], interpreted, compared_by),
     ]
     for name, sizes in (DRY_BENCHMARK if is_dry else BENCHMARKS).items():
-        command = benchmark(folder, name, sizes, is_dry=is_dry)
-        # Plain torch takes minutes for the largest.
+        write_model(folder / name, sizes)
+        # Plain torch launches each sequence's attention by itself: fewer rows, and not the largest.
+        plain, triton = ((2, 5, 3), (2, 5, 3)) if is_dry else ((64, 300, 32), (256, 300, 100))
         if name != LARGEST:
-            found.append(Part(f"benchmark {name}", command, limits[4], needs=RUNTIME))
-        found.append(Part(f"benchmark {name}, triton", [*command, TRITON], limits[4], interpreted, RUNTIME))
+            command = benchmark(folder, name, "", sizes[-1], plain, is_dry=is_dry)
+            found.append(Part(f"benchmark {name}", command, limits[5], {}, RUNTIME, num_output_tokens=asked(plain)))
+        command = [*benchmark(folder, name, "-triton", sizes[-1], triton, is_dry=is_dry), TRITON]
+        part = f"benchmark {name}, triton"
+        found.append(Part(part, command, limits[6], interpreted, RUNTIME, num_output_tokens=asked(triton)))
     return found
 
 
-def benchmark(folder: Path, name: str, sizes: tuple[int, ...], *, is_dry: bool) -> list[str]:
-    """A model of these sizes without weights, and rows of token ids for it; the command that times them."""
+def tests_of(folder: Path, *, is_dry: bool) -> list[str]:
+    """Of all files in `folder` that mark tests so, without collecting the others, those that are no part of their own.
+    Its marker is what a file of tests has to name, in whichever way.
+    """
+    files = [path for path in sorted(folder.rglob("test_*.py")) if "mark.gpu" in path.read_text(encoding="utf-8")]
+    others = " and ".join(f"not {words}" for words in OWN_PARTS)
+    return ["-m", "pytest", "-q", "-m", "gpu", "-k", others, *(["--collect-only"] if is_dry else []), *map(str, files)]
+
+
+def write_model(folder: Path, sizes: tuple[int, ...]) -> None:
+    """A model of these sizes without weights."""
     hidden, intermediate, layers, heads, kv_heads, head_size, vocabulary = sizes
-    model = folder / name
-    model.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -108,8 +118,15 @@ def benchmark(folder: Path, name: str, sizes: tuple[int, ...], *, is_dry: bool) 
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    (model / "config.json").write_text(json.dumps(config))
-    num_rows, prompt, output = (2, 5, 3) if is_dry else (256, 300, 100)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def benchmark(
+    folder: Path, name: str, suffix: str, vocabulary: int, workload: tuple[int, int, int], *, is_dry: bool
+) -> list[str]:
+    """Rows of token ids: how many, of how many tokens, for how many more; the command that times them."""
+    num_rows, prompt, output = workload
     rows = [
         {
             "prompt_token_ids": [3 + (row * 7919 + at * 31) % (vocabulary - 3) for at in range(prompt)],
@@ -119,12 +136,17 @@ def benchmark(folder: Path, name: str, sizes: tuple[int, ...], *, is_dry: bool) 
         }
         for row in range(num_rows)
     ]
-    path = folder / f"{name}.jsonl"
+    path = folder / f"{name}{suffix}.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     keys = ["model.load_format=dummy", f"device={'cpu' if is_dry else 'cuda'}", "cache.num_blocks=8192"]
     dry_keys = ("cache.num_blocks=64", "model.max_model_len=64", "model.dtype=float32")
     keys = [*keys[:2], *dry_keys] if is_dry else keys
-    return ["scripts/bench_throughput.py", str(model), str(path), *keys, "--no-job", "--no-split"]
+    return ["scripts/bench_throughput.py", str(folder / name), str(path), *keys, "--no-job", "--no-split"]
+
+
+def asked(workload: tuple[int, int, int]) -> int:
+    """Output tokens of all rows."""
+    return workload[0] * workload[2]
 
 
 def run(part: Part) -> dict[str, object]:
@@ -176,6 +198,10 @@ def has_failed(part: Part, found: dict[str, object]) -> bool:
         lines = result if isinstance(result, list) else []
         return not any(re.search(r"\b[1-9]\d*(/\d+)? (passed|tests? collected)\b", line) for line in lines)
     if not isinstance(result, dict) or not result:
+        return True
+    if part.num_output_tokens is not None and (
+        result.get("error_rows") != 0 or result.get("output_tokens") != part.num_output_tokens
+    ):
         return True
     if part.name == "kernels":
         return any(result.values())

@@ -6,7 +6,7 @@ come. Torch's fused attention may round a row differently when it is computed in
 T: tokens; L: keys of one sequence; Hq, Hkv: query and key-value heads of this rank; G = Hq / Hkv; D: head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -17,8 +17,10 @@ from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import LayerSizes, LayerWeights
 
-_MOST_SCORES: Final = 2**24
-"""Written down at once, of all heads together; of one query there may be more."""
+_SCORES_AT_ONCE: Final = 1 << 29
+"""Of all heads. With a mask torch may write them down, and more than once: some GB."""
+_SCORES_IN_FULL: Final = 1 << 24
+"""On the CPU, where they are written down here: some hundred MB, which no estimate has."""
 
 
 class SdpaBackend:
@@ -106,9 +108,14 @@ def _attend_one(
         return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(1, num_heads, head_size)
     q = query.transpose(0, 1).unsqueeze(0)
     is_whole = num_queries == num_keys and not window
-    mask = None if is_whole else _mask(num_queries, num_keys, first_key, window, query.device, sees_later)
-    is_causal = is_whole and not sees_later
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True)
+    if is_whole:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=not sees_later, scale=scale, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1)
+    parts = []
+    for rows in _query_slices(num_queries, num_heads, keys):
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, sees_later)
+        parts.append(F.scaled_dot_product_attention(q[:, :, rows], k, v, mask, scale=scale, enable_gqa=True))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -125,39 +132,47 @@ def _attend_in_full(
     sinks: Tensor | None,
 ) -> Tensor:
     """As `_attend_one`, with bounded scores or sinks, which torch's fused attention does not have: in float32, written
-    down for some queries after the other. No estimate of memory has the scores, which grow with the longest row.
+    down for some queries after the other.
     """
     num_queries, num_heads, _ = query.shape
     repeats = num_heads // keys.shape[1]
     k, v = (each.float().repeat_interleave(repeats, 1).transpose(0, 1) for each in (keys, values))
-    mask = _mask(num_queries, num_keys, first_key, window, query.device, sees_later)
-    num_at_once = max(1, _MOST_SCORES // (num_heads * len(keys)))
     parts = []
-    for first in range(0, num_queries, num_at_once):
-        rows = slice(first, first + num_at_once)
-        parts.append(_attend_some(query[rows], k, v, mask[rows], scale, score_cap, sinks))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    for rows in _query_slices(num_queries, num_heads, keys, _SCORES_IN_FULL):
+        scores = query[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
+        if score_cap > 0:
+            scores = (scores / score_cap).tanh() * score_cap
+        mask = _mask(rows, num_queries, num_keys, first_key, window, query.device, sees_later)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
+        weights = scores.softmax(-1)[..., : len(k[0])]
+        parts.append((weights @ v).transpose(0, 1).to(query.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend_some(
-    query: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, score_cap: float, sinks: Tensor | None
-) -> Tensor:
-    """Queries [T, Hq, D] of keys and values, float32 [Hq, L, D], which `mask` [T, L] lets see."""
-    scores = query.float().transpose(0, 1) @ k.transpose(1, 2) * scale
-    if score_cap > 0:
-        scores = (scores / score_cap).tanh() * score_cap
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(query), 1)), -1)
-    weights = scores.softmax(-1)[..., : k.shape[1]]
-    return (weights @ v).transpose(0, 1).to(query.dtype)
+def _query_slices(num_queries: int, num_heads: int, keys: Tensor, most_on_cpu: int | None = None) -> Iterator[slice]:
+    """So many queries at a time that the scores of all heads are bounded. On the CPU as many as can be: its matmuls
+    round a row by how many there are.
+    """
+    most = most_on_cpu if keys.is_cpu else _SCORES_AT_ONCE
+    size = num_queries if most is None else max(1, most // (num_heads * len(keys)))
+    for start in range(0, num_queries, size):
+        yield slice(start, min(start + size, num_queries))
 
 
 def _mask(
-    num_queries: int, num_keys: int, first_key: int, window: int, device: torch.device, sees_later: bool
+    rows: slice,
+    num_queries: int,
+    num_keys: int,
+    first_key: int,
+    window: int,
+    device: torch.device,
+    sees_later: bool,
 ) -> Tensor:
-    """Bool [queries, keys], true where a query may look."""
-    query_positions = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
+    """Bool [queries, keys], true where a query of `rows` may look."""
+    first_query = num_keys - num_queries
+    query_positions = torch.arange(first_query + rows.start, first_query + rows.stop, device=device).unsqueeze(1)
     key_positions = torch.arange(first_key, num_keys, device=device).unsqueeze(0)
     ahead = (window - 1 if window else num_keys) if sees_later else 0
     mask = key_positions <= query_positions + ahead

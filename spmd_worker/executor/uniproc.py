@@ -58,7 +58,10 @@ class UniProcExecutor(Executor):
     def _call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
             if callable(method):
-                return method(self.driver_worker.worker, *args, **kwargs)
+                worker = self.driver_worker.worker
+                assert worker is not None, "start comes first"
+                with worker.on_device():
+                    return method(worker, *args, **kwargs)
             return self.driver_worker.execute_method(method, *args, **kwargs)
         except Exception as error:
             error.add_note(f"on rank {self.environment.rank}, in {_name_of(method)}")

@@ -13,6 +13,8 @@ from torch import Tensor
 from spmd_worker.kernels.api import MASS_BITS, Cuts
 
 _NUMBERS_AT_ONCE: Final = 1 << 18
+_NUMBERS_AT_ONCE_OFF_CPU: Final = 1 << 24
+"""Sorted and summed up, each takes tens of bytes: some hundred MB in all."""
 
 
 class ReferenceKernels:
@@ -147,7 +149,9 @@ def _masses(logits: Tensor, largest: Tensor, factors: Tensor) -> Tensor:
 
 
 def _row_blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """A few rows at a time on the CPU: whole, what is computed between them is memory that the system maps anew."""
-    num_rows, num_columns = logits.shape
-    size = max(1, _NUMBERS_AT_ONCE // max(1, num_columns)) if logits.is_cpu else max(1, num_rows)
+    """A few rows at a time, whose results are the same however many there are. On the CPU fewer: what is computed
+    between them is memory that the system maps anew.
+    """
+    most = _NUMBERS_AT_ONCE if logits.is_cpu else _NUMBERS_AT_ONCE_OFF_CPU
+    size = max(1, most // max(1, logits.shape[1]))
     return list(zip(*(torch.split(each, size) for each in (logits, *others)), strict=True))

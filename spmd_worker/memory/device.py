@@ -72,6 +72,19 @@ def measure_cuda(
     return MemoryMeasurement(free_at_start, weights, activations, outside, "measured")
 
 
+def give_back_freed(device: torch.device) -> None:
+    """Give the system what torch and libc keep of memory that was freed: of the device and, where that is CUDA, what
+    was pinned of the host's, of which copies that are not done yet would keep theirs.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        # Has no public name; builds without CUDA lack it.
+        if empty_pinned := getattr(torch._C, "_host_emptyCache", None):
+            empty_pinned()
+    host.give_back_freed()
+
+
 def is_on_any_rank(group: GroupHandle, flag: bool) -> bool:
     """Whether `flag` is set on any rank of a group on the CPU; the same answer on all of them, who all must call."""
     return bool(group.all_reduce(torch.tensor([int(flag)])).item())

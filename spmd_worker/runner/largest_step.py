@@ -18,6 +18,7 @@ from spmd_worker.sequence.sampling_params import SamplingParams
 
 _FILTERED = SamplingParams(top_p=0.9, logprobs=0)
 _REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0)
+_GREEDY = SamplingParams(temperature=0.0, logit_bias=((0, 1.0),), logprobs=0)
 
 
 def largest_step(
@@ -26,11 +27,14 @@ def largest_step(
     max_model_len: int,
     block_size: int,
     pooling: PoolingConfig | None = None,
+    *,
+    all_filtered: bool = False,
 ) -> tuple[ScheduledSequence, ...]:
     """As many tokens as a step may hold, spread over as many sequences as may run, all of which sample, or are pooled.
 
-    All have a bias and want log-probabilities, which takes whole rows of logits. Filters go row by row, so one filtered
-    row holds as much as many and takes less time.
+    All want log-probabilities and whole rows of logits. On the CPU, where filters go nearly row by row, one filtered
+    row holds as much as many and takes less time. Elsewhere many are sorted at once: `all_filtered` filters all but the
+    first, which is greedy, so that what is filtered and what is drawn are copies beside the logits of all.
     """
     num_sequences = max(1, min(max_num_seqs, max_num_batched_tokens))
     num_tokens = max(1, min(max_model_len - 1, max_num_batched_tokens // num_sequences))
@@ -39,7 +43,10 @@ def largest_step(
     pooled = None if pooling is None else taken_pooling(PoolingParams(), pooling)
     for index in range(num_sequences):
         num_blocks = num_blocks_for(num_tokens, block_size)
-        sampling = _REPORTED if index else _FILTERED
+        if all_filtered:
+            sampling = _FILTERED if index or num_sequences == 1 else _GREEDY
+        else:
+            sampling = _REPORTED if index else _FILTERED
         request = Request(RequestId(index), (0,) * num_tokens, sampling, stream=index, pooling=pooled)
         blocks = [BlockId(first_block + offset) for offset in range(num_blocks)]
         sequence = MirroredSequence(request, 0, [], blocks, 0, num_tokens)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.memory import host
+from spmd_worker.memory.device import give_back_freed
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.models.weight_memory import WeightMemory
 from spmd_worker.sequence.sleep_tags import KV_CACHE, TAGS, WEIGHTS, checked_level, checked_tags
@@ -23,10 +24,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """The caches of a worker: bytes on its device and in host memory, and what makes and drops them."""
+    """The caches of a worker, and what makes and drops them: bytes on its device; bytes of host memory that `allocate`
+    takes, of which CUDA takes none before a block moves there; and those that are taken now.
+    """
 
     num_device_bytes: int
     num_host_bytes: int
+    held_host_bytes: Callable[[], int]
     allocate: Callable[[], None]
     release: Callable[[], None]
 
@@ -79,8 +83,8 @@ class WorkerSleep:
         started = perf_counter()
         given = dict.fromkeys(TAGS, 0)
         if KV_CACHE not in self.tags:
+            given[KV_CACHE] = self._cache.num_device_bytes + self._cache.held_host_bytes()
             self._cache.release()
-            given[KV_CACHE] = self._cache.num_device_bytes + self._cache.num_host_bytes
         update = self._model.weight_update
         if staged.level == 2 or staged.host_weights is not None:
             had_memory = self._weights.is_there
@@ -90,7 +94,7 @@ class WorkerSleep:
             update.end()
         update.are_weights_asleep = True
         self.tags = TAGS
-        self._give_back_freed()
+        give_back_freed(self._device)
         self._log(f"asleep at level {staged.level}, gave back", given, started)
         return given
 
@@ -139,7 +143,7 @@ class WorkerSleep:
     def _forget(self, *, takes_cache: bool) -> None:
         if takes_cache:
             self._cache.release()
-        self._give_back_freed()
+        give_back_freed(self._device)
 
     def _check_room(self, needed: dict[str, int]) -> None:
         """Memory of a host is handed out as it is written, far past what there is: that would end in a step."""
@@ -151,11 +155,6 @@ class WorkerSleep:
                 f"{on_host - available} too few; this process holds {host.resident_bytes()} bytes already: give memory "
                 f"back, then wake up"
             )
-
-    def _give_back_freed(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        host.give_back_freed()
 
     def _log(self, what: str, num_bytes: dict[str, int], started: float) -> None:
         seconds, resident = perf_counter() - started, host.resident_bytes()

@@ -21,7 +21,6 @@ from kv_cache import host_reserve
 from kv_cache.cache_engine import CacheEngine
 from kv_cache.cache_sizing import CacheSizing, MemoryMeasurement, check_cache_holds_one_sequence
 from kv_cache.cache_spec import CacheSpec
-from kv_cache.connector import TransferEngine
 from kv_cache.host_tier_engine import HostTierEngine
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.distributed.communicator import GroupHandle
@@ -35,7 +34,14 @@ from spmd_worker.grammar.step_masks import GrammarMasks
 from spmd_worker.kernels.api import Kernels, QuantisedKernels
 from spmd_worker.layers.context import LayerContext
 from spmd_worker.memory import host
-from spmd_worker.memory.device import PreparedStep, is_on_any_rank, measure_cuda, measure_host, profile_host
+from spmd_worker.memory.device import (
+    PreparedStep,
+    give_back_freed,
+    is_on_any_rank,
+    measure_cuda,
+    measure_host,
+    profile_host,
+)
 from spmd_worker.memory.estimate import activation_bytes
 from spmd_worker.memory.plan import (
     cache_spec_of,
@@ -87,7 +93,7 @@ class Worker(WorkerBase):
         self._attention: AttentionBackend | None = None
         self._model: DecoderForCausalLM | None = None
         self._cache_engine: CacheEngine | None = None
-        self._tier_engine: TransferEngine | None = None
+        self._tier_engine: HostTierEngine | None = None
         self._num_tier_slots = 0
         self._sleep: WorkerSleep | None = None
         self._mirror: Mirror | None = None
@@ -98,7 +104,9 @@ class Worker(WorkerBase):
 
     def init_device(self) -> None:
         """Raises ConfigError for a device or dtype that this machine does not have."""
-        self.device = choose_device(self.config.device, self.environment.local_rank)
+        self.device = choose_device(
+            self.config.device, self.environment.local_rank, is_callers_world=dist.is_initialized()
+        )
         timeout_s = self.config.executor.timeout_s
         if self.device.type == "cuda":
             self._check_cuda_dtype()
@@ -424,15 +432,15 @@ class Worker(WorkerBase):
     def shutdown(self) -> None:
         """Idempotent. The caller's own groups stay."""
         self.model_runner = self._mirror = self._model = self._tier_engine = self._sleep = None
+        # They keep tensors of the last step.
+        self._attention = self._kernels = None
         if self._cache_engine is not None:
             self._cache_engine.release()
             self._cache_engine = None
         if self.groups is not None:
             self.groups.destroy()
             self.groups = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        host.give_back_freed()
+        give_back_freed(self.device)
 
     @property
     def _asleep(self) -> WorkerSleep:
@@ -448,9 +456,14 @@ class Worker(WorkerBase):
     def _cache_memory(self) -> CacheMemory:
         engine, block_bytes = self._cache_engine, self.get_cache_block_size_bytes()
         assert engine is not None, "initialize_cache comes first"
-        num_host_blocks = engine.num_host_blocks + self._num_tier_slots
+        num_host_blocks = engine.num_host_blocks + self._num_tier_slots if self.device.type == "cpu" else 0
         device_bytes, host_bytes = engine.num_device_blocks * block_bytes, num_host_blocks * block_bytes
-        return CacheMemory(device_bytes, host_bytes, self._allocate_caches, self._release_caches)
+        return CacheMemory(device_bytes, host_bytes, self._held_host_bytes, self._allocate_caches, self._release_caches)
+
+    def _held_host_bytes(self) -> int:
+        assert self._cache_engine is not None, "initialize_cache comes first"
+        of_tier = 0 if self._tier_engine is None else self._tier_engine.num_host_bytes
+        return self._cache_engine.num_host_bytes + of_tier
 
     def _allocate_caches(self) -> None:
         assert self._cache_engine is not None, "initialize_cache comes first"
@@ -524,10 +537,11 @@ class Worker(WorkerBase):
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         max_tokens, pooling = scheduler.max_num_batched_tokens, self.model_config.pooling
-        scheduled = largest_step(max_tokens, scheduler.max_num_seqs, self.max_model_len, block_size, pooling)
         assert self._model is not None, "load_model comes first"
-        num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
         is_on_cpu = self.device.type == "cpu"
+        sizes = (max_tokens, scheduler.max_num_seqs, self.max_model_len, block_size)
+        scheduled = largest_step(*sizes, pooling, all_filtered=not is_on_cpu)
+        num_blocks = sum(len(each.sequence.block_ids) for each in scheduled)
         engine = self._new_cache_engine(num_blocks, 0, max_layers=2 if is_on_cpu else None)
         # What pools counts a row's tokens from its beginning, and the CPU's attention holds nothing of a row's length.
         has_chunk = not is_on_cpu and pooling is None

@@ -1,6 +1,7 @@
 """What an engine may ask of an executor of one: classes by name, calls by name, futures, health, failure."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -90,6 +91,27 @@ def test_an_unknown_method_is_an_error_that_names_it(executor: UniProcExecutor):
     with pytest.raises(AttributeError, match=r"^rank 0: a worker has no method 'no_such_method'"):
         executor.collective_rpc("no_such_method")
     assert not executor.is_failed
+
+
+def test_calls_run_on_the_workers_device_also_those_of_callables(
+    executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch
+):
+    """A callable ran on whatever device was the process's current one."""
+    current: list[str] = []
+
+    @contextmanager
+    def on_device() -> Iterator[None]:
+        current.append("the worker's")
+        yield
+        current.pop()
+
+    monkeypatch.setattr(executor.driver_worker.worker, "on_device", on_device)
+    monkeypatch.setattr(executor.driver_worker.worker, "check_health", lambda: list(current))
+    assert executor.collective_rpc("check_health") == [["the worker's"]]
+    assert executor.collective_rpc(lambda worker: list(current)) == [["the worker's"]]
+    (future,) = executor.collective_rpc(lambda worker: list(current), non_block=True)
+    assert future.result() == ["the worker's"]
+    assert current == []
 
 
 def test_a_call_that_does_not_block_gives_futures_that_hold_the_answer_or_the_error(executor: UniProcExecutor):

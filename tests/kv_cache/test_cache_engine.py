@@ -305,6 +305,14 @@ def staged(monkeypatch):
     return engine, notes
 
 
+def test_host_memory_that_is_taken_counts_with_what_blocks_go_through(staged):
+    engine, _ = staged
+    block_bytes = engine.device_cache.nbytes // NUM_DEVICE_BLOCKS
+    assert engine.num_host_bytes == (NUM_HOST_BLOCKS + 2) * block_bytes
+    engine.release()
+    assert engine.num_host_bytes == 0
+
+
 def test_pinned_memory_is_taken_when_the_first_block_moves_and_once():
     made = []
 

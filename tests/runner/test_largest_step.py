@@ -83,3 +83,13 @@ def test_one_row_of_the_largest_step_is_filtered_and_all_report():
     samplings = [each.sequence.request.sampling for each in largest_step(64, 8, 100, 4)]
     assert [sampling.has_filters for sampling in samplings] == [True] + [False] * 7
     assert all(sampling.needs_logprobs for sampling in samplings)
+
+
+@pytest.mark.parametrize(("num_seqs", "filtered"), [(8, [False] + [True] * 7), (1, [True])])
+def test_off_the_cpu_all_rows_but_a_greedy_one_are_filtered(num_seqs, filtered):
+    """One was, while a step may sort as many as there are."""
+    scheduled = largest_step(64, num_seqs, 100, 4, all_filtered=True)
+    samplings = [each.sequence.request.sampling for each in scheduled]
+    assert [sampling.has_filters for sampling in samplings] == filtered
+    assert [sampling.is_greedy for sampling in samplings] == [not each for each in filtered]
+    assert all(sampling.needs_logprobs for sampling in samplings)

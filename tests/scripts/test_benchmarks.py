@@ -4,6 +4,7 @@ No test here looks at how long anything takes.
 """
 
 import json
+import shutil
 import subprocess
 from collections.abc import Mapping
 from importlib import import_module
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 import ranks
+import torch
 from constrained_rows import write_model
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "scripts" / "demo" / "model"
@@ -87,6 +90,21 @@ def test_the_floor_and_what_is_beside_the_model_are_less_than_what_is_measured(r
     figures = json.loads(run("bench_throughput.py", MODEL, rows, *SETTINGS).stdout.splitlines()[-1])
     assert figures["floor_s"] < figures["split_generate_s"]
     assert figures["beside_model"]["p90_ms"] < 1000 * figures["split_generate_s"] / figures["steps"]
+
+
+@pytest.mark.matrix
+def test_rows_that_meet_numbers_that_are_not_finite_are_error_rows(tmp_path: Path):
+    """Only rows that were refused counted. Token 7 is a column of the logits too, so no row is answered."""
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    shutil.copytree(MODEL, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.embed_tokens.weight"][7] = torch.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    lines = [{"prompt_token_ids": [each], "max_tokens": 3, "ignore_eos": True} for each in (5, 7)]
+    rows.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    options = ("--no-split", "--no-job", "model.allow_nonfinite=true")
+    figures = json.loads(run("bench_throughput.py", model, rows, *SETTINGS, *options).stdout.splitlines()[-1])
+    assert (figures["rows"], figures["error_rows"]) == (2, 2)
 
 
 @pytest.mark.matrix

@@ -80,12 +80,82 @@ def test_what_a_part_ends_with_is_read_and_what_it_found_counts():
             assert check.has_failed(part, {"returncode": returncode, "result": result}) == has_failed, (part, result)
 
 
+def test_a_benchmark_whose_rows_end_in_errors_or_early_has_failed():
+    """Kernels that answered NaN counted as ok: rows that ended as non_finite_logits were not looked at."""
+    check = gpu_check()
+    part = check.Part("benchmark", [], 1.0, num_output_tokens=200)
+    right = {"error_rows": 0, "output_tokens": 200, "output_tokens_per_s": 1.0}
+    for changed, has_failed in (
+        ({}, False),
+        ({"error_rows": 1}, True),
+        ({"output_tokens": 199}, True),
+        ({"output_tokens": None}, True),
+    ):
+        assert check.has_failed(part, {"returncode": 0, "result": right | changed}) == has_failed, changed
+    assert check.has_failed(part, {"returncode": 0, "result": {"wrong": []}})
+
+
+def test_benchmarks_ask_for_what_their_rows_say_and_the_comparison_runs_with_both_workers(tmp_path: Path):
+    for is_dry in (True, False):
+        (tmp_path / str(is_dry)).mkdir()
+        parts = gpu_check().parts(tmp_path / str(is_dry), is_dry=is_dry)
+        benchmarks = [part for part in parts if part.name.startswith("benchmark")]
+        for part in benchmarks:
+            rows = [json.loads(line) for line in Path(part.arguments[2]).read_text().splitlines()]
+            assert part.num_output_tokens == sum(row["max_tokens"] for row in rows), part
+        assert [part.num_output_tokens for part in parts if part not in benchmarks] == [None] * 5
+        plain, triton = (part for part in parts if part.name.startswith("compare"))
+        assert "--worker-cls" not in plain.arguments
+        assert triton.arguments[triton.arguments.index("--worker-cls") + 1].endswith(".TritonWorker")
+
+
+def test_plain_benchmarks_have_few_rows_as_each_sequence_is_launched_by_itself(tmp_path: Path):
+    """They had as many as the others, and could not end in their time."""
+    for part in gpu_check().parts(tmp_path, is_dry=False):
+        if part.name.startswith("benchmark"):
+            assert part.num_output_tokens == (256 * 100 if part.name.endswith("triton") else 64 * 32), part.name
+
+
+def test_a_comparison_whose_rows_end_early_is_not_near(monkeypatch):
+    """A row that ended as non_finite_logits was compared as far as it went, and counted as whole."""
+    compare = script("gpu_compare")
+    figures = {"dtype": "bfloat16", "device": "cpu", "num_tokens": 8, "num_same_tokens": 8, "tokens_per_s": 1.0}
+    close = {"worst_lead": 0.0, "worst_logprob_difference": 0.0}
+    assert compare.Comparison(**figures, **close, num_error_rows=0).is_near
+    assert not compare.Comparison(**figures, **close, num_error_rows=1).is_near
+    far = {"worst_lead": 0.0, "worst_logprob_difference": float("nan")}
+    assert not compare.Comparison(**figures, **far, num_error_rows=0).is_near
+
+
+@pytest.mark.matrix
+def test_rows_of_a_comparison_that_end_early_are_counted(tmp_path: Path, monkeypatch):
+    compare = script("gpu_compare")
+    compare.make_checkpoint(tmp_path)
+    prompts, run_ours, asked = compare.make_prompts(3), compare.run_ours, []
+
+    def cut(*arguments):
+        asked.append(arguments[-1])
+        outputs, elapsed_s = run_ours(*arguments)
+        for output, left in zip(outputs, (4, 2, 0), strict=True):
+            del output.outputs[0].token_ids[left:], output.outputs[0].logprobs[left:]
+        return outputs, elapsed_s
+
+    whole = compare.compare(tmp_path, prompts, 4, "float32", "cpu")
+    assert (whole.num_tokens, whole.num_error_rows, whole.is_near) == (12, 0, True)
+    monkeypatch.setattr(compare, "run_ours", cut)
+    worker = "spmd_worker.worker.worker.Worker"
+    found = compare.compare(tmp_path, prompts, 4, "float32", "cpu", worker)
+    assert (found.num_tokens, found.num_error_rows, found.is_near) == (6, 2, False)
+    assert asked == [worker]
+
+
 def test_a_part_whose_packages_are_missing_is_named_and_the_check_is_not_ok(tmp_path: Path, monkeypatch, capsys):
     check = gpu_check()
     ran = []
     monkeypatch.setattr(check, "find_spec", lambda name: None if name == "transformers" else name)
     # Of a part that is not there a JSON object says nothing, so these do.
     said = {"tests": ["3 passed in 1s"], "kernels": {"right": ""}}
+    said |= {key: {"error_rows": 0, "output_tokens": 6} for key in ("benchmark tiny", "benchmark tiny, triton")}
     monkeypatch.setattr(
         check,
         "run",
@@ -99,11 +169,11 @@ def test_a_part_whose_packages_are_missing_is_named_and_the_check_is_not_ok(tmp_
     report = json.loads(out.splitlines()[-1])
     assert ran == ["probe", "kernels", "benchmark tiny", "benchmark tiny, triton"]
     assert (report["failed"], report["is_ok"]) == ([], False)
-    assert report["not_run"] == {"tests": ["transformers"], "compare": ["transformers"]}
+    assert report["not_run"] == {key: ["transformers"] for key in ("tests", "compare", "compare, triton")}
     assert "gpu_check: compare does not run without transformers" in err
     monkeypatch.setattr(check, "find_spec", lambda name: name)
     assert check.main() == 0
-    assert len(ran) == 4 + 6
+    assert len(ran) == 4 + 7
 
 
 @pytest.mark.matrix
@@ -145,6 +215,39 @@ def test_all_parts_fit_into_ten_minutes(tmp_path: Path):
     assert [part.name for part in parts][:4] == ["probe", "kernels", "tests", "compare"]
 
 
+def test_all_files_with_tests_marked_gpu_are_run_but_for_parts_of_their_own(tmp_path: Path):
+    """Two files were named, and those of the cache on CUDA and of a caller's world with NCCL never ran."""
+    (tmp_path / "deeper").mkdir()
+    marked = {
+        "test_whole.py": "import pytest\npytestmark = pytest.mark.gpu\n",
+        "deeper/test_values.py": "CUDA = pytest.param('cuda', marks=[pytest.mark.gpu])\n",
+        "deeper/test_short.py": "from pytest import mark\n@mark.gpu\ndef test_it(): ...\n",
+    }
+    for name, text in {**marked, "test_cpu.py": "def test_it(): ...\n", "helper.py": "mark.gpu"}.items():
+        (tmp_path / name).write_text(text)
+    asked = gpu_check().tests_of(tmp_path, is_dry=False)
+    assert [each for each in asked if each.endswith(".py")] == [str(tmp_path / name) for name in sorted(marked)]
+    assert asked[asked.index("-k") + 1] == "not near_transformers and not kernels_on_a_gpu"
+
+
+@pytest.mark.stress
+def test_no_test_marked_gpu_is_left_out():
+    """As pytest finds them in all of tests/, which takes half a minute."""
+    check = gpu_check()
+
+    def collected(*arguments: str) -> set[str]:
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *arguments]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    everything = collected("-m", "gpu", "tests")
+    own = {each for each in everything if any(words in each for words in check.OWN_PARTS)}
+    assert len(own) == len(check.OWN_PARTS)
+    asked = check.tests_of(REPOSITORY / "tests", is_dry=False)
+    assert asked[:3] == ["-m", "pytest", "-q"]
+    assert collected(*asked[3:]) == everything - own
+
+
 @pytest.mark.stress
 def test_the_same_code_runs_without_a_gpu_and_ends_in_one_json_object():
     variables = {**os.environ, "PYTHON": sys.executable}
@@ -153,5 +256,6 @@ def test_the_same_code_runs_without_a_gpu_and_ends_in_one_json_object():
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["is_ok"]
-    assert list(report["parts"]) == ["probe", "kernels", "tests", "compare", "benchmark tiny", "benchmark tiny, triton"]
+    names = ["probe", "kernels", "tests", "compare", "compare, triton", "benchmark tiny", "benchmark tiny, triton"]
+    assert list(report["parts"]) == names
     assert report["parts"]["probe"]["result"]["failed"] == []

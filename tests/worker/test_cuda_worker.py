@@ -8,14 +8,17 @@ import torch
 from ranks import REPOSITORY
 from torch.distributed import distributed_c10d
 
+from kv_cache.host_memory import LazyHostMemory, PlainHostMemory
 from spmd_worker.attention.sdpa import SdpaBackend
 from spmd_worker.config.schema import ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed import groups
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ConfigError
+from spmd_worker.memory import device as device_memory
 from spmd_worker.resolved import resolve_run
 from spmd_worker.worker import worker as worker_module
 from spmd_worker.worker.backends import arithmetic_of
+from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WorkerSleep
 from spmd_worker.worker.worker import Worker
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
@@ -48,6 +51,7 @@ class FakeCuda:
             "memory_reserved": lambda device: 10,
             "set_device": lambda device: self.notes.append(f"set {device.index}"),
             "device": self.device,
+            "current_device": lambda: self.current,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
@@ -122,3 +126,79 @@ def test_groups_are_made_in_a_world_that_is_bound_to_no_device(monkeypatch: pyte
     with pytest.raises(RuntimeError), groups._without_splits():
         raise RuntimeError
     assert world.bound_device_id == GPU
+
+
+@pytest.mark.parametrize(("device", "filters"), [(GPU, True), (torch.device("cpu"), False)])
+def test_the_largest_step_of_a_gpu_filters_all_rows_it_can(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, filters: bool
+):
+    asked = []
+    monkeypatch.setattr(worker_module, "largest_step", lambda *sizes, **keywords: asked.append(keywords) or ())
+    monkeypatch.setattr(worker_module, "longest_chunk", lambda *sizes: ())
+    monkeypatch.setattr(worker_module, "prepared_step", lambda *arguments: None)
+    monkeypatch.setattr(Worker, "_new_cache_engine", lambda *arguments, **keywords: None)
+    worker = new_worker()
+    worker._model, worker.device = SimpleNamespace(), device
+    worker._largest_step()
+    assert asked == [{"all_filtered": filters}]
+
+
+def test_in_a_callers_world_the_worker_takes_the_device_that_the_caller_set(monkeypatch: pytest.MonkeyPatch):
+    cuda = FakeCuda().install(monkeypatch)
+    cuda.current = 5
+    monkeypatch.setattr(worker_module, "join_groups", lambda *arguments: None)
+    monkeypatch.setattr(worker_module.dist, "is_initialized", lambda: True)
+    worker = new_worker(num_ranks=2)
+    worker.init_device()
+    assert worker.device == torch.device("cuda", 5)
+
+
+def test_what_was_freed_goes_back_also_what_was_pinned_once_no_copy_reads_it(monkeypatch: pytest.MonkeyPatch):
+    """Pinned memory of the host stayed with torch, for weights that slept and blocks that were swapped."""
+    calls = []
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: calls.append((name, *device)))
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(("pinned",)), raising=False)
+    monkeypatch.setattr(device_memory.host, "give_back_freed", lambda: calls.append(("host",)))
+    expected = [("synchronize", GPU), ("empty_cache",), ("pinned",), ("host",)]
+    device_memory.give_back_freed(GPU)
+    assert calls == expected
+    calls.clear()
+    device_memory.give_back_freed(torch.device("cpu"))
+    assert calls == [("host",)]
+    monkeypatch.delattr(torch._C, "_host_emptyCache")
+    device_memory.give_back_freed(GPU)
+    calls.clear()
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(("pinned",)), raising=False)
+    worker = new_worker()
+    worker.device, worker._kernels, worker._attention = GPU, object(), object()
+    worker.shutdown()
+    assert calls == expected
+    assert (worker._kernels, worker._attention) == (None, None), "they keep tensors of the last step"
+
+
+def test_a_sleeping_worker_gives_back_the_host_memory_that_was_taken_and_no_other():
+    """Swap space that no block ever went to is not pinned, and counted as given back."""
+    cuda, model = torch.device("meta"), SimpleNamespace(weight_update=SimpleNamespace())
+    made, held = [], [0]
+    memory = LazyHostMemory(lambda: made.append(PlainHostMemory(torch.zeros(1, 4, 2), 3)) or made[0])
+    assert (memory.num_bytes, made) == (0, [])
+    memory.move_out([(0, 1)])
+    assert memory.num_bytes == 3 * 2 * 4
+    for held[0], expected in ((0, 100), (memory.num_bytes, 124)):
+        cache = CacheMemory(100, 0, lambda: held[0], lambda: None, lambda: held.__setitem__(0, 0))
+        sleeper = WorkerSleep(model, SimpleNamespace(is_there=True, num_bytes=7), cache, cuda, 1)
+        assert sleeper.commit_sleep(GoingToSleep(1, None)) == {"weights": 0, "kv_cache": expected}
+        taken = sleeper.commit_wake_up(sleeper.prepare_wake_up(["weights", "kv_cache"]))
+        assert taken["kv_cache"] == 100
+
+
+def test_a_gpu_takes_no_host_memory_at_the_start_and_the_cpu_all_of_it():
+    for device, taken in ((GPU, 0), (torch.device("cpu"), 5)):
+        worker = new_worker()
+        worker.device, worker._num_tier_slots = device, 2
+        worker._cache_engine = SimpleNamespace(num_host_blocks=3, num_device_blocks=4, num_host_bytes=10)
+        worker._tier_engine = SimpleNamespace(num_host_bytes=6)
+        memory, block_bytes = worker._cache_memory(), worker.get_cache_block_size_bytes()
+        assert (memory.num_device_bytes, memory.num_host_bytes) == (4 * block_bytes, taken * block_bytes)
+        assert memory.held_host_bytes() == 16
