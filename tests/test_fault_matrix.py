@@ -102,9 +102,9 @@ def test_without_a_watchdog_a_stopped_rank_keeps_the_others_past_the_limit(tmp_p
 
 @pytest.mark.matrix
 def test_a_disk_that_is_really_full_is_named_and_the_doctor_knows(tmp_path: Path):
-    """A file system of 20 KiB for the run directory, in a mount namespace of its own."""
+    """A file system of 32 KiB for the run directory, in a mount namespace of its own."""
     (tmp_path / "run").mkdir()
-    mount = f"mount -t tmpfs -o size=20k none {tmp_path / 'run'}"
+    mount = f"mount -t tmpfs -o size=32k none {tmp_path / 'run'}"
     if subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
         pytest.skip("may not mount here")
     launcher = ranks.torchrun(2)
