@@ -521,21 +521,21 @@ class LLM:
         self.llm_engine.check_not_closed()
         return self.llm_engine.executor.collective_rpc(method, timeout, args, kwargs)
 
-    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Call `function` with this rank's shard of the model, as a torch module with the checkpoint's names.
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call `func` with this rank's shard of the model, as a torch module with the checkpoint's names.
 
         `named_parameters()`, `get_parameter(name)`, `state_dict()`, `load_state_dict(...)` and attributes
         (`model.model.layers[0].mlp.up_proj.weight`) show the checkpoint's tensors, or this rank's slices of them, and
-        what `function` changes in them before it ends counts, a tied head included; `model.load_weights(pairs)` takes
+        what `func` changes in them before it ends counts, a tied head included; `model.load_weights(pairs)` takes
         whole tensors by name, as `update_weights` does. It has no forward pass. Of a packed weight (those of the linear
-        layers on the CPU) each parameter that is asked for is a copy, kept until `function` ends: where memory is
+        layers on the CPU) each parameter that is asked for is a copy, kept until `func` ends: where memory is
         short, ask for a few in each call. `collective_rpc("get_model_inspection")` shows shapes without any. What was
         cached before is not found after it, changed or not. Raises ValueError for what cannot be changed, with nothing
         changed on this rank; where other ranks did not refuse in the same call, what computes next raises
         RanksDisagreeError on all, until all weights were loaded. Calls are told apart by their number, so every rank
         makes as many where some may be refused.
         """
-        return self.llm_engine.apply_model(function)
+        return self.llm_engine.apply_model(func)
 
     @_in_one_thread()
     def worker_event(self, name: str, payload: Any = None, *, reset_prefix_cache: bool = False) -> list[Any]:

@@ -416,7 +416,7 @@ def test_requests_that_are_under_way_are_not_mixed_with_those_of_generate(llm: L
 def test_workers_can_be_called_by_name_and_by_function(llm: LLM):
     assert llm.collective_rpc("get_cache_block_size_bytes") == [2 * 3 * 2 * 16 * 16 * 4]
     assert llm.collective_rpc(lambda worker, factor: worker.vocab_size * factor, args=(2,)) == [422]
-    (num_parameters,) = llm.apply_model(lambda model: model.model_config.num_parameters)
+    (num_parameters,) = llm.apply_model(func=lambda model: model.model_config.num_parameters)
     assert num_parameters == sum(parameter.numel() for parameter in reference_model(NAME).parameters())
     with pytest.raises(AttributeError, match="no method 'nothing'"):
         llm.collective_rpc("nothing")

@@ -130,14 +130,13 @@ class InputCheck:
         return True
 
     def check_unchanged(self) -> None:
-        """When all rows were read. Raises ConfigError for a file that was changed meanwhile: the output would not be of
+        """When all rows were read. Raises ConfigError where files were changed meanwhile: the output would not be of
         the input that the manifest describes.
         """
-        path = self._scan.changed_file()
-        if path is not None:
+        if self._scan.has_changed():
             raise ConfigError(
-                f"job.input: {path} was changed while the job read it. The answers are kept: start the job again with "
-                f"the input as it was, or with job.resume=force to take it as it is now, or give another job.run_dir"
+                f"job.input={self._manifest['config']['job']['input']} was changed while the job read it. The answers "
+                f"are kept: start the job again with the input as it was, or give another job.run_dir"
             )
 
 

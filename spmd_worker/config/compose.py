@@ -53,7 +53,7 @@ def compose_run(
     literal = {key: value for key, value in literal.items() if last[key] == f"{key}={value}"}
     _check_overrides(plain)
     # Quoted, because a path may hold what Hydra's grammar gives a meaning.
-    folders = [] if extra_dir is None else [f"hydra.searchpath=['file://{extra_dir.resolve()}']"]
+    folders = [] if extra_dir is None else [f"hydra.searchpath=[{_quoted(f'file://{extra_dir.resolve()}')}]"]
     register_schema()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir.resolve()), job_name="launch"):
@@ -126,6 +126,12 @@ def _keys() -> dict[str, Any]:
         f"{group}.{name}": hint for group, kind in groups.items() for name, hint in typing.get_type_hints(kind).items()
     }
     return {**inner, **top}
+
+
+def _quoted(text: str) -> str:
+    """As Hydra's grammar reads it back: backslashes count where a quote comes after them."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def _is_literal_path(override: str) -> bool:

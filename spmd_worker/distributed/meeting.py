@@ -21,6 +21,9 @@ from typing import Final, Protocol
 
 from spmd_worker.errors import RankFailedError
 
+WAITS_FOR_RANKS: Final = True
+"""For the watchdog, which finds it in the module of a frame."""
+
 _FIRST_POLL_S: Final = 0.001
 _LONGEST_POLL_S: Final = 0.02
 

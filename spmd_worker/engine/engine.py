@@ -360,14 +360,14 @@ class LLMEngine:
                 self.commit_weights()
             self._events.append(ResetPrefixCache())
 
-    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """What `function` returns for the model of each worker of this executor: see `LLM.apply_model`. It may have
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """What `func` returns for the model of each worker of this executor: see `LLM.apply_model`. It may have
         changed weights, also where it raises: from the next step on no request finds what is in the cache now.
         """
         with self.calls.inside("apply_model"):
             self.check_not_closed()
             try:
-                return self.executor.collective_rpc("apply_model", args=(function,))
+                return self.executor.collective_rpc("apply_model", args=(func,))
             finally:
                 if not (self._events and isinstance(self._events[-1], ResetPrefixCache)):
                     self._events.append(ResetPrefixCache())

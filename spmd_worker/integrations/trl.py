@@ -141,6 +141,8 @@ def install() -> str:
         # The other trainers of TRL inherit the loop, or have no tools.
         for trainer in (grpo.GRPOTrainer, distillation.DistillationTrainer):
             trainer._tool_call_loop = in_turns(trainer._tool_call_loop)
+        # It asks before it makes a `VLLMGeneration`, by a name of its own.
+        distillation.is_vllm_available = is_vllm_available
         logger.info("%s", _words(version, instead))
     return _words(version, instead)
 

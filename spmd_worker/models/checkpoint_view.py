@@ -34,9 +34,9 @@ class CheckpointView(nn.Module):
         for name, value in attributes.items():
             setattr(self, name, value)
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """See `DecoderForCausalLM.load_weights`. Parameters that were asked for before show the new values."""
-        loaded = self._load_weights(tensors)
+        loaded = self._load_weights(weights)
         self._shown.read_again(loaded)
         return loaded
 

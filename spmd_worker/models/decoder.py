@@ -355,7 +355,7 @@ class DecoderForCausalLM(nn.Module):
         self.model.join_layers()
 
     @torch.no_grad()
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Make whole checkpoint tensors this rank's weights: any of them, in any order, any number of times.
 
         One after the other, in place, of any floating-point dtype, from any device; while one is written, there is one
@@ -368,11 +368,11 @@ class DecoderForCausalLM(nn.Module):
         written, and of a collection, such as a list, no tensor is when a name or a shape is wrong. Raises TypeError for
         what is not a name and a tensor.
         """
-        if isinstance(tensors, Collection):
-            for name, tensor in self._separate(tensors):
+        if isinstance(weights, Collection):
+            for name, tensor in self._separate(weights):
                 check_form(name, tensor, self._shape_of(name))
         loaded = set()
-        for name, tensor in self._separate(tensors):
+        for name, tensor in self._separate(weights):
             check_tensor(name, tensor, self._shape_of(name), self.model.dtype)
             self.weight_update.begin()
             if name in self._held:

@@ -18,8 +18,9 @@ def device_type(wanted: str) -> str:
 def choose_device(wanted: str, local_rank: int, *, is_callers_world: bool = False) -> torch.device:
     """`auto` takes CUDA where there is some. A rank has the GPU of its local rank, with two exceptions: the current
     device in a world of the caller's, where that is another than 0, at which it is before anybody sets it; and the one
-    GPU that CUDA_VISIBLE_DEVICES leaves, because Ray's actors and Slurm's tasks see their own alone. Where ranks share
-    that one after all NCCL refuses it, naming both. Raises ConfigError or DeviceError naming what is missing.
+    GPU that CUDA_VISIBLE_DEVICES leaves, because Ray's actors and Slurm's tasks see their own alone. Ranks of one
+    group that share it after all are refused by NCCL, replicas of one rank each are not. Raises ConfigError or
+    DeviceError naming what is missing.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):

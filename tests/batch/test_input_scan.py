@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from spmd_worker.batch.input.row_reader import RowReader
 from spmd_worker.batch.input.stream_lines import StreamLines
 from spmd_worker.batch.job import InputCheck, run_job
 from spmd_worker.batch.job_rows import JobOutput
+from spmd_worker.batch.run_dir.job_files import own_files
 from spmd_worker.batch.run_dir.manifest import NOT_READ
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
@@ -390,30 +392,32 @@ def test_a_stream_is_read_ahead_by_so_much_and_no_more(monkeypatch: pytest.Monke
         next(stream)
 
 
-@pytest.mark.parametrize("change", ["appended", "rewritten", "replaced"])
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "appended": lambda path: path.write_text(content() + content(1)),
+    "another of the same size": lambda path: path.write_text(content(1)),
+    "touched": lambda path: os.utime(path, ns=(0, 0)),
+    "gone": Path.unlink,
+}
+"""Of an input while it is read; the last two leave it as it was read."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_an_input_that_changes_while_it_is_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ):
     path = tmp_path / "rows.jsonl"
     path.write_text(content())
-
-    def change_it() -> None:
-        if change == "appended":
-            path.write_text(content() + content(1))
-        elif change == "rewritten":
-            os.utime(path, ns=(0, 0))
-        else:
-            (tmp_path / "new").write_text(content())
-            os.utime(tmp_path / "new", ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
-            os.replace(tmp_path / "new", path)
-
     with monkeypatch.context() as during:
-        after_rows(during, 1, change_it)
-        with pytest.raises(ConfigError, match=r"rows\.jsonl was changed while the job read it\. The answers are kept"):
+        after_rows(during, NUM_ROWS, lambda: CHANGES[change](path))
+        if change in ("touched", "gone"):
             run(config_of(tmp_path))
-    assert not (tmp_path / "out.jsonl").exists()
-    path.write_text(content())
-    run(config_of(tmp_path))
+        else:
+            with pytest.raises(ConfigError, match=r"was changed while the job read it\. The answers are kept"):
+                run(config_of(tmp_path))
+            assert not (tmp_path / "out.jsonl").exists()
+    if change not in ("touched", "gone"):
+        path.write_text(content())
+        run(config_of(tmp_path))
     assert len(answers(tmp_path)) == NUM_ROWS
 
 
@@ -435,6 +439,25 @@ def test_rows_may_be_in_the_run_directory_that_is_named(tmp_path: Path, name: st
     job = replace(config_of(tmp_path).job, input=str(tmp_path / "run" / name), run_dir=str(tmp_path / "run"))
     run(replace(config_of(tmp_path), job=job))
     assert len(answers(tmp_path)) == NUM_ROWS
+
+
+def test_every_file_of_a_run_directory_is_known_for_the_jobs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "rows.jsonl").write_text(content())
+    config = replace(config_of(tmp_path), job=replace(config_of(tmp_path).job, step_log=True))
+    seen: list[Path] = []
+    after_rows(monkeypatch, NUM_ROWS, lambda: seen.extend((tmp_path / "out.jsonl.run").iterdir()))
+    run(config)
+    seen += (tmp_path / "out.jsonl.run").iterdir()
+    assert len({path.name for path in seen}) > 6
+    assert [path.name for path in seen if not own_files(config.job)(path)] == []
+
+
+@pytest.mark.parametrize("output", [".", "/"])
+def test_an_output_that_is_a_folder_is_refused_in_words(tmp_path: Path, output: str):
+    (tmp_path / "rows.jsonl").write_text(content())
+    config = config_of(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^job\.output={re.escape(output)} exists and is not a regular file"):
+        run(replace(config, job=replace(config.job, output=output, run_dir=str(tmp_path / "run"))))
 
 
 def test_an_input_that_the_job_would_write_over_is_refused_and_left_as_it_is(tmp_path: Path):

@@ -51,6 +51,14 @@ def error_result(*overrides: str, extra_dir: Path | None = None) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["Ann's sets", "a\\'b", "ends in \\", "[x]={y}, ü"])
+def test_a_folder_of_sets_may_have_any_name(tmp_path: Path, name: str):
+    folder = tmp_path / name / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\nseed: 41\n")
+    assert composed("experiment=mine", extra_dir=folder.parent).seed == 41
+
+
 def test_the_defaults_of_the_dataclasses_are_the_defaults_of_a_run():
     assert composed() == RunConfig()
 

@@ -12,6 +12,7 @@ from waiting import wait_until
 
 from spmd_worker.distributed.meeting import meet
 from spmd_worker.errors import RankFailedError
+from spmd_worker.liveness.heartbeat import location_of
 
 LONG, SHORT = timedelta(seconds=240), timedelta(seconds=0.05)
 
@@ -69,6 +70,7 @@ def test_a_rank_that_died_after_it_took_the_name_is_not_counted(store: Any):
         arrive(store, 1, store.get("offer/dead 1").decode())
         # Here instead of it.
         second = pool.submit(meet, store, 1, 3, LONG)
+        wait_until(lambda: store.get("at/1") != b"dead 1")
         third = pool.submit(meet, store, 2, 3, LONG)
         assert first.result() == second.result() == third.result()
 
@@ -116,8 +118,9 @@ def test_a_world_that_has_begun_is_not_left_for_the_next_offer(store: Any):
 def test_ranks_that_do_not_come_are_named_and_may_come_later(store: Any):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(meet, store, 2, 4, LONG)
-        with pytest.raises(RankFailedError, match=r"^rank 1, 3 has not joined in 0\.3 s: every rank makes its engine"):
-            meet(store, 0, 4, timedelta(seconds=0.3))
+        wait_until(lambda: store.check(["at/2"]))
+        with pytest.raises(RankFailedError, match=r"^rank 1, 3 has not joined in 2 s: every rank makes its engine"):
+            meet(store, 0, 4, timedelta(seconds=2))
         names: list[Future[str]] = []
         with ThreadPoolExecutor(3) as later:
             names = [later.submit(meet, store, rank, 4, LONG) for rank in (0, 1, 3)]
@@ -162,3 +165,12 @@ def test_a_rank_that_is_interrupted_is_not_counted(store: Any):
         third = pool.submit(meet, store, 2, 3, LONG)
         second = pool.submit(meet, store, 1, 3, LONG)
         assert first.result() == second.result() == third.result()
+
+
+def test_a_rank_that_waits_there_is_known_to_wait_for_others(store: Any):
+    """Else it would be taken for the busy one that the others wait for."""
+    thread = threading.Thread(target=meet, args=(store, 1, 2, LONG))
+    thread.start()
+    wait_until(lambda: store.check(["at/1"]) and location_of(thread.ident or 0)[1])
+    assert meet(store, 0, 2, LONG)
+    thread.join()

@@ -101,7 +101,7 @@ def one_by_one(llm: LLM) -> None:
 
 def all_at_once_without_a_word(llm: LLM) -> None:
     assert llm.llm_engine.model_executor.driver_worker.worker.model_runner.model is trainers_model(llm)
-    trainers_model(llm).load_weights(new_tensors().items())
+    trainers_model(llm).load_weights(weights=new_tensors().items())
 
 
 def by_the_names_of_vllm(llm: LLM) -> None:

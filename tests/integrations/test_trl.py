@@ -249,6 +249,14 @@ def test_without_the_integration_the_stand_in_has_no_engine(ours: Ours, monkeypa
         module.main([str(ours.packages / "train.py"), str(MODEL)])
 
 
+def test_a_trainer_that_asks_for_the_engine_itself_is_told_that_it_is_there(ours: Ours):
+    """TRL's trainer for distillation has a name of its own for that question."""
+    path = ours.packages / "trl" / "trainer" / "distillation_trainer.py"
+    path.write_text(f"{path.read_text()}\n\ndef is_vllm_available():\n    return False\n")
+    ours.imported()
+    assert sys.modules["trl.trainer.distillation_trainer"].is_vllm_available() is True
+
+
 def test_another_release_of_trl_is_refused_and_nothing_is_replaced(ours: Ours):
     init, generation = ours.packages / "trl" / "__init__.py", "trl/generation/vllm_generation.py"
     write(init, '__version__ = "1.17.10"\n')

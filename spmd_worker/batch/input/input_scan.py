@@ -32,7 +32,7 @@ class InputScan:
         self._reader, self._max_rows = reader, max_rows
         self._result: ScannedInput | None = None
         self._error: Exception | None = None
-        self._states: dict[Path, tuple[int, ...]] = {}
+        self._states: dict[Path, tuple[int, int] | None] = {}
         self._stop = threading.Event()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd-scan", daemon=True)
@@ -45,9 +45,16 @@ class InputScan:
             raise self._error
         return self._result
 
-    def changed_file(self) -> Path | None:
-        """A file that was written to, or replaced, since it was looked at here; None where there is none."""
-        return next((path for path, state in self._states.items() if _state_of(path) != state), None)
+    def has_changed(self) -> bool:
+        """Whether the files hold something else than was found here. Read again where that may be; what cannot be read
+        any more was read before.
+        """
+        if self._result is None or all(_state_of(path) in (state, None) for path, state in self._states.items()):
+            return False
+        try:
+            return self._digest(list(self._states)) != self._result.digest
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Read no more. A file system that does not answer is not waited for."""
@@ -84,10 +91,12 @@ class InputScan:
         return f"{num_bytes} bytes in {len(paths)} file{'s' * (len(paths) != 1)}, {digest.hexdigest()}"
 
 
-def _state_of(path: Path) -> tuple[int, ...]:
-    """What changes with a file's content; empty where there is none any more."""
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Size and time of the last change: they are others where the content is, and perhaps where it is not. None where
+    they cannot be had.
+    """
     try:
         found = path.stat()
     except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return None
+    return found.st_size, found.st_mtime_ns

@@ -1,8 +1,7 @@
 """The places of a job: what it reads, what it writes, checked before anything is started."""
 
-import glob
 from collections.abc import Callable
-from itertools import takewhile
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +15,12 @@ from spmd_worker.files import partial_path
 MANIFEST_NAME: Final = "manifest.json"
 METRICS_NAME: Final = "metrics.json"
 PROVENANCE_NAME: Final = "provenance.json"
+OWN_NAMES: Final = (
+    *("lock", "journal", "rows.part", MANIFEST_NAME, METRICS_NAME, PROVENANCE_NAME, "report.html", "timeline.json"),
+    *("steps.csv", "stages.csv", "steps.log*", "records.*", "error.rank*", "stacks.rank*", "nccl_trace.rank*"),
+    "*.partial",
+)
+"""What a job, and the report of it, makes in its run directory."""
 
 
 def check_job(job: JobConfig) -> None:
@@ -32,18 +37,14 @@ def run_dir_of(job: JobConfig) -> Path:
 
 
 def own_files(job: JobConfig) -> Callable[[Path], bool]:
-    """Tells the files that the job makes beside its output: a pattern for its input may match them too. Rows may be in
-    the run directory where `job.input` names it.
-    """
+    """Tells the files that the job makes beside its output: a pattern for its input may match them too."""
     partial = partial_path(Path(job.output or "")).resolve()
     run_dir = run_dir_of(job).resolve()
-    named = takewhile(lambda part: not glob.has_magic(part), Path(job.input or "").parts)
-    asked = Path(*named).resolve()
-    is_asked_for = run_dir in (asked, *asked.parents)
 
     def is_own(path: Path) -> bool:
         resolved = path.resolve()
-        return resolved == partial or (run_dir in resolved.parents and not is_asked_for)
+        is_made_here = resolved.parent == run_dir and any(fnmatch(path.name, name) for name in OWN_NAMES)
+        return resolved == partial or is_made_here
 
     return is_own
 
@@ -53,6 +54,8 @@ def check_files(job: JobConfig) -> None:
     the rows are there.
     """
     output = Path(job.output or "")
+    if output.exists() and not output.is_file():
+        raise ConfigError(f"job.output={output} exists and is not a regular file: give another file to write")
     inputs = () if is_stream(job.input or "") else find_inputs(job.input or "", own_files(job))
     # A hard link of the input has a path of its own.
     if output.exists() and any(path.samefile(output) for path in inputs):
@@ -64,8 +67,6 @@ def check_files(job: JobConfig) -> None:
         raise ConfigError(
             f"job.run_dir={run_dir} holds a run already and job.resume=never: give another job.run_dir or remove it"
         )
-    if output.exists() and not output.is_file():
-        raise ConfigError(f"job.output={output} exists and is not a regular file: give another file to write")
 
 
 def take_files(job: JobConfig) -> RunLock:

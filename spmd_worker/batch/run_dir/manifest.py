@@ -24,6 +24,7 @@ FORMAT_VERSION: Final = 1
 _HASH_BYTES: Final = 16
 _INPUT_KEY: Final = "job.input"
 _ARITHMETIC_KEY: Final = "arithmetic"
+_MODEL_KEY: Final = "model.path"
 NOT_READ: Final = "not read yet"
 """What stands for what is known later, until it is: the digest of an input, the arithmetic of kernels."""
 _KNOWN_LATER: Final = (_INPUT_KEY, _ARITHMETIC_KEY)
@@ -56,7 +57,7 @@ def make_manifest(
     answers["device"] = resolved.device_type
     answers["job.max_rows"] = config.job.max_rows
     answers[_INPUT_KEY] = None if inputs is None else NOT_READ
-    answers["model.path"] = model_digest(resolved)
+    answers[_MODEL_KEY] = model_digest(resolved)
     answers["tokenizer"] = tokenizer
     answers |= {f"version of {name}": number for name, number in sorted(packages.items())}
     answers["version of the code"] = code_fingerprint()
@@ -92,8 +93,9 @@ def check_manifest(run_dir: Path, manifest: dict[str, Any], resume: str) -> bool
         before = {key: last["answers"].get(key) for key in _KNOWN_LATER if now[key] == NOT_READ}
         _compare(run_dir, last["answers"], now | before, resume, manifest)
         now |= before
-        # What rows that name no model have in their answers: the folder may have moved.
-        manifest["model_name"] = last.get("model_name", manifest["model_name"])
+        if last["answers"].get(_MODEL_KEY) == now[_MODEL_KEY]:
+            # What rows that name no model have in their answers: the folder may have moved.
+            manifest["model_name"] = last.get("model_name", manifest["model_name"])
         manifest["overridden"] = [*last["overridden"], *manifest["overridden"]]
         manifest["starts"] = [*last["starts"], *manifest["starts"]]
     return goes_on
