@@ -577,7 +577,7 @@ class LLM:
 
         Weights that were loaded since the last commit are committed, which every rank does: MissingWeightsError lists
         those of the model that were not loaded. Raises ValueError for `reset_running_requests` while requests of
-        `llm_engine.add_request` are unanswered. There is no connector to reset.
+        `llm_engine.add_request` are unanswered. What the host tier holds goes with or without `reset_connector`.
         """
         self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
         return True

@@ -300,9 +300,7 @@ def by_an_update(llm: LLM, name: str) -> None:
 
 def as_trainers_do(llm: LLM, name: str) -> None:
     # `driver_worker` is of executors in this process, which this one is.
-    llm.llm_engine.executor.driver_worker.model_runner.model.load_weights(  # type: ignore[attr-defined]
-        changed_tensors(name).items()
-    )
+    llm.llm_engine.executor.driver_worker.model_runner.model.load_weights(changed_tensors(name).items())
 
 
 def from_a_folder(llm: LLM, name: str) -> None:

@@ -25,7 +25,8 @@ LLM_METHODS: Final[Mapping[str, str]] = {
     "get_world_size": "",
     "collective_rpc": "under torchrun each rank has one worker, so one answer; callables do not cross processes",
     "apply_model": "the function gets this rank's shard under the checkpoint's names; it has no forward pass",
-    "reset_prefix_cache": "`reset_running_requests` needs that no request is unanswered; there is no connector",
+    "reset_prefix_cache": "`reset_running_requests` needs that no request is unanswered; the host tier goes with or "
+    "without `reset_connector`",
     "reset_mm_cache": "nothing: models of text have no other inputs",
     "sleep": "levels 1 and 2, with no request unanswered, so `mode` is without effect; nothing has to be switched on",
     "wake_up": "after level 2 nothing is computed before all weights were loaded again",

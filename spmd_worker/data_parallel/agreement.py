@@ -125,14 +125,8 @@ def exchange(
         ready = {"call": call, "error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]}
     heartbeat = engine.times.heartbeat
     heartbeat.enter(f"waiting for the other ranks' {call}")
-    try:
+    with engine.exchanging(own_error):
         answers = [json.loads(payload) for payload in channel.gather(canonical(ready))]
-    except Exception as error:
-        raise engine.explain(error) from (own_error or error)
-    except BaseException:
-        # Ctrl-C, halfway: what comes next from the others is not what this rank's next call would wait for.
-        engine.leave_halfway()
-        raise
     heartbeat.enter(BETWEEN_STEPS)
     try:
         if own_error is not None:

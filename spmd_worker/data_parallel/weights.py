@@ -62,18 +62,13 @@ def _hand_on(engine: LLMEngine, own: Iterator[Pair] | None, source: int) -> Pair
     """The next pair, or None after the last."""
     pair, header, own_error = _next_of(own) if own is not None else (None, {}, None)
     channel = engine.engine_channel
-    try:
+    with engine.exchanging():
         payload = json.dumps(header).encode() if own is not None else None
         header = json.loads(channel.broadcast(payload, source))
         if "name" in header:
             shape, dtype = header["shape"], getattr(torch, header["dtype"])
             pair = (header["name"], torch.empty(shape, dtype=dtype)) if pair is None else pair
             channel.broadcast_tensor(pair[1], source)
-    except Exception as error:
-        raise engine.explain(error) from error
-    except BaseException:
-        engine.leave_halfway()
-        raise
     if own_error is not None:
         raise own_error
     if "error" in header:

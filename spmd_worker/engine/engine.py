@@ -346,7 +346,8 @@ class LLMEngine:
         """From the next step on no request finds what is in the cache now. Running requests go on. Weights that were
         loaded since the last commit are committed: see `commit_weights`, also for what it raises.
 
-        Raises ValueError for `reset_running_requests` while requests are unanswered. There is no connector.
+        Raises ValueError for `reset_running_requests` while requests are unanswered. What the host tier holds
+        goes with or without `reset_connector`.
         """
         with self.calls.inside("reset_prefix_cache"):
             self.check_not_closed()
@@ -562,21 +563,18 @@ class LLMEngine:
         return self.lockstep.explain(known)
 
     @contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Around what all ranks send each other outside a step. An error there is raised as `explain` has it; after
-        one, and after Ctrl-C, nothing can be answered any more.
+    def exchanging(self, earlier: Exception | None = None) -> Iterator[None]:
+        """Around what all ranks send each other outside a step. An error there is raised as `explain` has it, from an
+        `earlier` one of this rank where there is one; after it, and after Ctrl-C, nothing can be answered any more:
+        what comes next from the others is not what this rank's next call would wait for.
         """
         try:
             yield
         except Exception as error:
-            raise self.explain(error) from error
+            raise self.explain(error) from (earlier or error)
         except BaseException:
-            self.leave_halfway()
+            self._is_mid_step = True
             raise
-
-    def leave_halfway(self) -> None:
-        """This rank left an exchange with the others before its end: nothing can be answered any more."""
-        self._is_mid_step = True
 
     def tell(self, error: BaseException) -> None:
         """An error outside `step`: let the ranks of this replica hear of it that wait for the next one."""

@@ -139,7 +139,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]
 
         module = types.ModuleType("huggingface_hub")
         module.snapshot_download = snapshot_download  # type: ignore[attr-defined]  # a module of a test
-        module.model_info = lambda *_, **__: types.SimpleNamespace(siblings=None)  # type: ignore[attr-defined]
+        module.model_info = lambda *_, **__: types.SimpleNamespace(siblings=None)
         monkeypatch.setitem(sys.modules, "huggingface_hub", module)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         return calls

@@ -6,7 +6,6 @@ parts/*.jsonl.gz           all files that match, in the order of their names
 rows.parquet               a row group at a time, each of its rows as a line of JSON
 """
 
-import contextlib
 import glob
 import gzip
 import io
@@ -254,9 +253,12 @@ class ParquetRows:
 
     def _lines_of(self, batch: Any) -> Iterator[bytes]:
         if self._size_of(batch) <= min(_PARQUET_BYTES, self._max_line_bytes):
-            with contextlib.suppress(UnicodeDecodeError):
-                lines = [self._line_of(each) for each in batch.to_pylist()]
-                yield from lines
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                rows = None
+            if rows is not None:
+                yield from map(self._line_of, rows)
                 return
         for index in range(batch.num_rows):
             row = batch.slice(index, 1)
