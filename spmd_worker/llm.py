@@ -210,7 +210,8 @@ class LLM:
         gets their outputs only; prompts that are refused are that rank's error, and no bar is shown. In `turns` every
         call is one of those, and not every rank needs to make it.
 
-        `use_tqdm` may be what makes the bar, such as `partial(tqdm, leave=False)`; the first rank has one. Adapters do
+        `use_tqdm` may be what makes the bar, such as `partial(tqdm, leave=False)`; the first rank has one, and what it
+        raises is logged. Adapters do
         not exist here and rows are served first come, first served: ValueError for a `lora_request` or a `priority`
         that asks for anything, and for `tokenization_kwargs` and `mm_processor_kwargs`.
         """
@@ -599,7 +600,9 @@ class LLM:
         `finish_weight_update`. `partial`: those that do not come stay as they are, which is an error otherwise.
 
         Without this and `finish_weight_update`, what was loaded is committed by the next `generate`, `chat`,
-        `reset_prefix_cache` or `llm_engine.step`, and has to be all weights of the model.
+        `reset_prefix_cache` or `llm_engine.step`, and has to be all weights of the model. Checkpoint tensors that
+        transformers has as buffers (`e_score_correction_bias`; `beta` and `eps` of Apertus) may be left out, as a
+        trainer's `named_parameters()` does: they stay as they are, and are taken where they come.
         """
         self.llm_engine.check_open()
         self.llm_engine.weight_updates.hold(is_partial=partial)
@@ -613,7 +616,8 @@ class LLM:
         one tensor after the other is broadcast, through host memory.
 
         Raises RuntimeError while requests are being answered, and ValueError for an unknown name and a tensor that is
-        misshapen, sharded or not finite, which is not written; TypeError for what is not a name and a tensor.
+        misshapen, sharded or, unless the LLM has `allow_nonfinite`, not finite, which is not written; TypeError for
+        what is not a name and a tensor.
         """
         self.llm_engine.check_open()
         if source is not None:
@@ -627,8 +631,9 @@ class LLM:
     def finish_weight_update(self) -> None:
         """Commit what was loaded: nothing that was cached before is found. Every rank calls this.
 
-        Raises MissingWeightsError that lists what was not loaded, and RanksDisagreeError that names a weight of which
-        ranks were given different tensors; load it again then.
+        Raises MissingWeightsError that lists what was not loaded, CheckpointError for a head that differs from the
+        embedding it is tied to, and RanksDisagreeError that names a weight of which ranks were given different tensors;
+        load it again then.
         """
         engine, updates = self.llm_engine, self.llm_engine.weight_updates
         engine.check_open()
@@ -686,9 +691,10 @@ class LLM:
         """Take memory again for what sleeps: all of it, or `tags`, "weights" and "kv_cache", in any order and in one
         call or two; what is awake is passed over. Sizes are those from before. Every rank calls this.
 
-        After `sleep(level=2)` the weights are none: until all of them were loaded (`load_weights`, `update_weights`,
-        `collective_rpc("reload_weights")`) whatever computes raises MissingWeightsError that lists those that were not.
-        Weights that were loaded completely are committed.
+        After `sleep(level=2)` the weights are none, but for those that may be left out of an update (see
+        `start_weight_update`), which are what they were: until all others were loaded (`load_weights`,
+        `update_weights`, `collective_rpc("reload_weights")`) whatever computes raises MissingWeightsError that lists
+        those that were not. Weights that were loaded completely are committed.
 
         Raises ValueError for other tags, and WorkerEventError where a rank has too little memory, naming the rank and
         the bytes; all ranks are as they were before and can try again.
@@ -754,7 +760,9 @@ class LLM:
         self._open()
 
     def close(self) -> None:
-        """Give back memory, and the process groups this object made. Idempotent; every rank calls it."""
+        """Give back memory, and the process groups this object made. Idempotent; every rank calls it. Does nothing in a
+        process that was forked from the one that made this object.
+        """
         self.llm_engine.shutdown()
         self._release.detach()
 

@@ -6,7 +6,8 @@ the prompts of a call are this rank's own, and so are its outputs. Scores and be
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, Literal, get_args
@@ -33,6 +34,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, for each, or those that the model's folder advises."""
 UseTqdm = bool | Callable[..., Any]
 OnError = Literal["raise", "row"]
+
+logger = logging.getLogger(__name__)
 
 _ON_ERROR: Final = get_args(OnError)
 _NOTHING_BEFORE: Final = (
@@ -91,10 +94,10 @@ class PromptCalls:
             replicas.check_whole()
 
         def prepare() -> _Given:
+            # Here, where the other ranks hear of it: even whether a value is true may raise, as of a tensor.
+            _check_options(on_error, gather, use_tqdm)
             engine.check_idle()
             engine.complete_weights()
-            if on_error not in (None, *_ON_ERROR):
-                raise ValueError(f"on_error={on_error!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
             encoded, pooling = encode(), engine.limits.pooling
             params = self._params(sampling_params, len(encoded))
             for index, each in enumerate(encoded):
@@ -102,9 +105,9 @@ class PromptCalls:
                     params[index] = pooled_sampling(each.pooling, pooling)
             return list(zip(encoded, params, strict=True))
 
-        if gather or self._turns.is_open:
+        if gather is True or self._turns.is_open:
             return self._answer_own(call, prepare, on_error)
-        given = agree_on_prompts(engine, call, prepare, {"on_error": on_error or "raise"})
+        given = agree_on_prompts(engine, call, prepare, {"on_error": "raise" if on_error is None else on_error})
         number = engine.num_calls
         outputs = self._refused(call, given, on_error)
         prompts = [
@@ -114,7 +117,7 @@ class PromptCalls:
         ]
         engine.num_calls += 1
         answer = partial(answer_alone, engine) if replicas is None else partial(answer_together, replicas)
-        with contextlib.closing(_new_bar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
+        with contextlib.closing(_CallBar(use_tqdm, len(prompts), is_shown=engine.is_first_rank)) as bar:
             outputs |= answer(prompts, bar.update)
         return [outputs[index] for index in range(len(given))]
 
@@ -167,6 +170,7 @@ class PromptCalls:
         engine.check_open()
 
         def prepare() -> tuple[list[tuple[int, ...]], dict[str, Any]]:
+            _check_options(None, False, use_tqdm)
             engine.check_idle()
             if not isinstance(params, BeamSearchParams):
                 raise TypeError(f"params is a {type(params).__name__}: give BeamSearchParams")
@@ -182,7 +186,7 @@ class PromptCalls:
         token_ids, _ = prepare() if self._turns.is_open else agree_on_call(engine, "beam_search", prepare)
         eos_token_ids = engine.resolved.model_config.eos_token_ids
         searches = [BeamSearch(each, params, eos_token_ids) for each in token_ids]
-        with contextlib.closing(_new_bar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
+        with contextlib.closing(_CallBar(use_tqdm, params.max_tokens, is_shown=engine.is_first_rank)) as bar:
             for _ in range(params.max_tokens):
                 wanted = [search.prompts(engine.max_model_len) for search in searches]
                 flat = [prompt for each in wanted for prompt in each]
@@ -291,6 +295,39 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # tqdm is generic in its stubs only
     monitor_interval = 0
 
 
+class _CallBar:
+    """The bar of one call, which the first rank alone has. What a bar of the caller's making raises is logged, and the
+    prompts are answered without it: the other ranks, which have none, are in the middle of the call.
+    """
+
+    def __init__(self, use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> None:
+        self._bar: Any = None
+        if use_tqdm and is_shown:
+            make = use_tqdm if callable(use_tqdm) else _Bar
+            with self._lost_alone():
+                self._bar = make(total=num_prompts, desc="prompts", disable=False)
+
+    def update(self, count: int = 1) -> None:
+        """`count` more are done."""
+        if self._bar is not None:
+            with self._lost_alone():
+                self._bar.update(count)
+
+    def close(self) -> None:
+        """The call is over."""
+        if self._bar is not None:
+            with self._lost_alone():
+                self._bar.close()
+
+    @contextlib.contextmanager
+    def _lost_alone(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # of code that is not ours, in a call that the other ranks are in
+            self._bar = None
+            logger.exception("use_tqdm: the bar raised, and the call goes on without it")
+
+
 def _answered(output: RequestOutput) -> RequestOutput:
     if output.error is not None:
         raise ValueError(output.error)
@@ -306,9 +343,16 @@ def _last_logprobs(output: RequestOutput, count: int) -> list[float]:
     return found
 
 
-def _new_bar(use_tqdm: UseTqdm, num_prompts: int, *, is_shown: bool) -> Any:
-    make = use_tqdm if callable(use_tqdm) and is_shown else _Bar
-    return make(total=num_prompts, desc="prompts", disable=not (use_tqdm and is_shown))
+def _check_options(on_error: Any, gather: Any, use_tqdm: Any) -> None:
+    """Raises TypeError or ValueError for what they cannot be."""
+    if not isinstance(on_error, str | None):
+        raise TypeError(f"on_error is a {type(on_error).__name__}: give one of {', '.join(map(repr, _ON_ERROR))}")
+    if on_error not in (None, *_ON_ERROR):
+        raise ValueError(f"on_error={str(on_error)[:80]!r} must be one of {', '.join(map(repr, _ON_ERROR))}")
+    if not isinstance(gather, bool):
+        raise TypeError(f"gather is a {type(gather).__name__}: give True or False")
+    if not (isinstance(use_tqdm, bool) or callable(use_tqdm)):
+        raise TypeError(f"use_tqdm is a {type(use_tqdm).__name__}: give True, False, or what makes the bar")
 
 
 def _as_list(prompts: Any) -> list[Any]:

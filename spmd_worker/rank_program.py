@@ -137,8 +137,15 @@ def run_rank(
     watchdog.start()
     # From now on the watchdog looks for the launcher, and ends this rank with its finished rows kept.
     outlive_parent()
+    # Of a rank alone the caller's process may go on. Among others a launcher ends it, which must not meet the handlers
+    # of before.
+    goes_on = environment.world_size == 1
     try:
         work(watchdog)
+    except KeyboardInterrupt:
+        # A second Ctrl-C, and a way out that takes long, are still acted on.
+        goes_on = False
+        raise
     except SpmdError as error:
         if not error.is_known_to_all:
             return _end(error, environment, watchdog)
@@ -155,9 +162,8 @@ def run_rank(
         return _end(error, environment, watchdog)
     finally:
         watchdog.stop()
-    if environment.world_size == 1:
-        # The caller's process may go on. Among others a launcher ends it, which must not meet the handlers of before.
-        signals.uninstall()
+        if goes_on:
+            signals.uninstall()
     return 0
 
 

@@ -6,7 +6,7 @@ plan needs none. Memory is resolved later, by those who measure it (`memory/plan
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from spmd_worker.config.schema import ParallelConfig, RunConfig
@@ -20,6 +20,7 @@ from spmd_worker.model_config.int8_format import MOST_INPUTS
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, read_model_files
 from spmd_worker.model_config.pooling import PoolingConfig, check_sees_earlier, last_token_pooling
 from spmd_worker.sequence.defaults import default_sampling
+from spmd_worker.sequence.record_checks import NOT_SENT
 from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.tokenizer.tokenizer import Tokenizer
 
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:
     """Use `resolve_run`. `device_type` is "cpu" or "cuda", `max_model_len` counts tokens, `files_digest` is of the
-    bytes of config.json and generation_config.json, `location` says where the files are.
+    bytes of config.json and generation_config.json, `location` says where the files are. `tokenizer` is the folder's,
+    in the process that has read the run; None in others, in a plan and where the folder has none.
     """
 
     config: RunConfig
@@ -41,6 +43,7 @@ class ResolvedRun:
     default_sampling: SamplingParams
     files_digest: str
     location: ModelLocation
+    tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False, metadata=NOT_SENT)
 
     @property
     def model_folder(self) -> Path:
@@ -61,14 +64,39 @@ class EngineModelConfig:
 
 
 def resolve_run(config: RunConfig, device_type: str) -> ResolvedRun:
-    """Find the model, read its files and resolve. Raises ConfigError or ModelConfigError."""
+    """Find the model, read its files, the tokenizer's too unless it is a plan, and resolve. The tokenizer's own
+    end-of-sequence token ends a row beside those that config.json and generation_config.json name.
+
+    Raises ConfigError, ModelConfigError or TokenizerError.
+    """
     if config.model.path is None:
         raise ConfigError(
             "model.path is not set: give a Hugging Face model folder, such as scripts/demo/model (for plan=true its "
             "config.json is enough)"
         )
     location = find_model(config)
-    return resolve(config, read_model_files(location.folder), device_type, location)
+    resolved = resolve(config, read_model_files(location.folder), device_type, location)
+    if config.plan:
+        return resolved
+    tokenizer = Tokenizer.open_if_present(location.folder)
+    return replace(resolved, tokenizer=tokenizer, model_config=_ended_by_tokenizer(resolved.model_config, tokenizer))
+
+
+def _ended_by_tokenizer(model_config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """With the tokenizer's `eos_token` among the ids that end a row. Chat models are often tuned with a token of their
+    own there while config.json still names the base model's.
+    """
+    token_id = None if tokenizer is None else tokenizer.eos_token_id
+    # An id that the model has no logit for cannot be sampled.
+    if token_id is None or token_id >= model_config.vocab_size or token_id in model_config.eos_token_ids:
+        return model_config
+    if model_config.pooling is None:
+        logger.info(
+            "the tokenizer's eos_token, id %d, ends rows too: config.json and generation_config.json do not name it",
+            token_id,
+            extra=SAME_ON_EVERY_RANK,
+        )
+    return replace(model_config, eos_token_ids=(*model_config.eos_token_ids, token_id))
 
 
 def find_model(config: RunConfig) -> ModelLocation:
@@ -172,6 +200,12 @@ def _classifier_from_tokens(tokens: list[str], files: ModelFiles, location: Mode
     found = [token_id for token_id in ids if token_id is not None]
     if len(found) != len(tokens):
         raise ConfigError(f"model.classifier_from_token={tokens} must be two tokens of the model's tokenizer.json")
+    beyond = next((each for each in zip(tokens, found) if each[1] >= config.vocab_size), None)
+    if beyond is not None:
+        raise ConfigError(
+            f"model.classifier_from_token={tokens}: {beyond[0]!r} is token {beyond[1]} of tokenizer.json, and the "
+            f"model has logits of those below vocab_size={config.vocab_size} of config.json: give another token"
+        )
     return PoolingConfig(
         "classify",
         "last",

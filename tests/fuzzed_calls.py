@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from spmd_worker import LLM, BeamSearchParams, SamplingParams
-from spmd_worker.errors import SpmdError
+from spmd_worker.engine.engine import LLMEngine
+from spmd_worker.errors import MissingWeightsError, SpmdError
 
 MODEL = Path(__file__).resolve().parents[1] / "scripts" / "demo" / "model"
 IN_WORDS = (SpmdError, ValueError, TypeError, RuntimeError, OSError)
@@ -119,7 +120,7 @@ def _scope(name: str) -> Call:
 
 PROMPTS = ["add 1 2 =", PROMPT, {"prompt": "copy a b ="}]
 CHAT = [[{"role": "user", "content": "add 1 2 ="}]]
-OPTIONS = {"use_tqdm": False, "priority": [0, 1, 2], "gather": True, "lora_request": None, "on_error": "outputs"}
+OPTIONS = {"use_tqdm": False, "priority": [0, 1, 2], "gather": True, "lora_request": None, "on_error": "row"}
 WEIGHTS = [("model.norm.weight", torch.ones(128))]
 
 CALLS: dict[str, Call] = {
@@ -166,12 +167,23 @@ def bring_back(llm: LLM) -> None:
             getattr(llm, name)()
         except IN_WORDS as error:
             note(f"back, {name}: {type(error).__name__}: {str(error)[:200]}")
-    while engine.has_unfinished_requests():
-        engine.step()
+    try:
+        step_to_the_end(engine)
+    except MissingWeightsError:
+        # The way out that it names: with requests unanswered no weights can be loaded anew.
+        llm.start_weight_update(partial=True)
+        llm.finish_weight_update()
+        step_to_the_end(engine)
     if llm.sleeping_tags:
         llm.wake_up()
     llm.collective_rpc("reload_weights")
     llm.reset_prefix_cache()
+
+
+def step_to_the_end(engine: LLMEngine) -> None:
+    """Until no request is unanswered."""
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def run_sequence(llm: LLM, number: int, seen: Counter[str], most_s: list[float]) -> list[str]:

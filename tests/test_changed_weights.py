@@ -12,7 +12,12 @@ from safetensors.torch import load_file
 from spmd_worker import LLM
 from spmd_worker.layers.checkpoint_layer import PackedLayer
 
-LAYOUTS = [("untied", []), ("tied", []), ("untied", ["tensor"]), ("tied", ["pipeline"])]
+LAYOUTS = [
+    ("tied", []),
+    ("untied", ["tensor"]),
+    pytest.param("untied", [], marks=pytest.mark.matrix),
+    pytest.param("tied", ["pipeline"], marks=pytest.mark.matrix),
+]
 KERNELS = [
     ("float32", native_libraries.NATIVE),
     pytest.param("bfloat16", native_libraries.WITHOUT_AMX, marks=pytest.mark.matrix),

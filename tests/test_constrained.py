@@ -217,11 +217,18 @@ def test_what_is_cut_ends_with_length_and_stop_strings_still_stop(llm: LLM):
     assert re.fullmatch("[ab]{5}", stopped.text)
 
 
+def name_no_eos_token(folder: Path) -> None:
+    """The tokenizer's own would end rows too."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+
+
 def test_an_end_of_sequence_token_that_spells_text_ends_the_row_and_nothing_else(tmp_path: Path):
     write_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     letter = 66
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": [letter]}))
+    name_no_eos_token(tmp_path)
     with open_model(tmp_path) as llm:
         spelled = llm.get_tokenizer().decode([letter])
         output = generate(llm, {"regex": "[!-~]{20}"}).outputs[0]
@@ -414,6 +421,7 @@ def test_what_else_a_form_needs_is_said(tmp_path: Path):
     write_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": []}))
+    name_no_eos_token(tmp_path)
     with open_model(tmp_path) as llm, pytest.raises(PromptsRefusedError, match="names no end-of-sequence token"):
         generate(llm, {"regex": "a"})
     (tmp_path / "tokenizer.json").unlink()

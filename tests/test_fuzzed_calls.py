@@ -133,6 +133,42 @@ def test_an_error_in_one_ranks_block_of_new_weights_reaches_the_others(other: st
     ], done.output
 
 
+def test_an_option_that_is_neither_true_nor_false_on_one_rank_is_an_error_on_both():
+    """It was asked whether it is true before the ranks met, so that the other rank waited there for the next call."""
+    source = f"""
+        import json, os
+        import torch
+        from spmd_worker import LLM, BeamSearchParams
+        rank, odd = int(os.environ["RANK"]), torch.zeros(2, 2)
+        with LLM({str(fuzzed_calls.MODEL)!r}, num_blocks=20, max_model_len=64, tensor_parallel_size=2) as llm:
+            def said(call):
+                try:
+                    call()
+                except Exception as error:
+                    return f"{{type(error).__name__}}: {{error}}"
+            options = {{"on_error": "row", "gather": True, "use_tqdm": False}}
+            found = [
+                said(lambda: llm.generate([[3, 4]], **{{**options, name: odd if rank else options[name]}}))
+                for name in options
+            ]
+            beams = BeamSearchParams(beam_width=2, max_tokens=2)
+            found.append(said(lambda: llm.beam_search([[3, 4]], beams, use_tqdm=odd if rank else False)))
+            answer = llm.generate([[3, 4]], use_tqdm=False)[0].outputs[0].token_ids
+            os.write(1, f"{{rank}} {{json.dumps([*found, len(answer) > 0])}}\\n".encode())
+        """
+    done = ranks.run_ranks(source, 2, 240.0)
+    own = [
+        "TypeError: on_error is a Tensor: give one of 'raise', 'row'",
+        "TypeError: gather is a Tensor: give True or False",
+        "TypeError: use_tqdm is a Tensor: give True, False, or what makes the bar",
+        "TypeError: use_tqdm is a Tensor: give True, False, or what makes the bar",
+    ]
+    calls = [*["generate(gather=True)"] * 3, "beam_search"]
+    heard = [f"RankFailedError: rank 1 failed before {call}: {words}" for call, words in zip(calls, own)]
+    expected = [f"0 {json.dumps([*heard, True])}", f"1 {json.dumps([*own, True])}"]
+    assert sorted(done.stdout.splitlines()) == expected, done.output
+
+
 def test_weights_are_of_the_models_own_kind():
     """The good update of the drawn calls is one: else it would only ever be refused."""
     with LLM(fuzzed_calls.MODEL, num_blocks=20, max_model_len=64) as llm:

@@ -52,7 +52,7 @@ def check_lines(output: bytes, num_rows: int) -> None:
 @pytest.mark.parametrize(
     ("layouts", "victims"),
     [
-        (["two replicas", "two shards"], [1]),
+        pytest.param(["two replicas", "two shards"], [1], marks=pytest.mark.matrix),
         pytest.param(["two shards", "two stages", "one rank"], [0, None], marks=pytest.mark.matrix),
         pytest.param(["two stages", "two replicas", "two shards"], [None, 1], marks=pytest.mark.stress),
     ],

@@ -117,6 +117,53 @@ def test_the_bar_is_of_the_callers_making(llm: LLM, capfd: pytest.CaptureFixture
     assert (len(made), capfd.readouterr().err) == (1, "")
 
 
+class TornBar(tqdm):
+    """Raises where its class says."""
+
+    torn = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if self.torn == "making":
+            raise OSError("no bar")
+        super().__init__(*args, **kwargs)
+
+    def update(self, n: float | None = 1) -> bool | None:
+        if self.torn == "update":
+            raise OSError("no bar")
+        return super().update(n)
+
+    def close(self) -> None:
+        # Python, too, calls it, of an object that is gone.
+        if self.torn == "close" and self.n:
+            self.torn = ""
+            raise OSError("no bar")
+        super().close()
+
+
+@pytest.mark.parametrize("torn", ["making", "update", "close"])
+def test_a_bar_that_raises_is_logged_and_the_call_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, torn: str
+):
+    """The engine ended: of several ranks the first alone has a bar."""
+    expected = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    monkeypatch.setattr(TornBar, "torn", torn)
+    assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=TornBar)) == expected
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("spmd_worker.prompt_calls")] == [
+        "use_tqdm: the bar raised, and the call goes on without it"
+    ]
+    assert "no bar" in caplog.text
+
+
+def test_what_makes_the_bar_may_make_none(llm: LLM):
+    assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=lambda **_: None)) == 5
+
+
+@pytest.mark.parametrize("use_tqdm", [None, 1, "yes"])
+def test_what_can_make_no_bar_is_refused(llm: LLM, use_tqdm: Any):
+    with pytest.raises(TypeError, match=r"use_tqdm is a \w+: give True, False, or what makes the bar"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=use_tqdm)
+
+
 # What outputs carry.
 
 

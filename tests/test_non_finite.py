@@ -159,3 +159,28 @@ def test_weights_that_are_not_finite_are_refused_by_name_unless_they_are_wanted(
         CheckpointError, match=r"'model.embed_tokens.weight' has nan at \[128, 0\].*allow_nonfinite=true"
     ):
         LLM(with_bad_token(FIRST_OF_SECOND_SHARD), **SMALL)
+
+
+def test_where_they_are_wanted_new_weights_may_be_non_finite_too():
+    broken = with_bad_token(FIRST_OF_SECOND_SHARD)
+    tensors = load_file(broken / "model.safetensors")
+    prompts = prompts_around(FIRST_OF_SECOND_SHARD)
+    with LLM(broken, allow_nonfinite=True, **SMALL) as llm:
+
+        def answers() -> list[object]:
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            return [each.error_code or each.outputs[0].token_ids for each in outputs]
+
+        expected = answers()
+        assert "non_finite_logits" in expected
+        llm.collective_rpc("reload_weights")
+        assert answers() == expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.update_weights(tensors.items())
+        assert answers() == expected
+        # The form is looked at all the same.
+        with pytest.raises(ValueError, match="has the shape"):
+            llm.update_weights([("model.norm.weight", torch.full((3,), torch.nan))])
+    with LLM(clean(), **SMALL) as llm, pytest.raises(ValueError, match=r"not finite.*allow_nonfinite=true"):
+        llm.update_weights(tensors.items())

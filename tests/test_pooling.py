@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ranks
+import tokenizers
 import torch
 from pooling_models import (
     SIZES,
@@ -260,6 +261,18 @@ def test_a_vector_that_is_not_finite_is_an_error_of_its_row_alone(monkeypatch: p
 def test_settings_that_go_nowhere_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(pooling_folder("causal"), **SETTINGS, **settings)
+
+
+def test_a_label_that_the_tokenizer_has_and_the_model_has_not_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(pooling_folder("causal"), tmp_path / "model")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    extra = [f"<more{number}>" for number in range(SIZES["vocab_size"] - tokenizer.get_vocab_size() + 1)]
+    tokenizer.add_tokens(extra)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    number = tokenizer.token_to_id(extra[-1])
+    assert number == SIZES["vocab_size"]
+    with pytest.raises(ConfigError, match=rf"'{extra[-1]}' is token {number}.*vocab_size={number}"):
+        LLM(folder, classifier_from_token=["n", extra[-1]], **SETTINGS)
 
 
 def test_new_weights_change_vectors_and_a_head_for_tokens_is_passed_over() -> None:

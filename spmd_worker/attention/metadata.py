@@ -1,7 +1,7 @@
 """Where each token of a step stands: in which sequence, at which position, in which block of the cache.
 
-S: sequences; T: tokens; B: blocks of the longest table. Built once a step by `runner/batch_builder.py` and passed as an
-argument to every layer.
+S: sequences; T: tokens; B: blocks of the longest table. Built once a step by `runner/batch.py` or
+`runner/batch_state.py` and passed as an argument to every layer.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ class AttentionMetadata:
     """`query_starts[i]:query_starts[i + 1]` are the tokens of sequence i (S + 1 numbers on the host).
 
     `context_lengths[i]` counts the keys sequence i may look at, those of this step included (S numbers on the host).
-    `block_tables` int64 [S, B], padded with zeros; `token_blocks` and `token_offsets` int64 [T]: the block that takes a
-    token's key and value, and the place inside it. `sees_later`: tokens see those behind them too, and a window is as
-    wide to that side; rows are whole then.
+    `block_tables` int64 or int32 [S, B], behind a sequence's blocks anything; `token_blocks` and `token_offsets` int64
+    [T]: the block that takes a token's key and value, and the place inside it. `sees_later`: tokens see those behind
+    them too, and a window is as wide to that side; rows are whole then. `starts` [S + 1] and `lengths` [S] are the two
+    tuples as int32 on the device, where they are there.
     """
 
     query_starts: tuple[int, ...]
@@ -25,3 +26,5 @@ class AttentionMetadata:
     token_blocks: Tensor
     token_offsets: Tensor
     sees_later: bool = False
+    starts: Tensor | None = None
+    lengths: Tensor | None = None

@@ -31,10 +31,14 @@ class _Planned:
 
 
 class TritonBackend:
-    """Implements `attention.backend.AttentionBackend`. A step's work is planned by its first layer."""
+    """Implements `attention.backend.AttentionBackend`. A step's work is planned by its first layer; where rows decode
+    on alike, the plan is that of the step before.
+    """
 
     def __init__(self) -> None:
         self._planned: _Planned | None = None
+        self._before: _Planned | None = None
+        """Of the step before."""
 
     def block_shape(self, num_kv_heads: int, block_size: int, head_size: int) -> tuple[int, ...]:
         """See `AttentionBackend.block_shape`."""
@@ -87,7 +91,7 @@ class TritonBackend:
     def _of(self, metadata: AttentionMetadata, layer_cache: Tensor) -> _Planned:
         if self._planned is None or self._planned.source is not metadata:
             slots = metadata.token_blocks * layer_cache.shape[3] + metadata.token_offsets
-            self._planned = _Planned(metadata, slots.to(torch.int32))
+            self._before, self._planned = self._planned, _Planned(metadata, slots.to(torch.int32))
         return self._planned
 
     def _plan(
@@ -95,14 +99,35 @@ class TritonBackend:
     ) -> attention.PlannedAttention:
         plans = self._of(metadata, layer_cache).plans
         if (window, num_heads) not in plans:
-            _, _, num_kv_heads, _, head_size = layer_cache.shape
-            plans[window, num_heads] = attention.plan_attention(
-                metadata.query_starts,
-                metadata.context_lengths,
-                metadata.block_tables,
-                num_heads,
-                num_kv_heads,
-                head_size,
-                window,
-            )
+            before = self._plan_before(metadata, num_heads, window)
+            if before is not None and metadata.lengths is not None:
+                plans[window, num_heads] = before.one_further(metadata.lengths, metadata.block_tables)
+            else:
+                plans[window, num_heads] = self._new_plan(metadata, layer_cache, num_heads, window)
         return plans[window, num_heads]
+
+    def _plan_before(
+        self, metadata: AttentionMetadata, num_heads: int, window: int
+    ) -> attention.PlannedAttention | None:
+        """That of the step before, where it has the same items: see `BatchState`, which hands on what goes on."""
+        if self._before is None or self._before.source.query_starts is not metadata.query_starts:
+            return None
+        lengths = (self._before.source.context_lengths, metadata.context_lengths)
+        is_same = attention.have_same_segments(*lengths, window)
+        return self._before.plans.get((window, num_heads)) if is_same else None
+
+    def _new_plan(
+        self, metadata: AttentionMetadata, layer_cache: Tensor, num_heads: int, window: int
+    ) -> attention.PlannedAttention:
+        _, _, num_kv_heads, _, head_size = layer_cache.shape
+        starts, lengths = metadata.starts, metadata.lengths
+        return attention.plan_attention(
+            metadata.query_starts,
+            metadata.context_lengths,
+            metadata.block_tables,
+            num_heads,
+            num_kv_heads,
+            head_size,
+            window,
+            on_device=None if starts is None or lengths is None else (starts, lengths),
+        )

@@ -71,7 +71,6 @@ from spmd_worker.metrics.stage_times import STAGE_TIMES_NAME, write_stage_times
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStatsWriter
 from spmd_worker.resolved import ResolvedRun
 from spmd_worker.scheduler.budget import MOST_FORM_BYTES
-from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.worker.device import device_type
 
 logger = logging.getLogger(__name__)
@@ -91,7 +90,6 @@ class OpenRun:
     manifest: dict[str, Any]
     reader: RowReader
     check: "InputCheck"
-    tokenizer: Tokenizer | None
 
     def before_exit(self) -> None:
         """What is finished is kept, and a process that waits for the locks reads that they will be free."""
@@ -179,8 +177,7 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
         watchdog.before_exit = partial(lock.note, ENDING)
     try_output(config.job)
     lock.note("reads the input")
-    tokenizer = Tokenizer.open_if_present(resolved.model_folder)
-    fingerprint = None if tokenizer is None else tokenizer.fingerprint()
+    fingerprint = None if resolved.tokenizer is None else resolved.tokenizer.fingerprint()
     reader = RowReader.of(config.job.input or "", config.limits.max_line_bytes, own_files(config.job))
     scan = InputScan(reader, config.job.max_rows)
     held.callback(scan.close)
@@ -205,7 +202,7 @@ def _open_run(resolved: ResolvedRun, held: ExitStack, watchdog: Watchdog | None)
     held.callback(journal.close)
     if journal.num_rows:
         logger.info("%d rows were answered before this start; the job goes on with the others", journal.num_rows)
-    return OpenRun(lock, journal, manifest, reader, check, tokenizer)
+    return OpenRun(lock, journal, manifest, reader, check)
 
 
 def _run(
@@ -218,7 +215,7 @@ def _run(
     config = resolved.config
     if run is not None:
         run.lock.note("joins the other ranks and loads the model")
-    engine = start_engine(resolved, environment, watchdog, run.tokenizer if run is not None else None)
+    engine = start_engine(resolved, environment, watchdog)
     loaded_s = time.perf_counter()
     try:
         replicas = open_replicas(engine)

@@ -4,11 +4,11 @@ Text is what decoding gives, with the special tokens in it by which the model's 
 leaves out. An answer that is streamed is read as it comes, each of its characters once, and a whole one in one piece.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from spmd_worker.chat.answer_parts import CallReader, Content, Part, ToolCall, num_held
+from spmd_worker.chat.answer_parts import CallReader, Content, Part, ToolCall
 from spmd_worker.chat.call_parsers import NoCalls, call_reader
 from spmd_worker.chat.chat_format import NONE, REASONING_MARKERS, ChatFormat
 from spmd_worker.chat.chat_request import ChatRequest
@@ -115,14 +115,13 @@ class MarkedText:
         self._sampling = sampling
         # Others are in the text as it is.
         kept = {} if tokenizer is None or not sampling.skip_special_tokens else tokenizer.special_ids(markers)
-        self._markers = tuple(kept)
-        self._marker = re.compile(f"({'|'.join(map(re.escape, kept))})")
+        self._markers = {token_id: text for text, token_id in kept.items()}
         self._decoder: IncrementalDecoder | None = None
         if tokenizer is not None and kept:
             self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids, True, tuple(kept.values()))
         self._num_tokens = self._num_characters = 0
         # What a stop string may still take back.
-        self._held = ""
+        self._held: list[_Piece] = []
         self._has_ended = False
 
     def read(self, completion: CompletionOutput) -> str:
@@ -135,20 +134,37 @@ class MarkedText:
             self._num_characters += len(new)
             return new
         token_ids = _shown_ids(completion, self._sampling)
-        text = self._decoder.append(token_ids[self._num_tokens :])
+        pieces = self._pieces(self._decoder, token_ids[self._num_tokens :])
         self._num_tokens = len(token_ids)
-        if self._has_ended:
-            text += self._decoder.flush()
-        return self._shown(text, len(completion.text)) if self._sampling.stop else text
+        if self._sampling.stop:
+            return self._shown(pieces, len(completion.text))
+        return "".join([piece.text for piece in pieces])
 
-    def _shown(self, text: str, num_characters: int) -> str:
+    def _pieces(self, decoder: IncrementalDecoder, token_ids: Sequence[int]) -> list["_Piece"]:
+        """What is new. A marker is one by its token: a model may spell the same text with other tokens, and then it is
+        text like any other.
+        """
+        pieces = []
+        for token_id in token_ids:
+            text, marker = decoder.append([token_id]), self._markers.get(token_id, "")
+            before, found, after = text.rpartition(marker) if marker else ("", "", text)
+            pieces += [_Piece(before, is_marker=False), _Piece(found, is_marker=True), _Piece(after, is_marker=False)]
+        if self._has_ended:
+            pieces.append(_Piece(decoder.flush(), is_marker=False))
+        return pieces
+
+    def _shown(self, pieces: list["_Piece"], num_characters: int) -> str:
         """So much more of the text that `num_characters` of it are in no marker: a stop string ends it, or may."""
-        window = self._held + text
-        num_unknown = 0 if self._has_ended else max([num_held(window, marker) for marker in self._markers])
-        given, count = _cut(window[: len(window) - num_unknown], self._marker, num_characters - self._num_characters)
+        given, count, self._held = _cut([*self._held, *pieces], num_characters - self._num_characters)
         self._num_characters += count
-        self._held = window[len(given) :]
         return given
+
+
+class _Piece(NamedTuple):
+    """Of an answer's text."""
+
+    text: str
+    is_marker: bool
 
 
 def _shown_ids(completion: CompletionOutput, sampling: SamplingParams) -> list[int]:
@@ -158,13 +174,16 @@ def _shown_ids(completion: CompletionOutput, sampling: SamplingParams) -> list[i
     return completion.token_ids[:-1] if is_hidden else completion.token_ids
 
 
-def _cut(text: str, marker: re.Pattern[str], length: int) -> tuple[str, int]:
-    """So much of a text that `length` characters of it, if it has so many, are in no marker; and how many they are."""
-    at = count = 0
-    for number, piece in enumerate(marker.split(text)):
-        # Every other piece is a marker.
-        if number % 2 == 0 and len(piece) > length - count:
-            return text[: at + length - count], length
-        at += len(piece)
-        count += 0 if number % 2 else len(piece)
-    return text, count
+def _cut(pieces: list[_Piece], length: int) -> tuple[str, int, list[_Piece]]:
+    """So much of a text that `length` characters of it, if it has so many, are in no marker; how many they are; and the
+    rest.
+    """
+    given, count = "", 0
+    for index, (text, is_marker) in enumerate(pieces):
+        if not is_marker and len(text) > length - count:
+            num_left = length - count
+            rest = [_Piece(text[num_left:], is_marker=False), *pieces[index + 1 :]]
+            return given + text[:num_left], length, rest
+        given += text
+        count += 0 if is_marker else len(text)
+    return given, count, []

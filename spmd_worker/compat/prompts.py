@@ -92,13 +92,21 @@ def _cut(
     most = max_model_len if length == -1 else length
     is_text = config is not None and config.is_encoder and (encoded.text is not None or encoded.pair is not None)
     if most is None or not is_text:
-        encoded.token_ids = truncated_row(encoded.token_ids, length, max_model_len)
+        whole, encoded.token_ids = encoded.token_ids, truncated_row(encoded.token_ids, length, max_model_len)
+        _count_first(encoded, len(whole) - len(encoded.token_ids))
     elif encoded.pair is not None:
         cut = encode_pair(encoded.pair, need_tokenizer, most)
         encoded.token_ids, encoded.num_first_tokens, encoded.error = cut.token_ids, cut.num_first_tokens, cut.error
     elif encoded.text is not None and encoded.error is None:
         token_ids, _ = need_tokenizer().encode_inside(encoded.text, None, most)
         encoded.token_ids = tuple(token_ids)
+
+
+def _count_first(encoded: Encoded, num_dropped: int) -> None:
+    """Ids lose their beginning, where those of the first text are that the caller has counted."""
+    pooling = encoded.pooling
+    if num_dropped and pooling is not None and pooling.num_first_tokens is not None:
+        encoded.pooling = replace(pooling, num_first_tokens=max(0, pooling.num_first_tokens - num_dropped))
 
 
 def _encode_mapping(prompt: Mapping[str, Any], need_tokenizer: Callable[[], Tokenizer]) -> Encoded:

@@ -102,7 +102,7 @@ class ModelOptions:
     `quantization` int8 quantises weights when they are loaded, and what they multiply as it comes (W8A8): answers are
     then the same bits for every tensor-parallel size too.
 
-    Weights that are NaN or infinite are refused unless `allow_nonfinite`.
+    Weights that are NaN or infinite, new ones too, are refused unless `allow_nonfinite`.
 
     `runner` is what rows get: tokens (generate) or vectors and scores (pooling); auto is what the folder is for.
     `pooling_type` (last, mean or cls) replaces the folder's. `classifier_from_token`, such as [no,yes], makes a
@@ -390,9 +390,12 @@ class ServeConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"serve.port={self.port} must be from 0 (any that is free) to 65535")
         _check_at_least("serve.max_queued", self.max_queued, 0)
-        _check_at_least("serve.drain_s", self.drain_s, 0)
-        if not 0 < self.reader_timeout_s < math.inf:
-            raise ConfigError(f"serve.reader_timeout_s={self.reader_timeout_s:g} must be above 0, and finite")
+        if not 0 <= self.drain_s <= MAX_TIMEOUT_S:
+            raise ConfigError(f"serve.drain_s={self.drain_s:g} must be from 0 to {MAX_TIMEOUT_S} seconds")
+        if not 0 < self.reader_timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"serve.reader_timeout_s={self.reader_timeout_s:g} must be above 0 and at most {MAX_TIMEOUT_S} seconds"
+            )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,9 +39,15 @@ class ParallelGroups:
     engine: GroupHandle
     own_world: ProcessGroup | None = None
     """The world that `join_groups` made and other engines may be in too; None in a caller's."""
+    owner: int = field(default_factory=os.getpid)
+    """The process that joined."""
 
     def destroy(self) -> None:
-        """Leave: destroys what `join_groups` made and nothing else. Call once, on every rank."""
+        """Leave: destroys what `join_groups` made and nothing else. Call once, on every rank. Nothing in a process that
+        was forked from the rank's, with which it shares the connections.
+        """
+        if os.getpid() != self.owner:
+            return
         for handle in (self.tensor, self.pipeline):
             if handle.fast is not None:
                 handle.fast.close()

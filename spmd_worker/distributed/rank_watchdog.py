@@ -7,6 +7,7 @@ otherwise, with torchrun's variables, a store in rank 0's process.
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.liveness.heartbeat_store import HeartbeatStore
+from spmd_worker.liveness.heartbeat_store import OVER, HeartbeatStore
 from spmd_worker.liveness.watchdog import Watchdog, Watched
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ _CONNECT_S: Final = 60.0
 """Ranks start when their imports are done, which may be far apart."""
 
 _ANSWER_S: Final = 5.0
+_LOOK_S: Final = 2.0
 
 
 def watch_program(environment: RankEnvironment, timeout_s: float, run_dir: Path | None, *, spins: bool) -> Watchdog:
@@ -55,8 +57,28 @@ def _connector(watched: Watched, *, may_host: bool) -> Callable[[], HeartbeatSto
     """None where there is no other rank, or no store but one of the user's program."""
     if len(watched.ranks) == 1 or "MASTER_ADDR" not in os.environ or not (_has_agent() or may_host):
         return None
-    is_host = watched.rank == 0 and not _has_agent()
-    return lambda: open_heartbeat_store(watched.rank, watched.ranks, is_host=is_host)
+    return _Connector(watched.rank, watched.ranks, is_host=watched.rank == 0 and not _has_agent())
+
+
+class _Connector:
+    """Opens the heartbeat store; again, under the same name, after it was lost."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], *, is_host: bool) -> None:
+        self._rank, self._ranks, self._is_host = rank, ranks, is_host
+        self._prefix: str | None = None
+
+    def __call__(self) -> HeartbeatStore:
+        if self._prefix is not None and not self._is_host:
+            _look_for_store()
+        opened = open_heartbeat_store(self._rank, self._ranks, is_host=self._is_host, prefix=self._prefix)
+        self._prefix = opened.prefix
+        return opened
+
+
+def _look_for_store(variables: Mapping[str, str] = os.environ) -> None:
+    """Raises OSError where nobody listens: torch would ask for long, and print that it does, each time."""
+    address = (variables["MASTER_ADDR"], int(variables["MASTER_PORT"]))
+    socket.create_connection(address, _LOOK_S).close()
 
 
 def _has_agent() -> bool:
@@ -65,10 +87,16 @@ def _has_agent() -> bool:
 
 
 def open_heartbeat_store(
-    rank: int, ranks: Sequence[int], *, is_host: bool, variables: Mapping[str, str] = os.environ
+    rank: int,
+    ranks: Sequence[int],
+    *,
+    is_host: bool,
+    variables: Mapping[str, str] = os.environ,
+    prefix: str | None = None,
 ) -> HeartbeatStore:
     """Connect. The store outlives every run in it, a restart too, so each has keys of its own, and so has each engine
-    of a world with several: every rank counts its own runs, and the `ranks` of one run in the same order.
+    of a world with several. `prefix` is that of a store which was lost; without one every rank counts its own runs, and
+    passes over those that an earlier attempt has used: a first name, until the ranks have agreed on theirs.
 
     Raises RuntimeError when there is no store.
     """
@@ -82,9 +110,15 @@ def open_heartbeat_store(
         multi_tenant=True,
     )
     store.set_timeout(timedelta(seconds=_ANSWER_S))
+    if prefix is not None:
+        return HeartbeatStore(store, prefix, is_host)
     restart = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"spmd_worker/watch/restart {restart}/ranks {ranks[0]} to {ranks[-1]}"
-    return HeartbeatStore(store, f"{prefix}/run {store.add(f'{prefix}/runs of rank {rank}', 1)}", is_host)
+    of_ranks = f"spmd_worker/watch/restart {restart}/ranks {ranks[0]} to {ranks[-1]}"
+    while True:
+        run = store.add(f"{of_ranks}/runs of rank {rank}", 1)
+        opened = HeartbeatStore(store, f"{of_ranks}/run {run}", is_host)
+        if not opened.has_flag(OVER):
+            return opened
 
 
 def _abort_groups() -> None:

@@ -61,6 +61,7 @@ class SharedMemoryGroup:
         timeout_s: float,
         has_own_core: bool,
     ) -> None:
+        self._owner = os.getpid()
         self._functions, self._ranks, self._rank = library.functions, group.ranks, group.rank
         self._memory: mmap.mmap | None = memory
         self._anchor: Any = ctypes.c_char.from_buffer(memory)
@@ -185,8 +186,10 @@ class SharedMemoryGroup:
         self.check(self._functions["shared_receive"](*self._group, tensor.data_ptr(), num_bytes))
 
     def close(self) -> None:
-        """Let go of the memory; ranks that wait for this one are told. Idempotent."""
-        if self._anchor is None:
+        """Let go of the memory; ranks that wait for this one are told. Idempotent; nothing in a forked process, which
+        is no rank.
+        """
+        if self._anchor is None or os.getpid() != self._owner:
             return
         self._functions["shared_leave"](*self._group)
         # Unmapped when nobody has a tensor in a slot any more.

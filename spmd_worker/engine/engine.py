@@ -77,12 +77,16 @@ def _release(
     channels: tuple[Lockstep | ControlChannel, ...],
     executor: Executor,
     watchdog: Watchdog | None,
+    owner: int,
     *,
     is_closed: bool = True,
 ) -> None:
     """What `LLMEngine.shutdown` gives back. Idempotent. `is_closed` false: the interpreter ends, or nobody holds the
-    engine any more.
+    engine any more. Does nothing in a process other than `owner`: one that was forked has a copy of all this, and what
+    it gave back would be its parent's.
     """
+    if os.getpid() != owner:
+        return
     heartbeat.enter(CLOSING)
     if watchdog is not None and not is_closed:
         watchdog.leave_unclosed()
@@ -133,9 +137,8 @@ class LLMEngine:
         self.watchdog = watchdog
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
         # Without a reference to the engine, for the finalizer that releases what a forgotten engine had.
-        self.release = partial(
-            _release, self.times.heartbeat, (lockstep, channel, self.engine_channel), executor, watchdog
-        )
+        channels = (lockstep, channel, self.engine_channel)
+        self.release = partial(_release, self.times.heartbeat, channels, executor, watchdog, os.getpid())
         self.calls = OneCaller()
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
@@ -378,7 +381,8 @@ class LLMEngine:
         cached before is found, and the next step compares with the other ranks. Does nothing where nothing was loaded.
 
         Every rank calls this, or what calls it: `step`, `reset_prefix_cache`. Raises MissingWeightsError that lists
-        what was not loaded; nothing can be computed until it is.
+        what was not loaded, and CheckpointError for a head that differs from the embedding it is tied to; nothing can
+        be computed until it is loaded.
         """
         event = self.weight_updates.commit(is_partial=is_partial)
         if event is not None:
@@ -534,7 +538,7 @@ class LLMEngine:
         self.follow_round()
 
     def shutdown(self) -> None:
-        """Give back memory and groups. Idempotent; every rank calls it."""
+        """Give back memory and groups. Idempotent; every rank calls it. A forked process gives back nothing."""
         with self.calls.inside("close", is_alone=True):
             self.is_closed = True
             self.release()

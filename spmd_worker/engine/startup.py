@@ -4,6 +4,7 @@ Configuration, code and model first, then files and memory phase by phase, each 
 rank's failure is every rank's error and nobody is waited for in vain.
 """
 
+import json
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,18 +41,17 @@ from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.scheduler.factory import CacheSizes, new_scheduler
 from spmd_worker.scheduler.planner import SchedulerLimits
 from spmd_worker.scheduler.scheduler import Scheduler
-from spmd_worker.tokenizer.tokenizer import Tokenizer
 from spmd_worker.version import code_fingerprint
 from spmd_worker.weights.identity import file_identities, tensor_digests
-from spmd_worker.worker.device import device_type
+from spmd_worker.worker.device import check_own_gpus, device_type
 
 WATERMARK_BLOCKS_PER_SEQUENCE: Final = 1
 """Free blocks that admission leaves for each running sequence: see `docs/decisions.md`."""
 
 
 def read_run(config: RunConfig) -> ResolvedRun:
-    """What this process computes with, its files read once; nothing is started. Raises ConfigError or ModelConfigError
-    for what cannot run.
+    """What this process computes with, its files read once; nothing is started. Raises ConfigError, ModelConfigError
+    or TokenizerError for what cannot run.
     """
     resolved = resolve_run(config, device_type(config.device))
     check_cache_setting(resolved)
@@ -62,12 +62,11 @@ def start_engine(
     resolved: ResolvedRun,
     environment: RankEnvironment | None = None,
     watchdog: Watchdog | None = None,
-    tokenizer: Tokenizer | None = None,
 ) -> LLMEngine:
     """Build this rank's replica: device, groups, weights, cache, scheduler. Every rank of the layout calls this.
 
     `resolved` is from `read_run`. `watchdog` is the program's own, and started; without one the engine has one for as
-    long as it lives. `tokenizer` is the model folder's, where this process has opened it already.
+    long as it lives.
 
     Raises ConfigError before any rank is waited for; RanksDisagreeError and RankFailedError, the same on every rank,
     once the groups exist.
@@ -82,7 +81,7 @@ def start_engine(
         is_on_gpu = resolved.device_type == "cuda"
         watchdog = watch_guest(environment, num_ranks, executor_config.timeout_s, spins=is_on_gpu)
         watchdog.start()
-    return _start_together(resolved, executor, watchdog, tokenizer, executor.start)
+    return _start_together(resolved, executor, watchdog, executor.start)
 
 
 def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
@@ -101,7 +100,7 @@ def restart_engine(engine: LLMEngine, parallel: ParallelConfig) -> LLMEngine:
     executor.check_layout(resolved.layout)
     engine.retire()
     set_up = partial(executor.reinitialize_distributed, resolved)
-    restarted = _start_together(resolved, executor, watchdog, engine.tokenizer, set_up)
+    restarted = _start_together(resolved, executor, watchdog, set_up)
     restarted.continue_from(engine)
     return restarted
 
@@ -110,11 +109,10 @@ def _start_together(
     resolved: ResolvedRun,
     executor: Executor,
     watchdog: Watchdog,
-    tokenizer: Tokenizer | None,
     set_up: Callable[[], None],
 ) -> LLMEngine:
     try:
-        return _start(resolved, executor, watchdog, tokenizer, set_up)
+        return _start(resolved, executor, watchdog, set_up)
     except BaseException as error:  # told to the other ranks, which may be waiting for this one, then raised again
         watchdog.fail(error)
         cause = watchdog.find_cause(error)
@@ -129,7 +127,6 @@ def _start(
     resolved: ResolvedRun,
     executor: Executor,
     watchdog: Watchdog,
-    tokenizer: Tokenizer | None,
     set_up: Callable[[], None],
 ) -> LLMEngine:
     config = resolved.config
@@ -138,10 +135,11 @@ def _start(
     channel: ControlChannel = getattr(executor, "channel", None) or ControlChannel(single_group())
     engine_channel: ControlChannel = getattr(executor, "engine_channel", None) or channel
     try:
-        check_members(engine_channel, run_secret())
-        tokenizer, sizes = _load(resolved, tokenizer, executor, channel, engine_channel, watchdog)
+        watchdog.join_run(check_members(engine_channel, run_secret()))
+        _check_gpus(engine_channel, executor)
+        sizes = _load(resolved, executor, channel, engine_channel, watchdog)
         watchdog.heartbeat.enter("agreeing on the start")
-        scheduler = _new_replica(resolved, tokenizer, sizes)
+        scheduler = _new_replica(resolved, sizes)
         if config.executor.digest_every:
             _agree_on_computing(channel, engine_channel, executor, scheduler)
         # The channel last: it starts a thread.
@@ -156,7 +154,13 @@ def _start(
         executor.shutdown()
         raise
     watchdog.heartbeat.enter(BETWEEN_STEPS)
-    return LLMEngine(resolved, tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
+    return LLMEngine(resolved, resolved.tokenizer, executor, channel, lockstep, scheduler, engine_channel, watchdog)
+
+
+def _check_gpus(engine_channel: ControlChannel, executor: Executor) -> None:
+    """Raise ConfigError for ranks of the engine, of any replica, that share a GPU."""
+    own = canonical(executor.collective_rpc("get_gpu_identity"))
+    check_own_gpus([identity for each in engine_channel.gather(own) for identity in json.loads(each)])
 
 
 def _agree_on_computing(
@@ -178,20 +182,18 @@ def _agree_on_computing(
 
 def _load(
     resolved: ResolvedRun,
-    tokenizer: Tokenizer | None,
     executor: Executor,
     channel: ControlChannel,
     engine_channel: ControlChannel,
     watchdog: Watchdog,
-) -> tuple[Tokenizer | None, CacheSizes]:
+) -> CacheSizes:
     """Everything that reads files or takes memory, agreed on step by step by all replicas; returns the blocks that
     every rank of this one has.
     """
-    config, folder = resolved.config, resolved.model_folder
+    config = resolved.config
     together = partial(_together, engine_channel, watchdog)
-    tokenizer = together("reading the tokenizer", lambda: tokenizer or Tokenizer.open_if_present(folder))
     if config.executor.digest_every:
-        _agree_on_start(engine_channel, watchdog, resolved, tokenizer)
+        _agree_on_start(engine_channel, watchdog, resolved)
     together("loading the model", executor.load_model)
     together("checking the workers", partial(_check_workers, resolved, executor))
     counts = together("sizing the cache", executor.determine_num_available_blocks)
@@ -203,7 +205,7 @@ def _load(
         allocate_tier = partial(executor.collective_rpc, "initialize_host_tier", args=(sizes.num_tier_blocks,))
         together("allocating the host tier", allocate_tier)
     together("warming up", partial(executor.collective_rpc, "compile_or_warm_up_model"))
-    return tokenizer, sizes
+    return sizes
 
 
 def _check_workers(resolved: ResolvedRun, executor: Executor) -> None:
@@ -232,7 +234,7 @@ def _open_channel(
     return open_step_channel(channel, None if is_one_node else environment.master_address, config.executor.timeout_s)
 
 
-def _new_replica(resolved: ResolvedRun, tokenizer: Tokenizer | None, sizes: CacheSizes) -> Scheduler:
+def _new_replica(resolved: ResolvedRun, sizes: CacheSizes) -> Scheduler:
     """This rank's replica of the scheduler, empty."""
     config, model_config = resolved.config, resolved.model_config
     copy_tokens = block_copy_tokens(model_config, resolved.dtype, config.cache.block_size, resolved.device_type)
@@ -246,7 +248,7 @@ def _new_replica(resolved: ResolvedRun, tokenizer: Tokenizer | None, sizes: Cach
         config.parallel.pipeline_parallel_size,
     )
     return new_scheduler(
-        limits, sizes, config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, tokenizer
+        limits, sizes, config.cache.block_size, model_config.eos_token_ids, resolved.max_model_len, resolved.tokenizer
     )
 
 
@@ -264,7 +266,6 @@ def _agree_on_start(
     channel: ControlChannel,
     watchdog: Watchdog,
     resolved: ResolvedRun,
-    tokenizer: Tokenizer | None,
 ) -> None:
     """Configuration, code and model must be the same on every rank; where output goes, and where clients come from, is
     rank 0's business.
@@ -282,7 +283,7 @@ def _agree_on_start(
         "model": asdict(resolved.model_config),
         "experts": None if resolved.layout.experts is None else asdict(resolved.layout.experts),
         "default sampling": asdict(resolved.default_sampling),
-        "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
+        "tokenizer": resolved.tokenizer.fingerprint() if resolved.tokenizer is not None else None,
     }
     check_equal("settings", channel.gather(canonical(value)))
     if resolved.config.model.load_format != "dummy":

@@ -9,11 +9,12 @@ calls of `apply_model` a rank refused what was changed there, as it does by itse
 import json
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Final
 
-from spmd_worker.errors import MissingWeightsError, RanksDisagreeError, ReplicaDivergedError
+from spmd_worker.errors import CheckpointError, MissingWeightsError, RanksDisagreeError, ReplicaDivergedError
 from spmd_worker.executor.executor import Executor
-from spmd_worker.sequence.events import CommitWeights, Event
+from spmd_worker.sequence.events import CommitWeights, EndWorkerEvent, Event
 
 CHANGES_REFUSED: Final = "changes that apply_model refused"
 """Stands beside the names of weights: what ranks compare of calls that changed weights on some of them alone."""
@@ -61,14 +62,15 @@ class WeightUpdates:
     def commit(self, *, is_partial: bool) -> CommitWeights | None:
         """End the update that is open, if one is: what to tell the replicas.
 
-        Raises MissingWeightsError for weights that were not loaded, unless `is_partial` and none was dropped, and
-        RanksDisagreeError where the workers of this executor were given different ones; the update stays open. Changes
+        Raises MissingWeightsError for weights that were not loaded, unless `is_partial` and none was dropped,
+        CheckpointError for a head that differs from the embedding it is tied to, and RanksDisagreeError where the
+        workers of this executor were given different ones; the update stays open. Changes
         that were refused are for the ranks to compare, too: where all have refused them, nothing was changed.
         """
         updates = [update for update in self._executor.get_weight_updates() if update is not None]
         if not updates:
             return None
-        digests, missing, must_be_whole, refused_calls = updates[0]
+        digests, missing, must_be_whole, refused_calls, has_all, head_fault = updates[0]
         is_open = bool(digests or missing)
         if is_open and self._num_in_flight():
             raise RuntimeError(
@@ -79,8 +81,11 @@ class WeightUpdates:
             raise RanksDisagreeError("the workers of this executor have loaded different weights: load them again")
         if missing and (must_be_whole or not is_partial):
             raise MissingWeightsError(missing, len(digests) + len(missing), were_dropped=must_be_whole)
+        if head_fault:
+            raise CheckpointError(head_fault)
         self._executor.end_weight_update()
-        is_whole, num_tensors = is_open and not missing, len(digests)
+        # Where buffers were left out, what was loaded of them before counts on.
+        is_whole, num_tensors = is_open and has_all, len(digests)
         self._digests = _with({} if is_whole else self._digests, digests, refused_calls)
         self._is_whole |= is_whole
         self.uncompared = _with({} if is_whole else self.uncompared, digests, refused_calls)
@@ -99,9 +104,12 @@ class WeightUpdates:
 
     def check_agreed(self, events: Iterable[Event]) -> None:
         """Before a step with rank 0's `events` runs. Raises ReplicaDivergedError unless rank 0 commits what this rank
-        has committed since the last step.
+        has committed since the last step. What is committed with a worker event (`then`) is not compared.
         """
-        said = next((event for event in events if isinstance(event, CommitWeights)), None)
+        given = tuple(events)
+        # What comes after the end of a worker event was committed with it, on all ranks: it is no rank's own.
+        before = takewhile(lambda event: not isinstance(event, EndWorkerEvent), given)
+        said = next((event for event in before if isinstance(event, CommitWeights)), None)
         own, self._expected = self._expected, None
         if said != own:
             raise ReplicaDivergedError(
@@ -109,7 +117,10 @@ class WeightUpdates:
                 f"same tensors before the same call"
             )
         if own is not None:
-            self._agreed_version, self._digests, self._is_whole = own.version, {}, False
+            self._digests, self._is_whole = {}, False
+        for event in given:
+            if isinstance(event, CommitWeights):
+                self._agreed_version = event.version
 
 
 def _with(before: dict[str, str], digests: dict[str, str], refused_calls: list[int]) -> dict[str, str]:

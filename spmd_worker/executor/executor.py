@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config.schema import RunConfig
@@ -24,6 +24,9 @@ from spmd_worker.sequence.step import StepPlan, StepResult
 from spmd_worker.worker.worker_wrapper import resolve_class
 
 logger = logging.getLogger(__name__)
+
+MAX_CALL_S: Final = threading.TIMEOUT_MAX
+"""More seconds than that no wait of Python's takes."""
 
 BACKENDS = {
     "external_launcher": "spmd_worker.executor.external_launcher.ExternalLauncherExecutor",
@@ -103,7 +106,8 @@ class Executor(ABC):
     ) -> list[Any]:
         """Run a method on every worker of this executor: their answers, or futures of them, in rank order.
 
-        A callable gets the worker as its first argument; it must live in the worker's process.
+        A callable gets the worker as its first argument; it must live in the worker's process. Raises TypeError or
+        ValueError, before anything runs, for a `timeout` that is no number of seconds (`check_call_timeout`).
         """
 
     def load_model(self) -> None:
@@ -291,3 +295,14 @@ class Executor(ABC):
             "resolved": self.resolved,
             "environment": environment,
         }
+
+
+def check_call_timeout(timeout: float | None) -> None:
+    """Raise TypeError for what is neither None nor an int or float, ValueError for one that nothing can wait for."""
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout is a {type(timeout).__name__}: give seconds, or leave it out for no limit")
+    # Written so that NaN fails.
+    if not 0 <= timeout <= MAX_CALL_S:
+        raise ValueError(f"timeout={timeout} must be from 0 to {MAX_CALL_S:g} seconds: leave it out for no limit")

@@ -16,7 +16,7 @@ from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.network_interface import LOOPBACK
 from spmd_worker.distributed.topology import RankLayout
 from spmd_worker.errors import ConfigError, WorkerError
-from spmd_worker.executor.executor import Executor
+from spmd_worker.executor.executor import Executor, check_call_timeout
 from spmd_worker.executor.rpc_coding import encode_call
 from spmd_worker.executor.worker_channel import FrameKind
 from spmd_worker.executor.worker_environment import open_store, process_environment, rank_environment
@@ -109,6 +109,7 @@ class MultiprocExecutor(Executor):
         WorkerDiedError; TimeoutError naming the ranks that have not answered in `timeout` seconds. A late answer is
         dropped. For coroutines, give a future to `asyncio.wrap_future`.
         """
+        check_call_timeout(timeout)
         if callable(method):
             raise TypeError(
                 "collective_rpc was given a function, but the workers live in other processes and nothing is unpickled "
@@ -186,7 +187,11 @@ class MultiprocExecutor(Executor):
             )
 
     def shutdown(self) -> None:
-        """End the workers: no process, thread or socket is left. Idempotent; calls that wait get an error."""
+        """End the workers: no process, thread or socket is left. Idempotent; calls that wait get an error. Nothing in a
+        forked process: at its end, too, this is called.
+        """
+        if not self._pool.is_own:
+            return
         self._pool.close()
         self._store = None
         atexit.unregister(self.shutdown)

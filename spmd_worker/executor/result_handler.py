@@ -60,6 +60,14 @@ class PendingResults:
         with self._lock:
             return self._waiting.pop((number, rank), None)
 
+    def fail_before(self, number: int, rank: int, error_of: Callable[[int, str], Exception]) -> None:
+        """Give the futures of one rank's answers to calls before `number` an error, made of rank and method."""
+        with self._lock:
+            keys = [key for key in self._waiting if key[0] < number and key[1] == rank]
+            waiting = [self._waiting.pop(key) for key in keys]
+        for each in waiting:
+            each.future.set_exception(error_of(rank, each.method))
+
     def fail_all(self, error_of: Callable[[int, str], Exception]) -> None:
         """Give every future an error, made of rank and method."""
         with self._lock:
@@ -165,6 +173,7 @@ class ResultHandler:
             worker.signal(signal.SIGKILL)
             worker.exited.wait(_EXIT_S)
         self._on_end(worker)
+        worker.read_to_end.set()
 
     def _take(self, rank: int, frame: Frame) -> None:
         waiting = self._pending.take(frame.number, rank)

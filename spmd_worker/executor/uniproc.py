@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from spmd_worker.errors import ConfigError
-from spmd_worker.executor.executor import Executor
+from spmd_worker.executor.executor import Executor, check_call_timeout
 from spmd_worker.worker.worker_wrapper import WorkerWrapper
 
 
@@ -38,6 +38,7 @@ class UniProcExecutor(Executor):
 
         With a `timeout` the call runs in a thread of its own, which goes on when TimeoutError is raised.
         """
+        check_call_timeout(timeout)
         call = partial(self._call, method, args, kwargs or {})
         if non_block:
             future: Future[Any] = Future()

@@ -31,6 +31,8 @@ class WorkerHandle:
     def __init__(self, rank: int, environment: Mapping[str, str], send_timeout_s: float, log_level: int) -> None:
         self.rank = rank
         self.exited = threading.Event()
+        self.read_to_end = threading.Event()
+        """Set when all it had said before its end was taken in."""
         self.is_leaving = False
         """Whether its end is expected."""
         self.connection, self._workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

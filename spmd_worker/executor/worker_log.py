@@ -59,12 +59,18 @@ def forward_lines(prefix: str, pipes: Mapping[str, IO[bytes]]) -> None:
 
 
 def _write(name: str, lines: bytes) -> None:
-    """The stream is looked up each time, because a program may put another in its place."""
+    """The stream is looked up each time, because a program may put another in its place. What its encoding has no
+    character for is written as its escape (`\\u4f60`).
+    """
     stream = getattr(sys, name)
     if not lines or stream is None:
         return
+    text = lines.decode(errors="replace")
     try:
-        stream.write(lines.decode(errors="replace"))
+        try:
+            stream.write(text)
+        except UnicodeEncodeError as error:
+            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
     except (OSError, ValueError):
         # Nobody reads it, or it was closed: a worker must not stand still for that.

@@ -7,11 +7,13 @@ are ended, and the pool stays failed.
 
 import itertools
 import logging
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final
 
 from spmd_worker.errors import WorkerDiedError
@@ -44,8 +46,14 @@ class WorkerPool:
         self._results = ResultHandler(self._pending, self._take_end)
         self._numbers = itertools.count()
         self._is_closed = False
+        self._owner = os.getpid()
         self._failure_is_over = threading.Event()
         self._state_lock, self._send_lock = threading.Lock(), threading.Lock()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that started the workers, and none that was forked from it."""
+        return os.getpid() == self._owner
 
     def start(self) -> None:
         """Begin to listen."""
@@ -66,14 +74,21 @@ class WorkerPool:
             self._results.add(worker)
 
     def remove_workers(self, num_workers: int) -> None:
-        """Stop the processes of the last ranks and wait for their end."""
+        """Stop the processes of the last ranks and wait for their end. Calls of other threads that they have not
+        answered by then are WorkerDiedError there.
+        """
         kept = len(self.workers) - num_workers
         # A call that another thread sends goes to all of them, before, or to those that stay.
         with self._send_lock:
             leaving, self.workers = self.workers[kept:], self.workers[:kept]
             self._ask_to_stop(leaving)
         _end(leaving)
+        # Later calls may go to other workers of the same ranks.
+        next_number = next(self._numbers)
         for worker in leaving:
+            # Its last answers first.
+            worker.read_to_end.wait(_KILL_S)
+            self._pending.fail_before(next_number, worker.rank, partial(_left_error, worker))
             worker.close()
 
     def submit(self, kind: FrameKind, method: str, payload: bytes) -> list[Future[Any]]:
@@ -81,6 +96,8 @@ class WorkerPool:
 
         Raises the failure of a pool that has failed, RuntimeError for one that is closed.
         """
+        # Before the locks, which a thread of the parent's may have held as this process was forked.
+        self._check_own()
         with self._send_lock:
             with self._state_lock:
                 self.check_usable()
@@ -92,13 +109,18 @@ class WorkerPool:
 
     def check_usable(self) -> None:
         """Raise where nothing can be called any more, saying why."""
+        self._check_own()
         if self._is_closed:
             raise RuntimeError("the executor was shut down: make a new one")
         if self.failure is not None:
             raise WorkerDiedError(f"{self.failure} (the executor has failed: make a new one)")
 
     def fail(self, error: Exception, waiter: "Future[Any] | None" = None) -> None:
-        """Give every waiter `error`, `waiter` too, then end all workers and run `on_failure`: once."""
+        """Give every waiter `error`, `waiter` too, then end all workers and run `on_failure`: once. Nothing in a forked
+        process.
+        """
+        if not self.is_own:
+            return
         with self._state_lock:
             is_first = self.failure is None and not self._is_closed
             if is_first:
@@ -120,7 +142,11 @@ class WorkerPool:
             self._failure_is_over.wait(_TERM_S + _KILL_S)
 
     def close(self) -> None:
-        """End all workers: at a word where they are idle, at once where one is at work. Idempotent."""
+        """End all workers: at a word where they are idle, at once where one is at work. Idempotent. Nothing in a forked
+        process.
+        """
+        if not self.is_own:
+            return
         with self._state_lock:
             if self._is_closed:
                 return
@@ -132,6 +158,13 @@ class WorkerPool:
         self._results.stop()
         for worker in self.workers:
             worker.close()
+
+    def _check_own(self) -> None:
+        if not self.is_own:
+            raise RuntimeError(
+                f"the workers belong to process {self._owner}, which forked this one: make an LLM of its own here, or "
+                f"make the call there"
+            )
 
     def _send(self, worker: WorkerHandle, kind: FrameKind, number: int, payload: bytes) -> None:
         try:
@@ -176,6 +209,10 @@ def _wait_for(workers: Sequence[WorkerHandle], deadline_s: float) -> None:
 def _with_state(text: str, worker: WorkerHandle) -> str:
     state = worker.state()
     return f"{text} and is {state}" if state else text
+
+
+def _left_error(worker: WorkerHandle, rank: int, method: str) -> Exception:
+    return WorkerDiedError(f"worker {worker} was ended while at work on {method}: there are fewer ranks now")
 
 
 def _shut_down_error(rank: int, method: str) -> Exception:

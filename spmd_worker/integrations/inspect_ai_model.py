@@ -91,6 +91,7 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._step, name="spmd-inspect", daemon=True)
         self._thread.start()
+        self._owner = os.getpid()
         _open.append(self)
         # Inspect closes no model of a command line.
         atexit.register(self.shutdown)
@@ -129,7 +130,9 @@ class SpmdWorkerAPI(ModelAPI):  # type: ignore[misc]  # inspect_ai is no depende
         return int(self.llm.llm_engine.config.scheduler.max_num_seqs)
 
     def shutdown(self) -> None:
-        """End the engine, and the other ranks' `follow`. Idempotent."""
+        """End the engine, and the other ranks' `follow`. Idempotent; nothing in a forked process."""
+        if os.getpid() != self._owner:
+            return
         self._exchange.end("inspect has ended")
         self._thread.join()
         self.llm.close()

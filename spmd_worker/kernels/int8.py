@@ -102,7 +102,9 @@ class Int8Weights:
     def numbers_and_scales(self, packed: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Rows `start` to `stop`: int8 [n, I] and float32 [n]."""
         rows = packed.detach()[start:stop]
-        return rows[:, :-SCALE_BYTES], rows[:, -SCALE_BYTES:].contiguous().view(torch.float32).squeeze(1)
+        # A copy also of one row, which is in one piece where it is: a float32 may begin at every fourth byte alone.
+        scales = rows[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+        return rows[:, :-SCALE_BYTES], scales.view(torch.float32).squeeze(1)
 
     def take_changed(self, packed: Tensor, start: int, rows: Tensor) -> None:
         """Quantise those of `rows` [n, I] anew that are not what is shown of them. The others were made of numbers that

@@ -63,7 +63,8 @@ class Router(PackedLayer):
         if self.bias is not None:
             yield whole(f"{prefix}.bias", (num_experts,), f"{prefix}.bias")
         if self.choice_bias is not None:
-            yield whole(f"{prefix}.e_score_correction_bias", (num_experts,), f"{prefix}.choice_bias")
+            name = f"{prefix}.e_score_correction_bias"
+            yield whole(name, (num_experts,), f"{prefix}.choice_bias", is_buffer=True)
         if self._experts.has_shared_gate:
             name, last = f"{prefix.rpartition('.')[0]}.shared_expert_gate.weight", (num_experts, num_experts + 1)
             yield WeightSlice(name, (1, size), full_rectangle((1, size)), f"{prefix}.weight", (last, (0, size)))
@@ -238,13 +239,15 @@ class SparseFeedForward(nn.Module):
         num_chosen = ids.shape[1]
         flat = ids.flatten()
         # Stable: within an expert tokens stay in the order of the batch.
-        order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self._config.num_experts).tolist()
+        sorted_ids, order = flat.sort(stable=True)
+        # The one thing that a layer has the host wait for: `bincount` would be another, as it looks for the largest.
+        numbers = torch.arange(self._config.num_experts, device=flat.device)
+        ends: list[int] = torch.searchsorted(sorted_ids, numbers, right=True).tolist()
         results = x.new_zeros((len(flat), x.shape[1]))
         start = 0
-        for number, count in enumerate(counts):
-            slots = order[start : start + count]
-            start += count
+        for number, end in enumerate(ends):
+            slots, count = order[start:end], end - start
+            start = end
             self.num_tokens[number] += count
             if count and str(number) in self.experts:
                 results[slots] = self.experts[str(number)](x[slots // num_chosen], is_fused=is_fused)

@@ -41,7 +41,7 @@ class Xielu(CheckpointLayer):
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """`prefix` is this layer's name."""
         for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
-            yield whole(f"{prefix}.{name}", shape, f"{prefix}.{name}")
+            yield whole(f"{prefix}.{name}", shape, f"{prefix}.{name}", is_buffer=shape == ())
 
 
 class FeedForward(nn.Module):

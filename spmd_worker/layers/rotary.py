@@ -33,7 +33,8 @@ from spmd_worker.model_config.rope import RopeParameters
 class Angles:
     """Cosines and sines [T, R / 2] of a step's tokens, and which numbers of a head they turn: the first R, pairs of
     equal places in two halves, or of neighbours where `is_interleaved`. `is_plain`: whole heads, in halves, and that is
-    all; else turned queries are multiplied by `query_factors` [T, 1, 1], where they are given.
+    all; else turned queries are multiplied by `query_factors` [T, 1, 1], where they are given. What is turned by angles
+    in float32 is computed in float32 and rounded once.
     """
 
     cos: Tensor
@@ -44,6 +45,8 @@ class Angles:
 
     def turn(self, kernels: Kernels, x: Tensor) -> Tensor:
         """[T, heads, D] -> [T, heads, D]."""
+        if self.cos.dtype != x.dtype:
+            return self.turn(kernels, x.to(self.cos.dtype)).to(x.dtype)
         size = 2 * self.cos.shape[1]
         if size == x.shape[-1] and not self.is_interleaved:
             return kernels.rotate(x, self.cos, self.sin)
@@ -62,16 +65,28 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeParameters, head_size: int, max_positions: int, device: torch.device) -> None:
         self._rope, self._head_size, self._max_positions = rope, rope.turned_size(head_size), max_positions
-        self.is_plain = self._head_size == head_size and not (rope.is_interleaved or rope.query_growth)
-        """Whether whole heads are turned, in halves: what calls that do more than this can do."""
+        self._is_whole = self._head_size == head_size and not (rope.is_interleaved or rope.query_growth)
         self._frequencies = inverse_frequencies(rope, self._head_size).to(device)
+        self._exponents = _exponents(self._head_size).double().to(device)
         self._amplitude = attention_factor(rope)
 
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether whole heads of `dtype` are turned, in halves and rounding at each step: what calls that do more than
+        this can do. In float32 nothing is rounded.
+        """
+        return self._is_whole and (self._rope.rounding == "each step" or dtype == torch.float32)
+
     def angles(self, positions: Tensor, regimes: Tensor, dtype: torch.dtype) -> Angles:
-        """int64 [T] positions and regimes -> angles in `dtype`, computed in float32."""
+        """int64 [T] positions and regimes -> angles for tensors of `dtype`, computed in float32, and in `dtype` unless
+        the rope keeps more (`RopeParameters.rounding`).
+        """
         turns = positions.float().unsqueeze(1) * self._frequencies_at(positions, regimes)
-        cos, sin = (turns.cos() * self._amplitude).to(dtype), (turns.sin() * self._amplitude).to(dtype)
-        return Angles(cos, sin, self._rope.is_interleaved, self.is_plain, self._query_factors(positions, dtype))
+        cos, sin = turns.cos() * self._amplitude, turns.sin() * self._amplitude
+        if self._rope.rounding != "result":
+            cos, sin = cos.to(dtype), sin.to(dtype)
+        if self._rope.rounding == "angles":
+            cos, sin = cos.float(), sin.float()
+        return Angles(cos, sin, self._rope.is_interleaved, self.is_plain(dtype), self._query_factors(positions, dtype))
 
     def _query_factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """[T, 1, 1]. By way of float64: what a logarithm is to the last bit may differ with its place in a tensor."""
@@ -90,8 +105,7 @@ class RotaryEmbedding:
         lengths = torch.maximum(positions + 1, regimes).clamp(min=self._max_positions).double()
         growth = self._rope.factor * lengths / self._max_positions - (self._rope.factor - 1)
         base = self._rope.rope_theta * growth ** (self._head_size / (self._head_size - 2))
-        exponents = _exponents(self._head_size).to(positions.device)
-        return (1.0 / base.unsqueeze(1) ** exponents.double()).float()
+        return (1.0 / base.unsqueeze(1) ** self._exponents).float()
 
 
 def inverse_frequencies(rope: RopeParameters, head_size: int) -> Tensor:

@@ -42,7 +42,8 @@ class WeightSlice:
     the tensor but knows that it belongs to the model (see `nothing_of`); the parameter need not exist then.
     `destination` has the extents of `source`, but for leading dimensions of extent 1, which either may have more of
     (one expert's matrix of a tensor that stacks the experts). `is_transposed`: the matrix is the other way round in the
-    checkpoint, so `destination` has the last two extents of `source` in reverse.
+    checkpoint, so `destination` has the last two extents of `source` in reverse. `is_buffer`: transformers has the
+    tensor as a buffer, so it is in files and not among the parameters that a trainer hands over.
     """
 
     checkpoint_name: str
@@ -51,6 +52,7 @@ class WeightSlice:
     parameter_name: str
     destination: Rectangle
     is_transposed: bool = False
+    is_buffer: bool = False
 
     def __post_init__(self) -> None:
         assert is_inside(self.source, self.checkpoint_shape), self
@@ -101,10 +103,10 @@ class PaddingSlice:
     destination: Rectangle
 
 
-def whole(name: str, shape: tuple[int, ...], parameter_name: str) -> WeightSlice:
+def whole(name: str, shape: tuple[int, ...], parameter_name: str, *, is_buffer: bool = False) -> WeightSlice:
     """The whole checkpoint tensor becomes the whole parameter (a replicated weight)."""
     rectangle = full_rectangle(shape)
-    return WeightSlice(name, shape, rectangle, parameter_name, rectangle)
+    return WeightSlice(name, shape, rectangle, parameter_name, rectangle, is_buffer=is_buffer)
 
 
 def nothing_of(name: str, shape: tuple[int, ...]) -> WeightSlice:

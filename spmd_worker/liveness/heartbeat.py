@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from types import FrameType
@@ -28,7 +30,9 @@ WAITING_MARK: Final = "WAITS_FOR_RANKS"
 _WAITING_PACKAGE_OF_TORCH: Final = "torch.distributed"
 _OWN_PACKAGES: Final = (__name__.partition(".")[0], "kv_cache")
 
-_HOLDS_LOCK_WHILE_COLLECTING: Final = sys.version_info < (3, 12)
+_COLLECTS_AT_ALLOCATIONS: Final = sys.version_info < (3, 12)
+"""Later, the interpreter collects garbage only between two instructions of Python's."""
+
 _looks = threading.Lock()
 
 
@@ -134,12 +138,13 @@ def location_of(thread_id: int) -> tuple[str, bool]:
 
     The line is the innermost of this package's, else the innermost.
     """
-    innermost = current_frames().get(thread_id)
     frames: list[FrameType] = []
-    frame = innermost
-    while frame is not None and len(frames) < _NUM_FRAMES:
-        frames.append(frame)
-        frame = frame.f_back
+    with _not_collecting():
+        frame = sys._current_frames().get(thread_id)
+        while frame is not None and len(frames) < _NUM_FRAMES:
+            frames.append(frame)
+            # Makes an object where there is none yet: a collection in there could let the thread go on meanwhile.
+            frame = frame.f_back
     if not frames:
         return "", False
     is_waiting = any(_waits_for_ranks(frame) for frame in frames)
@@ -155,13 +160,20 @@ def current_frames() -> dict[int, FrameType]:
     while it holds the interpreter, which the collector needs: a deadlock (fixed in 3.11.9,
     https://github.com/python/cpython/issues/106883). So the collector is off meanwhile.
     """
-    if not _HOLDS_LOCK_WHILE_COLLECTING:
+    with _not_collecting():
         return sys._current_frames()
+
+
+@contextmanager
+def _not_collecting() -> Iterator[None]:
+    if not _COLLECTS_AT_ALLOCATIONS:
+        yield
+        return
     with _looks:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            yield
         finally:
             if collects:
                 gc.enable()

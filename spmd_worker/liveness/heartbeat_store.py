@@ -3,17 +3,23 @@
 `HeartbeatExchange` publishes this rank's heartbeat and reads those of the others, once a second. It does so in a thread
 of its own, because a store whose machine is gone may take long to answer; callers get what the last exchange found. The
 alarm is a counter that any rank increments and every rank reads; after an alarm ranks exchange ten times a second.
+
+Until the ranks have joined they have no name in common, and each finds a first one for itself, under which heartbeats
+may not meet. `move_to` gives the name that they have agreed on. A store that does not answer is connected to anew.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from spmd_worker.liveness.failure_diagnosis import SILENT_AFTER_S, RankStatus
 from spmd_worker.liveness.heartbeat import RankHeartbeat
 from spmd_worker.liveness.stall_clock import WatchClock
 from spmd_worker.process import start_time_of
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 ALARMED_PERIOD_S: Final = 0.1
@@ -28,6 +34,18 @@ _LEAVE_S: Final = 2.0
 
 
 _LEAVE_POLL_S: Final = 0.01
+
+_FIRST_RETRY_S: Final = 0.5
+_LONGEST_RETRY_S: Final = 4.0
+"""How long to wait before the store is connected to again: twice as long each time, up to this."""
+
+_ERRORS: Final = (RuntimeError, OSError, ValueError)
+"""Of a store that is gone or does not answer, and of what is no heartbeat."""
+
+OVER: Final = "over"
+"""The flag of a name that a rank found for itself and does not use any more: one that was agreed on has replaced it, or
+the attempt has failed and there may be another in the same process.
+"""
 
 
 class KeyValueStore(Protocol):
@@ -81,7 +99,8 @@ class HeartbeatStore:
 
 
 class HeartbeatExchange:
-    """This rank's view of the heartbeat store. `connect` runs in the thread; None is for a rank that no other watches.
+    """This rank's view of the heartbeat store. `connect` runs in the thread, again after each failure of the store;
+    None is for a rank that no other watches.
 
     `make_heartbeat` makes this rank's heartbeat of now, given the order of its failure (0: none yet). `node` is this
     node's name.
@@ -102,16 +121,23 @@ class HeartbeatExchange:
         self._heartbeats: dict[int, RankHeartbeat] = {}
         self._heard_s: dict[int, float] = {}
         self._gone: dict[int, bool] = {}
-        self._order = self._num_cleared = 0
-        self._wants_alarm = self._wants_to_report = self._has_reported = self._is_stopping = False
+        self._published: set[int] = set()
+        """Ranks that have a heartbeat under the name of now."""
+        self._name: str | None = None
+        self._taken: str | None = None
+        self._may_retry = False
+        self._order = self._num_cleared = self._num_alarms_before = 0
+        self._wants_alarm = self._is_raising = self._wants_to_report = self._has_reported = False
         self._asked_s: float | None = None
-        self._has_failed = False
+        self._has_failed = self._has_said_so = False
+        self._retry_s = _FIRST_RETRY_S
         self.is_connected = False
         self.num_alarms = 0
         """How many alarms ranks have raised, as of the last exchange."""
         self.is_reporter = self.is_reported = False
         """Whether this rank is the one that reports; whether it, or another, has reported."""
         self._wake = threading.Event()
+        self._stop = threading.Event()
         self._is_known = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd-exchange", daemon=True)
 
@@ -120,9 +146,30 @@ class HeartbeatExchange:
         if self._connect is not None:
             self._thread.start()
 
-    def stop(self) -> None:
-        """Publish the last heartbeat and end the thread; waits seconds at most for a store that is out of reach."""
-        self._is_stopping = True
+    @property
+    def name(self) -> str | None:
+        """The name that the ranks have agreed on; None before."""
+        return self._name
+
+    def move_to(self, name: str) -> None:
+        """Every rank of the run has this name: heartbeats, alarms and reports are under it from now on. Other ranks'
+        last heartbeats are kept until new ones come, but for those of ranks that had failed or ended: it was another
+        attempt that did.
+        """
+        self._name = name
+        self._wake.set()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether what is known of other ranks is still what they published before `move_to`."""
+        return self.is_shared and self._name != self._taken
+
+    def stop(self, *, may_retry: bool = False) -> None:
+        """Publish the last heartbeat and end the thread; waits seconds at most for a store that is out of reach.
+        `may_retry`: this process may make another attempt.
+        """
+        self._may_retry = may_retry
+        self._stop.set()
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._clock.join(self._thread, 2 * _LEAVE_S)
@@ -191,20 +238,66 @@ class HeartbeatExchange:
 
     def _run(self) -> None:
         assert self._connect is not None, "start comes first"
-        try:
-            heartbeat_store = self._connect()
-            self.is_connected = True
-            while not self._is_stopping:
+        heartbeat_store: HeartbeatStore | None = None
+        while True:
+            try:
+                if heartbeat_store is None:
+                    heartbeat_store = self._connect()
+                    self.is_connected = True
+                    self._published.clear()
+                heartbeat_store = self._take_name(heartbeat_store)
+                if self._stop.is_set():
+                    self._leave(heartbeat_store)
+                    return
                 self._asked_s = self._clock.now_s
                 self._exchange(heartbeat_store)
-                self._asked_s = None
-                self._clock.wait(self._wake, ALARMED_PERIOD_S if self.is_alarmed else PERIOD_S)
-                self._wake.clear()
-            self._leave(heartbeat_store)
-        except (RuntimeError, OSError, ValueError):
-            # A store that is gone does not come back; callers look at `is_lost`.
-            self._has_failed = True
-            self._is_known.set()
+            except _ERRORS as error:
+                heartbeat_store = None
+                self._lose(error)
+                if self._clock.wait(self._stop, self._retry_s):
+                    return
+                self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+                continue
+            if self._has_failed:
+                # What was not heard meanwhile tells nothing.
+                self._heard_s = dict.fromkeys(self._heard_s, self._clock.now_s)
+            self._asked_s, self._has_failed, self._retry_s = None, False, _FIRST_RETRY_S
+            self._clock.wait(self._wake, ALARMED_PERIOD_S if self.is_alarmed else PERIOD_S)
+            self._wake.clear()
+
+    def _lose(self, error: Exception) -> None:
+        """Callers look at `is_lost`. Said when it was not for a moment only, as at the end of a job."""
+        if self._has_failed and not self._has_said_so and not self._stop.is_set():
+            self._has_said_so = True
+            text = "the heartbeat store does not answer (%s): until it does, other ranks may take this one for silent"
+            logger.warning(text, error)
+        self._has_failed = True
+        self._asked_s = None
+        self._wants_alarm = self._wants_alarm or self._is_raising
+        self._is_known.set()
+
+    def _take_name(self, heartbeat_store: HeartbeatStore) -> HeartbeatStore:
+        """The store under the name that the ranks have agreed on, where they have."""
+        name = self._name
+        if name is None:
+            return heartbeat_store
+        if name != self._taken:
+            # Attempts that come later do not take its name of before, where this one has left its heartbeats.
+            heartbeat_store.raise_flag(OVER)
+            self._forget_attempt()
+            self._taken = name
+        return replace(heartbeat_store, prefix=f"spmd_worker/watch/run {name}")
+
+    def _forget_attempt(self) -> None:
+        self._published.clear()
+        for rank, each in list(self._heartbeats.items()):
+            if each.has_ended or each.failure is not None:
+                del self._heartbeats[rank]
+        self._order = 0
+        self.is_reporter = self.is_reported = False
+        # Counted on from there: a count that another thread has just read must not hide a later alarm.
+        self._num_alarms_before = self._num_cleared = self.num_alarms
+        self._wants_alarm = self._wants_alarm or self._make_heartbeat(0).failure is not None
 
     def _exchange(self, heartbeat_store: HeartbeatStore) -> None:
         self._write_report(heartbeat_store)
@@ -219,28 +312,31 @@ class HeartbeatExchange:
             for rank, last_heartbeat in self._heartbeats.items()
             if self._is_near(last_heartbeat) and self._has_no_process(last_heartbeat)
         ]
-        for rank, last_heartbeat in heartbeat_store.find(others, self._heartbeats).items():
+        found = heartbeat_store.find(others, self._published)
+        self._published = set(found)
+        for rank in gone:
+            self._gone[rank] = True
+        for rank, last_heartbeat in found.items():
             last = self._heartbeats.get(rank)
             if last is None or (last_heartbeat.pid, last_heartbeat.count) != (last.pid, last.count):
                 self._heartbeats[rank], self._heard_s[rank] = last_heartbeat, self._clock.now_s
             self._gone[rank] = rank in gone and not last_heartbeat.has_ended
 
     def _write_report(self, heartbeat_store: HeartbeatStore) -> None:
-        wants_alarm = self._wants_alarm
-        if wants_alarm:
-            # Before the heartbeat is made: an alarm from here on stays wanted, and the next heartbeat has its failure.
-            self._wants_alarm = False
+        # Before the heartbeat is made: an alarm from here on stays wanted, and the next heartbeat has its failure.
+        self._is_raising, self._wants_alarm = self._wants_alarm, False
         last_heartbeat = self._make_heartbeat(self._order)
         if last_heartbeat.failure is not None and self._order == 0:
             self._order = heartbeat_store.count("failures")
             last_heartbeat = self._make_heartbeat(self._order)
         heartbeat_store.publish(last_heartbeat)
-        self.num_alarms = heartbeat_store.count("alarms", int(wants_alarm))
-        if wants_alarm:
+        self.num_alarms = self._num_alarms_before + heartbeat_store.count("alarms", int(self._is_raising))
+        if self._is_raising:
+            self._is_raising = False
             self._is_known.set()
         if self._wants_to_report:
-            self._wants_to_report = False
             self.is_reporter = heartbeat_store.count("reporters") == 1
+            self._wants_to_report = False
         if self._has_reported:
             heartbeat_store.raise_flag("reported")
         self.is_reported = self.is_reported or heartbeat_store.has_flag("reported")
@@ -258,6 +354,8 @@ class HeartbeatExchange:
 
     def _leave(self, heartbeat_store: HeartbeatStore) -> None:
         self._write_report(heartbeat_store)
+        if self._may_retry and self._taken is None:
+            heartbeat_store.raise_flag(OVER)
         others = [rank for rank in self._ranks if rank != self._rank]
         deadline_s = self._clock.monotonic() + _LEAVE_S
         while heartbeat_store.is_host and others and self._clock.monotonic() < deadline_s:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -50,6 +51,7 @@ class EndingSignals:
         self._timers: list[threading.Timer] = []
         self.is_ending = threading.Event()
         self._writer = -1
+        _made.add(self)
 
     def install(self) -> None:
         """Install the handlers. To be called in the main thread."""
@@ -67,16 +69,19 @@ class EndingSignals:
         """
         if self._writer < 0:
             return
+        self._restore_handlers()
+        if not self.is_ending.is_set():
+            self._thread.join(_LEAVE_S)
+        for timer in self._timers:
+            timer.cancel()
+
+    def _restore_handlers(self) -> None:
         signal.set_wakeup_fd(self._former_descriptor)
         for number, handler in self._former_handlers.items():
             # None: what another language had set.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         os.close(self._writer)
         self._writer = -1
-        if not self.is_ending.is_set():
-            self._thread.join(_LEAVE_S)
-        for timer in self._timers:
-            timer.cancel()
 
     def _interrupt(self, *_: Any) -> None:
         """KeyboardInterrupt once: a second one must not interrupt what the main thread does because of the first."""
@@ -140,3 +145,16 @@ class EndingSignals:
             self._keep()
         except Exception as error:  # said here: the main thread may not come to it, and the process ends
             print(f"error: finished rows could not be kept: {error}", file=sys.stderr, flush=True)
+
+
+_made: weakref.WeakSet[EndingSignals] = weakref.WeakSet()
+
+
+def _restore_in_child() -> None:
+    """A forked process has the handlers and no thread, and the numbers of its signals would go to its parent's."""
+    for each in _made:
+        if each._writer >= 0:
+            each._restore_handlers()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -121,6 +121,8 @@ class Watchdog:
         self._exit_code: int | None = None
         self._diagnosis: Diagnosis | None = None
         self._is_diagnosed = threading.Event()
+        self._run_lock = threading.Lock()
+        """Held while a diagnosis is taken for that of the run, and while the run begins."""
         self.before_exit: Callable[[], None] = lambda: None
         """Called, in the watchdog's thread, before it ends the process: saves what must not be lost."""
         self._stop = threading.Event()
@@ -146,7 +148,19 @@ class Watchdog:
         # It may be the thread in which garbage is collected, an engine too.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._clock.join(self._thread, LEAVE_S)
-        self._exchange.stop()
+        self._exchange.stop(may_retry=not self.watched.exits)
+
+    def join_run(self, name: str) -> None:
+        """All ranks have joined, and each calls this with the same name, under which their heartbeats meet from now on.
+        In somebody else's process what failed before was an attempt that came to nothing, and is forgotten.
+        """
+        with self._run_lock:
+            self._exchange.move_to(name)
+            if self.watched.exits:
+                return
+            self._failure = self._failed_at = self._diagnosis = None
+            self._traceback = ""
+            self._is_diagnosed.clear()
 
     def leave_unclosed(self) -> None:
         """This rank leaves without `close`: its program ends, by an exception perhaps, or nobody holds its engine any
@@ -247,14 +261,19 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._look_at_main()
-            self._look_for_launcher()
-            self._look_at_places()
-            is_alarmed = self._failure is not None or self._exchange.is_alarmed or self._has_lost_a_rank()
-            if is_alarmed and self._end_together():
-                return
+            # In somebody else's process one diagnosis is enough, until the ranks join again.
+            if not self._is_diagnosed.is_set():
+                self._look()
             self._clock.wait(self._wake, TICK_S)
             self._wake.clear()
+
+    def _look(self) -> None:
+        self._look_at_main()
+        self._look_for_launcher()
+        self._look_at_places()
+        knows_others = not self._exchange.is_moving
+        if self._failure is not None or (knows_others and (self._exchange.is_alarmed or self._has_lost_a_rank())):
+            self._end_together()
 
     def _look_at_main(self) -> None:
         where, is_waiting = location_of(self._main_thread)
@@ -313,26 +332,31 @@ class Watchdog:
                 return True
         return False
 
-    def _end_together(self) -> bool:
-        """From the alarm to the end of the process, or of this thread. False where nothing was wrong after all."""
-        num_alarms = self._exchange.num_alarms
+    def _end_together(self) -> None:
+        """From the alarm to the end of the process, or to a diagnosis that is known. Returns before where nothing was
+        wrong after all.
+        """
+        num_alarms, run = self._exchange.num_alarms, self._exchange.name
         found = self._ending.find_diagnosis(self._look_at_main)
         if found is None:
             self._exchange.clear_alarms(num_alarms)
-            return False
+            return
         diagnosis, statuses = found
-        self._diagnosis = diagnosis
-        self._is_diagnosed.set()
-        if self._failure is None:
-            # A rank that diagnoses later must not find this one gone without a failure.
-            self._failure = Failure(FailureKind.SECONDARY, diagnosis.text)
+        with self._run_lock:
+            if self._exchange.name != run:
+                return
+            self._diagnosis = diagnosis
+            self._is_diagnosed.set()
+            if self._failure is None:
+                # A rank that diagnoses later must not find this one gone without a failure.
+                self._failure = Failure(FailureKind.SECONDARY, diagnosis.text)
         if not diagnosis.is_explained:
             record = ErrorRecord(self.watched.rank, time.time(), tuple(statuses), diagnosis, self._traceback)
             within(DISK_S, partial(write_record, self.watched.run_dir, record))
             self._ending.report(diagnosis, statuses)
         if not self.watched.exits:
-            return True
-        if self._is_cause(diagnosis) and not diagnosis.is_explained and self._failure.kind is not FailureKind.PRIMARY:
+            return
+        if self._is_cause(diagnosis) and not diagnosis.is_explained and self._failure_kind is not FailureKind.PRIMARY:
             write_elastic_file(diagnosis.text, diagnosis.text, time.time())
         if diagnosis.is_silence:
             end_silent(statuses, diagnosis, self.watched.rank)
@@ -340,11 +364,11 @@ class Watchdog:
             diagnosis, lambda: self._is_main_done and (self._is_signalled or self._is_cause(diagnosis))
         )
         if self._stop.is_set():
-            return True
+            return
         self._abort_groups()
         # With a limit: a disk may hang.
         within(LEAVE_S, self._run_before_exit)
-        return exit_now(self._code_of(diagnosis))
+        exit_now(self._code_of(diagnosis))
 
     def _run_before_exit(self) -> None:
         try:

@@ -124,8 +124,10 @@ class Mirror:
                 sequence = MirroredSequence(group.request, data.sample_index, [], [], 0, 0)
                 group.sequences[data.sample_index] = sequence
             sequence.output_token_ids += data.appended_token_ids
-            if data.appended_block_ids or data.num_kept_blocks != len(sequence.block_ids):
-                sequence.block_ids[data.num_kept_blocks :] = data.appended_block_ids
+            if data.num_kept_blocks != len(sequence.block_ids):
+                # Another list: who holds the one before knows that it is not only added to.
+                sequence.block_ids = sequence.block_ids[: data.num_kept_blocks]
+            sequence.block_ids += data.appended_block_ids
             sequence.num_computed_tokens = data.num_computed_tokens
             sequence.num_scheduled_tokens = data.num_scheduled_tokens
             sequences.append(sequence)

@@ -15,7 +15,8 @@ class MirrorError(ValueError):
 class MirroredSequence:
     """One sequence as of the last plan that listed it: `num_scheduled_tokens` computed from `num_computed_tokens` on.
 
-    It is the mirror's own record: the next plan that lists the sequence changes it.
+    It is the mirror's own record: the next plan that lists the sequence changes it. A list of blocks is only ever added
+    to; where other blocks go, the record gets another list.
     """
 
     request: Request

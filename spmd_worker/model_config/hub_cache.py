@@ -50,12 +50,24 @@ def check_revision(revision: str) -> None:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """The hub's cache, as huggingface_hub finds it: HF_HUB_CACHE, else `hub` in HF_HOME."""
+    """The hub's cache, as huggingface_hub finds it: HF_HUB_CACHE, else `hub` in HF_HOME. Raises ModelConfigError where
+    it is in the home folder of a user who has none.
+    """
     for key in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environment.get(key):
-            return Path(environment[key]).expanduser()
+            return _expanded(environment[key])
     general = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(environment.get("HF_HOME") or f"{general}/huggingface").expanduser() / "hub"
+    return _expanded(environment.get("HF_HOME") or f"{general}/huggingface") / "hub"
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ModelConfigError(
+            f"the hub's cache is {path}, and this user has no home folder (HOME is not set, and the system knows no "
+            f"other): set HF_HOME to a folder for models of the hub, or give model.path a folder"
+        ) from None
 
 
 def repository_folder(cache: Path, name: str) -> Path:

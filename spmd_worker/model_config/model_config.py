@@ -492,13 +492,14 @@ def _ropes(reader: ConfigReader, family: Family, max_positions: int, head_size: 
     if not family.has_rope:
         return ()
     if family.has_local_rope:
-        return read_local_rope(reader, max_positions, head_size)
+        ropes = read_local_rope(reader, max_positions, head_size)
+        return tuple([replace(rope, rounding=family.rope_rounding) for rope in ropes])
     rope = read_rope(
         reader, max_positions, head_size, family.turned_size_key, may_be_partial=family.may_have_partial_rope
     )
     rope = with_alpha(rope, reader, head_size) if family.has_rope_alpha else rope
     rope = with_query_growth(rope, reader) if family.has_query_growth else rope
-    return (replace(rope, is_interleaved=family.has_interleaved_rope),)
+    return (replace(rope, is_interleaved=family.has_interleaved_rope, rounding=family.rope_rounding),)
 
 
 def _architecture(config: Mapping[str, Any], path: Path) -> str:

@@ -246,7 +246,9 @@ def _classifier(config: Mapping[str, Any], path: Path, hidden_size: int) -> Pool
     num_labels = _whole(num_labels, f"{path}: num_labels")
     problem = config.get("problem_type")
     own = config.get("sentence_transformers")
-    given = own.get("activation_fn") if isinstance(own, Mapping) else config.get("sbert_ce_default_activation_function")
+    given = own.get("activation_fn") if isinstance(own, Mapping) else None
+    # Its name before sentence-transformers 4.
+    given = config.get("sbert_ce_default_activation_function") if given is None else given
     if given is not None:
         activation = _activation(given, f"{path}: activation_fn")
     elif problem in ("regression", "multi_label_classification"):

@@ -25,7 +25,9 @@ class RopeParameters:
     derive it; lengths are in tokens. Of each head the first `partial_factor` is turned. LongRoPE divides frequencies by
     `short_factors` or `long_factors`, one for each pair of dimensions. `is_interleaved`: neighbours are a pair, not the
     numbers at equal places of two halves. Where `query_growth` is above 0, queries are multiplied by
-    1 + `query_growth` * log(1 + floor(position / original length)).
+    1 + `query_growth` * log(1 + floor(position / original length)). `rounding` is what is rounded to the model's dtype:
+    "each step" (cosines, sines, products and sums), "angles" (cosines and sines, and what is turned), or "result",
+    what is turned alone; float32 is what is not.
     """
 
     rope_type: str = "default"
@@ -45,6 +47,7 @@ class RopeParameters:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     query_growth: float = 0.0
+    rounding: str = "each step"
 
     def turned_size(self, head_size: int) -> int:
         """How many numbers of a head are turned."""

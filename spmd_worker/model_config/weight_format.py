@@ -81,13 +81,30 @@ class Quantization:
         return f"{' and '.join(kinds)} ({self.method})"
 
     def format_of(self, *names: str) -> WeightFormat | None:
-        """Of the weight of a module, given all its names; None where it is plain. Names come before `CLASS_OF_ALL`."""
+        """Of the weight of a module, given all its names; None where it is plain. Names come before regular
+        expressions, of those the first by their letters, and `CLASS_OF_ALL` comes last, whatever the order of groups:
+        as compressed-tensors has it.
+        """
         if any(_is_listed(name, self.ignored) for name in names):
             return None
-        for group in self.groups:
-            if any(_is_listed(name, group.targets) for name in names):
-                return group.format
+        plain, expressions = _by_kind(self.groups)
+        for targets, format_ in (*plain, *expressions):
+            if any(_is_listed(name, targets) for name in names):
+                return format_
         return next((group.format for group in self.groups if CLASS_OF_ALL in group.targets), None)
+
+
+_Targets = tuple[tuple[tuple[str, ...], WeightFormat], ...]
+
+
+@lru_cache(maxsize=64)
+def _by_kind(groups: tuple[FormatGroup, ...]) -> tuple[_Targets, _Targets]:
+    """Targets and their format: names by group, and regular expressions one by one."""
+    plain = tuple(
+        (tuple(each for each in group.targets if not each.startswith(REGEX)), group.format) for group in groups
+    )
+    expressions = [(each, group.format) for group in groups for each in group.targets if each.startswith(REGEX)]
+    return plain, tuple(((each,), format_) for each, format_ in sorted(expressions, key=lambda pair: pair[0]))
 
 
 def _is_listed(name: str, patterns: tuple[str, ...]) -> bool:

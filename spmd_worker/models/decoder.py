@@ -259,7 +259,7 @@ class DecoderStack(nn.Module):
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         weights = [each for layer in layers if (each := layer.weights()) is not None]
         self.joined_layers = None
-        is_plain = len(self._rotaries) == 1 and self._rotaries[0].is_plain and not self._sums_in_layers
+        is_plain = len(self._rotaries) == 1 and self._rotaries[0].is_plain(self.dtype) and not self._sums_in_layers
         if weights and is_plain and len(weights) == len(self.layers):
             self.joined_layers = self._attention.join_layers(weights, layers[0].sizes(), self._group)
 
@@ -285,11 +285,14 @@ def _embedding_multiplier(model_config: ModelConfig, dtype: torch.dtype) -> floa
 class DecoderForCausalLM(nn.Module):
     """The model, or a stage of it, of one tensor-parallel rank."""
 
-    def __init__(self, context: LayerContext, model_config: ModelConfig, stage: Stage) -> None:
+    def __init__(
+        self, context: LayerContext, model_config: ModelConfig, stage: Stage, *, allows_nonfinite: bool = False
+    ) -> None:
         super().__init__()
         self.model_config, self.stage, self._context = model_config, stage, context
+        self._allows_nonfinite = allows_nonfinite
         self._names = CheckpointNames(model_config, stage)
-        self.weight_update = WeightUpdate()
+        self.weight_update = WeightUpdate(self.tied_tensors())
         self.model = DecoderStack(context, model_config, stage)
         self.pooler: Pooler | None = None
         """In place of the head for tokens, on the last stage of a model that pools."""
@@ -362,19 +365,27 @@ class DecoderForCausalLM(nn.Module):
         copy of this rank's slice of it (where oneDNN packs, two of what it is packed with). No collective inside; every
         rank is given the same tensors. The first opens `weight_update`, which has to be committed before a step runs.
         Returns the names of which this rank holds something; those of other stages, and a tied head's, are passed over.
+        At the commit such a head has to have been equal to its embedding.
 
         Raises RuntimeError while requests are being answered, and ValueError, the same on every rank, for a name that
-        the model does not have and a tensor that is misshapen, sharded, without data or not finite: that tensor is not
-        written, and of a collection, such as a list, no tensor is when a name or a shape is wrong. Raises TypeError for
-        what is not a name and a tensor.
+        the model does not have and a tensor that is misshapen, sharded, without data or, unless such weights are
+        allowed, not finite: that tensor is not written, and of a collection, such as a list, no tensor is when a name
+        or a shape is wrong. Raises TypeError for what is not a name and a tensor.
         """
         if isinstance(weights, Collection):
             for name, tensor in self._separate(weights):
-                check_form(name, tensor, self._shape_of(name))
+                check_form(name, tensor, self._shape_of(name, tensor))
         loaded = set()
         for name, tensor in self._separate(weights):
-            check_tensor(name, tensor, self._shape_of(name), self.model.dtype)
+            # A tied head is compared with the embedding, elements and all.
+            if self._allows_nonfinite or self._is_tied_head(name):
+                check_form(name, tensor, self._shape_of(name, tensor))
+            else:
+                check_tensor(name, tensor, self._shape_of(name, tensor), self.model.dtype)
             self.weight_update.begin()
+            if self._is_tied_head(name):
+                self.weight_update.add_tied_head(tensor)
+                continue
             if name in self._held:
                 self._held[name].load(tensor)
                 loaded.add(name)
@@ -382,11 +393,13 @@ class DecoderForCausalLM(nn.Module):
         return loaded
 
     def _separate(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """With the checkpoint's names, without what is derived, and experts apart where the checkpoint has them so."""
+        """With the checkpoint's names, without what is derived but for a tied head, and experts apart where the
+        checkpoint has them so.
+        """
         for given_name, tensor in tensors:
             check_pair(given_name, tensor)
             name = self._own_name(given_name, tensor.shape)
-            if self._names.is_derived(name):
+            if self._names.is_derived(name) and not self._is_tied_head(name):
                 continue
             parts = self._names.in_memory(name, tensor.shape)
             if not parts:
@@ -409,31 +422,53 @@ class DecoderForCausalLM(nn.Module):
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every checkpoint tensor of the model, those of other stages too: shapes by name."""
         own = {piece.checkpoint_name: piece.checkpoint_shape for piece in self.weight_slices()}
-        return self._names.shapes_of_all_stages(own, self._layer_shapes(own))
+        layers = self._layer_pieces.items()
+        like = {index: {name: each.checkpoint_shape for name, each in pieces.items()} for index, pieces in layers}
+        return self._names.shapes_of_all_stages(own, like)
 
-    def _layer_shapes(self, own: dict[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Of each layer of the model, tensors of a layer of its kind. There are dense ones and sparse ones, and some
-        lack a norm; of a kind that this stage does not have, one is made without memory.
+    @cached_property
+    def buffer_names(self) -> frozenset[str]:
+        """Checkpoint tensors of the model that are buffers (`WeightSlice.is_buffer`), those of other stages too. In an
+        update they may be left out, and `sleep(level=2)` keeps them.
         """
-        layers, stage = self.model_config.layers, self.stage
-        of_kind: dict[tuple[ExpertsConfig | None, tuple[bool, ...]], dict[str, tuple[int, ...]]] = {}
+        return frozenset(
+            self._names.layer_prefix(index) + name
+            for index, pieces in self._layer_pieces.items()
+            for name, piece in pieces.items()
+            if piece.is_buffer
+        )
+
+    @property
+    def buffer_parameters(self) -> frozenset[str]:
+        """Names of the parameters that hold those of this stage."""
+        held = [self._held[name] for name in self.buffer_names if name in self._held]
+        return frozenset(each.piece.parameter_name for weight in held for each in weight.pieces)
+
+    @cached_property
+    def _layer_pieces(self) -> dict[int, dict[str, WeightSlice]]:
+        """Of each layer of the model, a slice of each tensor of a layer of its kind, by name within the layer. There
+        are dense ones and sparse ones, and some lack a norm; of a kind that this stage does not have, one is made
+        without memory.
+        """
+        layers, stage, own = self.model_config.layers, self.stage, self.weight_slices()
+        of_kind: dict[tuple[ExpertsConfig | None, tuple[bool, ...]], dict[str, WeightSlice]] = {}
         kinds = [(layer.experts, layer.norms) for layer in layers]
         for index in (*range(stage.start, stage.stop), *range(len(layers))):
             if kinds[index] in of_kind:
                 continue
             is_own = stage.start <= index < stage.stop
-            shapes = own if is_own else self._shapes_without_memory(index)
-            prefix = self._names.layer_prefix(index)
+            pieces, prefix = own if is_own else self._slices_without_memory(index), self._names.layer_prefix(index)
             of_kind[kinds[index]] = {
-                name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)
+                piece.checkpoint_name.removeprefix(prefix): piece
+                for piece in pieces
+                if piece.checkpoint_name.startswith(prefix)
             }
         return {index: of_kind[kind] for index, kind in enumerate(kinds)}
 
-    def _shapes_without_memory(self, index: int) -> dict[str, tuple[int, ...]]:
+    def _slices_without_memory(self, index: int) -> list[WeightSlice]:
         context = replace(self._context, device=torch.device("meta"))
         stage = Stage(index, index + 1, is_first=False, is_last=False)
-        layer = DecoderForCausalLM(context, self.model_config, stage)
-        return {piece.checkpoint_name: piece.checkpoint_shape for piece in layer.weight_slices()}
+        return DecoderForCausalLM(context, self.model_config, stage).weight_slices()
 
     @contextmanager
     def as_checkpoint(self) -> Iterator[CheckpointView]:
@@ -442,6 +477,8 @@ class DecoderForCausalLM(nn.Module):
         Raises ValueError for changes that are refused, which `weight_update` notes: other ranks may have made theirs.
         """
         self.weight_update.num_calls += 1
+        # It may be changed in here.
+        self.weight_update.embedding_digest = ""
         names = {name: name for name in self._held}
         if self._names.embedding in self._held and self._names.has_tied_head and self.stage.is_last:
             names[self._names.head] = self._names.embedding
@@ -481,7 +518,13 @@ class DecoderForCausalLM(nn.Module):
         """See `CheckpointNames.is_ignorable`."""
         return self._names.is_ignorable(checkpoint_name)
 
-    def _shape_of(self, checkpoint_name: str) -> tuple[int, ...]:
+    def _is_tied_head(self, checkpoint_name: str) -> bool:
+        return self._names.has_tied_head and checkpoint_name == self._names.head
+
+    def _shape_of(self, checkpoint_name: str, tensor: Tensor) -> tuple[int, ...]:
+        """That a tensor of this name has to have. Of a tied head any, until the commit compares it."""
+        if self._is_tied_head(checkpoint_name):
+            return tuple(tensor.shape)
         if checkpoint_name not in self.checkpoint_shapes:
             raise ValueError(f"{checkpoint_name}: the model has no such weight: give the names that its checkpoint has")
         return self.checkpoint_shapes[checkpoint_name]

@@ -116,7 +116,7 @@ class HeldWeight:
             copy.write_shown(values[self._region_of(copy, regions)])
 
     def load(self, tensor: Tensor) -> None:
-        """Make this rank's slices of the whole checkpoint tensor, which `check_tensor` let pass, its weight; nothing
+        """Make this rank's slices of the whole checkpoint tensor, which `check_form` let pass, its weight; nothing
         but those is copied.
         """
         sources = [tuple(slice(*bounds) for bounds in held.piece.source) for held in self.pieces]
@@ -216,7 +216,10 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch
     check_form(name, tensor, shape)
     # Bounds are NaN where an element is. They are rounded as the elements will be.
     if not torch.stack(tensor.detach().aminmax()).to(dtype).isfinite().all():
-        raise ValueError(f"{name}: has elements that are not finite in {dtype}: the weight is as it was")
+        raise ValueError(
+            f"{name}: has elements that are not finite in {dtype}: the weight is as it was; model.allow_nonfinite=true "
+            f"takes such weights"
+        )
 
 
 def _form_fault(tensor: Tensor, shape: tuple[int, ...]) -> str | None:

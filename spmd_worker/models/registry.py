@@ -13,9 +13,13 @@ from spmd_worker.models.decoder import DecoderForCausalLM
 MODEL_CLASSES: Final[dict[str, type[DecoderForCausalLM]]] = dict.fromkeys((*FAMILIES, *ENCODERS), DecoderForCausalLM)
 
 
-def build_model(context: LayerContext, model_config: ModelConfig, stage: Stage | None = None) -> DecoderForCausalLM:
-    """The model of `model_config`, or a stage of it, with uninitialised parameters.
+def build_model(
+    context: LayerContext, model_config: ModelConfig, stage: Stage | None = None, *, allows_nonfinite: bool = False
+) -> DecoderForCausalLM:
+    """The model of `model_config`, or a stage of it, with uninitialised parameters. `allows_nonfinite`: new weights may
+    be NaN or infinite.
 
     `read_model_files` has refused unknown architectures.
     """
-    return MODEL_CLASSES[model_config.architecture](context, model_config, stage or whole_model(model_config)).eval()
+    model_class, stage = MODEL_CLASSES[model_config.architecture], stage or whole_model(model_config)
+    return model_class(context, model_config, stage, allows_nonfinite=allows_nonfinite).eval()

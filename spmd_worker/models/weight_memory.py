@@ -6,7 +6,7 @@ Addresses that were taken of weights are void: `DecoderStack.join_layers` takes 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class _Kept:
     stride: tuple[int, ...] | None
     """None: in an order of oneDNN's."""
     host: Tensor | None
+    is_buffer: bool
+    """Stays what it was: no trainer hands it over (`DecoderForCausalLM.buffer_names`)."""
 
 
 class WeightMemory:
@@ -46,16 +48,24 @@ class WeightMemory:
 
     def give_back(self, host: list[Tensor] | None) -> None:
         """Let the memory go, where it is not gone already. `host`: what the weights are when they come back, of
-        `copy_to_host`; None: they will have to be loaded, and copies of before are dropped too.
+        `copy_to_host`; None: they will have to be loaded, and copies of before are dropped too, but for buffers, of
+        which copies are kept on the host: a few numbers a layer.
         """
         if self._kept is None:
             tensors = self._tensors()
-            copies: list[Tensor | None] = [*host] if host is not None else [None] * len(tensors)
-            self._kept = [_kept(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True)]
+            buffers = {id(self._model.get_parameter(name)) for name in self._model.buffer_parameters}
+            copies: list[Tensor | None] = (
+                [*host]
+                if host is not None
+                else [tensor.detach().to("cpu", copy=True) if id(tensor) in buffers else None for tensor in tensors]
+            )
+            self._kept = [
+                _kept(tensor, copy, id(tensor) in buffers) for tensor, copy in zip(tensors, copies, strict=True)
+            ]
             self._model.model.joined_layers = None
             self._put([_without_data(each) for each in self._kept])
         elif host is None:
-            self._kept = [_Kept(each.shape, each.dtype, each.device, each.stride, None) for each in self._kept]
+            self._kept = [each if each.is_buffer else replace(each, host=None) for each in self._kept]
 
     def take(self) -> list[Tensor]:
         """Memory for all weights, for `restore`: what they were, else zeros. Nothing in the model has changed."""
@@ -64,7 +74,9 @@ class WeightMemory:
             return [self._new(each) for each in self._kept]
 
     def restore(self, tensors: list[Tensor]) -> bool:
-        """Make them the weights. Returns whether they are what they were before; else all have to be loaded."""
+        """Make them the weights. Returns whether they are what they were before; else all but buffers have to be
+        loaded.
+        """
         assert self._kept is not None, "give_back comes first"
         is_kept = all(each.host is not None for each in self._kept)
         self._kept = None
@@ -103,9 +115,9 @@ class WeightMemory:
                 module._buffers[name] = new.data
 
 
-def _kept(tensor: Tensor, host: Tensor | None) -> _Kept:
+def _kept(tensor: Tensor, host: Tensor | None, is_buffer: bool) -> _Kept:
     stride = None if tensor.is_mkldnn else tensor.stride()
-    return _Kept(tensor.shape, tensor.dtype, tensor.device, stride, host)
+    return _Kept(tensor.shape, tensor.dtype, tensor.device, stride, host, is_buffer)
 
 
 def _without_data(kept: _Kept) -> Tensor:

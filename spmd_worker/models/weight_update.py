@@ -4,7 +4,7 @@ Until the commit a model has weights of two kinds, old and new, and no step may 
 Nothing here exchanges anything with other ranks.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
 from typing import Final
 
@@ -12,17 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-WeightUpdateReport = tuple[dict[str, str], list[str], bool, list[int]]
-"""Digests, names that are missing, whether those must be loaded, and the calls whose changes were refused."""
+WeightUpdateReport = tuple[dict[str, str], list[str], bool, list[int], bool, str]
+"""Digests, names that are missing, whether those must be loaded, the calls whose changes were refused, whether all
+weights were loaded, those too that may be left out, and what is wrong with a tied head that was loaded, or "".
+"""
 
 _BLOCK_BYTES: Final = 1 << 22
 _WORDS: Final = 512
 
 
 class WeightUpdate:
-    """The update of one rank's model. `num_in_flight`, when it is set, says how many requests are being answered."""
+    """The update of one rank's model. `num_in_flight`, when it is set, says how many requests are being answered.
+    `tied` has the name of a tied head by that of the embedding.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, tied: Mapping[str, str] | None = None) -> None:
+        self._embedding, self._head = next(iter((tied or {}).items()), ("", ""))
+        self.embedding_digest = self._head_digest = ""
+        """Of the embedding that was committed last, or "" where that is not known; and of a tied head."""
+        self._is_paired = False
+        """Whether the embedding was loaded, too, in the same try, or the try has failed: an embedding that comes now is
+        one of another try.
+        """
         self.digests: dict[str, str] = {}
         """By checkpoint name, of what was loaded since the last commit."""
         self.is_open = False
@@ -56,33 +67,74 @@ class WeightUpdate:
             )
         self.is_open, self._num_refused_before = True, len(self.refused_calls)
 
+    def drop(self, kept: Collection[str]) -> None:
+        """The weights are dropped, but for those of `kept`: what other ranks are to be told of these is not forgotten,
+        what was loaded of them and which changes were refused.
+        """
+        digests = {name: digest for name, digest in self.digests.items() if name in kept}
+        refused_calls = self.refused_calls if kept else []
+        self.end()
+        self.digests, self.refused_calls, self.embedding_digest = digests, refused_calls, ""
+
     def require_all(self) -> None:
         """The weights were dropped: an update is open until all of them were loaded."""
-        self.digests, self.is_open, self.must_be_whole = {}, True, True
+        self.is_open, self.must_be_whole = True, True
         self._num_refused_before = len(self.refused_calls)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """A whole checkpoint tensor was loaded, or passed over because this rank holds nothing of it."""
+        if name == self._embedding and self._head_digest:
+            # The head of another try comes later or not at all.
+            self._head_digest = "" if self._is_paired else self._head_digest
+            self._is_paired = True
         self.digests[name] = content_digest(tensor)
+
+    def add_tied_head(self, tensor: Tensor) -> None:
+        """A head was passed over because the embedding is its weight, which it has to be equal to."""
+        self._is_paired = not self._head_digest and self._embedding in self.digests
+        self._head_digest = content_digest(tensor)
+
+    def _head_fault(self) -> str:
+        """Why the head that was loaded cannot be the embedding, or ""."""
+        embedding = self.digests.get(self._embedding, self.embedding_digest)
+        if self._head_digest in ("", embedding):
+            return ""
+        self._is_paired = True
+        if not embedding:
+            return (
+                f"{self._head} was loaded without {self._embedding}, but tie_word_embeddings in config.json says that "
+                f"they are one: load {self._embedding}, with or without {self._head}"
+            )
+        return (
+            f"{self._head} differs from {self._embedding} in elements, dtype or shape, but tie_word_embeddings in "
+            f"config.json says that they are one: load {self._embedding} again, with an equal {self._head} or without, "
+            f"or set tie_word_embeddings to false and make a new LLM to use both"
+        )
 
     def missing(self, names: Collection[str]) -> list[str]:
         """Which of `names` were not loaded."""
         return [name for name in names if name not in self.digests]
 
-    def report(self, names: Collection[str]) -> "WeightUpdateReport | None":
-        """What `WorkerBase.get_weight_update` returns, of a model with weights of these names."""
+    def report(self, names: Collection[str], buffers: Collection[str] = ()) -> "WeightUpdateReport | None":
+        """What `WorkerBase.get_weight_update` returns, of a model with weights of these names, of which `buffers` may
+        be left out.
+        """
         if not self.is_open:
-            return ({}, [], False, self.refused_calls) if self.refused_calls else None
+            return ({}, [], False, self.refused_calls, False, "") if self.refused_calls else None
         missing = self.missing(names)
         self._has_all = not missing
-        refused_calls = self.refused_calls[0 if missing else self._num_refused_before :]
-        return self.digests, missing, self.must_be_whole, refused_calls
+        refused_calls = self.refused_calls[self._num_refused_before if self._has_all else 0 :]
+        missing = [name for name in missing if name not in buffers]
+        return self.digests, missing, self.must_be_whole, refused_calls, self._has_all, self._head_fault()
 
     def end(self) -> None:
         """The update is committed, or what was loaded is dropped."""
         if self._has_all:
             self.num_calls = 0
-        self.digests, self.is_open, self.must_be_whole, self._has_all = {}, False, False, False
+        self.embedding_digest, self._head_digest = self.digests.get(self._embedding, self.embedding_digest), ""
+        # Of an update that was not open are those of `drop`, for the next one.
+        self.digests = {} if self.is_open else self.digests
+        self.is_open = self.must_be_whole = self._has_all = False
         self.refused_calls, self._num_refused_before = [], 0
 
 

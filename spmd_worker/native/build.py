@@ -1,9 +1,10 @@
 """Compiles the C++ of this folder at first use and keeps the result for the next process.
 
 The library goes to `$XDG_CACHE_HOME/spmd-worker/kernels/<hash>/`, where the hash covers sources, flags, compiler and
-CPU. Ranks that start together wait for the first to finish. Whoever may write a file may make us run it, so a folder or
-file that is not ours alone is not used: then the library is built in a private folder for this process. Knows compilers
-and files; knows nothing about what is compiled.
+CPU; for a user without a home it goes to a folder of the temporary directory. Ranks that start together wait for the
+first to finish. Whoever may write a file may make us run it, so a folder or file that is not ours alone is not used:
+then the library is built in a private folder for this process. Knows compilers and files; knows nothing about what is
+compiled.
 """
 
 import contextlib
@@ -49,7 +50,10 @@ def build(architecture: str = "native", cache_folder: Path | None = None) -> Bui
 
     `architecture` is the compiler's -march. Safe to call from several processes at once.
     """
-    compilers = _compilers()
+    try:
+        compilers = _compilers()
+    except ValueError as error:
+        return f"CXX={os.environ['CXX']!r} is no command: {error}"
     if not compilers:
         return "no C++ compiler: neither g++ nor clang++ is in PATH, and CXX is not set"
     sources = _sources()
@@ -60,7 +64,7 @@ def build(architecture: str = "native", cache_folder: Path | None = None) -> Bui
             reasons.append(f"{shlex.join(compiler)} --version fails")
             continue
         key = _key(sources, (*compiler, version, architecture))
-        built = _find_or_compile(compiler, sources, architecture, (cache_folder or _default_cache_folder()) / key)
+        built = _find_or_compile(compiler, sources, architecture, _library_folder(cache_folder, key))
         if isinstance(built, Built):
             return built
         reasons.append(built)
@@ -68,7 +72,7 @@ def build(architecture: str = "native", cache_folder: Path | None = None) -> Bui
 
 
 def _compilers() -> list[list[str]]:
-    """`$CXX` alone if set, else what is in PATH."""
+    """`$CXX` alone if set, else what is in PATH. Raises ValueError for quotes that do not end."""
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         return [named]
@@ -77,12 +81,17 @@ def _compilers() -> list[list[str]]:
 
 def _version(compiler: Sequence[str]) -> str | None:
     try:
-        result = subprocess.run(
-            [*compiler, "--version"], capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
-        )
+        result = _run([*compiler, "--version"])
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout if result.returncode == 0 else None
+
+
+def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """With its output as text, whatever its bytes are."""
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S, check=False
+    )
 
 
 def _sources() -> list[Path]:
@@ -107,11 +116,17 @@ def _cpu() -> str:
     return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in wanted)
 
 
-def _default_cache_folder() -> Path:
+def _library_folder(cache_folder: Path | None, key: str) -> Path:
+    if cache_folder is not None:
+        return cache_folder / key
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path is to be ignored.
-    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
-    return root / "spmd-worker" / "kernels"
+    root = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    if os.path.isabs(root):
+        return Path(root) / "spmd-worker" / "kernels" / key
+    # A user without a home, as in many containers. One level deep: of what lies directly in the temporary directory
+    # nobody else can replace what is ours.
+    return Path(tempfile.gettempdir()) / f"spmd-worker-kernels-{os.geteuid()}-{key}"
 
 
 def _find_or_compile(compiler: Sequence[str], sources: Sequence[Path], architecture: str, folder: Path) -> Built | str:
@@ -167,7 +182,10 @@ def _compile_privately(compiler: Sequence[str], sources: Sequence[Path], archite
         folder = Path(tempfile.mkdtemp(prefix="spmd-worker-kernels-"))  # mode 0700
     except OSError as error:
         return f"no folder to compile in: {error}"
-    built = _compile(compiler, sources, architecture, folder / LIBRARY_NAME, is_private=True)
+    try:
+        built = _compile(compiler, sources, architecture, folder / LIBRARY_NAME, is_private=True)
+    except OSError as error:
+        built = f"the compiled kernels cannot be written to {folder}: {error}"
     if isinstance(built, str):
         shutil.rmtree(folder, ignore_errors=True)
     return built
@@ -176,7 +194,9 @@ def _compile_privately(compiler: Sequence[str], sources: Sequence[Path], archite
 def _compile(
     compiler: Sequence[str], sources: Sequence[Path], architecture: str, library: Path, is_private: bool
 ) -> Built | str:
-    """Under another name, renamed when whole: a reader sees all of it or nothing."""
+    """Under another name, renamed when whole: a reader sees all of it or nothing. Raises OSError where it cannot be
+    written.
+    """
     descriptor, name = tempfile.mkstemp(prefix=".building-", suffix=".so", dir=library.parent)
     os.close(descriptor)
     unfinished = Path(name)
@@ -202,7 +222,7 @@ def _run_compiler(compiler: Sequence[str], sources: Sequence[Path], architecture
         flags = [flag.format(architecture=architecture) for flag in optional]
         command = [*compiler, *_FLAGS, *flags, *names, "-o", str(output)]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+            result = _run(command)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{shlex.join(compiler)}: {error}"
         if result.returncode == 0:

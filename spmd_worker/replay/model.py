@@ -8,7 +8,7 @@ cannot be recomputed.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Final
@@ -108,7 +108,10 @@ class _Changes:
 
 
 def _start(header: StepLogHeader, model_path: Path) -> UniProcExecutor:
-    executor = UniProcExecutor(resolve_run(_config(header, model_path), header.device), RankEnvironment())
+    resolved = resolve_run(_config(header, model_path), header.device)
+    # `min_tokens` forbids the run's own, whatever this code would read from the folder.
+    model_config = replace(resolved.model_config, eos_token_ids=header.eos_token_ids)
+    executor = UniProcExecutor(replace(resolved, model_config=model_config), RankEnvironment())
     executor.start()
     try:
         executor.load_model()

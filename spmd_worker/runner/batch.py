@@ -21,6 +21,7 @@ from torch import Tensor
 from kv_cache.block import num_blocks_for
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.grammar.step_masks import ConstrainedRow
+from spmd_worker.kernels.host_copies import to_device
 from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sequence.sampled import sample_indices
@@ -31,8 +32,8 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]; `rows`: one entry a sample.
-    `token_types` None: all are of the first type.
+    """Input of one forward pass. Tensors int64 [T] on the device, `sample_rows` [R]; `rows`: one entry a sample, and
+    none where of each the largest logit is all there is to know. `token_types` None: all are of the first type.
     """
 
     token_ids: Tensor
@@ -68,12 +69,12 @@ def build_batch(
     )
     types = _token_types(scheduled, counts) if is_encoder else None
     return Batch(
-        token_ids=_to(_token_ids(scheduled), device),
+        token_ids=_to(token_ids(scheduled), device),
         positions=_to(positions, device),
         rope_regimes=_to(rope_regimes.astype(np.int64), device),
         attention=attention,
         sample_rows=_to(np.repeat(np.array(starts[1:]) - 1, [each.num_samples for each in scheduled]), device),
-        rows=tuple(_sample_rows(scheduled)),
+        rows=rows_to_sample(scheduled),
         token_types=None if types is None else _to(types, device),
     )
 
@@ -109,6 +110,15 @@ def constrained_rows(scheduled: Sequence[ScheduledSequence]) -> list[Constrained
     return found
 
 
+def rows_to_sample(scheduled: Sequence[ScheduledSequence]) -> tuple[SampleRow, ...]:
+    """See `Batch.rows`. Sequences often share their parameters, so that it is cheap to find that none is needed."""
+    samplings = [each.sequence.request.sampling for each in scheduled if each.num_samples]
+    kinds = {id(sampling): sampling for sampling in samplings}.values()
+    may_need_one = any(kind.min_tokens or not kind.needs_largest_alone for kind in kinds)
+    rows = tuple(_sample_rows(scheduled)) if may_need_one else ()
+    return () if all(row.is_plainly_greedy for row in rows) else rows
+
+
 def _sample_rows(scheduled: Sequence[ScheduledSequence]) -> Iterator[SampleRow]:
     """One row a sample; several where sequences are about to fork."""
     for sequence, _, num_samples in scheduled:
@@ -131,12 +141,13 @@ def _positions(firsts: list[int], counts: list[int], num_tokens: int) -> Integer
     return np.arange(num_tokens, dtype=np.int64) + offsets
 
 
-def _token_ids(scheduled: Sequence[ScheduledSequence]) -> Integers:
-    token_ids: list[int] = []
+def token_ids(scheduled: Sequence[ScheduledSequence]) -> Integers:
+    """What a step computes, int64 [T]."""
+    found: list[int] = []
     for each in scheduled:
         first = each.sequence.num_computed_tokens
-        token_ids += each.sequence.token_ids(first, first + each.num_scheduled_tokens)
-    return np.array(token_ids, dtype=np.int64)
+        found += each.sequence.token_ids(first, first + each.num_scheduled_tokens)
+    return np.array(found, dtype=np.int64)
 
 
 def _block_tables(tables: Sequence[Sequence[int]]) -> Integers:
@@ -148,4 +159,4 @@ def _block_tables(tables: Sequence[Sequence[int]]) -> Integers:
 
 
 def _to(array: Integers, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)

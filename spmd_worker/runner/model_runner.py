@@ -6,7 +6,8 @@ the beginning of the one to the beginning of the other.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.models.decoder import DecoderForCausalLM
 from spmd_worker.native.threads import torch_together
 from spmd_worker.runner.batch import Batch, build_batch, constrained_rows
+from spmd_worker.runner.batch_state import BatchState
 from spmd_worker.runner.pooling import RowPooling, Vectors
-from spmd_worker.runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from spmd_worker.runner.prompt_logprobs import LaunchedPromptLogprobs, PromptLogprobs, prompt_logprobs
+from spmd_worker.sampling.read_back import Awaited, ReadBack
 from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sampling.token_masks import TokenMasks
 from spmd_worker.sequence.outputs import TokenLogprobs
@@ -31,15 +34,21 @@ from spmd_worker.sequence.step import StepPlan, StepResult
 @dataclass(frozen=True, slots=True)
 class _Forwarded:
     """A forward pass whose tokens are still to be chosen: from `logits`, or where none are there, from `largest`.
-    `pooled` are digests and vectors of rows that are pooled, of which nothing is chosen.
+    `pooled` are digests and vectors of rows that are pooled, of which nothing is chosen. `read_back` has what is read
+    beside the tokens.
     """
 
     step: int
     batch: Batch
     logits: Tensor | None
     largest: tuple[Tensor, Tensor] | None
-    prompt_logprobs: tuple[PromptLogprobs, ...]
+    prompt_logprobs: tuple[LaunchedPromptLogprobs, ...]
     pooled: tuple[tuple[int, ...], Vectors] = ((), ())
+    read_back: ReadBack = field(default_factory=ReadBack)
+
+    def collected(self) -> tuple[PromptLogprobs, ...]:
+        """After the read-back."""
+        return tuple(each.collect() for each in self.prompt_logprobs)
 
 
 class ModelRunner:
@@ -48,7 +57,8 @@ class ModelRunner:
     `pipeline` are the ranks that hold the other stages of this model's shard: hidden states come from the one before
     and go to the one behind; only the last stage has a sampler and samples, or a pooler and pools. `clock` is told when
     this stage computes. `model` takes new weights between steps. `grammars` has the states of the rows whose answers
-    have a form, where this stage samples.
+    have a form, where this stage samples. `keeps_state`: the device keeps what the next step has in common with this
+    one (`batch_state.py`); None: where copies to it are not free, so everywhere but on the CPU.
     """
 
     def __init__(
@@ -60,6 +70,8 @@ class ModelRunner:
         pipeline: GroupHandle,
         clock: StageClock | None = None,
         grammars: GrammarMasks | None = None,
+        *,
+        keeps_state: bool | None = None,
     ) -> None:
         self._grammars = grammars
         self._clock = clock or StageClock(pipeline.rank)
@@ -67,6 +79,8 @@ class ModelRunner:
         self._pooling = RowPooling(model.pooler) if model.pooler is not None else None
         self._block_size, self._pipeline = block_size, pipeline
         self._device = next(model.parameters()).device
+        is_kept = self._device.type != "cpu" if keeps_state is None else keeps_state
+        self._state = BatchState(block_size, self._device) if is_kept and not model.model_config.is_encoder else None
         self._pending: _Forwarded | None = None
         self._sending: Transfer | None = None
         self._expected: deque[Transfer] = deque()
@@ -84,7 +98,10 @@ class ModelRunner:
         assert self._pending is None, f"step {step}: the tokens of step {self._pending.step} were never sampled"
         self._clock.begin(step)
         is_encoder = self.model.model_config.is_encoder
-        batch = build_batch(scheduled, self._block_size, self._device, is_encoder=is_encoder)
+        if self._state is not None:
+            batch = self._state.build(scheduled)
+        else:
+            batch = build_batch(scheduled, self._block_size, self._device, is_encoder=is_encoder)
         if self._grammars is not None:
             self._grammars.begin(constrained_rows(scheduled))
         cache = self._cache_engine.device_cache
@@ -105,12 +122,13 @@ class ModelRunner:
             self._pending = _Forwarded(step, batch, None, None, ())
             return
         sampled = hidden[batch.sample_rows]
-        is_greedy = all(row.is_plainly_greedy for row in batch.rows)
-        largest = self.model.argmax_logits(sampled) if is_greedy else None
-        logits = None if is_greedy else self.model.compute_logits(sampled)
+        largest = None if batch.rows else self.model.argmax_logits(sampled)
+        logits = self.model.compute_logits(sampled) if batch.rows else None
         with torch_together():
-            reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, self._report)
-        self._pending = _Forwarded(step, batch, logits, largest, reported)
+            read_back = ReadBack()
+            report = partial(self._report, read_back)
+            reported = prompt_logprobs(scheduled, batch.attention.query_starts, hidden, report)
+        self._pending = _Forwarded(step, batch, logits, largest, reported, read_back=read_back)
 
     @torch.inference_mode()
     def sample(self) -> StepResult:
@@ -123,17 +141,19 @@ class ModelRunner:
             return StepResult(pending.step, digests, vectors=vectors)
         if self._sampler is None:
             return StepResult(pending.step)
-        if not pending.batch.rows:
+        if not len(pending.batch.sample_rows):
+            pending.read_back.read()
             self._clock.end()
-            return StepResult(pending.step, prompt_logprobs=pending.prompt_logprobs)
+            return StepResult(pending.step, prompt_logprobs=pending.collected())
         masks = None
         if pending.largest is not None:
-            sampled = self._sampler.sample_argmax(*pending.largest)
+            sampled = self._sampler.sample_argmax(*pending.largest, pending.read_back)
         else:
             assert pending.logits is not None, pending.step
             masks = self._grammars.end() if self._grammars is not None else None
             rows = list(pending.batch.rows)
-            sampled = self._sampler.sample(pending.logits, rows, TokenMasks.of_step(masks, self._device))
+            token_masks = TokenMasks.of_step(masks, self._device)
+            sampled = self._sampler.sample(pending.logits, rows, token_masks, pending.read_back)
         self._clock.end()
         ids, logprobs = SampledIds(sampled.token_ids), sampled.logprobs
         if masks is not None and masks.forced:
@@ -144,13 +164,15 @@ class ModelRunner:
             pending.step,
             ids.token_ids,
             logprobs,
-            pending.prompt_logprobs,
+            pending.collected(),
             num_token_ids=ids.num_ids,
             mask_checksums=() if masks is None else (masks.checksum,),
         )
 
     def forget(self, plan: StepPlan) -> None:
         """The sequences and requests that the plan says have ended."""
+        if self._state is not None:
+            self._state.forget(plan.finished_sequences, plan.finished_request_ids)
         if self._grammars is not None:
             self._grammars.forget(plan.finished_sequences, plan.finished_request_ids)
         if self._pooling is not None:
@@ -176,6 +198,9 @@ class ModelRunner:
         dtype = self._cache_engine.device_cache.dtype
         return self._pipeline.receive_previous(torch.empty(shape, dtype=dtype, device=self._device))
 
-    def _report(self, hidden: Tensor, token_ids: list[int], num_likeliest: int) -> list[TokenLogprobs]:
+    def _report(
+        self, read_back: ReadBack, hidden: Tensor, token_ids: list[int], num_likeliest: int
+    ) -> list[Awaited[list[TokenLogprobs]]]:
         assert self._sampler is not None, "log-probabilities are the last stage's"
-        return self._sampler.report(self.model.compute_logits(hidden), token_ids, num_likeliest)
+        logits = self.model.compute_logits(hidden)
+        return self._sampler.launch_report(logits, token_ids, num_likeliest, read_back)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmd_worker.kernels.host_copies import to_device
 from spmd_worker.mirror.mirror import ScheduledSequence
 from spmd_worker.models.pooler import Pooler
 from spmd_worker.sequence.pooling_params import vector_digest
@@ -47,7 +48,7 @@ def add_rows(totals: Tensor, hidden: Tensor, spans: Sequence[tuple[int, int]]) -
 
 
 def _indices(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(np.array(values, dtype=np.int64)), device)
 
 
 class RowPooling:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spmd_worker.kernels.api import Cuts, Kernels
+from spmd_worker.kernels.host_copies import to_device
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 _MOST_TEMPERATURE: Final = 1e30
@@ -33,7 +34,7 @@ def bounded_temperature(temperature: float) -> float:
 def factors_of(temperatures: Sequence[float], device: torch.device) -> Tensor:
     """Float32 [K]: what logits are multiplied by before they are powers of two."""
     values = [min(_LOG2_E / bounded_temperature(each), _MOST_FACTOR) for each in temperatures]
-    return torch.tensor(values, dtype=torch.float32).to(device)
+    return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
 def filter_logits(kernels: Kernels, logits: Tensor, samplings: Sequence[SamplingParams]) -> None:
@@ -50,8 +51,8 @@ def filter_logits(kernels: Kernels, logits: Tensor, samplings: Sequence[Sampling
     cuts = Cuts(
         largest=largest,
         factors=factors_of([each.temperature for each in samplings], device),
-        lowest=largest + torch.tensor(below, dtype=torch.float32).to(device),
-        top_k=torch.tensor([max(0, each.top_k) for each in samplings], dtype=torch.int64).to(device),
-        top_p=torch.tensor([each.top_p for each in samplings], dtype=torch.float64).to(device),
+        lowest=largest + to_device(torch.tensor(below, dtype=torch.float32), device),
+        top_k=to_device(torch.tensor([max(0, each.top_k) for each in samplings], dtype=torch.int64), device),
+        top_p=to_device(torch.tensor([each.top_p for each in samplings], dtype=torch.float64), device),
     )
     kernels.cut_(logits, cuts)

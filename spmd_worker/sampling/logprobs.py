@@ -3,10 +3,15 @@
 K: rows; V: vocabulary.
 """
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from spmd_worker.sequence.outputs import Logprob, TokenLogprobs
+
+_NUMBERS_AT_ONCE: Final = 1 << 24
+"""Each takes some tens of bytes."""
 
 
 def entries_of(token_id: int, logprob: float, rank: int, likely: list[tuple[int, float]]) -> TokenLogprobs:
@@ -34,3 +39,28 @@ def likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
         above = indices[values > threshold]
         indices = torch.cat((above, indices[values == threshold][: count - len(above)]))
     return sorted(zip(indices.tolist(), logprobs[indices].tolist()), key=lambda pair: (-pair[1], pair[0]))
+
+
+def likeliest_of_rows(logits: Tensor, count: int) -> Tensor:
+    """[K, V] -> float64 [K, count, 2]: value and token id of each row's largest, as `likeliest` orders them, and -1 for
+    both where there are no more or a value is NaN. Nothing is read back.
+    """
+    num_found = min(count, logits.shape[1])
+    if num_found == 0:
+        return torch.full((len(logits), count, 2), -1.0, dtype=torch.float64, device=logits.device)
+    rows_at_once = max(1, _NUMBERS_AT_ONCE // max(1, logits.shape[1]))
+    pieces = [_largest_pairs(each, num_found) for each in torch.split(logits, rows_at_once)]
+    return torch.nn.functional.pad(torch.cat(pieces), (0, 0, 0, count - num_found), value=-1.0)
+
+
+def _largest_pairs(logits: Tensor, count: int) -> Tensor:
+    # Adding zero leaves one zero, and all that are NaN are to have the same bits, the largest.
+    values = logits.float() + 0.0
+    bits = values.masked_fill(values.isnan(), torch.nan).view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    # With the id below the value no two are equal, so which ones are the largest is not left open.
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    found = torch.topk((ordered << 32) - ids, count, dim=1).indices
+    values = logits.gather(1, found).double()
+    pairs = torch.stack((values, found.double()), dim=-1)
+    return pairs.masked_fill(values.isnan().unsqueeze(-1), -1.0)

@@ -13,6 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_worker.kernels.host_copies import to_device
+from spmd_worker.sampling.read_back import reads_are_free
 from spmd_worker.sampling.row import SampleRow
 
 _LARGEST: Final = 1e30
@@ -37,10 +39,12 @@ def process_logits(logits: Tensor, rows: list[SampleRow], eos_token_ids: tuple[i
 def _allow_only(values: Tensor, token_ids: tuple[int, ...]) -> None:
     allowed = _index(token_ids, values)
     kept = values[allowed]
-    if kept.max() == -torch.inf:
-        return
-    values.fill_(-torch.inf)
-    values[allowed] = kept
+    if not reads_are_free(values):
+        only = torch.full_like(values, -torch.inf).index_copy_(0, allowed, kept)
+        values.copy_(torch.where(kept.max() == -torch.inf, values, only))
+    elif kept.max() != -torch.inf:
+        values.fill_(-torch.inf)
+        values[allowed] = kept
 
 
 def _forbid(values: Tensor, token_ids: Sequence[int]) -> None:
@@ -49,28 +53,33 @@ def _forbid(values: Tensor, token_ids: Sequence[int]) -> None:
     forbidden = _index(token_ids, values)
     before = values[forbidden]
     values[forbidden] = -torch.inf
-    if values.max() == -torch.inf:
+    if not reads_are_free(values):
+        values[forbidden] = before.masked_fill(values.max() != -torch.inf, -torch.inf)
+    elif values.max() == -torch.inf:
         values[forbidden] = before
 
 
 def _add_bias(values: Tensor, biases: tuple[tuple[int, float], ...]) -> None:
-    amounts = torch.tensor([bias for _, bias in biases], dtype=values.dtype, device=values.device)
-    values[_index([token_id for token_id, _ in biases], values)] += amounts
+    amounts = torch.tensor([bias for _, bias in biases], dtype=values.dtype)
+    values[_index([token_id for token_id, _ in biases], values)] += to_device(amounts, values.device)
 
 
 def _penalise(values: Tensor, row: SampleRow) -> None:
     """Repetition counts prompt and output (https://arxiv.org/abs/1909.05858), the others the output only."""
     sampling = row.sampling
     if sampling.repetition_penalty != 1.0:
-        seen = torch.unique(_index([*row.prompt_token_ids, *row.output_token_ids], values))
+        # Of the host's numbers: what a device has of them is as large as their values say.
+        seen = torch.unique(torch.tensor([*row.prompt_token_ids, *row.output_token_ids], dtype=torch.int64))
+        seen = to_device(seen, values.device)
         chosen = values[seen]
         penalty = min(max(sampling.repetition_penalty, 1 / _LARGEST), _LARGEST)
         penalised = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp(-_LARGEST, _LARGEST)
         values[seen] = torch.where(chosen == -torch.inf, chosen, penalised)
     if row.output_token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
-        seen, counts = torch.unique(_index(row.output_token_ids, values), return_counts=True)
+        outputs = torch.tensor(row.output_token_ids, dtype=torch.int64)
+        seen, counts = (to_device(each, values.device) for each in torch.unique(outputs, return_counts=True))
         values[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(values.dtype)
 
 
 def _index(token_ids: object, values: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=values.device)
+    return to_device(torch.tensor(token_ids, dtype=torch.int64), values.device)

@@ -41,8 +41,7 @@ class SampleRow(NamedTuple):
     @property
     def is_plainly_greedy(self) -> bool:
         """Whether the largest logit is all there is to know."""
-        is_free = self.sampling.structured_outputs is None
-        return is_free and self.sampling.is_greedy and not self.needs_all_logits and not self.sampling.needs_logprobs
+        return self.sampling.needs_largest_alone and not self.must_not_stop
 
     @property
     def needs_all_logits(self) -> bool:

@@ -13,27 +13,27 @@ before everything else; log-probabilities that are raw are of all tokens.
 R: rows to sample; Vs: token ids of this rank's shard; V: vocabulary; N: ranks of the group.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from operator import methodcaller
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.host_copies import to_device
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.sampling.filters import bounded_temperature, factors_of, filter_logits
 from spmd_worker.sampling.processors import process_logits
 from spmd_worker.sampling.random import draw_bits
+from spmd_worker.sampling.read_back import Awaited, ReadBack, reads_are_free
 from spmd_worker.sampling.row import SampleRow
 from spmd_worker.sampling.shard_logprobs import log_masses, shard_logprobs
 from spmd_worker.sampling.token_masks import NO_MASKS, TokenMasks
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.sampled import FORM_FAILED, NON_FINITE
 from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,21 @@ class Sampled:
 
 
 class _Choice(NamedTuple):
-    """Parallel to the rows: their tokens, and what was found out on the way, [K].
+    """Parallel to the rows: their tokens, int64 [K], and what was found out on the way, [K].
 
     `largest` float64: the largest logits of the vocabulary, where they are known.
     """
 
-    token_ids: list[int]
+    token_ids: Tensor
     largest: Tensor | None = None
+
+
+class _Launched(NamedTuple):
+    """Some rows of a step, numbered in it by `indices`: their tokens, and of some of them what is reported."""
+
+    indices: list[int]
+    token_ids: Awaited[list[int]]
+    reports: list[tuple[list[int], Awaited[list[TokenLogprobs]]]]
 
 
 class Sampler:
@@ -70,9 +78,11 @@ class Sampler:
         self._group, self._shard_start, self._vocab_size = group, shard_start, vocab_size
         self._eos_token_ids, self._logprobs_mode = eos_token_ids, logprobs_mode
 
-    def sample(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks = NO_MASKS) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks = NO_MASKS, read_back: ReadBack | None = None
+    ) -> Sampled:
         """[R, Vs] and a row each; of those in `masks` the logits may change. Every rank of the group calls this with
-        the same rows and masks.
+        the same rows and masks. The host waits once for the device, for what `read_back` has to read as well.
         """
         simple: list[int] = []
         others: list[int] = []
@@ -82,28 +92,28 @@ class Sampler:
             # What is reported of a row with a mask is not what it is chosen by.
             is_whole = row.sampling.needs_logprobs and index in masks.places
             (others if row.needs_all_logits or is_whole else simple).append(index)
-        token_ids = [FORM_FAILED] * len(rows)
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        read_back = read_back or ReadBack()
+        launched = []
         if simple:
-            shards = _rows_of(logits, simple)
-            self._forbid(shards, masks.of(simple))
-            sampled = self._sample_shards(shards, [rows[index] for index in simple])
-            _scatter(sampled.token_ids, simple, token_ids)
-            _scatter(sampled.logprobs, simple, logprobs)
+            shards, their_masks = _rows_of(logits, simple), masks.of(simple)
+            self._forbid(shards, their_masks)
+            launched.append(self._launch_shards(shards, simple, [rows[index] for index in simple], read_back))
         if others:
-            their_masks = masks.of(others)
-            sampled = self._sample_gathered(_rows_of(logits, others), [rows[index] for index in others], their_masks)
-            _scatter(sampled.token_ids, others, token_ids)
-            _scatter(sampled.logprobs, others, logprobs)
-        has_logprobs = any(entry is not None for entry in logprobs)
-        return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())
+            gathered, their_masks = _rows_of(logits, others), masks.of(others)
+            theirs = [rows[index] for index in others]
+            launched.append(self._launch_gathered(gathered, others, theirs, their_masks, read_back))
+        read_back.read()
+        return _sampled(launched, len(rows))
 
-    def sample_argmax(self, values: Tensor, columns: Tensor) -> Sampled:
+    def sample_argmax(self, values: Tensor, columns: Tensor, read_back: ReadBack | None = None) -> Sampled:
         """As `sample` for rows that are all plainly greedy, given each row's largest logit of this rank, [R], and its
         column in this rank's shard.
         """
         best_values, best_ids = self._best(values, columns, self._group)
-        return Sampled(tuple(_where_finite(best_values, best_ids).tolist()), ())
+        read_back = read_back or ReadBack()
+        token_ids = _listed(_where_finite(best_values, best_ids), read_back)
+        read_back.read()
+        return Sampled(tuple(token_ids.value), ())
 
     def gather(self, logits: Tensor) -> Tensor:
         """[K, Vs] on each rank -> float32 [K, V] on every rank; a new tensor that may be changed."""
@@ -116,86 +126,108 @@ class Sampler:
         """[K, Vs] and a token each -> its log-probability, and those of the likeliest: the bits that `sample` reports
         of these logits in raw_logprobs mode. Every rank of the group calls this with the same tokens.
         """
-        entries: list[TokenLogprobs] = []
+        read_back = ReadBack()
+        entries = self.launch_report(logits, token_ids, num_likeliest, read_back)
+        read_back.read()
+        return [entry for each in entries for entry in each.value]
+
+    def launch_report(
+        self, logits: Tensor, token_ids: list[int], num_likeliest: int, read_back: ReadBack
+    ) -> list[Awaited[list[TokenLogprobs]]]:
+        """What `report` returns, in pieces, of which the host has the values once `read_back` has read."""
+        pieces = []
         for rows in _all_alone([num_likeliest] * len(token_ids)):
             count = len(rows)
-            named = [token_ids[index] for index in rows]
-            entries += self._of_shards(
-                _rows_of(logits, rows), named, [num_likeliest] * count, [1.0] * count, self._group
+            named = to_device(torch.tensor([token_ids[index] for index in rows], dtype=torch.int64), logits.device)
+            pieces.append(
+                self._of_shards(
+                    _rows_of(logits, rows), named, [num_likeliest] * count, [1.0] * count, self._group, read_back
+                )
             )
-        return entries
+        return pieces
 
     def _forbid(self, logits: Tensor, masks: TokenMasks) -> None:
         """What the masks forbid, in place: [K, Vs]. A row that has a logit which is not finite keeps one."""
         if not masks.places:
             return
-        rows = torch.tensor(list(masks.places), dtype=torch.int64).to(logits.device)
+        rows = _places(list(masks.places), logits.device)
         largest = self._kernels.largest(logits)[0][rows]
         masks.apply(self._kernels, logits, self._shard_start)
         # Minus infinity everywhere may be a shard of padding alone. NaN is below nothing.
-        logits[rows, 0] = torch.where(largest < torch.inf, logits[rows, 0], torch.nan)
+        logits[rows, 0] = logits[rows, 0].masked_fill(~(largest < torch.inf), torch.nan)
 
-    def _sample_shards(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+    def _launch_shards(
+        self, logits: Tensor, indices: list[int], rows: list[SampleRow], read_back: ReadBack
+    ) -> _Launched:
         """[K, Vs], of rows that need no more than maxima and sums."""
         choice = self._choose(logits, rows, self._group)
-        return Sampled(tuple(choice.token_ids), tuple(self._report(logits, rows, choice, self._group)))
+        reports = self._report(logits, rows, choice, self._group, read_back)
+        return _Launched(indices, _listed(choice.token_ids, read_back), reports)
 
-    def _sample_gathered(self, logits: Tensor, rows: list[SampleRow], masks: TokenMasks) -> Sampled:
+    def _launch_gathered(
+        self, logits: Tensor, indices: list[int], rows: list[SampleRow], masks: TokenMasks, read_back: ReadBack
+    ) -> _Launched:
         """[K, Vs], of rows that need whole vocabularies, of which every rank computes the same. What is reported of
         logits that nothing has changed comes from the shards even so: how a token was chosen makes no difference.
         """
         whole, alone = self.gather(logits), GroupHandle(ranks=(0,), rank=0, group=None)
         # Before they are processed: a row may forbid every token that it has.
-        is_finite = self._kernels.largest(whole)[0].isfinite().tolist()
+        is_finite = self._kernels.largest(whole)[0].isfinite()
         masks.apply(self._kernels, whole, 0)
         process_logits(whole, rows, self._eos_token_ids)
         self._filter(whole, rows)
         ids = self._choose(whole, rows, alone, forbidden_id=0).token_ids
-        choice = _Choice([each if finite else NON_FINITE for each, finite in zip(ids, is_finite, strict=True)])
+        choice = _Choice(ids.masked_fill(~is_finite, NON_FINITE))
         is_processed = self._logprobs_mode == "processed_logprobs"
         source, group = (whole, alone) if is_processed else (logits, self._group)
-        return Sampled(tuple(choice.token_ids), tuple(self._report(source, rows, choice, group)))
+        reports = self._report(source, rows, choice, group, read_back)
+        return _Launched(indices, _listed(choice.token_ids, read_back), reports)
 
     def _report(
-        self, logits: Tensor, rows: list[SampleRow], choice: _Choice, group: GroupHandle
-    ) -> list[TokenLogprobs | None]:
-        """Log-probabilities of the rows that want some, of logits [K, Vs], or [K, V] of a group of one."""
-        entries: list[TokenLogprobs | None] = [None] * len(rows)
-        wants = [
-            index
-            for index, row in enumerate(rows)
-            if row.sampling.needs_logprobs and choice.token_ids[index] != NON_FINITE
-        ]
+        self, logits: Tensor, rows: list[SampleRow], choice: _Choice, group: GroupHandle, read_back: ReadBack
+    ) -> list[tuple[list[int], Awaited[list[TokenLogprobs]]]]:
+        """Log-probabilities of the rows that want some, of logits [K, Vs], or [K, V] of a group of one: which rows, and
+        theirs. Where the host would wait to see which rows have no token, something is reported of these too.
+        """
+        reports = []
+        wants = [index for index, row in enumerate(rows) if row.sampling.needs_logprobs]
+        if wants and reads_are_free(choice.token_ids):
+            token_ids = choice.token_ids.tolist()
+            wants = [index for index in wants if token_ids[index] != NON_FINITE]
         for chosen in _all_alone([rows[index].sampling.logprobs or 0 for index in wants]):
             named = [wants[index] for index in chosen]
             asking = [rows[index].sampling for index in named]
             temperatures = [1.0] * len(named)
             if self._logprobs_mode != "raw_logprobs":
                 temperatures = [1.0 if each.is_greedy else each.temperature for each in asking]
-            token_ids, counts = [choice.token_ids[index] for index in named], [each.logprobs or 0 for each in asking]
-            largest = None if choice.largest is None else choice.largest[named]
-            reported = self._of_shards(_rows_of(logits, named), token_ids, counts, temperatures, group, largest)
-            _scatter(reported, named, entries)
-        return entries
+            counts = [each.logprobs or 0 for each in asking]
+            ids, largest = _rows_of(choice.token_ids, named), choice.largest
+            largest = None if largest is None else _rows_of(largest, named)
+            own = _rows_of(logits, named)
+            reports.append((named, self._of_shards(own, ids, counts, temperatures, group, read_back, largest)))
+        return reports
 
     def _of_shards(
         self,
         logits: Tensor,
-        token_ids: list[int],
+        token_ids: Tensor,
         nums_likeliest: list[int],
         temperatures: list[float],
         group: GroupHandle,
+        read_back: ReadBack,
         largest: Tensor | None = None,
-    ) -> list[TokenLogprobs]:
-        """`largest` float64 [K] are those of the whole vocabulary, where they are known."""
+    ) -> Awaited[list[TokenLogprobs]]:
+        """`token_ids` int64 [K]; `largest` float64 [K] are those of the whole vocabulary, where they are known."""
         if largest is None:
             values, columns = self._kernels.largest(logits)
             largest = self._best(values, columns, group)[0]
         factors = factors_of(temperatures, logits.device)
         masses = log_masses(self._kernels, logits, largest, factors, group)
         num_owned = max(0, min(logits.shape[1], self._vocab_size - self._first_id(group)))
-        hot = torch.tensor([bounded_temperature(each) for each in temperatures], dtype=torch.float64).to(logits.device)
-        return shard_logprobs(self._kernels, logits, token_ids, nums_likeliest, largest, masses, hot, group, num_owned)
+        hot = torch.tensor([bounded_temperature(each) for each in temperatures], dtype=torch.float64)
+        hot = to_device(hot, logits.device)
+        numbers = (nums_likeliest, largest, masses, hot, group, num_owned)
+        return shard_logprobs(self._kernels, logits, token_ids, *numbers, read_back)
 
     def _filter(self, logits: Tensor, rows: list[SampleRow]) -> None:
         """What top-k, top-p and min-p drop, in place: [K, V]."""
@@ -205,7 +237,7 @@ class Sampler:
         own = _rows_of(logits, cut)
         filter_logits(self._kernels, own, [rows[index].sampling for index in cut])
         if own is not logits:
-            logits[cut] = own
+            logits.index_copy_(0, _places(cut, logits.device), own)
 
     def _choose(
         self, logits: Tensor, rows: list[SampleRow], group: GroupHandle, forbidden_id: int = NON_FINITE
@@ -216,14 +248,16 @@ class Sampler:
         """
         values, columns = self._kernels.largest(logits)
         best_values, best_ids = self._best(values, columns, group)
-        chosen: list[int] = _where_finite(best_values, best_ids, forbidden_id).tolist()
-        is_drawable = best_values.isfinite().tolist()
-        drawn = [index for index, row in enumerate(rows) if is_drawable[index] and not row.sampling.is_greedy]
+        chosen = _where_finite(best_values, best_ids, forbidden_id)
+        drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
+        if drawn and reads_are_free(best_values):
+            is_drawable = best_values.isfinite().tolist()
+            drawn = [index for index in drawn if is_drawable[index]]
         if drawn:
-            drawn_rows = [rows[index] for index in drawn]
-            first = self._first_id(group)
-            ids = _draw(self._kernels, _rows_of(logits, drawn), best_values[drawn], drawn_rows, group, first)
-            _scatter(ids, drawn, chosen)
+            drawn_rows, largest = [rows[index] for index in drawn], _rows_of(best_values, drawn)
+            ids = _draw(self._kernels, _rows_of(logits, drawn), largest, drawn_rows, group, self._first_id(group))
+            ids = _where_finite(largest, ids, forbidden_id)
+            chosen = chosen.index_copy(0, _places(drawn, logits.device), ids)
         return _Choice(chosen, best_values)
 
     def _best(self, values: Tensor, columns: Tensor, group: GroupHandle) -> tuple[Tensor, Tensor]:
@@ -242,21 +276,23 @@ class Sampler:
 
 def _draw(
     kernels: Kernels, logits: Tensor, largest: Tensor, rows: list[SampleRow], group: GroupHandle, first: int
-) -> list[int]:
-    """The id at which the running mass, in the order of ids, passes a uniform share of the whole. Masses are whole
-    numbers: the ids are the same however the vocabulary is cut.
+) -> Tensor:
+    """Int64 [K]: the id at which the running mass, in the order of ids, passes a uniform share of the whole. Masses are
+    whole numbers: the ids are the same however the vocabulary is cut. Any id for a row that has nothing to draw.
     """
     device = logits.device
     largest, factors = largest.float(), factors_of([row.sampling.temperature for row in rows], device)
     masses = kernels.masses(logits, largest, factors)
     before = group.all_gather(masses.sum(dim=-1)).cumsum(dim=0)
     bits = draw_bits([row.stream for row in rows], [row.sample_index for row in rows], [row.position for row in rows])
-    targets = _shares(torch.from_numpy(bits).to(device), before[-1])
+    targets = _shares(to_device(torch.from_numpy(bits), device), before[-1])
     offset = before[group.rank - 1] if group.rank else torch.zeros_like(targets)
     found = kernels.find_mass(logits, largest, factors, masses, targets - offset)
     owner = torch.searchsorted(before.t().contiguous(), targets.unsqueeze(1), right=True).squeeze(1)
     candidates = group.all_gather(found + first)
-    return [int(token_id) for token_id in candidates.gather(0, owner.unsqueeze(0)).squeeze(0).tolist()]
+    # Beyond the last rank only where there is no distribution.
+    owner = owner.clamp(max=group.size - 1)
+    return candidates.gather(0, owner.unsqueeze(0)).squeeze(0)
 
 
 def _shares(bits: Tensor, totals: Tensor) -> Tensor:
@@ -270,7 +306,7 @@ def _shares(bits: Tensor, totals: Tensor) -> Tensor:
 
 def _where_finite(values: Tensor, ids: Tensor, otherwise: int = NON_FINITE) -> Tensor:
     """Int64 [R]: ids, but `otherwise` where the value is not finite."""
-    return torch.where(values.isfinite(), ids.long(), otherwise)
+    return ids.long().masked_fill(~values.isfinite(), otherwise)
 
 
 def _all_alone(nums_likeliest: list[int]) -> list[list[int]]:
@@ -282,11 +318,31 @@ def _all_alone(nums_likeliest: list[int]) -> list[list[int]]:
     return [several, *alone] if several else alone
 
 
-def _rows_of(logits: Tensor, indices: list[int]) -> Tensor:
+def _rows_of(values: Tensor, indices: list[int]) -> Tensor:
     """The rows named, without a copy when they are all."""
-    return logits if len(indices) == logits.shape[0] else logits[indices]
+    if len(indices) == values.shape[0]:
+        return values
+    return values.index_select(0, _places(indices, values.device))
 
 
-def _scatter(values: Iterable[Value], indices: list[int], target: list[Value]) -> None:
-    for index, value in zip(indices, values, strict=True):
-        target[index] = value
+def _places(indices: list[int], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(indices, dtype=torch.int64), device)
+
+
+def _listed(token_ids: Tensor, read_back: ReadBack) -> Awaited[list[int]]:
+    return read_back.later(methodcaller("tolist"), token_ids)
+
+
+def _sampled(launched: list[_Launched], num_rows: int) -> Sampled:
+    """What was read back, in the order of the step's rows. Rows that are nowhere could take no token."""
+    token_ids = [FORM_FAILED] * num_rows
+    logprobs: list[TokenLogprobs | None] = [None] * num_rows
+    for indices, ids, reports in launched:
+        for index, token_id in zip(indices, ids.value, strict=True):
+            token_ids[index] = token_id
+        for named, entries in reports:
+            for place, entry in zip(named, entries.value, strict=True):
+                if token_ids[indices[place]] != NON_FINITE:
+                    logprobs[indices[place]] = entry
+    has_logprobs = any(entry is not None for entry in logprobs)
+    return Sampled(tuple(token_ids), tuple(logprobs) if has_logprobs else ())

@@ -9,13 +9,15 @@ All calls are made by every rank of the group, with the same rows.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from spmd_worker.distributed.communicator import GroupHandle
 from spmd_worker.kernels.api import MASS_BITS, Kernels
-from spmd_worker.sampling.logprobs import entries_of, likeliest
+from spmd_worker.sampling.logprobs import entries_of, likeliest, likeliest_of_rows
+from spmd_worker.sampling.read_back import Awaited, ReadBack, reads_are_free
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.sampling_params import ALL_LOGPROBS
 
@@ -32,20 +34,21 @@ def log_masses(kernels: Kernels, logits: Tensor, largest: Tensor, factors: Tenso
 def shard_logprobs(
     kernels: Kernels,
     logits: Tensor,
-    token_ids: list[int],
+    token_ids: Tensor,
     nums_likeliest: list[int],
     largest: Tensor,
     masses: Tensor,
     temperatures: Tensor,
     group: GroupHandle,
     num_owned: int,
-) -> list[TokenLogprobs]:
-    """[K, Vs] -> of each row the entry of its token, `token_ids`, then those of its likeliest, `nums_likeliest`.
+    read_back: ReadBack,
+) -> Awaited[list[TokenLogprobs]]:
+    """[K, Vs] -> of each row the entry of its token, int64 [K], then those of its likeliest, `nums_likeliest`.
 
     All likeliest where their number is -1. `masses` are of `log_masses`, `temperatures` float64 [K], `num_owned` the
-    token ids of this shard that exist.
+    token ids of this shard that exist. What is said of a row without a token (a negative one) is of no use.
     """
-    chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+    chosen = token_ids.clamp(min=0)
     shard_size = logits.shape[1]
     columns = (chosen - group.rank * shard_size).clamp(0, shard_size - 1).unsqueeze(1)
     by_rank = group.all_gather(logits.gather(1, columns).squeeze(1).double())
@@ -57,31 +60,39 @@ def shard_logprobs(
     above = kernels.count_above(logits, values.float()).double()
     own = torch.cat((torch.stack((above, above), dim=-1).unsqueeze(1), own), dim=1)
     gathered = group.all_gather(own)
-    ranks: list[int] = (gathered[:, :, 0, 0].sum(dim=0).long() + 1).tolist()
+    ranks = gathered[:, :, 0, 0].sum(dim=0).long() + 1
     pairs = gathered[:, :, 1:].transpose(0, 1).flatten(1, 2)
+    reported = torch.cat((values.unsqueeze(1), pairs[:, :, 0]), dim=1)
+    scaled = (reported - largest.unsqueeze(1)) / temperatures.unsqueeze(1) - masses.unsqueeze(1)
+    # Rounded to float32 there, and exact in what is read.
+    return read_back.later(partial(_entries, counts), token_ids, ranks, scaled.float().double(), pairs)
 
-    def logprobs_of(logit: Tensor) -> list[list[float]]:
-        scaled = (logit - largest.unsqueeze(1)) / temperatures.unsqueeze(1) - masses.unsqueeze(1)
-        result: list[list[float]] = scaled.float().tolist()
-        return result
 
-    reported = logprobs_of(torch.cat((values.unsqueeze(1), pairs[:, :, 0]), dim=1))
+def _entries(counts: list[int], ids: Tensor, ranks: Tensor, reported: Tensor, pairs: Tensor) -> list[TokenLogprobs]:
+    """Of each row, from tensors of the host: [K], [K], [K, 1 + n], [K, n, 2]."""
     # At once: a view and a list of its own for each row take longer than all that is done with them.
+    token_ids: list[int] = ids.tolist()
+    rank_of: list[int] = ranks.tolist()
+    logprobs: list[list[float]] = reported.tolist()
     listed: list[list[list[float]]] = pairs.tolist()
     entries = []
-    for index, (token_id, (logprob, *others)) in enumerate(zip(token_ids, reported, strict=True)):
+    for index, (token_id, (logprob, *others)) in enumerate(zip(token_ids, logprobs, strict=True)):
         merged = sorted(
             (-value, int(likely_id), other)
             for (value, likely_id), other in zip(listed[index], others, strict=True)
             if likely_id >= 0
         )
         likely = [(likely_id, other) for _, likely_id, other in merged[: counts[index]]]
-        entries.append(entries_of(token_id, logprob, ranks[index], likely))
+        entries.append(entries_of(token_id, logprob, rank_of[index], likely))
     return entries
 
 
 def _candidates(logits: Tensor, counts: list[int], first_id: int) -> Tensor:
     """Float64 [K, n, 2]: logit and id of this shard's likeliest tokens in each row; id -1 where there are no more."""
+    if not reads_are_free(logits):
+        found = likeliest_of_rows(logits, max(counts))
+        found[:, :, 1].add_(first_id * (found[:, :, 1] >= 0))
+        return found
     found = torch.full((len(counts), max(counts), 2), -1.0, dtype=torch.float64)
     for index, count in enumerate(counts):
         if count == 0:
@@ -89,4 +100,4 @@ def _candidates(logits: Tensor, counts: list[int], first_id: int) -> Tensor:
         pairs = [(value, token_id + first_id) for token_id, value in likeliest(logits[index], count)]
         if pairs:
             found[index, : len(pairs)] = torch.tensor(pairs, dtype=torch.float64)
-    return found.to(logits.device)
+    return found

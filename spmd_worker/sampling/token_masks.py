@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spmd_worker.grammar.step_masks import StepMasks
 from spmd_worker.kernels.api import Kernels
+from spmd_worker.kernels.host_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class TokenMasks:
         if masks is None:
             return NO_MASKS
         places = {index: place for place, index in enumerate(masks.indices)}
-        return TokenMasks(torch.from_numpy(masks.allowed).to(device), places, masks.failed)
+        return TokenMasks(to_device(torch.from_numpy(masks.allowed), device), places, masks.failed)
 
     def of(self, indices: Sequence[int]) -> "TokenMasks":
         """Of the rows named, which are numbered in this order from 0 on."""
@@ -43,7 +44,8 @@ class TokenMasks:
         """Minus infinity for what is forbidden, in place: [K, Vs], whose first column is token `first_id`."""
         if not self.places:
             return
-        pairs = torch.tensor([list(self.places), list(self.places.values())], dtype=torch.int64).to(logits.device)
+        places = torch.tensor([list(self.places), list(self.places.values())], dtype=torch.int64)
+        pairs = to_device(places, logits.device)
         kernels.forbid_(logits, self.allowed, pairs[0], pairs[1], first_id)
 
 

@@ -148,7 +148,9 @@ class Allocator:
         self.reset_prefix_cache(groups)
 
     def _swap_out(self, sequence: Sequence) -> bool:
-        if not self._preemption.prefers_swap(sequence.num_computed_tokens, sequence.table.num_blocks):
+        # Nothing is computed of a prompt of one token whose first step gave it no id: there is nothing to copy.
+        num_computed = sequence.num_computed_tokens
+        if not num_computed or not self._preemption.prefers_swap(num_computed, sequence.table.num_blocks):
             return False
         self._name_full_blocks(sequence, num_written_tokens=sequence.num_computed_tokens)
         host_table = self._cache.swap_out(sequence.table, self._named(sequence))

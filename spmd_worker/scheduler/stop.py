@@ -73,7 +73,8 @@ class StopChecker:
         num_searched = len(sequence.text or "") + len(decoder.held())
         sequence.text = (sequence.text or "") + decoder.append(sequence.output_token_ids[-1:])
         text = sequence.text + decoder.held()
-        if len(text) <= num_searched or len(sequence.output_token_ids) < sampling.min_tokens:
+        # As in vLLM: the first token that may complete a stop string is the one behind the first `min_tokens`.
+        if len(text) <= num_searched or len(sequence.output_token_ids) <= sampling.min_tokens:
             return False
         match = first_match(text, sampling.stop, num_searched)
         if match is None:

@@ -97,7 +97,7 @@ class EndWorkerEvent:
 @dataclass(frozen=True, slots=True)
 class CommitWeights:
     """All ranks have loaded new weights: as `SetWeightVersion`. `version` is a digest of what was loaded, `num_tensors`
-    of them; each rank compares both with its own before the step runs.
+    of them; each rank compares both with its own before the step runs, unless they come with a worker event's commit.
     """
 
     version: int

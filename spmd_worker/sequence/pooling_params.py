@@ -29,7 +29,7 @@ class PoolingParams:
     normalised. `normalize` and `use_activation` None are the model's own. `truncate_prompt_tokens` k keeps the last k
     tokens, -1 as many as the model takes; of texts that an encoder takes, the first beside special ones.
     `skip_reading_prefix_cache`: nothing of the row is taken from the cache. `num_first_tokens`: the row is a pair of
-    texts, and the model is told so: so many are of the first.
+    texts, and the model is told so: so many are of the first, before ids are cut.
     """
 
     task: str | None = None

@@ -40,7 +40,7 @@ DIFFERENT_FIELDS: Final[Mapping[str, str]] = {
     "seed": "-1 is a seed like any other",
     "logprobs": f"at most {MAX_LOGPROBS}, or -1; the same of `prompt_logprobs`",
     "temperature": "has no upper end, and below 1e-5 is greedy",
-    "stop": "kept as a tuple, as all lists are",
+    "stop": "kept as a tuple, as all lists are; with `min_tokens`, looked for from the token behind them on",
     "bad_words": "forbidden also where they begin in the prompt, as in transformers",
     "bad_words_ids": "only here: bad words as token ids",
     "truncate_prompt_tokens": "as in older vLLM; -1 leaves room for `max_tokens`",
@@ -196,6 +196,12 @@ class SamplingParams(_Freezable):
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken and no random number is drawn."""
         return self.temperature <= GREEDY_TEMPERATURE
+
+    @property
+    def needs_largest_alone(self) -> bool:
+        """Whether the largest logit is all there is to know, once there are `min_tokens`."""
+        is_free = self.structured_outputs is None and not self.has_masks and not self.has_penalties
+        return self.is_greedy and is_free and not self.logit_bias and not self.needs_logprobs
 
     @property
     def num_sequences(self) -> int:

@@ -28,6 +28,10 @@ STRUCTURAL_TAG_REFUSED: Final = (
 
 _MAX_NESTING: Final = 200
 _WITHOUT_OBJECTS: Final = ("const", "enum", "default", "examples")
+_SCHEMAS_BY_NAME: Final = (
+    *("properties", "patternProperties", "$defs", "definitions"),
+    *("dependentSchemas", "dependencies"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +179,14 @@ def _close(schema: Any) -> None:
     if not isinstance(schema, dict):
         return
     says = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-    if isinstance(schema.get("properties"), dict):
-        if not any(name in schema for name in says):
-            schema["additionalProperties"] = False
-        for each in schema["properties"].values():
-            _close(each)
+    if isinstance(schema.get("properties"), dict) and not any(name in schema for name in says):
+        schema["additionalProperties"] = False
     for name, each in schema.items():
-        if name not in (*_WITHOUT_OBJECTS, "properties"):
+        if name in _SCHEMAS_BY_NAME and isinstance(each, dict):
+            # The names in it are the user's own: one that is a word of JSON Schema means nothing.
+            for named in each.values():
+                _close(named)
+        elif name not in _WITHOUT_OBJECTS:
             _close(each)
 
 

@@ -16,9 +16,9 @@ DenseWeights = list[tuple[Tensor, Tensor | None]]
 """Of each layer weight [out, in] and bias [out], float32 on the CPU."""
 
 
-def read_denses(model_folder: Path, denses: Iterable[DenseConfig]) -> DenseWeights:
-    """Raises CheckpointError for what is missing, has another shape or is not finite."""
-    return [_read(model_folder / dense.folder, dense) for dense in denses]
+def read_denses(model_folder: Path, denses: Iterable[DenseConfig], *, allows_nonfinite: bool = False) -> DenseWeights:
+    """Raises CheckpointError for what is missing, has another shape or, unless `allows_nonfinite`, is not finite."""
+    return [_read(model_folder / dense.folder, dense, allows_nonfinite) for dense in denses]
 
 
 def dummy_denses(denses: Iterable[DenseConfig]) -> DenseWeights:
@@ -30,14 +30,16 @@ def dummy_denses(denses: Iterable[DenseConfig]) -> DenseWeights:
     return weights
 
 
-def _read(folder: Path, dense: DenseConfig) -> tuple[Tensor, Tensor | None]:
+def _read(folder: Path, dense: DenseConfig, allows_nonfinite: bool) -> tuple[Tensor, Tensor | None]:
     shapes = _shapes(dense)
     with Checkpoint.open(folder) as checkpoint:
         if checkpoint.shapes() != dict(sorted(shapes.items())):
             raise CheckpointError(f"{folder}: has {checkpoint.shapes()}, its config.json says {shapes}")
         read = [checkpoint.read(name, full_rectangle(shape)).float() for name, shape in shapes.items()]
-    if not all(each.isfinite().all() for each in read):
-        raise CheckpointError(f"{folder}: has weights that are NaN or infinite")
+    if not allows_nonfinite and not all(each.isfinite().all() for each in read):
+        raise CheckpointError(
+            f"{folder}: has weights that are NaN or infinite: set model.allow_nonfinite=true to load them all the same"
+        )
     return read[0], read[1] if dense.has_bias else None
 
 

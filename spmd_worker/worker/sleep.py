@@ -91,7 +91,7 @@ class WorkerSleep:
             self._weights.give_back(staged.host_weights)
             given[WEIGHTS] = self._weights.num_bytes if had_memory else 0
         if staged.level == 2:
-            update.end()
+            update.drop(self._model.buffer_names)
         update.are_weights_asleep = True
         self.tags = TAGS
         give_back_freed(self._device)

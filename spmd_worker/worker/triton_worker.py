@@ -4,6 +4,7 @@
 Not the default on CUDA until a GPU has run them: docs/decisions.md.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,15 @@ import torch
 from spmd_worker.attention.backend import AttentionBackend
 from spmd_worker.attention.triton import HEAD_SIZES, TritonBackend
 from spmd_worker.errors import ConfigError
+from spmd_worker.grammar.row_grammar import BITS
 from spmd_worker.kernels.api import Kernels, QuantisedKernels
 from spmd_worker.kernels.triton import attention, attention_kernels, matmul
 from spmd_worker.kernels.triton.kernels import TritonKernels
 from spmd_worker.kernels.triton.launching import is_interpreted
+from spmd_worker.runner.warm_up_steps import warm_up_steps
+from spmd_worker.sampling.row import SampleRow
+from spmd_worker.sampling.token_masks import TokenMasks
+from spmd_worker.sequence.sampling_params import SamplingParams
 from spmd_worker.worker.worker import Worker
 
 _WAY_OUT = "leave executor.worker_cls at null"
@@ -24,9 +30,58 @@ _KEY = "executor.worker_cls=spmd_worker.worker.triton_worker.TritonWorker"
 class TritonWorker(Worker):
     """On CUDA; on the CPU where TRITON_INTERPRET=1 was set before Triton was imported, for tests."""
 
+    keeps_state = True
+
+    def init_device(self) -> None:
+        """See `Worker.init_device`. Ranks add up in their order, so that a row's answer depends on the row alone with
+        tensor parallelism too: `GroupHandle.all_reduce` says what that costs.
+        """
+        super().init_device()
+        assert self.groups is not None, "just joined"
+        self.groups = replace(self.groups, tensor=replace(self.groups.tensor, adds_in_order=True))
+
+    def compile_or_warm_up_model(self) -> None:
+        """See `WorkerBase.compile_or_warm_up_model`. Compiles every kernel that a later step can launch, in each form
+        that Triton tells apart: which tiles a matmul takes follows from whether it has more than a few rows, so a step
+        of few and one of more meet all. What is written into the cache nobody reads.
+
+        Not met are the joining of partial results where rows are pooled, which the first row compiles that ends with a
+        chunk of one token behind a long beginning; and, of experts that ranks hold whole, those that no made-up token
+        is sent to, whose matmuls have forms of their own only where no other layer's are alike.
+        """
+        assert self._cache_engine is not None, "initialize_cache comes first"
+        runner, pooling = self._new_runner(self._cache_engine), self.model_config.pooling
+        num_tokens = min(matmul.MOST_FEW_ROWS + 1, self.config.scheduler.max_num_batched_tokens)
+        num_keys = 1 if pooling is not None else max(1, min(attention_kernels.SEGMENT + 1, self.max_model_len - 1))
+        sizes = (num_tokens, num_keys, self.config.cache.block_size, self._cache_engine.num_device_blocks)
+        for number, scheduled in enumerate(warm_up_steps(*sizes, pooling)):
+            runner.forward(number, scheduled)
+            runner.sample()
+        self._warm_up_masks()
+        self._forget_expert_loads()
+
+    def _warm_up_masks(self) -> None:
+        """What a form forbids: two greedy rows, one reported, so that shards and whole rows are met."""
+        model, groups = self._model, self.groups
+        assert model is not None, "load_model comes first"
+        assert groups is not None, "init_device comes first"
+        if not model.stage.is_last or model.pooler is not None:
+            return
+        vocab_size = self.model_config.vocab_size
+        rows = [SampleRow(SamplingParams(temperature=0.0, logprobs=wanted), 0, 0, 1, (0,), ()) for wanted in (None, 1)]
+        allowed = torch.full((2, -(-vocab_size // BITS)), -1, dtype=torch.int32, device=self.device)
+        hidden = torch.zeros(
+            (2, self.model_config.hidden_size), dtype=getattr(torch, self.resolved.dtype), device=self.device
+        )
+        with torch.inference_mode():
+            logits = model.compute_logits(hidden)
+            self._new_sampler(model, groups).sample(logits, rows, TokenMasks(allowed, {0: 0, 1: 1}))
+
     def get_arithmetic(self) -> str:
         """See `WorkerBase.get_arithmetic`."""
-        return f"Triton kernels{' interpreted' if is_interpreted() else ''}, {super().get_arithmetic()}"
+        kernels = f"Triton kernels{' interpreted' if is_interpreted() else ''}"
+        order = ", sums in the order of ranks" if self.layout.tensor_parallel_size > 1 else ""
+        return f"{kernels}{order}, {super().get_arithmetic()}"
 
     def _choose_backends(self) -> tuple[Kernels, AttentionBackend, QuantisedKernels | None]:
         """Raises ConfigError for what these kernels cannot compute."""

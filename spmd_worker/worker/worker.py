@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,7 @@ from spmd_worker.weights.dequantised_checkpoint import DequantisedCheckpoint
 from spmd_worker.weights.dummy import fill_dummy
 from spmd_worker.weights.loader import load_weights, load_whole
 from spmd_worker.worker.backends import arithmetic_of, choose_backends, computes_alone
-from spmd_worker.worker.device import choose_device
+from spmd_worker.worker.device import choose_device, gpu_identity
 from spmd_worker.worker.inspection import describe_model
 from spmd_worker.worker.sleep import CacheMemory, GoingToSleep, WakingUp, WorkerSleep
 from spmd_worker.worker.trace_profiler import TraceProfiler
@@ -81,6 +81,9 @@ logger = logging.getLogger(__name__)
 
 class Worker(WorkerBase):
     """See `WorkerBase` for what each call does and in which order they come."""
+
+    keeps_state: ClassVar[bool | None] = None
+    """Of its model runners: see `ModelRunner`."""
 
     def __init__(self, resolved: ResolvedRun, environment: RankEnvironment) -> None:
         self.resolved, self.environment = resolved, environment
@@ -170,7 +173,9 @@ class Worker(WorkerBase):
             expert_layout=self.layout.experts,
             quantised=quantised,
         )
-        model = build_model(context, self.model_config, stage_of(self.layout, self.model_config, self.environment.rank))
+        stage = stage_of(self.layout, self.model_config, self.environment.rank)
+        allows_nonfinite = self.config.model.allow_nonfinite
+        model = build_model(context, self.model_config, stage, allows_nonfinite=allows_nonfinite)
         slices, paddings = model.weight_slices(), model.padding_slices()
         if self.config.model.load_format == "dummy":
             fill_dummy(model, slices, paddings, num_threads=self._num_loading_threads())
@@ -183,7 +188,7 @@ class Worker(WorkerBase):
                     checkpoint,
                     ignorable=lambda name: model.is_ignorable(name) or checkpoint.is_unused(name),
                     tied=model.tied_tensors(),
-                    allows_nonfinite=self.config.model.allow_nonfinite,
+                    allows_nonfinite=allows_nonfinite,
                 )
             logger.info(
                 "loaded %d tensors, %d bytes in %.2f s", report.num_tensors, report.num_bytes_read, report.seconds
@@ -191,7 +196,9 @@ class Worker(WorkerBase):
         if model.pooler is not None:
             denses, is_dummy = model.pooler.config.denses, self.config.model.load_format == "dummy"
             model.pooler.take_denses(
-                dummy_denses(denses) if is_dummy else read_denses(self.resolved.model_folder, denses)
+                dummy_denses(denses)
+                if is_dummy
+                else read_denses(self.resolved.model_folder, denses, allows_nonfinite=allows_nonfinite)
             )
         return model
 
@@ -236,9 +243,12 @@ class Worker(WorkerBase):
         self._mirror = Mirror(num_device_blocks, self.config.cache.block_size)
         self.model_runner = self._new_runner(engine, self._clock)
         # What was measured met experts too.
+        self._forget_expert_loads()
+        self._waits_before = thread_waits() if self.device.type == "cpu" else None
+
+    def _forget_expert_loads(self) -> None:
         for counts in self.get_expert_loads().values():
             counts[:] = [0] * len(counts)
-        self._waits_before = thread_waits() if self.device.type == "cpu" else None
 
     def initialize_host_tier(self, num_slots: int) -> None:
         """See `WorkerBase.initialize_host_tier`."""
@@ -311,6 +321,10 @@ class Worker(WorkerBase):
         """See `WorkerBase.get_device_type`."""
         return self.device.type
 
+    def get_gpu_identity(self) -> str:
+        """See `WorkerBase.get_gpu_identity`."""
+        return gpu_identity(self.device)
+
     def get_arithmetic(self) -> str:
         """See `WorkerBase.get_arithmetic`."""
         assert self._attention is not None, "load_model comes first"
@@ -378,7 +392,8 @@ class Worker(WorkerBase):
 
     def get_weight_update(self) -> WeightUpdateReport | None:
         """See `WorkerBase.get_weight_update`."""
-        return None if self._model is None else self._model.weight_update.report(self._model.checkpoint_shapes)
+        model = self._model
+        return None if model is None else model.weight_update.report(model.checkpoint_shapes, model.buffer_names)
 
     def end_weight_update(self) -> None:
         """See `WorkerBase.end_weight_update`."""
@@ -565,7 +580,8 @@ class Worker(WorkerBase):
         samples = self._model.stage.is_last and self._model.pooler is None
         sampler = self._new_sampler(self._model, self.groups) if samples else None
         pipeline, grammars = self.groups.pipeline, None if sampler is None else self._new_grammars()
-        return ModelRunner(self._model, engine, sampler, self.config.cache.block_size, pipeline, clock, grammars)
+        block_size, keeps_state = self.config.cache.block_size, self.keeps_state
+        return ModelRunner(self._model, engine, sampler, block_size, pipeline, clock, grammars, keeps_state=keeps_state)
 
     def _new_grammars(self) -> GrammarMasks:
         """Reads nothing before the first row that needs it."""

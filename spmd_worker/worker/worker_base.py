@@ -135,8 +135,10 @@ class WorkerBase(ABC):
 
     def get_weight_update(self) -> "WeightUpdateReport | None":
         """Of weights that were loaded and not committed: digests by checkpoint name, the names of those that were not
-        loaded, and whether none of these may stay as it is; the numbers of the calls of `apply_model`, from 1 on, whose
-        changes were refused since the last commit. None where no update is open and none was refused.
+        loaded (buffers, which trainers do not hand over, may be), and whether none of these may stay as it is; the
+        numbers of the calls of `apply_model`, from 1 on, whose changes were refused since the last commit; whether all
+        weights were loaded, buffers too; and what is wrong with a tied head that was loaded, or "". None where no
+        update is open and none was refused.
         """
         return None
 
@@ -168,6 +170,12 @@ class WorkerBase(ABC):
     @abstractmethod
     def get_device_type(self) -> str:
         """`cpu` or `cuda`."""
+
+    def get_gpu_identity(self) -> str:
+        """What tells this rank's GPU from all others; empty where it has none, or may share it: no two ranks have the
+        same.
+        """
+        return ""
 
     @abstractmethod
     def get_arithmetic(self) -> str:

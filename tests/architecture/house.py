@@ -224,14 +224,16 @@ COPIES_AND_WAITS = ("torch.tensor", "torch.as_tensor")
 """With `device=`, a copy that waits; `torch.from_numpy(...).to(device, non_blocking=True)` does not."""
 _EXPERTS = "experts are called one by one, after their tokens were counted"
 _ANSWER = "a vector is the answer of a row that ends"
-_SAMPLER = "this sampler's host code decides"
+_READ = "of what was read back already, or where reading costs nothing"
+_OF_HOST = "of numbers that the host has"
 MAY_READ_BACK = {
-    "spmd_worker.layers.experts": {"bincount": (1, _EXPERTS), "tolist": (1, _EXPERTS)},
+    "spmd_worker.layers.experts": {"tolist": (1, _EXPERTS)},
     "spmd_worker.runner.pooling": {"cpu": (1, _ANSWER), "numpy": (1, _ANSWER)},
-    "spmd_worker.sampling.logprobs": {"nonzero": (1, _SAMPLER), "tolist": (2, _SAMPLER)},
-    "spmd_worker.sampling.processors": {"tensor": (2, _SAMPLER), "unique": (2, _SAMPLER)},
-    "spmd_worker.sampling.sampler": {"tolist": (5, _SAMPLER)},
-    "spmd_worker.sampling.shard_logprobs": {"tensor": (1, _SAMPLER), "tolist": (3, _SAMPLER)},
+    "spmd_worker.sampling.logprobs": {"nonzero": (1, _READ), "tolist": (2, _READ)},
+    "spmd_worker.sampling.processors": {"unique": (2, _OF_HOST)},
+    "spmd_worker.sampling.read_back": {"cpu": (1, "the read-back of a step")},
+    "spmd_worker.sampling.sampler": {"tolist": (2, _READ)},
+    "spmd_worker.sampling.shard_logprobs": {"tolist": (4, _READ)},
 }
 """How often a module does so today, and why; one more is found, and one less has to be said here."""
 

@@ -27,7 +27,19 @@ def test_functions_classes_and_files_are_counted_with_their_decorators(tmp_path:
     assert f"1 classes: median 251 lines, p95 251; longest: {POOL}:3 Pool (251)" in classes
 
 
-def test_no_two_test_files_have_one_name():
-    """pytest takes the second for the first, and collects neither."""
-    names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))
-    assert [name for name, count in names.items() if count > 1] == []
+def names_of_two_modules(tests: Path) -> list[str]:
+    """Names that two modules below `tests` share, conftest.py apart."""
+    names = Counter(path.name for path in tests.rglob("*.py"))
+    return sorted(name for name, count in names.items() if count > 1 and name != "conftest.py")
+
+
+def test_no_two_modules_of_the_tests_have_one_name():
+    """Every folder of tests is a place to import from: of two modules with one name, whoever wants the second gets the first."""
+    assert names_of_two_modules(REPOSITORY / "tests") == []
+
+
+def test_a_helper_with_the_name_of_another_is_found(tmp_path: Path):
+    for path in ("histories.py", "scheduler/histories.py", "mirror/step_histories.py", "conftest.py", "mirror/conftest.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    assert names_of_two_modules(tmp_path) == ["histories.py"]

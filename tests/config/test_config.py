@@ -194,8 +194,13 @@ REFUSED = [
     ("job.max_error_rows=-1", "job.max_error_rows=-1 must be 0 or more"),
     ("job.commit_s=inf", "job.commit_s=inf must be 0 or more, and finite"),
     ("job.commit_s=nan", "job.commit_s=nan must be 0 or more"),
-    ("serve.drain_s=inf", "serve.drain_s=inf must be 0 or more, and finite"),
-    ("serve.reader_timeout_s=inf", "serve.reader_timeout_s=inf must be above 0, and finite"),
+    ("serve.drain_s=inf", "serve.drain_s=inf must be from 0 to 604800 seconds"),
+    ("serve.drain_s=nan", "serve.drain_s=nan must be from 0 to 604800 seconds"),
+    ("serve.drain_s=604801", "serve.drain_s=604801 must be from 0 to 604800 seconds"),
+    ("serve.reader_timeout_s=0", "serve.reader_timeout_s=0 must be above 0 and at most 604800 seconds"),
+    ("serve.reader_timeout_s=inf", "serve.reader_timeout_s=inf must be above 0 and at most 604800 seconds"),
+    # More milliseconds than the socket's option can hold.
+    ("serve.reader_timeout_s=2200000", "serve.reader_timeout_s=2.2e+06 must be above 0 and at most 604800 seconds"),
     (
         "scheduler.max_num_seqs=4096",
         "scheduler.max_num_batched_tokens=2048 is below scheduler.max_num_seqs=4096: each running sequence needs a "

@@ -264,7 +264,9 @@ setattr(ControlChannel, method, broken)
 try:
     call()
 except (KeyboardInterrupt, RuntimeError) as error:
-    print(rank, type(error).__name__)
+    # In one write: ranks share the stream.
+    sys.stdout.write(f"{rank} {type(error).__name__}\\n")
+    sys.stdout.flush()
 else:
     raise AssertionError("it was answered")
 setattr(ControlChannel, method, right)

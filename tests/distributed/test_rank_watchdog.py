@@ -15,6 +15,7 @@ from spmd_worker.distributed import rank_watchdog as watch
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.distributed.rank_watchdog import open_heartbeat_store, watch_guest, watch_program
 from spmd_worker.liveness.heartbeat import BETWEEN_STEPS, CLOSING, RankHeartbeat
+from spmd_worker.liveness.heartbeat_store import OVER
 from spmd_worker.liveness.watchdog import Watched
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -54,6 +55,35 @@ def test_each_run_and_restart_has_a_heartbeat_store_of_its_own(variables: dict[s
         "spmd_worker/watch/restart 2/ranks 0 to 1/run 2",
     )
     assert other.prefix == first.prefix
+
+
+def test_an_attempt_that_was_made_by_one_rank_alone_leaves_its_name_to_nobody(variables: dict[str, str]):
+    """The other rank counted on from there, and the two never met."""
+    alone = open_heartbeat_store(1, (0, 1), is_host=True, variables=variables)
+    alone.count("alarms")
+    alone.raise_flag(OVER)
+    both = [open_heartbeat_store(rank, (0, 1), is_host=False, variables=variables) for rank in range(2)]
+    assert both[0].prefix == both[1].prefix != alone.prefix
+    assert both[0].count("alarms", 0) == 0
+
+
+def test_a_store_that_was_lost_is_opened_again_under_its_name(variables: dict[str, str]):
+    connect = watch._Connector(0, (0, 1), is_host=True)
+    first = connect()
+    again = connect()
+    assert again.prefix == first.prefix
+    other = watch._Connector(1, (0, 1), is_host=False)
+    assert [other().prefix, other().prefix] == [first.prefix] * 2
+    again.raise_flag("here")
+    wait_until(lambda: other().has_flag("here"))
+
+
+def test_a_store_that_is_gone_is_not_asked_by_torch_which_would_print_it_each_time(variables, capfd):
+    connect = watch._Connector(1, (0, 1), is_host=False)
+    connect._prefix = "x"
+    with pytest.raises(OSError, match="refused"):
+        connect()
+    assert capfd.readouterr().err == ""
 
 
 def test_engines_side_by_side_have_heartbeat_stores_of_their_own(variables: dict[str, str]):

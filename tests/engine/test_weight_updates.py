@@ -21,8 +21,9 @@ from torch import Tensor
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.engine.weight_updates import WeightUpdates
-from spmd_worker.errors import CheckpointError, MissingWeightsError
+from spmd_worker.errors import CheckpointError, MissingWeightsError, ReplicaDivergedError
 from spmd_worker.models.weight_update import WeightUpdate, content_digest
+from spmd_worker.sequence.events import CommitWeights, EndWorkerEvent
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
@@ -140,6 +141,20 @@ def test_new_weights_answer_as_a_model_that_has_them(llm: LLM, load: Callable[[L
     assert [output.num_cached_tokens for output in outputs] == [0, 0], "nothing of the old weights is found"
     llm.collective_rpc("reload_weights")
     assert answers(llm) == old
+
+
+def test_a_version_that_comes_with_a_worker_event_is_no_ranks_own_commit(llm: LLM, old: Any, new: Any, tmp_path: Path):
+    assert answers(llm) == old
+    llm.llm_engine.worker_event("start_profile", str(tmp_path), [CommitWeights(7, 38)])
+    llm.llm_engine.worker_event("stop_profile", None, [CommitWeights(8, 38)])
+    again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert (in_words(again), again[0].num_cached_tokens) == (old, 0)
+    # Negative control: ranks go on comparing what they have loaded.
+    trainers_model(llm).load_weights(new_tensors().items())
+    llm.reset_prefix_cache()
+    assert answers(llm) == new
+    with pytest.raises(ReplicaDivergedError, match="38 tensors of version 7 on rank 0, none on rank 0"):
+        llm.llm_engine.weight_updates.check_agreed([CommitWeights(7, 38), EndWorkerEvent(1, "")])
 
 
 def test_a_request_that_waits_to_be_admitted_is_answered_by_the_new_weights(llm: LLM, new: Any):

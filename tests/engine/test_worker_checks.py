@@ -12,6 +12,7 @@ from kv_cache.cache_spec import CacheSpec
 from spmd_worker import LLM
 from spmd_worker.errors import ConfigError, WorkerDiedError
 from spmd_worker.executor.multiproc import MultiprocExecutor
+from spmd_worker.lockstep.transport.channel import ControlChannel
 from spmd_worker.worker.worker import Worker
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
@@ -40,6 +41,11 @@ class WarmWorker(Worker):
         self.num_warmed_blocks = self._cache_engine.num_device_blocks
 
 
+class GpuWorker(Worker):
+    def get_gpu_identity(self) -> str:
+        return "boot\tH200 GPU-4ed7"
+
+
 def new_llm(worker: str, **options: object) -> LLM:
     return LLM(MODEL, device="cpu", num_blocks=32, timeout_s=30, worker_cls=worker, **options)
 
@@ -56,6 +62,20 @@ def test_workers_that_cannot_do_it_are_refused_before_the_first_step(worker: str
     with pytest.raises(kind) as refused:
         new_llm(f"{HERE}.{worker}")
     assert str(refused.value).startswith(message.format(f"{HERE}.{worker}"))
+
+
+def test_replicas_of_one_rank_on_one_gpu_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    """Which nothing else would notice: no collective of NCCL is between them."""
+    loaded = []
+    monkeypatch.setattr(GpuWorker, "load_model", lambda self: loaded.append(self))
+    gather = ControlChannel.gather
+    # The other rank has the same GPU, and shows otherwise what belongs to it.
+    monkeypatch.setattr(
+        ControlChannel, "gather", lambda self, payload: gather(self, payload) * (2 if b"H200" in payload else 1)
+    )
+    with pytest.raises(ConfigError, match=r"^ranks 0, 1 of one host compute on one GPU, H200 GPU-4ed7: give"):
+        new_llm(f"{HERE}.GpuWorker")
+    assert loaded == []
 
 
 def test_a_worker_warms_up_once_its_cache_is_there():

@@ -1,7 +1,9 @@
 """What an engine may ask of an executor of one: classes by name, calls by name, futures, health, failure."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from ranks import REPOSITORY
 from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.errors import ConfigError
-from spmd_worker.executor.executor import Executor
+from spmd_worker.executor.executor import MAX_CALL_S, Executor
 from spmd_worker.executor.external_launcher import ExternalLauncherExecutor
 from spmd_worker.executor.uniproc import UniProcExecutor
 from spmd_worker.resolved import resolve_run
@@ -119,6 +121,35 @@ def test_a_call_that_does_not_block_gives_futures_that_hold_the_answer_or_the_er
     assert future.result(timeout=0) == executor.get_kv_cache_specs()[0]
     (future,) = executor.collective_rpc("no_such_method", non_block=True)
     assert isinstance(future.exception(timeout=0), AttributeError)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error", "words"),
+    [
+        (math.inf, ValueError, "timeout=inf must be from 0 to 9.22337e\\+09 seconds: leave it out for no limit"),
+        (math.nan, ValueError, "timeout=nan must be"),
+        (-1, ValueError, "timeout=-1 must be"),
+        (1e300, ValueError, "timeout=1e\\+300 must be"),
+        (10**400, ValueError, "timeout=1000"),
+        (True, TypeError, "timeout is a bool: give seconds, or leave it out for no limit"),
+        ("1", TypeError, "timeout is a str"),
+        (torch.tensor(1.0), TypeError, "timeout is a Tensor"),
+    ],
+)
+@pytest.mark.parametrize("non_block", [False, True])
+def test_a_timeout_that_nothing_can_wait_for_is_refused_before_anything_runs(
+    executor: UniProcExecutor, timeout: Any, error: type[Exception], words: str, non_block: bool
+):
+    """An infinite one was an OverflowError of the interpreter's, while the call went on."""
+    called: list[object] = []
+    with pytest.raises(error, match=words):
+        executor.collective_rpc(called.append, timeout=timeout, non_block=non_block)
+    assert called == []
+
+
+@pytest.mark.parametrize("timeout", [None, 1000, 1000.5, MAX_CALL_S])
+def test_a_call_with_a_timeout_answers_as_one_without(executor: UniProcExecutor, timeout: float | None):
+    assert executor.collective_rpc(lambda worker: 7, timeout=timeout) == [7]
 
 
 def test_what_the_engine_asks_at_the_start(executor: UniProcExecutor):

@@ -8,13 +8,15 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from forked_child import in_child
 from plain_executors import new_plain, plain
 from waiting import LIMIT_S
 
 from kv_cache.cache_spec import CacheSpec
 from spmd_worker.config.schema import ParallelConfig
 from spmd_worker.distributed.environment import RankEnvironment
-from spmd_worker.errors import ConfigError, WorkerError
+from spmd_worker.errors import ConfigError, WorkerDiedError, WorkerError
+from spmd_worker.executor import worker_pool
 from spmd_worker.executor.executor import Executor
 from spmd_worker.executor.multiproc import MultiprocExecutor, _StepFuture
 from spmd_worker.executor.worker_pool import WorkerPool
@@ -50,6 +52,39 @@ def test_values_come_back_as_the_types_that_went_in(executor: MultiprocExecutor)
 def test_more_tokens_than_a_socket_holds_go_through_the_queue_both_ways(executor: MultiprocExecutor):
     tokens = list(range(300_000))
     assert executor.collective_rpc("echo", args=(tokens,))[1][0][0] == tokens
+
+
+def test_who_waits_for_a_worker_that_leaves_hears_of_it(monkeypatch: pytest.MonkeyPatch):
+    """Another thread's call, when ranks became fewer: its future was never resolved."""
+    monkeypatch.setattr(worker_pool, "_STOP_S", 0.05)
+    with plain() as executor:
+        stays, leaves = executor.collective_rpc("nap", args=(600, 1), non_block=True)
+        pid = executor.worker_pids[1]
+        executor._pool.remove_workers(1)
+        assert stays.result(LIMIT_S) == 0
+        error = leaves.exception(LIMIT_S)
+        assert isinstance(error, WorkerDiedError)
+        assert str(error) == f"worker rank 1 (pid {pid}) was ended while at work on nap: there are fewer ranks now"
+        assert not executor.is_failed
+        assert executor.collective_rpc("echo", args=(1,)) == [((1,), {})]
+        assert len(executor._pool._pending) == 0
+
+
+def test_a_forked_process_leaves_its_parents_workers_alone_and_cannot_call_them(executor: MultiprocExecutor):
+    """One that ended by sys.exit, which runs `shutdown`, ended the workers of its parent."""
+
+    def use() -> None:
+        with pytest.raises(RuntimeError, match=r"^the workers belong to process \d+, which forked this one: make an "):
+            executor.collective_rpc("echo")
+        executor._pool.fail(ValueError("planted"))
+        executor._pool.close()
+        executor.shutdown()
+        assert executor._store is not None
+
+    pids = executor.worker_pids
+    assert in_child(use) == 0
+    assert executor.collective_rpc("echo") == [((), {})] * 2
+    assert executor.worker_pids == pids
 
 
 def test_a_method_that_does_not_exist_is_an_error_of_the_rank_that_looked_for_it(executor: MultiprocExecutor):
@@ -105,6 +140,12 @@ def test_what_cannot_cross_processes_is_refused_before_anything_is_sent(executor
     )
     with pytest.raises(TypeError, match=r"echo: a value of type object cannot cross processes.*numbers, texts, bytes"):
         executor.collective_rpc("echo", args=(object(),))
+
+
+@pytest.mark.parametrize(("timeout", "error"), [(math.inf, ValueError), (-1, ValueError), (True, TypeError)])
+def test_a_timeout_that_nothing_can_wait_for_is_refused(executor: MultiprocExecutor, timeout: Any, error: type):
+    with pytest.raises(error, match="timeout"):
+        executor.collective_rpc("no_such_method", timeout=timeout)
 
 
 def test_an_answer_that_cannot_cross_processes_is_an_error_of_its_rank(executor: MultiprocExecutor):

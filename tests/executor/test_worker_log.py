@@ -1,5 +1,6 @@
 """Lines of workers: each with its worker's name and pid, whole, also where it was written in pieces or never ended."""
 
+import io
 import os
 import sys
 import threading
@@ -48,6 +49,19 @@ def test_a_line_without_end_is_cut_so_that_it_does_not_fill_memory():
     *lines, last = prefixed(*pieces)
     assert [len(line) for line in lines] == [0, 0, 0, len("(worker 1 pid=7) \n") + 1_200_000, 0]
     assert last == b"(worker 1 pid=7) " + b"x" * 300_000 + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"), [("latin-1", b"w: caf\xe9 \\u4f60\n"), ("ascii", b"w: caf\\xe9 \\u4f60\n")]
+)
+def test_a_character_that_the_stream_has_not_is_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str, written: bytes):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    reader, writer = os.pipe()
+    os.write(writer, "café 你\n".encode())
+    os.close(writer)
+    forward_lines("w: ", {"stdout": os.fdopen(reader, "rb", 0)})
+    assert stream.buffer.getvalue() == written  # type: ignore[attr-defined]  # a BytesIO
 
 
 def test_a_stream_that_nobody_reads_does_not_hold_the_worker_up(monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ docs/trainers.md says what was run with it.
 
 import asyncio
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import ranks
+from forked_child import in_child
 
 from spmd_worker import LLM, SamplingParams
 
@@ -104,3 +106,13 @@ def test_what_cannot_be_answered_is_said(provider: Any):
         asyncio.run(provider.generate([image], [], "none", Record()))
     with pytest.raises(ValueError, match="temperature"):
         asked(provider, ["a"], temperature=-1.0)
+
+
+def test_a_forked_process_ends_nothing_at_its_exit(provider: Any, monkeypatch: pytest.MonkeyPatch):
+    """`shutdown` is called there too, and took locks that the parent's threads may have held."""
+    with monkeypatch.context() as patched:
+        patched.setattr(provider, "_exchange", SimpleNamespace(end=lambda why: os._exit(7)))
+        assert in_child(provider.shutdown) == 0
+        # Negative control.
+        patched.setattr(provider, "_owner", -1)
+        assert in_child(lambda: (setattr(provider, "_owner", os.getpid()), provider.shutdown())) == 7

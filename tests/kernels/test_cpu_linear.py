@@ -133,6 +133,7 @@ def threads(number: int):
         torch.set_num_threads(before)
 
 
+@pytest.mark.matrix
 @each_dtype
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), CUTS)
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -371,6 +372,7 @@ def converting(packs_only) -> PackedKernels:
     return PackedKernels()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), CONVERTED)
 def test_weights_that_are_converted_multiply_each_row_by_itself(converting, num_inputs, num_outputs, has_bias):
@@ -445,6 +447,7 @@ def test_onednns_rows_are_invariant_here_without_a_compiler(tmp_path, monkeypatc
     assert (done.returncode, done.stdout) == (0, "True True\n"), done.output
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "size"), [(32, 16), (576, 1536), (896, 48), (64, 4864), (40, 24)])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 33, 100, 700])

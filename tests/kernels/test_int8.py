@@ -178,6 +178,19 @@ def test_changed_rows_are_repacked_by_the_run(monkeypatch: pytest.MonkeyPatch):
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize("kernels", [Int8CpuKernels(native(), torch.float32), Int8Kernels(torch.float32)])
+def test_one_row_by_itself_is_read_where_inputs_are_no_multiple_of_four(kernels: Int8CpuKernels | Int8Kernels):
+    """Its scale begins at no fourth byte."""
+    weight, x = numbers(3, 30), numbers(2, 30)
+    packed = kernels.pack(weight)
+    rows = [kernels.unpack(packed, row, row + 1) for row in range(3)]
+    assert torch.equal(torch.cat(rows), kernels.unpack(packed, 0, 3))
+    kernels.repack_(packed, 1, rows[1] * 3)
+    assert torch.equal(kernels.unpack(packed, 1, 2), kernels.unpack(kernels.pack(rows[1] * 3), 0, 1))
+    one = kernels.linear(x, kernels.pack(weight[:1]), None)
+    assert torch.equal(one, kernels.linear(x, kernels.pack(weight), None)[:, :1])
+
+
 def test_sums_are_made_block_by_block(monkeypatch: pytest.MonkeyPatch):
     x, weight = (torch.randint(-127, 128, (size, 24), dtype=torch.int8) for size in (7, 11))
     expected = x.int() @ weight.int().t()

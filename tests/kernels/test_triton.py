@@ -18,7 +18,8 @@ LONGEST_S = 500.0
 
 def run_alone(script: str, *arguments: str, cache: Path, interpret: bool = False, timeout_s: float = LONGEST_S) -> dict:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    variables |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
+    folders = os.pathsep.join(map(str, (REPOSITORY, HERE.parent)))
+    variables |= {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(cache)}
     if interpret:
         # Interpreted matmuls are numpy's. OpenBLAS adds up some rows of a tile in another order than others where the
         # processor has AVX2 and no AVX-512; in its kernels for older ones all rows of a tile are alike.

@@ -9,19 +9,32 @@ rounds to bfloat16, and multiplies bfloat16's bit patterns as integers. Matmuls 
 registers and races are not seen. Tiles are cut down: as many cases with a few keys.
 """
 
+import functools
+import itertools
 import json
 import math
+import random
 import sys
 import traceback
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from decoding_steps import decoding
 
+from spmd_worker.attention.triton import TritonBackend
+from spmd_worker.distributed.communicator import single_group
 from spmd_worker.kernels.api import Cuts
 from spmd_worker.kernels.reference import ReferenceKernels
 from spmd_worker.kernels.triton import attention, attention_kernels, draw_kernels, draws, matmul, rows
+from spmd_worker.kernels.triton.kernels import TritonKernels
 from spmd_worker.kernels.triton.launching import is_interpreted
+from spmd_worker.runner.batch_state import BatchState
+from spmd_worker.sampling import read_back
+from spmd_worker.sampling.row import SampleRow
+from spmd_worker.sampling.sampler import Sampler
+from spmd_worker.sequence.sampled import NON_FINITE
+from spmd_worker.sequence.sampling_params import SamplingParams
 
 BLOCK = 8
 REFERENCE = ReferenceKernels()
@@ -137,10 +150,85 @@ def a_rows_bits_do_not_depend_on_how_it_was_cut() -> None:
 def only_the_lone_query_of_a_sequence_is_split() -> None:
     """Prompts were, where a tile holds a query: of models with more than half of ROWS query heads a key-value head."""
     group = attention_kernels.ROWS
-    assert attention.plan_items([0, 1], [70], group).joins == [[0, 0, 3]]
-    prompt = attention.plan_items([0, 5, 6], [70, 20], group)
-    assert (len(prompt.items), prompt.joins, prompt.num_partials) == (6, [], 0)
-    assert attention.plan_items([0, attention_kernels.ROWS + 1], [70], 1).joins == []
+    assert made_items([0, 1], [70], group)[1] == [[0, 0, 3]]
+    items, joins = made_items([0, 5, 6], [70, 20], group)
+    assert (len(items), joins) == (6, [])
+    assert attention.count_items([0, 5, 6], [70, 20], group).num_partials == 0
+    assert made_items([0, attention_kernels.ROWS + 1], [70], 1)[1] == []
+
+
+def made_items(starts: list[int], lengths: list[int], group: int, window: int = 0) -> tuple[list, list]:
+    counts = attention.count_items(starts, lengths, group, window)
+    items, joins = attention.make_items(integers(starts), integers(lengths), counts, group, window)
+    assert (len(items), len(joins)) == (counts.num_items, counts.num_joins)
+    return items.tolist(), joins.tolist()
+
+
+def integers(values: list[int], device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def items_in_words(starts: list[int], lengths: list[int], group: int, window: int) -> tuple[list, list]:
+    """One item after the other."""
+    rows, segment = attention_kernels.ROWS, attention_kernels.SEGMENT
+    items, joins, partial, per_tile = [], [], 0, rows // group
+    for index, length in enumerate(lengths):
+        start, stop = starts[index], starts[index + 1]
+        for token in range(start, stop, per_tile):
+            num_tokens = min(per_tile, stop - token)
+            position = length - stop + token
+            first = max(0, position - window + 1) // segment if window else 0
+            end = -(-(position + num_tokens) // segment)
+            if stop - start == 1 and end - first > 1:
+                items += [[index, token, 1, each, each + 1, partial + each - first] for each in range(first, end)]
+                joins.append([token, partial, end - first])
+                partial += end - first
+            else:
+                items.append([index, token, num_tokens, first, end, -1])
+    return items, joins
+
+
+def items_are_all_the_work_there_is() -> None:
+    """And the host needs no value of the device for them."""
+    chance = random.Random(5)
+    for _ in range(60):
+        counts = [chance.choice([1, 1, 1, 2, 17, 100]) for _ in range(chance.randrange(1, 9))]
+        starts = [0, *itertools.accumulate(counts)]
+        lengths = [count + chance.choice([0, 3, 40, 700]) for count in counts]
+        for group, window in ((1, 0), (3, 0), (4, 50), (attention_kernels.ROWS, 33)):
+            assert made_items(starts, lengths, group, window) == items_in_words(starts, lengths, group, window)
+            counted = attention.count_items(starts, lengths, group, window)
+            on_meta = integers(starts, "meta"), integers(lengths, "meta")
+            made = attention.make_items(*on_meta, counted, group, window)
+            assert [len(each) for each in made] == [counted.num_items, counted.num_joins]
+
+
+def a_plan_that_is_taken_over_gives_the_same_bits() -> None:
+    """Rows decode over the end of a segment, with a window and without."""
+    device = torch.get_default_device()
+    shape = (4, 2, 16)
+    num_heads, num_kv_heads, size = shape
+    made: list[bool] = []
+    make_items = attention.make_items
+
+    def noted(is_kept: bool, *arguments: object, **named: object) -> object:
+        made.append(is_kept)
+        return make_items(*arguments, **named)
+
+    for window in (0, 20):
+        state, kept = BatchState(BLOCK, device), TritonBackend()
+        cache = torch.randn(64, 2, num_kv_heads, BLOCK, size)
+        for scheduled in itertools.islice(decoding(3, attention_kernels.SEGMENT - 2, BLOCK, 5), 12):
+            metadata = state.build(scheduled).attention
+            queries = torch.randn(3, num_heads, size)
+            answers = []
+            for is_kept, backend in ((True, kept), (False, TritonBackend())):
+                attention.make_items = functools.partial(noted, is_kept)
+                answers.append(backend.attend(queries, cache, metadata, size**-0.5, window))
+                attention.make_items = make_items
+            assert torch.equal(*answers)
+    assert made.count(False) == 24
+    assert 2 < made.count(True) < 18, made
 
 
 def control_other_cuts_give_other_bits() -> None:
@@ -304,12 +392,34 @@ def filters_leave_what_the_reference_leaves() -> None:
         assert size == 1 or not torch.equal(logits, expected)
 
 
+def rows_that_are_not_finite_have_no_token_and_harm_no_row_beside_them() -> None:
+    """As on a device, where the host does not look which rows these are before all are drawn."""
+    kinds = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5, "logprobs": 2}, {"logprobs": 1}, {"temperature": 0}]
+    rows = [SampleRow(SamplingParams(**kind), stream, 0, 2, (1,), [2]) for stream, kind in enumerate(kinds * 4)]
+    sampler = Sampler(single_group(), 0, 70, (), "raw_logprobs", TritonKernels())
+    logits = logits_of_every_kind(len(rows), 70, torch.float32)
+    logits = torch.where(logits.isfinite().any(1, keepdim=True), logits, 0.0)
+    broken = logits.clone()
+    for third, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        broken[6 * third : 6 * third + 6, 35 * (third < 2) :] = value
+    free_on, read_back._FREE_ON = read_back._FREE_ON, ()
+    try:
+        expected, found = sampler.sample(logits, rows), sampler.sample(broken, rows)
+    finally:
+        read_back._FREE_ON = free_on
+    assert NON_FINITE not in expected.token_ids
+    assert found.token_ids == (NON_FINITE,) * 18 + expected.token_ids[18:]
+    assert found.logprobs == (None,) * 18 + expected.logprobs[18:]
+
+
 CASES: tuple[Callable[[], None], ...] = (
     attention_is_right,
     a_window_is_right_and_what_is_before_it_is_never_read,
     bounded_scores_and_sinks_are_right,
     a_rows_bits_do_not_depend_on_how_it_was_cut,
     only_the_lone_query_of_a_sequence_is_split,
+    items_are_all_the_work_there_is,
+    a_plan_that_is_taken_over_gives_the_same_bits,
     control_other_cuts_give_other_bits,
     control_a_key_too_many_is_found,
     matmuls_are_right,
@@ -320,6 +430,7 @@ CASES: tuple[Callable[[], None], ...] = (
     larger_logits_are_counted_as_the_reference_does,
     what_a_form_forbids_is_forbidden,
     filters_leave_what_the_reference_leaves,
+    rows_that_are_not_finite_have_no_token_and_harm_no_row_beside_them,
 )
 
 

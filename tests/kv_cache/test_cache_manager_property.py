@@ -123,6 +123,7 @@ class StoresWhenTheTransferEnds(Memories):
         super().store(block_ops)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "memories",
     [
@@ -246,6 +247,7 @@ class ForgetsNoPlace(Transfers):
         self._loading.clear()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import ranks
@@ -120,6 +121,42 @@ def test_the_line_of_a_thread_is_named_and_so_is_waiting_for_other_ranks(monkeyp
     may_go.set()
     thread.join()
     assert location_of(thread.ident) == ("", False)
+
+
+class StandInFrame:
+    """A frame that remembers whether garbage may be collected while the frame that called it is asked for."""
+
+    f_globals: ClassVar[dict[str, object]] = {}
+    f_code = test_what_is_no_heartbeat_is_refused.__code__
+    f_lineno = 1
+
+    def __init__(self, asked: list[bool], depth: int) -> None:
+        self._asked, self._depth = asked, depth
+
+    @property
+    def f_back(self) -> "StandInFrame | None":
+        self._asked.append(gc.isenabled())
+        return StandInFrame(self._asked, self._depth - 1) if self._depth else None
+
+
+def asked_while_walking(monkeypatch: pytest.MonkeyPatch, *, collects_at_allocations: bool) -> list[bool]:
+    asked: list[bool] = []
+    monkeypatch.setattr(heartbeat, "_COLLECTS_AT_ALLOCATIONS", collects_at_allocations)
+    monkeypatch.setattr(sys, "_current_frames", lambda: {1: StandInFrame(asked, 3)})
+    assert location_of(1)[0].endswith(":1 test_what_is_no_heartbeat_is_refused")
+    return asked
+
+
+def test_nothing_is_collected_while_a_threads_frames_are_walked(monkeypatch: pytest.MonkeyPatch):
+    """To ask a frame for its caller makes an object; a finalizer run there could let the thread leave those frames."""
+    assert gc.isenabled()
+    assert asked_while_walking(monkeypatch, collects_at_allocations=True) == [False] * 4
+    assert gc.isenabled()
+
+
+def test_a_walk_in_which_garbage_may_be_collected_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: as it is where the interpreter does not collect at allocations."""
+    assert asked_while_walking(monkeypatch, collects_at_allocations=False) == [True] * 4
 
 
 @pytest.mark.parametrize("name", MODULES_THAT_WAIT)

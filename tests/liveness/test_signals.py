@@ -17,6 +17,7 @@ from queue import SimpleQueue
 import pytest
 import ranks
 from fork_server import ForkedProcess, fork_server
+from forked_child import in_child
 from job_attempts import LAUNCH, MODEL, Attempt, write_rows
 from waiting import wait_until
 
@@ -60,6 +61,23 @@ def wait_for_rows(folder: Path, process: ForkedProcess | None = None) -> None:
 
 def num_kept(folder: Path) -> int:
     return len(list(read_journal(folder / "out.jsonl.run")))
+
+
+def test_a_signal_for_a_forked_process_ends_that_alone(monkeypatch: pytest.MonkeyPatch):
+    """It was written into the pipe of its parent, which ended, and the child went on."""
+    seen: SimpleQueue[int] = SimpleQueue()
+    monkeypatch.setattr(EndingSignals, "_end_soon", lambda self, number: seen.put(number))
+    signals = EndingSignals(lambda: None, lambda number: None, 0.0)
+    signals.install()
+    try:
+        assert in_child(lambda: signal.raise_signal(signal.SIGTERM)) == -signal.SIGTERM
+        assert in_child(signals.uninstall) == 0
+        # After whatever came before.
+        signal.raise_signal(signal.SIGUSR1)
+        assert seen.get(timeout=LIMIT_S) == signal.SIGUSR1
+    finally:
+        signals.uninstall()
+    assert seen.empty()
 
 
 def test_uninstalled_signals_have_left_no_thread(monkeypatch: pytest.MonkeyPatch):

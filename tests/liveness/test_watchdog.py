@@ -567,5 +567,148 @@ def test_stopping_leaves_no_thread(make):
     assert threading.active_count() == before
 
 
+def named_apart(ranks: Ranks, *ours: int) -> None:
+    """Each rank found a first name of its own."""
+    for rank in ours:
+        ranks.all[rank]._exchange._connect = lambda rank=rank: HeartbeatStore(
+            ranks.store, f"watch/heartbeat/{rank}/run"
+        )
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_ranks_whose_first_names_differ_meet_under_the_name_they_agree_on(make, joins: bool):
+    """A rank that had made an attempt more was never heard, and its failure was told as no heartbeat since the start.
+    The second is the control.
+    """
+    ranks = make(2, exits=False, run_dir=None)
+    named_apart(ranks, 0, 1)
+    for each in ranks.all:
+        each.start()
+    ranks.wait_until(lambda: all(each._exchange.is_connected for each in ranks.all))
+    if joins:
+        for each in ranks.all:
+            each.join_run("r")
+        ranks.wait_until(lambda: all(len(each._exchange._published) == 1 for each in ranks.all))
+    ranks.all[1].fail(ValueError("boom"))
+    secondary = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(secondary)
+    expected = "rank 1 raised ValueError while starting: boom" if joins else None
+    cause = ranks.all[0].find_cause(secondary)
+    assert cause == (expected or "rank 1 is silent: no heartbeat since the start")
+
+
+def test_an_attempt_of_another_rank_that_failed_is_forgotten_when_the_next_one_joins(make, caplog):
+    """Rank 1 failed, and tried again, while rank 0 waited for it: rank 0's watchdog had ended by then."""
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.all[1].fail(ConfigError("seed=x"))
+    ranks.wait_until(lambda: ranks.all[0]._diagnosis is not None)
+    ranks.all[1].stop()
+    again = Watchdog(Watched(1, (0, 1), LONG_S), lambda: HeartbeatStore(ranks.store, "watch/again"), ranks.time.clock())
+    ranks.all.append(again)
+    again.start()
+    for each in (ranks.all[0], again):
+        each.join_run("r")
+    ranks.wait_until(lambda: ranks.all[0]._exchange._published == {1})
+    ranks.time.advance(10.0)
+    assert (ranks.all[0]._diagnosis, again._diagnosis, caplog.records) == (None, None, [])
+    again.fail(ValueError("boom"))
+    secondary = RuntimeError("gloo: Connection closed by peer")
+    ranks.all[0].fail(secondary)
+    assert ranks.all[0].find_cause(secondary) == "rank 1 raised ValueError while starting: boom"
+
+
+def test_a_failure_from_before_the_ranks_joined_is_known_under_the_new_name_too(make):
+    """A program's: a signal, say. Its process ends anyway."""
+    ranks = make(2)
+    ranks.start((0, 1))
+    ranks.all[1].signalled()
+    for each in ranks.all:
+        each.join_run("r")
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 143}
+    assert int(ranks.store.values["spmd_worker/watch/run r/alarms"]) >= 1
+
+
+def test_an_attempt_that_failed_marks_its_first_name_and_a_run_that_joined_too(make):
+    ranks = make(3, exits=False, run_dir=None)
+    for rank, each in enumerate(ranks.all):
+        each._exchange._connect = lambda rank=rank: HeartbeatStore(ranks.store, f"watch/first{rank}")
+        each.start()
+    ranks.wait_until(lambda: all(f"watch/first{rank}/heartbeat/{rank}" in ranks.store.values for rank in range(3)))
+    ranks.all[0].stop()
+    ranks.all[1].join_run("r")
+    ranks.wait_until(lambda: "spmd_worker/watch/run r/heartbeat/1" in ranks.store.values)
+    assert [f"watch/first{rank}/over" in ranks.store.values for rank in range(3)] == [True, True, False]
+
+
+def test_a_store_that_answers_again_is_used_again_under_the_name_of_the_run(make, caplog):
+    """One error ended the exchange for good, and the other ranks took this one for silent and killed it."""
+    ranks = make(2, timeout_s=20.0)
+    ranks.start((0, 1))
+    for each in ranks.all:
+        each.heartbeat.enter("between steps")
+        each.join_run("r")
+    ranks.time.advance(5.0)
+    ranks.store.is_gone = True
+    ranks.time.advance(18.0)
+    assert all(each._exchange.is_lost for each in ranks.all)
+    counts = [each._count for each in ranks.all]
+    ranks.store.is_gone = False
+    ranks.wait_until(lambda: not any(each._exchange.is_lost for each in ranks.all))
+    ranks.time.advance(30.0)
+    assert ranks.exits == {}
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == 2 * [
+        "the heartbeat store does not answer (Broken pipe): until it does, other ranks may take this one for silent"
+    ]
+    for rank, count in enumerate(counts):
+        last = RankHeartbeat.unpack(ranks.store.values[f"spmd_worker/watch/run r/heartbeat/{rank}"])
+        assert last.count > count
+    ranks.all[1].fail(ValueError("boom"))
+    assert ranks.wait_for_exits(2) == {0: 1, 1: 1}
+
+
+def test_ranks_on_other_nodes_are_not_silent_for_the_time_in_which_there_was_no_store(make):
+    ranks = make(2, timeout_s=4.0)
+    ranks.start((0,))
+    ranks.all[0].heartbeat.enter("between steps")
+    far = RankHeartbeat(1, "another node", 7, 8, 1, 5, "between steps")
+    publish(ranks.store, far)
+    ranks.wait_until(lambda: ranks.all[0]._exchange.statuses()[1].last_heartbeat == far)
+    ranks.store.is_gone = True
+    ranks.time.advance(3.5)
+    ranks.store.is_gone = False
+    ranks.wait_until(lambda: not ranks.all[0]._exchange.is_lost)
+    assert ranks.all[0]._exchange.statuses()[1].heard_ago_s < 1.0
+    assert ranks.exits == {}
+
+
+def test_an_alarm_that_did_not_reach_the_store_is_raised_when_it_answers_again(make):
+    ranks = make(2, exits=False, run_dir=None)
+    ranks.start((0, 1))
+    ranks.store.is_gone = True
+    ranks.all[1]._exchange.alarm()
+    ranks.wait_until(lambda: ranks.all[1]._exchange.is_lost)
+    assert ranks.store.values["watch/alarms"] == b"0"
+    ranks.store.is_gone = False
+    ranks.wait_until(lambda: ranks.store.values["watch/alarms"] == b"1")
+
+
+def test_the_store_is_asked_less_and_less_often_while_it_does_not_answer_and_no_more_after_the_end(make):
+    asked_s: list[float] = []
+    ranks = make(2)
+
+    def connect() -> HeartbeatStore:
+        asked_s.append(ranks.time.now_s)
+        raise ConnectionError("Connection refused")
+
+    ranks.all[0]._exchange._connect = connect
+    ranks.all[0].start()
+    ranks.wait_until(lambda: len(asked_s) == 6)
+    assert asked_s == [0.0, 0.5, 1.5, 3.5, 7.5, 11.5]
+    ranks.stop()
+    assert not ranks.all[0]._exchange._thread.is_alive()
+
+
 def publish(store: MadeUpStore, last_heartbeat: RankHeartbeat) -> None:
     store.set(f"watch/heartbeat/{last_heartbeat.rank}", last_heartbeat.pack().decode())

@@ -97,6 +97,7 @@ class PlantedJob:
 EACH_AT_START = [
     pytest.param(name, marks=[] if name in FOUND_BY_EACH_CHECK else pytest.mark.matrix) for name in AT_START
 ]
+EACH_IN_A_STEP = [pytest.param(name, marks=[] if name in OF_EACH_KIND else pytest.mark.matrix) for name in IN_A_STEP]
 
 
 def _tier_of_control(name: str) -> list[pytest.MarkDecorator]:
@@ -114,7 +115,7 @@ def test_divergence_at_the_start_is_named_before_anything_is_computed(tmp_path, 
     check_start(run(name, tmp_path), tmp_path, AT_START[name])
 
 
-@pytest.mark.parametrize("name", IN_A_STEP)
+@pytest.mark.parametrize("name", EACH_IN_A_STEP)
 def test_divergence_in_a_step_ends_every_rank_with_70_and_the_first_field_named(tmp_path, name):
     check_step(run(name, tmp_path), tmp_path, IN_A_STEP[name])
     check_records_show_what_was_named(tmp_path, 2)

@@ -30,6 +30,16 @@ def test_ranks_of_one_run_pass_and_one_alone_asks_nobody():
     assert said([OTHER]) == [None]
 
 
+def test_ranks_of_one_run_have_one_name_for_it_and_the_next_run_has_another():
+    def names(size: int) -> list[str]:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(check_members, thread_controls(size), [ONE] * size))
+
+    runs = [names(3), names(3), names(1)]
+    assert [len(set(each)) for each in runs] == [1, 1, 1]
+    assert len({each[0] for each in runs}) == 3
+
+
 def test_a_rank_of_another_run_is_named_by_all_others():
     first, second, stranger = said([ONE, ONE, OTHER])
     assert first == (

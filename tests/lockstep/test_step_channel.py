@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -249,6 +250,33 @@ def test_heartbeats_for_which_there_is_no_room_would_wait(small_star, monkeypatc
         if late:
             return
     raise AssertionError("all have gone")
+
+
+def test_what_is_sent_has_the_whole_timeout_however_long_its_sender_has_waited_before(small_star, monkeypatch):
+    """A peer that came at the last moment was called gone, where the next message was larger than the buffers."""
+    leader, follower, ours = small_star
+    # Without its heart, whose frames would be counted.
+    leader._poll.register(ours)
+    ends = {"leader": ours, "follower": follower._connection}
+    waits, send_one = [], step_channel.send_frame
+
+    def sending(connection: socket.socket, *frame: object) -> None:
+        waits.append(connection.gettimeout())
+        send_one(connection, *frame)
+
+    monkeypatch.setattr(step_channel, "send_frame", sending)
+    follower.answer(1, b"answer")
+    # The first reading sets the end of a wait, and what is waited for is there at the last moment.
+    clock = SimpleNamespace(monotonic=iter([0.0, *[LONG_S] * 2, 0.0, LONG_S]).__next__)
+    monkeypatch.setattr(step_channel, "time", clock)
+    assert leader.collect(1) == [b"answer"]
+    # Negative control: this is what is left on the connection.
+    assert ends["leader"].gettimeout() == 0.001
+    leader.send(b"step")
+    assert follower.receive() == b"step"
+    assert ends["follower"].gettimeout() == 0.001
+    follower.answer(2, b"answer")
+    assert waits == [LONG_S] * 3
 
 
 def test_without_heartbeats_a_lost_message_costs_the_whole_timeout(monkeypatch):

@@ -147,7 +147,7 @@ def test_weights_that_no_memory_here_holds_are_refused_with_what_is_needed_and_w
 
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "head_dim"])
 def test_a_worker_refuses_them_before_anything_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str):
-    monkeypatch.setattr(worker, "build_model", lambda *_: pytest.fail("the model was built"))
+    monkeypatch.setattr(worker, "build_model", lambda *_, **__: pytest.fail("the model was built"))
     config = json.loads((DEMO_MODEL / "config.json").read_text()) | {key: 2 * 10**9}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="is too large"):

@@ -80,6 +80,19 @@ def test_the_cache_is_where_huggingface_hub_has_it(tmp_path: Path):
     assert cache_folder({"HF_HOME": "/h", "HUGGINGFACE_HUB_CACHE": "/o", "HF_HUB_CACHE": "~/c"}) == home / "c"
 
 
+def test_a_user_without_a_home_is_told_which_variable_names_the_cache(monkeypatch: pytest.MonkeyPatch):
+    def nobody(_: object) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for environment in ({}, {"HF_HOME": "~/models"}, {"HF_HUB_CACHE": "~/models"}):
+        with pytest.raises(ModelConfigError, match=r"no home folder .* set HF_HOME to a folder"):
+            cache_folder(environment)
+    assert cache_folder({"HF_HOME": "/h"}) == Path("/h/hub")
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/huggingface/hub")
+
+
 def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write_snapshot(cache, "org/tiny", MODEL)
     (tmp_path / "org" / "tiny").mkdir(parents=True)

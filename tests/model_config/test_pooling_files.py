@@ -62,6 +62,9 @@ def test_a_folder_that_says_nothing_generates_and_a_backbone_is_pooled(tmp_path:
     assert read(tmp_path / "c", "GPT2LMHeadModel", n_embd=32, n_layer=1, n_head=2).model_config.pooling is None
 
 
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
 @pytest.mark.parametrize(
     ("config", "num_labels", "activation"),
     [
@@ -70,7 +73,27 @@ def test_a_folder_that_says_nothing_generates_and_a_backbone_is_pooled(tmp_path:
         ({"id2label": {"0": "a"}}, 1, "sigmoid"),
         ({"num_labels": 1, "problem_type": "regression"}, 1, "none"),
         ({"num_labels": 4, "problem_type": "multi_label_classification"}, 4, "sigmoid"),
-        ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, 1, "none"),
+        ({"num_labels": 1, "sentence_transformers": {"activation_fn": IDENTITY}}, 1, "none"),
+        ({"num_labels": 1, "sbert_ce_default_activation_function": IDENTITY}, 1, "none"),
+        (
+            # The new key is there, and says something else.
+            {
+                "num_labels": 1,
+                "sbert_ce_default_activation_function": IDENTITY,
+                "sentence_transformers": {"version": "4.1.0"},
+            },
+            1,
+            "none",
+        ),
+        (
+            {
+                "num_labels": 1,
+                "sbert_ce_default_activation_function": IDENTITY,
+                "sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"},
+            },
+            1,
+            "sigmoid",
+        ),
     ],
 )
 def test_a_classifier_has_its_labels_and_activation(

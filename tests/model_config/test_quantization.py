@@ -1,6 +1,7 @@
 """`quantization_config` is read as its writers mean it, and what is not known is one sentence with the key."""
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,40 @@ def test_names_come_before_classes_and_lists_of_plain_modules_before_both():
     assert bits("model.layers.2.mlp.down_proj") is None
     assert bits("lm_head") is None
     assert bits("model.lm_head2") == 4
+
+
+OVERLAPPING = {
+    "Linear": 16,
+    "re:.*proj": 32,
+    "re:.*mlp.*proj": 64,
+    "model.layers.0.mlp.up_proj": 128,
+}
+"""Sizes of groups by targets of which several mean one module."""
+
+
+def overlapping(targets: Iterable[str]) -> Quantization:
+    group = W4["config_groups"]["group_0"]
+    sizes = ((target, {**group["weights"], "group_size": OVERLAPPING[target]}) for target in targets)
+    return read({**W4, "config_groups": {each: {**group, "targets": [each], "weights": made} for each, made in sizes}})
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ("mlp.gate_proj", "re:.*mlp.*proj"),
+        ("self_attn.q_proj", "re:.*proj"),
+        ("mlp.gate", "Linear"),
+    ],
+)
+def test_where_groups_overlap_names_come_first_and_of_expressions_the_first_by_letters(
+    name: str, target: str, in_order: bool
+):
+    """As compressed-tensors has it: see test_against_quantisers.py."""
+    found = overlapping(OVERLAPPING if in_order else reversed(OVERLAPPING)).format_of(f"model.layers.0.{name}")
+    assert found is not None
+    assert found.block_columns == OVERLAPPING[target]
 
 
 def test_rules_of_gptqmodel_that_leave_modules_plain_are_heeded():

@@ -394,6 +394,7 @@ def row_of(config: ModelConfig) -> Family:
     return row.forms[config.form - 1].family if config.form else row
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param(each, marks=pytest.mark.stress if each in NESTED_FAMILIES else []) for each in DENSE_FAMILIES],

@@ -105,6 +105,7 @@ def group_of(size: int, rank: int) -> GroupHandle:
     return GroupHandle(tuple(range(size)), rank, None)
 
 
+@pytest.mark.matrix
 @each_kernels
 @each_dtype
 @each_config
@@ -120,6 +121,7 @@ def test_every_rank_shows_what_it_was_filled_with(kernels: Kernels, dtype: torch
                 assert are_same(model, new_model(model_config, kernels, dtype, group_of(size, rank))[0]), "unchanged"
 
 
+@pytest.mark.matrix
 @each_kernels
 @each_dtype
 @each_config

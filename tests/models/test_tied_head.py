@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from reference_models import CheckpointSpec, write_checkpoint
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import LlamaConfig
 
-from spmd_worker.errors import CheckpointError, SpmdError
+from spmd_worker.errors import CheckpointError, MissingWeightsError, SpmdError
 from spmd_worker.llm import LLM
 
 SETTINGS = {"num_blocks": 20, "max_model_len": 32}
@@ -51,3 +52,88 @@ def test_a_reload_refuses_it_and_keeps_the_weights(folder: Path, tmp_path: Path)
         with pytest.raises(CheckpointError, match="differs from"):
             llm.collective_rpc("reload_weights", args=(str(other),))
         assert llm.generate([[3, 4, 5]])[0].outputs[0].token_ids == before
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def generated(llm: LLM) -> list[int]:
+    return list(llm.generate([[3, 4, 5]])[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("head_first", [True, False])
+def test_new_weights_whose_head_differs_are_refused_until_it_does_not(folder: Path, head_first: bool, at_once: bool):
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors.pop(EMBEDDING)
+    other = embedding.clone()
+    other[3, 2] += 1.0
+
+    def load(llm: LLM, head: Tensor) -> None:
+        both = [(EMBEDDING, embedding), (HEAD, head)]
+        pairs = [*tensors.items(), *(reversed(both) if head_first else both)]
+        for call in [pairs] if at_once else [[pair] for pair in pairs]:
+            llm.update_weights(call)
+
+    with LLM(folder, **SETTINGS) as llm:
+        before = generated(llm)
+        load(llm, embedding.clone())
+        assert generated(llm) == before, "negative control: equal ones are taken"
+        load(llm, other)
+        words = f"{HEAD} differs from {EMBEDDING}.*tie_word_embeddings.*"
+        for call in (llm.reset_prefix_cache, lambda: generated(llm)):
+            with pytest.raises(CheckpointError, match=words):
+                call()
+        # Another try with the same, and one that is right.
+        load(llm, other)
+        with pytest.raises(CheckpointError, match=words):
+            llm.reset_prefix_cache()
+        load(llm, embedding)
+        assert generated(llm) == before
+        # An embedding that comes without a head is both.
+        load(llm, other)
+        llm.update_weights([(EMBEDDING, embedding)])
+        assert generated(llm) == before
+        for wrong in (embedding[1:], embedding.double()):
+            load(llm, wrong)
+            with pytest.raises(CheckpointError, match=words):
+                llm.reset_prefix_cache()
+        load(llm, embedding)
+        with pytest.raises(ValueError, match=f"{HEAD}: is on the meta device"):
+            llm.update_weights([(HEAD, embedding.to("meta"))])
+
+
+def test_a_head_that_comes_alone_is_refused_unless_it_is_known_to_be_the_embedding(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors[EMBEDDING].clone()
+
+    def load_partly(llm: LLM, name: str, tensor: Tensor) -> None:
+        llm.start_weight_update(partial=True)
+        llm.update_weights([(name, tensor)])
+        llm.finish_weight_update()
+
+    def refused(llm: LLM, tensor: Tensor, words: str) -> None:
+        with pytest.raises(CheckpointError, match=words):
+            load_partly(llm, HEAD, tensor)
+        llm.collective_rpc("reload_weights")
+        llm.reset_prefix_cache()
+
+    with LLM(folder, **SETTINGS) as llm:
+        before = generated(llm)
+        refused(llm, head, f"{HEAD} was loaded without {EMBEDDING}")
+        # Now it is known what the embedding is.
+        load_partly(llm, HEAD, head)
+        refused(llm, head + 1.0, f"{HEAD} differs from {EMBEDDING}")
+        load_partly(llm, HEAD, head)
+        # And no longer.
+        llm.apply_model(lambda model: model.get_parameter(EMBEDDING).add_(0.0).sum().item())
+        refused(llm, head, f"{HEAD} was loaded without {EMBEDDING}")
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.start_weight_update()
+        llm.update_weights([(name, tensor) for name, tensor in tensors.items() if name != EMBEDDING])
+        llm.update_weights([(HEAD, head)])
+        with pytest.raises(MissingWeightsError, match=EMBEDDING):
+            llm.finish_weight_update()
+        llm.update_weights([(EMBEDDING, head)])
+        assert generated(llm) == before

@@ -3,11 +3,15 @@
 A shell script stands for the compiler where only its behaviour matters; it counts its calls in a file.
 """
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -117,6 +121,23 @@ def test_a_cache_that_cannot_be_written_is_done_without(compiler, tmp_path):
     load(result)
 
 
+def test_no_room_for_the_library_anywhere_is_a_reason(compiler, tmp_path, monkeypatch):
+    """Neither in the cache nor in private, though a folder can be made."""
+    compiler()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+    def full(stream: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build_module, "sync_stream", full)
+    reason = build(cache_folder=tmp_path / "cache")
+    assert "No space left on device" in str(reason)
+    assert isinstance(reason, str)
+    assert not list(tmp_path.glob("spmd-worker-kernels-*"))
+    assert not list(tmp_path.rglob("*.so"))
+
+
 def test_a_folder_that_others_may_write_is_not_used(compiler, tmp_path):
     compiler()
     folder = built_at(build(cache_folder=tmp_path)).parent
@@ -159,6 +180,21 @@ def test_a_compiler_that_does_not_start_is_a_reason(tmp_path, monkeypatch):
     assert "--version fails" in str(build(cache_folder=tmp_path))
 
 
+def test_a_command_that_is_cut_short_is_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "g++ '-O2")
+    reason = str(build(cache_folder=tmp_path))
+    assert "CXX" in reason
+    assert "g++ '-O2" in reason
+    assert "quotation" in reason
+
+
+def test_a_compiler_that_speaks_other_bytes_is_read_all_the_same(compiler, tmp_path):
+    """Messages of a compiler in Latin-1, where this process takes all text for UTF-8."""
+    compiler(action="printf 'error: Fehler f\\374r dich' >&2; exit 1", version="stand-in $(printf '\\374') 1")
+    reason = str(build(cache_folder=tmp_path / "cache"))
+    assert "compiler fails: error: Fehler f\ufffdr dich" in reason
+
+
 def test_no_compiler_at_all_is_a_reason(tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -179,6 +215,40 @@ def test_the_cache_is_where_the_user_says(compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert built_at(build()).is_relative_to(tmp_path / "home" / ".cache")
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in the password file and no HOME."""
+
+    def nobody(_: object) -> NoReturn:
+        raise KeyError("getpwuid(): uid not found")
+
+    for key in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+
+
+def test_without_a_home_the_library_is_kept_in_the_temporary_directory(compiler, homeless, tmp_path, monkeypatch):
+    compiler()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    first = build()
+    folder = built_at(first).parent
+    assert folder.parent == tmp_path / "temporary"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert isinstance(first, Built)
+    assert not first.is_private, "the next process finds it"
+    assert build() == first
+    assert not list((tmp_path / "here").iterdir()), "no folder of the name ~"
+    # Negative control: what others may write is not used.
+    folder.chmod(0o777)
+    second = build()
+    assert isinstance(second, Built)
+    assert second.is_private
+    shutil.rmtree(second.path.parent)
 
 
 def check_loads_from_a_private_folder(result) -> None:

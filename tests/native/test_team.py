@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from forked_child import in_child
 from native_libraries import DELAY, built_with, compiled_with, native
 from paged_steps import Sizes, run, sequence, together
 from torch import Tensor
@@ -211,22 +212,10 @@ def test_a_forked_process_makes_threads_of_its_own(threads):
     packed, x = kernels.pack(numbers(1536, 576)), numbers(70, 576)
     expected = kernels.linear(x, packed, None).numpy().tobytes()
     assert team_counters(native()).num_jobs > 0
-    child = os.fork()
-    if child == 0:
+
+    def compute() -> None:
         # No operation of torch's: the threads of its own did not survive the fork.
-        is_same = kernels.linear(x, packed, None).numpy().tobytes() == expected
-        os._exit(0 if is_same and team_counters(native()).num_jobs == 1 else 1)
-    ended: list[int] = []
+        assert kernels.linear(x, packed, None).numpy().tobytes() == expected
+        assert team_counters(native()).num_jobs == 1
 
-    def has_ended() -> bool:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        ended.extend([os.waitstatus_to_exitcode(status)] if pid else [])
-        return bool(pid)
-
-    try:
-        wait_until(has_ended)
-    finally:
-        if not ended:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    assert ended == [0]
+    assert in_child(compute) == 0

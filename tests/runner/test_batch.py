@@ -1,5 +1,7 @@
 """The tensors of one step, literally: flat tokens in plan order, positions, blocks, and the rows that sample."""
 
+import dataclasses
+
 import torch
 
 from kv_cache.block import BlockId
@@ -10,6 +12,7 @@ from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def scheduled(
@@ -56,6 +59,27 @@ def test_rows_sample_after_their_last_token_and_are_named_by_their_own_sequence(
     names = [(row.stream, row.sample_index, row.position) for row in batch.rows]
     assert names == [(100, 0, 3), (100, 1, 3), (101, 3, 8), (103, 0, 5)]
     assert [list(row.output_token_ids) for row in batch.rows] == [[], [], [25, 26, 27], [42, 43, 44]]
+
+
+def test_rows_of_which_the_largest_logit_is_all_there_is_to_know_are_not_made():
+    greedy = [dataclasses.replace(each.sequence.request, sampling=GREEDY) for each in STEP]
+    step = [with_request(each, request) for each, request in zip(STEP, greedy)]
+    assert build_batch(step, 4, CPU).rows == ()
+    assert len(build_batch(step, 4, CPU).sample_rows) == 4
+    waiting = with_request(step[1], dataclasses.replace(greedy[1], sampling=dataclasses.replace(GREEDY, min_tokens=4)))
+    assert [row.stream for row in build_batch([step[0], waiting], 4, CPU).rows] == [100, 100, 101], "of 3 tokens"
+    enough = with_request(step[1], dataclasses.replace(greedy[1], sampling=dataclasses.replace(GREEDY, min_tokens=3)))
+    assert build_batch([step[0], enough], 4, CPU).rows == ()
+    for kind in ({"logprobs": 0}, {"temperature": 1.0}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}):
+        other = with_request(step[3], dataclasses.replace(greedy[3], sampling=dataclasses.replace(GREEDY, **kind)))
+        assert len(build_batch([step[0], other], 4, CPU).rows) == 3, kind
+        # What does not sample has no part in it.
+        chunk = with_request(step[2], dataclasses.replace(greedy[2], sampling=dataclasses.replace(GREEDY, **kind)))
+        assert build_batch([step[0], chunk], 4, CPU).rows == (), kind
+
+
+def with_request(each: ScheduledSequence, request: Request) -> ScheduledSequence:
+    return each._replace(sequence=dataclasses.replace(each.sequence, request=request))
 
 
 def test_a_step_of_chunks_alone_samples_nothing():

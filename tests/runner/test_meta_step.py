@@ -1,9 +1,12 @@
 """A step on the meta device, whose tensors have no values: whatever the host would read of them raises."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from decoding_steps import decoding
+from device_waits import DeviceWaits
 from our_model import BLOCK_SIZE
 from ranks import REPOSITORY
 
@@ -37,7 +40,7 @@ class ReadingKernels(ReferenceKernels):
         return super().rms_norm(x, weight, eps)
 
 
-def new_runner(kernels: ReferenceKernels, folder: Path = MODEL) -> ModelRunner:
+def new_runner(kernels: ReferenceKernels, folder: Path = MODEL, *, keeps_state: bool | None = None) -> ModelRunner:
     resolved = resolve_run(RunConfig(model=ModelOptions(path=str(folder), dtype="float32"), device="cpu"), "cpu")
     config, attention = resolved.model_config, SdpaBackend()
     context = LayerContext(single_group(), kernels, attention, torch.float32, META)
@@ -47,15 +50,25 @@ def new_runner(kernels: ReferenceKernels, folder: Path = MODEL) -> ModelRunner:
     engine = CacheEngine(spec, shape, 16, 0, torch.float32, META)
     engine.allocate()
     sampler = Sampler(single_group(), 0, config.vocab_size, config.eos_token_ids, "raw_logprobs", kernels)
-    return ModelRunner(model, engine, sampler, BLOCK_SIZE, single_group())
+    return ModelRunner(model, engine, sampler, BLOCK_SIZE, single_group(), keeps_state=keeps_state)
 
 
-def step() -> list[ScheduledSequence]:
-    """Three sequences that decode, greedy and drawn, and a chunk of a prompt."""
+GREEDY_AND_DRAWN = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 0.0})
+GREEDY = ({"temperature": 0.0},) * 4
+OF_EACH_KIND = (
+    {"temperature": 0.0, "logprobs": 2, "min_tokens": 9},
+    {"temperature": 0.9, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": 0},
+    {"temperature": 1.0, "logit_bias": {3: 1.0}, "bad_words_ids": [[4]]},
+    {"temperature": 0.0, "prompt_logprobs": 2},
+)
+
+
+def step(kinds: Sequence[dict[str, object]] = GREEDY_AND_DRAWN) -> list[ScheduledSequence]:
+    """Three sequences that decode, and a chunk of a prompt."""
     found = []
-    for index, temperature in enumerate((0.0, 1.0, 0.7, 0.0)):
+    for index, kind in enumerate(kinds):
         prompt, count = tuple(range(20)), 6 if index == 3 else 1
-        request = Request(RequestId(index), prompt, SamplingParams(temperature=temperature), index)
+        request = Request(RequestId(index), prompt, SamplingParams(**kind), index)
         blocks = [BlockId(2 * index), BlockId(2 * index + 1)]
         sequence = MirroredSequence(request, 0, [5] if count == 1 else [], blocks, 0, 20 if count == 1 else 3)
         found.append(ScheduledSequence(sequence, count, num_samples=int(count == 1)))
@@ -69,6 +82,41 @@ def test_a_step_of_decodes_and_a_chunk_reads_nothing_back_before_its_logits():
 def test_a_planted_read_back_is_found():
     with pytest.raises((RuntimeError, NotImplementedError), match=NO_VALUES):
         new_runner(ReadingKernels()).forward(0, step())
+
+
+@pytest.mark.parametrize("kinds", [GREEDY, GREEDY_AND_DRAWN, OF_EACH_KIND], ids=["greedy", "drawn", "of each kind"])
+def test_a_step_reads_back_once_and_waits_for_no_upload(kinds: Sequence[dict[str, object]]):
+    runner = new_runner(ReferenceKernels())
+    with DeviceWaits() as waits:
+        runner.forward(0, step(kinds))
+        result = runner.sample()
+    assert (waits.read_backs, waits.uploads) == (["_to_copy"], [])
+    assert len(result.token_ids) == 3
+    assert [len(entries) for _, _, entries in result.prompt_logprobs] == [7] * (kinds is OF_EACH_KIND)
+
+
+def test_a_planted_read_back_in_a_step_is_counted():
+    runner = new_runner(ReadingKernels())
+    with DeviceWaits() as waits:
+        runner.forward(0, step())
+        runner.sample()
+    assert len(waits.read_backs) > 1
+
+
+@pytest.mark.parametrize("keeps_state", [True, False])
+def test_a_step_that_goes_on_sends_less_than_16_bytes_a_row(keeps_state: bool):
+    """All of it: what the model, the sampler and the read-back send too. 256 rows have 4 KiB. And, as a control, one
+    that is laid out anew.
+    """
+    runner = new_runner(ReferenceKernels(), keeps_state=keeps_state)
+    sent = []
+    for number, scheduled in zip(range(3), decoding(64, 40, BLOCK_SIZE, 0)):
+        with DeviceWaits() as waits:
+            runner.forward(number, scheduled)
+            assert len(runner.sample().token_ids) == 64
+        assert (waits.read_backs, waits.uploads) == (["_to_copy"], [])
+        sent.append(waits.num_bytes_up)
+    assert (max(sent[1:]) < 16 * 64) == keeps_state, sent
 
 
 def test_choosing_tokens_reads_back_and_is_found():

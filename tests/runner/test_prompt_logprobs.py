@@ -10,6 +10,7 @@ from spmd_worker.distributed.communicator import single_group
 from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
 from spmd_worker.runner import prompt_logprobs as module
 from spmd_worker.runner.prompt_logprobs import prompt_logprobs
+from spmd_worker.sampling.read_back import Awaited, ReadBack
 from spmd_worker.sampling.sampler import Sampler
 from spmd_worker.sequence.outputs import TokenLogprobs
 from spmd_worker.sequence.request import Request, RequestId
@@ -26,9 +27,12 @@ def whole_logits(hidden: Tensor) -> Tensor:
     return hidden @ HEAD.t()
 
 
-def report(hidden: Tensor, token_ids: list[int], num_likeliest: int) -> list[TokenLogprobs]:
+def report(hidden: Tensor, token_ids: list[int], num_likeliest: int) -> list[Awaited[list[TokenLogprobs]]]:
     sampler = Sampler(single_group(), 0, VOCAB_SIZE, (), "raw_logprobs")
-    return sampler.report(whole_logits(hidden), token_ids, num_likeliest)
+    read_back = ReadBack()
+    pieces = sampler.launch_report(whole_logits(hidden), token_ids, num_likeliest, read_back)
+    read_back.read()
+    return pieces
 
 
 def chunk(first: int, end: int, wanted: int | None = 2, sample: int = 0) -> ScheduledSequence:
@@ -41,9 +45,8 @@ def entries_of(cuts: list[int]) -> list[TokenLogprobs | None]:
     """The prompt (and six output tokens) computed in the chunks between `cuts`."""
     found: list[TokenLogprobs | None] = []
     for first, end in pairwise(cuts):
-        for request_id, start, entries in prompt_logprobs(
-            [chunk(first, end)], (0, end - first), HIDDEN[first:end], report
-        ):
+        for launched in prompt_logprobs([chunk(first, end)], (0, end - first), HIDDEN[first:end], report):
+            request_id, start, entries = launched.collect()
             assert request_id == 3
             assert start == len(found)
             found += entries
@@ -77,4 +80,5 @@ def test_long_chunks_are_worked_through_in_pieces(monkeypatch: pytest.MonkeyPatc
 def test_only_rows_that_ask_and_prompts_that_are_not_known_yet_are_reported():
     step = [chunk(0, 5, wanted=None), chunk(20, 21), chunk(0, 5, sample=1), chunk(0, 5)]
     reported = prompt_logprobs(step, (0, 5, 6, 11, 16), HIDDEN[:16], report)
-    assert [(request_id, start, len(entries)) for request_id, start, entries in reported] == [(3, 0, 6)]
+    collected = [each.collect() for each in reported]
+    assert [(request_id, start, len(entries)) for request_id, start, entries in collected] == [(3, 0, 6)]

@@ -229,7 +229,9 @@ def test_how_many_rows_are_taken_at_once_changes_no_bit(numbers: int, monkeypatc
     assert sharded(logits, rows, 2) == expected
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.matrix), 2, pytest.param(8, marks=pytest.mark.matrix)]
+)
 def test_what_is_reported_of_a_token_does_not_depend_on_how_it_was_chosen(size: int):
     logits, _ = mixed(120)
     rows = [

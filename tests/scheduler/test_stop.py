@@ -97,7 +97,12 @@ def test_the_models_length_ends_a_sequence_whatever_it_asked_for():
         ([6], {"stop": ["X", "XY"]}, "", "XY"),
         ([1, 8], {"stop": ["\n"]}, "a", "\n"),
         ([10], {"stop": ["☃"]}, "", "☃"),
-        ([4, 5, 4, 5], {"stop": "XY", "min_tokens": 4}, "XYXY"[:2], "XY"),
+        ([4, 5, 4, 5], {"stop": "XY", "min_tokens": 3}, "XYXY"[:2], "XY"),
+        # The last of the first `min_tokens` completes none, and what it completes is not looked at later.
+        ([4, 5, 4, 5], {"stop": "XY", "min_tokens": 4}, "XYXY", None),
+        ([4, 5, 4, 5, 1], {"stop": "XY", "min_tokens": 4}, "XYXYa", None),
+        ([4, 5, 4, 5, 6], {"stop": "XY", "min_tokens": 4}, "XYXY", "XY"),
+        ([1, 4, 5], {"stop": "XY", "min_tokens": 2}, "a", "XY"),
         ([4, 5, 4, 1], {"stop": "XY", "min_tokens": 3}, "XYXa", None),
     ],
 )
@@ -201,7 +206,8 @@ NEWLINE = "<0x0A>"
         (["▁a", NEWLINE, "</s>"], {"stop": "x"}, (" a\n", FinishReason.STOP, None)),
         # What came before `min_tokens` is not looked at later.
         (["▁a", NEWLINE, "▁b", "▁a"], {"min_tokens": 3}, None),
-        (["▁a", NEWLINE, NEWLINE], {"min_tokens": 3}, (" a\n", FinishReason.STOP, "\n")),
+        (["▁a", NEWLINE, NEWLINE], {"min_tokens": 2}, (" a\n", FinishReason.STOP, "\n")),
+        (["▁a", NEWLINE, NEWLINE], {"min_tokens": 3}, None),
         # Bytes that are no text are none of these.
         (["▁a", NEWLINE, "<0xE2>", "▁b"], {"min_tokens": 3}, None),
     ],

@@ -16,6 +16,7 @@ from spmd_worker.scheduler import planner as planner_module
 from spmd_worker.scheduler.allocator import PreemptionPolicy
 from spmd_worker.sequence.metadata import SequenceDataDelta, SequenceGroupMetadataDelta
 from spmd_worker.sequence.sequence import FinishReason
+from spmd_worker.sequence.step import StepResult
 
 
 def swapping_run(num_blocks: int, num_host_blocks: int = 40, **limits: object) -> Run:
@@ -32,6 +33,19 @@ def full_run(num_host_blocks: int = 40, **limits: object) -> Run:
     assert run.step() == [Row(1, 0, 16, 1, 1)]
     assert run.waiting() == [(0, 0)]
     return run
+
+
+def test_a_sequence_of_which_nothing_is_computed_is_not_copied_to_the_host():
+    """Its prompt has one token, which gave it no id and is computed again."""
+    run = swapping_run(2)
+    run.admit(1)
+    run.admit(4, max_tokens=2)
+    plan = run.scheduler.schedule()
+    run.mirror.apply(plan)
+    run.scheduler.apply(StepResult(plan.step, (9,), num_token_ids=(0, 1)))
+    plan = run.scheduler.schedule()
+    assert (plan.block_ops, run.waiting(), run.swapped()) == (BlockOps(), [(0, 0)], [])
+    run.scheduler.check_integrity()
 
 
 def test_a_sequence_is_swapped_out_waits_and_is_swapped_in_as_a_delta_with_its_whole_table():

@@ -159,6 +159,17 @@ def test_admission_shows_that_a_watermark_saves_computing_again(monkeypatch: pyt
     assert all(share == 0 for (_, mode, _), share in recomputed.items() if mode == "swap")
 
 
+def test_batches_are_compared_with_those_laid_out_anew(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    sizes = ("--sequences", "8", "--contexts", "30,64", "--steps", "3", "--turns", "2")
+    assert import_module("bench_runtime").main(["batches", *sizes]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [each["context"] for each in figures["results"]] == [30, 64]
+    for each in figures["results"]:
+        assert each["ratio"] == pytest.approx(each["us"]["kept"] / each["us"]["anew"], rel=0.01)
+        assert 4 * 8 <= each["bytes"]["kept"] < each["bytes"]["anew"]
+
+
 @pytest.mark.matrix
 def test_log_probabilities_are_compared_on_the_same_rows(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))

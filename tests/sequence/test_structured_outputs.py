@@ -36,6 +36,14 @@ def test_closed_objects_have_no_other_properties_unless_the_schema_says():
     assert closed["default"] == {"properties": {}}
 
 
+@pytest.mark.parametrize("key", ["$defs", "definitions", "patternProperties", "dependentSchemas", "properties"])
+@pytest.mark.parametrize("name", ["default", "const", "enum", "examples", "properties", "plain"])
+def test_what_a_schema_calls_its_own_parts_does_not_keep_them_open(key: str, name: str):
+    schema = {key: {name: {"properties": {"a": {"type": "string"}}}}}
+    closed = json.loads(StructuredOutputsParams(json=schema, disable_additional_properties=True).json)
+    assert closed[key] == {name: {"properties": {"a": {"type": "string"}}, "additionalProperties": False}}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -171,3 +171,25 @@ def test_special_tokens_are_in_the_text_that_is_read_and_as_they_come(tmp_path: 
         fresh = served.row.reader.marked_text(served.row.prompt_token_ids, sampling)
         cut = replace(outputs[-1].outputs[0], text=shown)
         assert fresh.read(cut) == expected
+
+
+def test_a_marker_that_is_spelled_with_other_tokens_is_text_that_a_stop_string_ends(tmp_path: Path):
+    tokenizer = Tokenizer.open(write_chat_tokenizer(tmp_path, "mistral with names"))
+    served = served_row(tokenizer, tools=TOOLS)
+    assert served.row.reader is not None
+    sampling = replace(served.row.sampling, stop=("zz",))
+    token_id = tokenizer.special_ids(["[THINK]"])["[THINK]"]
+    spelled = [*tokenizer.encode("[THI", False), *tokenizer.encode("NK]", False)]
+    assert token_id not in spelled
+    end = tokenizer.encode("so zz, and on", False)
+    for opening, shown in ((spelled, "[THINK]so "), ([token_id], "so "), ([token_id, *spelled], "[THINK]so ")):
+        whole = CompletionOutput(0, shown, [*opening, *end], finish_reason="stop", stop_reason="zz")
+        assert tokenizer.decode(whole.token_ids).startswith(shown)
+        marked = served.row.reader.marked_text(served.row.prompt_token_ids, sampling)
+        assert marked.read(whole) == "[THINK]" * (token_id in opening) + shown
+        # The same of a stream.
+        marked, given = served.row.reader.marked_text(served.row.prompt_token_ids, sampling), ""
+        for num_tokens in range(1, len(whole.token_ids)):
+            text = tokenizer.decode(whole.token_ids[:num_tokens])[: len(shown)]
+            given += marked.read(CompletionOutput(0, text, whole.token_ids[:num_tokens]))
+        assert given + marked.read(whole) == "[THINK]" * (token_id in opening) + shown

@@ -3,6 +3,7 @@
 Where the run's dtype is that of the scales both round once, so the bits are equal.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from spmd_worker.weights.dequantise import E2M1
 from spmd_worker.weights.dequantised_checkpoint import DequantisedCheckpoint
 
 pytestmark = pytest.mark.matrix
+
+UP_PROJ = "model.layers.0.mlp.up_proj"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,3 +138,22 @@ def calibrated(weight: torch.Tensor, how: dict[str, Any]) -> tuple[torch.Tensor,
     if how["strategy"] == "tensor":
         scales, zeros = scales.reshape(1), zeros.reshape(1)
     return scales, zeros.to(torch.float8_e4m3fn) if is_float else zeros
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["Linear", "re:.*proj", "re:.*mlp.*proj", UP_PROJ])))
+def test_of_several_groups_a_module_is_in_that_which_the_library_takes(order: tuple[str, ...]):
+    from compressed_tensors.utils.match import match_targets
+
+    group = {"weights": {"num_bits": 4, "strategy": "group"}}
+    config: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config["config_groups"] = {
+        str(number): {"targets": [target], "weights": {**group["weights"], "group_size": 16 << number}}
+        for number, target in enumerate(order)
+    }
+    quantization = read_quantization({"quantization_config": config}, Path("/m/config.json"))
+    assert quantization is not None
+    for name in (UP_PROJ, "model.layers.0.mlp.gate_proj", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate"):
+        first = match_targets(name, torch.nn.Linear(1, 1, device="meta"), order)[0]
+        found = quantization.format_of(name)
+        assert found is not None
+        assert found.block_columns == 16 << order.index(first), (name, first)

@@ -9,11 +9,15 @@ from ranks import REPOSITORY
 
 from spmd_worker.attention.metadata import AttentionMetadata
 from spmd_worker.attention.triton import TritonBackend
-from spmd_worker.config.schema import ModelOptions, RunConfig
+from spmd_worker.config.schema import ModelOptions, ParallelConfig, RunConfig
+from spmd_worker.distributed.communicator import GroupHandle, single_group
 from spmd_worker.distributed.environment import RankEnvironment
+from spmd_worker.distributed.groups import ParallelGroups
 from spmd_worker.errors import ConfigError
 from spmd_worker.resolved import resolve_run
+from spmd_worker.worker import worker as worker_module
 from spmd_worker.worker.triton_worker import TritonWorker
+from spmd_worker.worker.worker import Worker
 
 pytestmark = pytest.mark.matrix
 KIB = 1024
@@ -71,3 +75,21 @@ def test_a_gpu_whose_shared_memory_cannot_hold_the_tiles_is_refused(monkeypatch:
         (H200, "float32", 128),
     ):
         chosen(monkeypatch, shared_bytes, dtype, head_size=head_size)
+
+
+def test_ranks_add_up_in_their_order_and_say_so(monkeypatch: pytest.MonkeyPatch):
+    """NCCL takes its order by the number of tokens: with tensor parallelism a row's bits depended on its neighbours."""
+    model = ModelOptions(path=str(REPOSITORY / "scripts" / "demo" / "model"), dtype="float32")
+    alone, pair = single_group(), GroupHandle(ranks=(0, 1), rank=0, group=object())
+    monkeypatch.setattr(worker_module, "choose_device", lambda *arguments, **keywords: torch.device("meta"))
+    found = []
+    for worker_class, num_ranks in ((TritonWorker, 2), (TritonWorker, 1), (Worker, 2)):
+        config = RunConfig(model=model, parallel=ParallelConfig(tensor_parallel_size=num_ranks), device="cpu")
+        worker = worker_class(resolve_run(config, "cpu"), RankEnvironment(world_size=num_ranks))
+        groups = ParallelGroups(worker.layout, pair if num_ranks > 1 else alone, alone, alone, alone)
+        monkeypatch.setattr(worker_module, "join_groups", lambda *arguments, groups=groups: groups)
+        worker.init_device()
+        worker._attention = TritonBackend()
+        found.append((worker.groups.tensor.adds_in_order, "sums in the order of ranks" in worker.get_arithmetic()))
+    # A group of one adds up nothing. Control: another worker leaves its sums to NCCL.
+    assert found == [(True, True), (True, False), (False, False)]

@@ -1,17 +1,19 @@
 """Planning and launching attention: see attention_kernels.py, where the shapes are.
 
-A step's work items follow from counts alone and are made on the host once a step for each window that layers have;
-every layer is launched with the same.
+A step's work items follow from counts alone and are made once a step for each window that layers have, on the device;
+every layer is launched with the same. The host knows how many there are.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spmd_worker.kernels.host_copies import to_device
 from spmd_worker.kernels.triton import attention_kernels
 from spmd_worker.kernels.triton.launching import capability, num_programs, power_of_two
 
@@ -23,41 +25,74 @@ _REDUCED_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class WorkItems:
-    """As attention_kernels.py describes them. `num_partials`: rows that partial results take."""
+class ItemCounts:
+    """How much there is of what attention_kernels.py describes. `num_partials`: rows that partial results take."""
 
-    items: list[list[int]]
-    joins: list[list[int]]
+    num_items: int
+    num_joins: int
     num_partials: int
 
 
-def plan_items(
+def count_items(
     query_starts: Sequence[int], lengths: Sequence[int], group: int, window: int = 0, *, splits: bool = True
-) -> WorkItems:
-    """The work of a step: `query_starts[i]:query_starts[i + 1]` are the queries at the end of the `lengths[i]` keys of
-    sequence i; `group` query heads share keys; `window` 0 sees all keys. Where it `splits`, the only query of a
-    sequence is an item a segment if it sees several. A prompt has work enough for all programs, and would leave a
-    partial row a segment for each of its queries.
+) -> ItemCounts:
+    """The work of a step, on the host: see `make_items`."""
+    assert 0 < group <= attention_kernels.ROWS, f"{group} query heads a key-value head are more than the kernel's rows"
+    shares = _shares(np.array(query_starts), np.array(lengths), group, window, splits=splits)
+    is_split = shares.num_partials > 0
+    return ItemCounts(int(shares.num_items.sum()), int(is_split.sum()), int(shares.num_partials.sum()))
+
+
+def make_items(
+    starts: Tensor, lengths: Tensor, counts: ItemCounts, group: int, window: int = 0, *, splits: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Items [.., 6] and joins [.., 3] of a step, int32, where `starts` [S + 1] and `lengths` [S] are, int32 too: its
+    queries `starts[i]:starts[i + 1]` are at the end of the `lengths[i]` keys of sequence i; `group` query heads share
+    keys; `window` 0 sees all keys. Where it `splits`, the only query of a sequence is an item a segment if it sees
+    several. A prompt has work enough for all programs, and would leave a partial row a segment for each of its queries.
+
+    `counts` are those of `count_items`, so that the host reads nothing back.
     """
-    rows, segment = attention_kernels.ROWS, attention_kernels.SEGMENT
-    assert 0 < group <= rows, f"{group} query heads a key-value head are more than {rows}"
-    items: list[list[int]] = []
-    joins: list[list[int]] = []
-    partial, per_tile = 0, rows // group
-    for index, length in enumerate(lengths):
-        start, stop = query_starts[index], query_starts[index + 1]
-        for token in range(start, stop, per_tile):
-            num_tokens = min(per_tile, stop - token)
-            first_position = length - stop + token
-            first = max(0, first_position - window + 1) // segment if window else 0
-            end = -(-(first_position + num_tokens) // segment)
-            if splits and stop - start == 1 and end - first > 1:
-                items += [[index, token, 1, each, each + 1, partial + each - first] for each in range(first, end)]
-                joins.append([token, partial, end - first])
-                partial += end - first
-            else:
-                items.append([index, token, num_tokens, first, end, -1])
-    return WorkItems(items, joins, partial)
+    starts, lengths = starts.long(), lengths.long()
+    shares = _shares(starts, lengths, group, window, splits=splits)
+    ends, partials = shares.num_items.cumsum(0), shares.num_partials.cumsum(0)
+    places = torch.arange(counts.num_items, device=starts.device)
+    # The sequence of each item, and which of its items it is.
+    sequence = torch.searchsorted(ends, places, right=True)
+    place = places - (ends - shares.num_items)[sequence]
+    is_part = (shares.num_partials > 0)[sequence].long()
+    stop = starts[1:][sequence]
+    token = starts[:-1][sequence] + place * (attention_kernels.ROWS // group) * (1 - is_part)
+    num_tokens = (stop - token).clip(max=attention_kernels.ROWS // group)
+    seen = lengths[sequence] - stop + token + num_tokens
+    first = _first_segment(seen - num_tokens, window) + place * is_part
+    end = torch.where(is_part > 0, first + 1, -(-seen // attention_kernels.SEGMENT))
+    partial = ((partials - shares.num_partials)[sequence] + place + 1) * is_part - 1
+    items = torch.stack((sequence, token, num_tokens, first, end, partial), dim=1)
+    nth = torch.arange(1, counts.num_joins + 1, device=starts.device)
+    split = torch.searchsorted((shares.num_partials > 0).cumsum(0), nth)
+    rows = (starts[:-1][split], (partials - shares.num_partials)[split], shares.num_partials[split])
+    return items.to(torch.int32), torch.stack(rows, dim=1).to(torch.int32)
+
+
+class _Shares(NamedTuple):
+    """Of each sequence, [S]: its items, and the partial rows among their results. Of numpy or of torch."""
+
+    num_items: Any
+    num_partials: Any
+
+
+def _shares(starts: Any, lengths: Any, group: int, window: int, *, splits: bool) -> _Shares:
+    num_queries, per_tile = starts[1:] - starts[:-1], attention_kernels.ROWS // group
+    num_segments = -(-lengths // attention_kernels.SEGMENT) - _first_segment(lengths - num_queries, window)
+    is_split = (num_queries == 1) & (num_segments > 1) & splits
+    num_partials = num_segments * is_split
+    return _Shares(-(-num_queries // per_tile) * ~is_split + num_partials, num_partials)
+
+
+def _first_segment(positions: Any, window: int) -> Any:
+    """That a query at a position sees. Of numpy or of torch."""
+    return (positions - window + 1).clip(0) // attention_kernels.SEGMENT if window else positions * 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +112,21 @@ class PlannedAttention:
     partial_tops: Tensor
     partial_masses: Tensor
 
+    def one_further(self, lengths: Tensor, tables: Tensor) -> "PlannedAttention":
+        """Of a step with the same items. It has the same room for partial results: steps follow one another."""
+        return replace(self, lengths=lengths, tables=tables.to(torch.int32).contiguous())
+
+
+def have_same_segments(before: Sequence[int], lengths: Sequence[int], window: int) -> bool:
+    """Whether queries, each the only one of its sequence, at the end of `lengths` keys see the segments that those did
+    that were at the end of `before`.
+    """
+    pairs = [np.array(before), np.array(lengths)]
+    if len(pairs[0]) != len(pairs[1]):
+        return False
+    own, other = (np.stack((-(-each // attention_kernels.SEGMENT), _first_segment(each - 1, window))) for each in pairs)
+    return bool((own == other).all())
+
 
 def plan_attention(
     query_starts: Sequence[int],
@@ -88,18 +138,24 @@ def plan_attention(
     window: int = 0,
     *,
     splits: bool = True,
+    on_device: tuple[Tensor, Tensor] | None = None,
 ) -> PlannedAttention:
-    """See `plan_items`. `tables` [S, B], on the device that computes."""
+    """See `make_items`. `tables` [S, B], on the device that computes; `on_device` are `query_starts` and `lengths`,
+    int32, where they are there already.
+    """
     device = tables.device
-    work = plan_items(query_starts, lengths, num_heads // num_kv_heads, window, splits=splits)
-    num_rows = max(work.num_partials, 1) * num_heads
+    group = num_heads // num_kv_heads
+    starts, ends = on_device or (_integers(query_starts, device), _integers(lengths, device))
+    counts = count_items(query_starts, lengths, group, window, splits=splits)
+    items, joins = make_items(starts, ends, counts, group, window, splits=splits)
+    num_rows = max(counts.num_partials, 1) * num_heads
     return PlannedAttention(
-        items=_integers(work.items, device),
-        num_items=_integers([len(work.items)], device),
-        joins=_integers(work.joins, device),
-        num_joins=_integers([len(work.joins)], device),
-        starts=_integers(query_starts, device),
-        lengths=_integers(lengths, device),
+        items=items,
+        num_items=torch.full((1,), counts.num_items, dtype=torch.int32, device=device),
+        joins=joins,
+        num_joins=torch.full((1,), counts.num_joins, dtype=torch.int32, device=device),
+        starts=starts,
+        lengths=ends,
         tables=tables.to(torch.int32).contiguous(),
         partial_sums=torch.empty((num_rows, head_size), dtype=torch.float32, device=device),
         partial_tops=torch.empty(num_rows, dtype=torch.float32, device=device),
@@ -193,4 +249,4 @@ def join_constants(num_heads: int, head_size: int, *, has_sinks: bool = False) -
 
 
 def _integers(values: object, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.int32)).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(np.array(values, dtype=np.int32)), device)

@@ -68,7 +68,7 @@ def count_above(logits, values, counts, V, stride, BLOCK: tl.constexpr):
     tl.store(counts + row, tl.sum(found, 0).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["rows", "places"])
 def forbid(logits, allowed, rows, places, V, stride, first_id, num_words, BLOCK: tl.constexpr):
     """Minus infinity, in rows `rows` int64 [n], for each token from `first_id` on whose bit is not set in the row of
     `allowed` int32 [.., num_words] that `places` int64 [n] names. A program an n and block.

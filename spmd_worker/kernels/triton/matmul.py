@@ -39,14 +39,17 @@ GATED_MANY_ROWS = Tile(128, 64, 64, 8, 4)
 FLOAT32 = Tile(32, 32, 32, 4, 2)
 """There is no matrix instruction for it that keeps its bits (TF32 does not): FMA units, whose tiles are small."""
 
+MOST_FEW_ROWS = 64
+"""Rows of a matmul up to which it takes the tiles for few."""
+
 
 def tile_for(num_rows: int, dtype: torch.dtype, *, is_gated: bool) -> Tile:
     """Of a matmul of `num_rows` rows."""
     if dtype == torch.float32:
         return FLOAT32
     if is_gated:
-        return GATED_FEW_ROWS if num_rows <= GATED_FEW_ROWS.rows else GATED_MANY_ROWS
-    return FEW_ROWS if num_rows <= FEW_ROWS.rows else MANY_ROWS
+        return GATED_FEW_ROWS if num_rows <= MOST_FEW_ROWS else GATED_MANY_ROWS
+    return FEW_ROWS if num_rows <= MOST_FEW_ROWS else MANY_ROWS
 
 
 def shared_bytes(itemsize: int) -> int:

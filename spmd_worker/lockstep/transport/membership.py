@@ -23,6 +23,7 @@ _RUN_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 """torchrun's --rdzv-id. Not its count of restarts, which each node's agent keeps for itself."""
 _NONCE_BYTES: Final = 16
 _DIGEST_BYTES: Final = 32
+_NAME_BYTES: Final = 16
 
 
 def run_secret(variables: Mapping[str, str] = os.environ) -> bytes:
@@ -34,17 +35,18 @@ def run_secret(variables: Mapping[str, str] = os.environ) -> bytes:
     return digest.digest()
 
 
-def check_members(channel: ControlChannel, secret: bytes) -> None:
-    """Every rank calls this. Raises RanksDisagreeError, naming the ranks whose secret is not this rank's."""
-    if channel.size == 1:
-        return
+def check_members(channel: ControlChannel, secret: bytes) -> str:
+    """Every rank calls this. Raises RanksDisagreeError, naming the ranks whose secret is not this rank's.
+
+    Returns a name for the run of these ranks: the same on all of them, and another one each time.
+    """
     nonces = b"".join(channel.gather(os.urandom(_NONCE_BYTES)))
     shown = channel.gather(_proof(secret, nonces, channel.rank))
     strangers = [
         rank for rank, proof in enumerate(shown) if not hmac.compare_digest(proof, _proof(secret, nonces, rank))
     ]
     if not strangers:
-        return
+        return blake2b(nonces, digest_size=_NAME_BYTES, person=b"spmd-name").hexdigest()
     ranks = f"rank {strangers[0]} does" if len(strangers) == 1 else f"ranks {', '.join(map(str, strangers))} do"
     raise RanksDisagreeError(
         f"{ranks} not belong to the run of rank {channel.rank}: {_RUN_VARIABLE} or {SECRET_VARIABLE} is another there, "

@@ -199,6 +199,8 @@ class TcpLeader:
 
     def _send_all(self, kind: FrameKind, number: int, payload: bytes) -> None:
         for index, connection in enumerate(self._connections):
+            # A wait has left on it what was left of its own time.
+            connection.settimeout(self._timeout_s)
             try:
                 send_frame(connection, kind, number, payload)
             except (PeerGoneError, TimeoutError) as error:
@@ -302,6 +304,7 @@ class TcpFollower:
             raise LostMessageError(f"message {number} from rank 0 reached rank {self.rank} twice")
 
     def _send(self, kind: FrameKind, number: int, payload: bytes) -> None:
+        self._connection.settimeout(self._timeout_s)
         try:
             send_frame(self._connection, kind, number, payload)
         except (PeerGoneError, TimeoutError) as error:

@@ -90,6 +90,7 @@ ENCODERS: Final[dict[str, Family]] = {
     "XLMRobertaModel": Family(**_ROBERTA, models="XLM-R: bge-m3, multilingual-e5, bge-reranker"),
     "CamembertModel": Family(**_ROBERTA, models="CamemBERT"),
     "ModernBertModel": Family(
+        rope_rounding="angles",
         models="ModernBERT: gte-modernbert, nomic modernbert-embed",
         names=Names(
             embedding="model.embeddings.tok_embeddings",

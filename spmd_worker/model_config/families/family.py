@@ -154,7 +154,8 @@ class Family:
     `logit_multiplier_key` is the inverse of `logit_divisor_key`. `text_families`: the text part is one of several
     families; by `model_type` of the text, the architecture whose row says all but names. The first where it says none.
     `text_defaults` is, by `model_type` too, what keys of the text mean that are left out beside what the row says.
-    `embedding_size_key` is how wide embeddings are, projected to the hidden size.
+    `embedding_size_key` is how wide embeddings are, projected to the hidden size. `rope_rounding` is as in
+    `RopeParameters`.
     `turned_size_key`: how many numbers of a head are turned, in older files. `forms` are other rows of the
     architecture, of which a file takes the first that is for it.
 
@@ -185,6 +186,7 @@ class Family:
     rope_layers_key: str = ""
     rope_interval_key: str = ""
     has_interleaved_rope: bool = False
+    rope_rounding: str = "each step"
     may_have_partial_rope: bool = False
     scale_key: str = ""
     scale_root_key: str = ""

@@ -13,6 +13,7 @@ _COHERE: Final[dict[str, Any]] = {
     "mlp_bias": False,
     "is_parallel": True,
     "has_interleaved_rope": True,
+    "rope_rounding": "angles",
     "logit_multiplier_key": "logit_scale",
 }
 _COHERE_DEFAULTS: Final = {
@@ -106,6 +107,7 @@ _OPT_REQUIRED: Final = {"layer_norm_elementwise_affine": True}
 LAYER_NORM_ROWS: Final[dict[str, Family]] = {
     "OlmoForCausalLM": Family(
         models="OLMo 1",
+        rope_rounding="result",
         mlp_bias=False,
         norm_kind="layer",
         norm_has_weight=False,

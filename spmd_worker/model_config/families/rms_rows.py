@@ -16,6 +16,7 @@ _LLAMA3_STRETCH: Final = {
 RMS_ROWS: Final[dict[str, Family]] = {
     "Olmo3ForCausalLM": Family(
         models="OLMo 3",
+        rope_rounding="result",
         names=Names(norms=_AFTER),
         mlp_bias=False,
         norm_rounds_once=True,

@@ -153,6 +153,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Ernie4_5ForCausalLM": Family(
         models="ERNIE 4.5, dense",
+        rope_rounding="result",
         qkv_bias="use_bias",
         output_bias="use_bias",
         mlp_bias="use_bias",
@@ -261,6 +262,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Olmo2ForCausalLM": Family(
         models="OLMo 2",
+        rope_rounding="result",
         names=Names(norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm")),
         mlp_bias=False,
         norm_rounds_once=True,

@@ -1,0 +1,44 @@
+"""The small steps, made up, that meet every kernel a later step can launch: what a warm-up runs.
+
+The tokens are all zero; no request behind them exists.
+"""
+
+from kv_cache.block import BlockId, num_blocks_for
+from spmd_worker.mirror.mirror import MirroredSequence, ScheduledSequence
+from spmd_worker.model_config.pooling import PoolingConfig
+from spmd_worker.sequence.pooling_params import PoolingParams, taken_pooling
+from spmd_worker.sequence.request import Request, RequestId
+from spmd_worker.sequence.sampling_params import SamplingParams
+
+_WAYS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, logprobs=1),
+    SamplingParams(temperature=1.0, top_k=2, top_p=0.9, min_p=0.1, logprobs=1),
+    SamplingParams(temperature=1.0, logit_bias=((0, 1.0),)),
+)
+"""Of choosing a token: from shards and from whole rows of logits, greedy and drawn, filtered, reported. One row each:
+more of them make no other form of a kernel, and where kernels are interpreted each takes its time.
+"""
+
+
+def warm_up_steps(
+    num_tokens: int, num_keys: int, block_size: int, num_blocks: int, pooling: PoolingConfig | None = None
+) -> tuple[tuple[ScheduledSequence, ...], ...]:
+    """A step of `num_tokens` sequences and one of a few. Each sequence computes one token, and samples or is pooled;
+    the first sees `num_keys` keys, the others one. The first's blocks take turns in the `num_blocks` that there are,
+    and the others write into one of them.
+    """
+    pooled = None if pooling is None else taken_pooling(PoolingParams(), pooling)
+
+    def sequence(index: int, sampling: SamplingParams) -> ScheduledSequence:
+        length = 1 if index else num_keys
+        request = Request(RequestId(index), (0,) * length, sampling, stream=index, pooling=pooled)
+        blocks = [BlockId(number % num_blocks) for number in range(num_blocks_for(length, block_size))]
+        return ScheduledSequence(MirroredSequence(request, 0, [], blocks, length - 1, 1), 1, num_samples=1)
+
+    ways = _WAYS if pooling is None else _WAYS[:1]
+    counts = (num_tokens, min(num_tokens, len(_WAYS)))
+    return tuple(
+        tuple(sequence(index, ways[index] if index < len(ways) else _WAYS[0]) for index in range(count))
+        for count in counts
+    )

@@ -1,0 +1,96 @@
+"""What ends a row: the ids that config.json names, and the end-of-sequence token of the tokenizer."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from reference_models import EOS_TOKEN_ID, open_reference, random_prompt, write_text_checkpoint
+
+from spmd_worker import LLM, BeamSearchParams, SamplingParams
+from spmd_worker.config.schema import ModelOptions, RunConfig
+from spmd_worker.resolved import resolve_run
+from spmd_worker.tokenizer.tokenizer import Tokenizer
+
+NUM_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def name_eos_token(folder: Path, token: str | None) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": token}))
+
+
+def ends(folder: Path, *, plan: bool = False) -> tuple[int, ...]:
+    config = RunConfig(model=ModelOptions(path=str(folder)), device="cpu", plan=plan)
+    return resolve_run(config, "cpu").model_config.eos_token_ids
+
+
+def test_the_tokenizers_end_of_sequence_token_is_one_of_the_ids_that_end_a_row(folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    assert ends(tmp_path) == (EOS_TOKEN_ID, 1), "the folder's </s>"
+    name_eos_token(tmp_path, "<|im_end|>")
+    assert ends(tmp_path) == (EOS_TOKEN_ID, 3)
+    assert ends(tmp_path, plan=True) == (EOS_TOKEN_ID,), "a plan opens no tokenizer"
+    name_eos_token(tmp_path, None)
+    assert ends(tmp_path) == (EOS_TOKEN_ID,)
+    # Not in tokenizer.json: it gets the id behind the last, which the model has no logit for.
+    name_eos_token(tmp_path, "<|nowhere|>")
+    assert Tokenizer.open(tmp_path).eos_token_id == 320
+    assert ends(tmp_path) == (EOS_TOKEN_ID,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    name_eos_token(tmp_path, "<|im_end|>")
+    assert ends(tmp_path) == (3, 4), "named once"
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert ends(tmp_path) == (3, 4), "no tokenizer: as config.json says"
+
+
+def test_a_row_ends_at_the_tokenizers_end_of_sequence_token_as_transformers_ends_it(folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    model, prompt = open_reference(folder), random_prompt(9, seed=4, vocab_size=320)
+
+    def theirs(*ends: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=list(ends) or None,
+            pad_token_id=0,
+        )
+        return made[0, len(prompt) :].tolist()
+
+    free = theirs()
+    place = next(at for at in range(2, NUM_TOKENS - 1) if free[at] not in free[:at])
+    token = Tokenizer.open(tmp_path).token(free[place])
+    assert token is not None
+    name_eos_token(tmp_path, token)
+    greedy = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
+    with LLM(tmp_path, num_blocks=64, device="cpu") as llm:
+
+        def run(**given: object) -> tuple[list[int], str | None, object]:
+            sampling = SamplingParams(**(greedy | given))
+            [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+            return output.outputs[0].token_ids, output.outputs[0].finish_reason, output.outputs[0].stop_reason
+
+        assert run() == (theirs(EOS_TOKEN_ID, free[place]), "stop", None)
+        assert len(run()[0]) == place + 1
+        assert run(ignore_eos=True)[:2] == (free, "length")
+        later, _, _ = run(min_tokens=place + 1)
+        assert len(later) > place
+        assert free[place] not in later[: place + 1], "it is masked until then"
+        [beams] = llm.beam_search([prompt], BeamSearchParams(beam_width=1, max_tokens=NUM_TOKENS))
+        assert beams.sequences[0].finish_reason == "stop"
+    # Negative control: by config.json alone the row goes on.
+    name_eos_token(tmp_path, None)
+    with LLM(tmp_path, num_blocks=64, device="cpu") as llm:
+        [output] = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(**greedy), use_tqdm=False)
+        assert output.outputs[0].token_ids == theirs(EOS_TOKEN_ID)
+        assert len(output.outputs[0].token_ids) > place + 1

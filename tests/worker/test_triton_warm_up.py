@@ -1,0 +1,139 @@
+"""What TritonWorker compiles before the first request, counted: kernels that compute nothing note in which form Triton
+would compile them for sm_90, by Triton's own rules.
+"""
+
+import inspect
+
+import pytest
+from expert_checkpoints import expert_folder
+from pooling_models import pooling_folder
+from ranks import REPOSITORY
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from spmd_worker import LLM, SamplingParams, StructuredOutputsParams
+from spmd_worker.attention.triton import TritonBackend
+from spmd_worker.kernels.triton import attention_kernels, draw_kernels, matmul_kernels, row_kernels
+from spmd_worker.kernels.triton.kernels import TritonKernels
+from spmd_worker.worker import triton_worker
+from spmd_worker.worker.triton_worker import TritonWorker
+
+pytestmark = pytest.mark.matrix
+MODEL = REPOSITORY / "scripts" / "demo" / "model"
+WORKER = "spmd_worker.worker.triton_worker.TritonWorker"
+OUTPUTS = {"out": 0, "sums": 1, "ids": 0, "counts": 0}
+"""And what a kernel that computes nothing leaves there: `sums` are masses, of which a row has some."""
+
+
+class Counted:
+    """In a kernel's place: notes the form of a launch, and answers with what OUTPUTS says."""
+
+    def __init__(self, kernel: JITFunction, forms: set[tuple]) -> None:
+        self._kernel, self._forms = kernel, forms
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Counted":
+        assert all(size > 0 for size in grid), grid
+        return self
+
+    def __call__(self, *arguments: object, **keywords: object) -> None:
+        bound, form, options = self._bind(*arguments, **keywords)
+        self._forms.add((self._kernel.__name__, *map(str, form), str(sorted(options.items()))))
+        for name, value in OUTPUTS.items():
+            if name in bound:
+                bound[name].fill_(value)
+
+
+@pytest.fixture
+def forms(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
+    """Of every launch so far."""
+    found: set[tuple] = set()
+    for module in (attention_kernels, draw_kernels, matmul_kernels, row_kernels):
+        for name, kernel in inspect.getmembers(module, lambda each: isinstance(each, JITFunction)):
+            if not name.startswith("_"):
+                monkeypatch.setattr(module, name, Counted(kernel, found))
+    # On the CPU it wants the interpreter.
+    monkeypatch.setattr(TritonWorker, "_choose_backends", lambda self: (TritonKernels(), TritonBackend(), None))
+    # Of which the model's rows pass several.
+    monkeypatch.setattr(attention_kernels, "SEGMENT", 64)
+    return found
+
+
+def mixed_steps(llm: LLM) -> None:
+    """Rows of one token and of many, greedy, drawn, filtered, penalised, reported and with forms, in every company."""
+    ways = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_k": 5, "logprobs": 2},
+        {"temperature": 1.0, "top_p": 0.5, "min_p": 0.1},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 1},
+        {"temperature": 1.0, "logprobs": 0, "prompt_logprobs": 1},
+        {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(regex="[a-z]+")},
+        {"temperature": 0.0, "logprobs": 1, "structured_outputs": StructuredOutputsParams(regex="[0-9]+")},
+    ]
+    params = [SamplingParams(max_tokens=3, ignore_eos="structured_outputs" not in way, **way) for way in ways]
+    for way in params:
+        llm.generate([[5]], way, use_tqdm=False)
+    for lengths in ((1, 2, 3), (130, 1), (7, 100, 64, 65)):
+        prompts = [[5] * length for length in lengths for _ in params]
+        llm.generate(prompts, params * len(lengths), use_tqdm=False)
+    llm.generate([[5]] * 80, params[0], use_tqdm=False)
+
+
+def new_forms(forms: set[tuple], dtype: str, **settings: int) -> set[tuple]:
+    """What the mixed steps compile beside what was there before the first request."""
+    with LLM(MODEL, device="cpu", dtype=dtype, num_blocks=512, worker_cls=WORKER, **settings) as llm:
+        before = set(forms)
+        mixed_steps(llm)
+        return forms - before
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_step_compiles_anything_once_the_worker_is_warm(forms: set[tuple], dtype: str, settings: dict[str, int]):
+    assert new_forms(forms, dtype, **settings) == set()
+    assert {form[0] for form in forms} >= {"attend", "join_partials", "linear", "forbid", "cut", "find_mass"}
+
+
+def test_without_the_warm_up_the_first_steps_compile(forms: set[tuple], monkeypatch: pytest.MonkeyPatch):
+    """Control, and how it was."""
+    monkeypatch.setattr(TritonWorker, "compile_or_warm_up_model", lambda self: None)
+    compiled = {form[0] for form in new_forms(forms, "bfloat16")}
+    assert compiled >= {"attend", "join_partials", "linear", "gated_linear", "masses", "forbid", "cut", "find_mass"}
+
+
+@pytest.mark.parametrize("missing", ["few rows", "keys of two segments"])
+def test_a_warm_up_that_leaves_something_out_is_found(forms: set[tuple], monkeypatch: pytest.MonkeyPatch, missing: str):
+    right = triton_worker.warm_up_steps
+    if missing == "few rows":
+        monkeypatch.setattr(triton_worker, "warm_up_steps", lambda *sizes: right(*sizes)[:1])
+    else:
+        monkeypatch.setattr(triton_worker, "warm_up_steps", lambda tokens, keys, *sizes: right(tokens, 1, *sizes))
+    # Of linear few rows are met with the masks.
+    expected = {"gated_linear"} if missing == "few rows" else {"join_partials"}
+    assert {form[0] for form in new_forms(forms, "bfloat16")} == expected
+
+
+@pytest.mark.parametrize("name", ["mean", "last"])
+def test_a_model_that_pools_is_warmed_up_too(forms: set[tuple], name: str):
+    with LLM(pooling_folder(name), device="cpu", dtype="float32", num_blocks=64, worker_cls=WORKER) as llm:
+        before = set(forms)
+        assert "linear" in {form[0] for form in before}
+        llm.embed([[5] * 20, [7], [9] * 30], use_tqdm=False)
+        assert forms == before
+
+
+def test_what_a_warm_up_sends_to_experts_is_not_counted(forms: set[tuple]):
+    folder = expert_folder("qwen3_moe")
+    with LLM(folder, device="cpu", dtype="float32", load_format="dummy", num_blocks=64, worker_cls=WORKER) as llm:
+        before = set(forms)
+        assert "gated_linear" in {form[0] for form in before}
+        (loads,) = llm.collective_rpc("get_expert_loads")
+        assert {sum(counts) for counts in loads.values()} == {0}
+        llm.generate([[5, 6, 7], [8] * 30], SamplingParams(max_tokens=2), use_tqdm=False)
+        # Control: they are, once a row has come.
+        (loads,) = llm.collective_rpc("get_expert_loads")
+        assert min(sum(counts) for counts in loads.values()) > 0
+        assert forms == before
