@@ -27,7 +27,7 @@ CHAT = {"messages": [{"role": "user", "content": "add 1 2 ="}], "logprobs": True
 JOBS = """
 import json, sys
 from pathlib import Path
-from spmd_worker.batch import row_runner
+from replica_parts import give_every_replica_a_part
 from spmd_worker.batch.job import run_job
 from spmd_worker.config.compose import compose_run
 from spmd_worker.engine.engine import LLMEngine
@@ -39,6 +39,7 @@ admit_request = LLMEngine.admit_request
 def named_by_order(self, *given, custom_id, index, **named):
     return admit_request(self, *given, **named)
 
+give_every_replica_a_part(int(sys.argv[3]))
 for name, overrides in jobs.items():
     LLMEngine.admit_request = named_by_order if name == "control" else admit_request
     run_job(compose_run(conf, overrides), read_rank_environment())
@@ -92,12 +93,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_on_ranks(
-    folder: Path, num_ranks: int, *settings: str, names: Iterable[str] = JOBS_OF_INPUTS
+    folder: Path, num_ranks: int, *settings: str, num_replicas: int = 1, names: Iterable[str] = JOBS_OF_INPUTS
 ) -> ranks.CompletedRanks:
     write_inputs(folder)
+    settings = (*settings, f"parallel.data_parallel_size={num_replicas}")
     jobs = {job: [*overrides_of(folder, job), *settings] for job in names}
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    done = ranks.run_ranks(JOBS, num_ranks, timeout_s=240, arguments=[CONF, folder / "jobs.json"])
+    arguments = [CONF, folder / "jobs.json", num_replicas]
+    done = ranks.run_ranks(JOBS, num_ranks, timeout_s=240, arguments=arguments)
     assert done.returncode == 0, done.output
     return done
 
@@ -131,7 +134,7 @@ def check_same(folder: Path, alone: Path, num_replicas: int, names: Iterable[str
 
 @pytest.mark.matrix
 def test_two_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path):
-    done = run_on_ranks(tmp_path, 2, "parallel.data_parallel_size=2")
+    done = run_on_ranks(tmp_path, 2, num_replicas=2)
     check_same(tmp_path, alone, 2)
     assert done.stderr.count("time in all") == len(JOBS_OF_INPUTS), "rank 0 alone speaks"
     assert "rows; busy" in done.stderr
@@ -147,23 +150,25 @@ def test_two_replicas_of_two_ranks_write_the_bytes_of_one_replica(tmp_path: Path
     pair.mkdir()
     four.mkdir()
     run_on_ranks(pair, 2, "parallel.tensor_parallel_size=2", names=names)
-    run_on_ranks(four, 4, "parallel.tensor_parallel_size=2", "parallel.data_parallel_size=2", names=names)
+    run_on_ranks(four, 4, "parallel.tensor_parallel_size=2", num_replicas=2, names=names)
     check_same(four, pair, 2, names)
 
 
 @pytest.mark.matrix
 def test_three_replicas_write_the_bytes_of_one_rank(tmp_path: Path, alone: Path):
-    run_on_ranks(tmp_path, 3, "parallel.data_parallel_size=3")
+    run_on_ranks(tmp_path, 3, num_replicas=3)
     check_same(tmp_path, alone, 3)
 
 
 FAULT = """
 import os, signal, sys
 import launch
+from spmd_worker.batch.row_exchange import RowDrawer
 from spmd_worker.batch.row_runner import RowRunner
 
 fault, culprit, arguments = sys.argv[1], sys.argv[2], sys.argv[3:]
 step, num_steps = RowRunner.step, 0
+draw, num_drawn = RowDrawer.draw, 0
 
 def fail(self):
     global num_steps
@@ -174,8 +179,17 @@ def fail(self):
         raise ValueError("of a test")
     return step(self)
 
+def draw_once(self):
+    global num_drawn
+    # What is left is the culprit's, which takes more steps than it has.
+    rows = [] if num_drawn else draw(self)
+    num_drawn += len(rows)
+    return rows
+
 if os.environ["RANK"] == culprit:
     RowRunner.step = fail
+else:
+    RowDrawer.draw = draw_once
 sys.exit(launch.main(arguments))
 """
 

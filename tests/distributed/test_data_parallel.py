@@ -49,6 +49,7 @@ SETTINGS = {
 ANSWERS = """
 import json, os, sys, time
 from plain_outputs import without_times
+from replica_parts import give_every_replica_a_part
 from pathlib import Path
 import torch.distributed as dist
 from spmd_worker import LLM, SamplingParams
@@ -70,6 +71,8 @@ def attempt(name, action):
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     report["errors"][name] = text
+
+give_every_replica_a_part(job["sizes"]["data_parallel_size"])
 
 def new_llm():
     return LLM(job["folder"], **job["sizes"], **job["settings"])
@@ -251,8 +254,11 @@ def test_a_world_twice_as_large_has_two_engines_with_replicas_and_prompts_of_the
 
 SILENT = """
 import json, os, sys, time
+from replica_parts import give_every_replica_a_part
 from spmd_worker import LLM, SamplingParams
 
+# The rows must not all be answered before rank 1 comes.
+give_every_replica_a_part(2)
 folder, settings, rank = sys.argv[1], json.loads(sys.argv[2]), int(os.environ["RANK"])
 llm = LLM(folder, data_parallel_size=2, timeout_s=2, **settings)
 params = SamplingParams(temperature=0, max_tokens=5)

@@ -1,0 +1,48 @@
+"""Makes sure that every replica has a part of a round.
+
+Replicas take work as they have room, so one that is slow for a moment may find that all is taken: right for whoever
+waits for the answers, and a test of what every replica does, or of one that fails, would find nothing to look at.
+"""
+
+import time
+
+from spmd_worker.batch.row_exchange import RowDrawer
+from spmd_worker.batch.row_window import NumberedLine
+from spmd_worker.data_parallel.round import ReplicaRound
+
+_PAUSE_S = 0.002
+
+
+def give_every_replica_a_part(num_replicas: int) -> None:
+    """Call on every rank, once: in each round of prompts or rows from now on no replica takes a second share before
+    each has taken its first. There is one for each where there are as many rows as replicas.
+
+    Waits for as long as that needs; where another replica fails meanwhile, it raises as the round does.
+    """
+    take, draw = ReplicaRound.take, RowDrawer.draw
+    began: set[str] = set()
+
+    def take_in_turn(self: ReplicaRound, total: int, most: int) -> range:
+        key = f"{self.prefix}/first shares"
+        if self.prefix in began:
+            while self.store.add(key, 0) < num_replicas:
+                self.send_heartbeat()
+                time.sleep(_PAUSE_S)
+            return take(self, total, most)
+        share = take(self, total, most)
+        began.add(self.prefix)
+        self.store.add(key, 1)
+        return share
+
+    def draw_in_turn(self: RowDrawer) -> list[NumberedLine]:
+        # A chunk belongs to who drew its number, whenever it is there.
+        is_second = self._number is None and self._prefix in began
+        if is_second and self._store.add(f"{self._prefix}/first chunks", 0) < num_replicas:
+            return []
+        rows = draw(self)
+        if self._prefix not in began:
+            began.add(self._prefix)
+            self._store.add(f"{self._prefix}/first chunks", 1)
+        return rows
+
+    ReplicaRound.take, RowDrawer.draw = take_in_turn, draw_in_turn
