@@ -34,12 +34,18 @@ def names_of_two_modules(tests: Path) -> list[str]:
 
 
 def test_no_two_modules_of_the_tests_have_one_name():
-    """Every folder of tests is a place to import from: of two modules with one name, whoever wants the second gets the first."""
+    """Every folder of tests is a place to import from: of two modules with one name, the second cannot be imported."""
     assert names_of_two_modules(REPOSITORY / "tests") == []
 
 
 def test_a_helper_with_the_name_of_another_is_found(tmp_path: Path):
-    for path in ("histories.py", "scheduler/histories.py", "mirror/step_histories.py", "conftest.py", "mirror/conftest.py"):
+    for path in (
+        "histories.py",
+        "scheduler/histories.py",
+        "mirror/step_histories.py",
+        "conftest.py",
+        "mirror/conftest.py",
+    ):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).touch()
     assert names_of_two_modules(tmp_path) == ["histories.py"]
