@@ -162,8 +162,9 @@ def _run(config: RunConfig, environment: RankEnvironment) -> int:
     configure_logging(environment.rank, environment.world_size)
     # A download may take hours: before anything watches the ranks.
     find_model(config)
-    resolved = prefault_cache(config, environment)
+    # Before the tokenizer is read: one that has to be converted brings torch.
     prepare_torch()
+    resolved = prefault_cache(config, environment)
     # Imported here because it brings torch, which planning and help do without.
     from spmd_worker.batch.job import run_job
     from spmd_worker.batch.run_dir.job_files import run_dir_of

@@ -31,7 +31,7 @@ TOKEN_VARIABLE = "TESTS_RANKS_TOKEN"
 GRACE_S = 10.0
 LAUNCHER_GRACE_S = 10.0
 POLL_S = 0.05
-STACKS_S = 0.5
+STACKS_S = 10.0
 EXEC_S = 0.5
 # In /proc/PID/stat, counted from the field after the state: `vsize` is the 23rd field of proc(5).
 VIRTUAL_SIZE_FIELD = 19
@@ -56,8 +56,10 @@ ABOUT_TORCHRUN: tuple[str, ...] = (
     "tests/test_fault_matrix.py",
     "tests/test_kill_resume.py",
     "tests/test_launch.py",
+    "tests/test_packaging.py",
     "tests/test_ranks_helper.py",
     "tests/test_thousand_kills.py",
+    "tests/test_two_nodes.py",
 )
 """The files of the tests that start torchrun, because they are about it. All others fork their ranks."""
 

@@ -20,29 +20,30 @@ def give_every_replica_a_part(num_replicas: int) -> None:
     Waits for as long as that needs; where another replica fails meanwhile, it raises as the round does.
     """
     take, draw = ReplicaRound.take, RowDrawer.draw
-    began: set[str] = set()
 
+    # Rounds of two worlds may have one name, so what has begun is known by the object.
     def take_in_turn(self: ReplicaRound, total: int, most: int) -> range:
         key = f"{self.prefix}/first shares"
-        if self.prefix in began:
+        if getattr(self, "has_begun", False):
             while self.store.add(key, 0) < num_replicas:
                 self.send_heartbeat()
                 time.sleep(_PAUSE_S)
             return take(self, total, most)
         share = take(self, total, most)
-        began.add(self.prefix)
+        self.has_begun = True
         self.store.add(key, 1)
         return share
 
     def draw_in_turn(self: RowDrawer) -> list[NumberedLine]:
+        key = f"{self._prefix}/first chunks"
+        has_begun = getattr(self, "has_begun", False)
         # A chunk belongs to who drew its number, whenever it is there.
-        is_second = self._number is None and self._prefix in began
-        if is_second and self._store.add(f"{self._prefix}/first chunks", 0) < num_replicas:
+        if has_begun and self._number is None and self._store.add(key, 0) < num_replicas:
             return []
         rows = draw(self)
-        if self._prefix not in began:
-            began.add(self._prefix)
-            self._store.add(f"{self._prefix}/first chunks", 1)
+        if not has_begun:
+            self.has_begun = True
+            self._store.add(key, 1)
         return rows
 
     ReplicaRound.take, RowDrawer.draw = take_in_turn, draw_in_turn

@@ -36,7 +36,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(REPOSITORY / top, sources / top, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "launch.py"):
         shutil.copy(REPOSITORY / name, sources)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(sources)]
+    # With the setuptools that is here: no registry is asked.
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(sources)]
     subprocess.run(command, check=True, timeout=LIMIT_S, capture_output=True)
     (made,) = folder.glob("*.whl")
     return made

@@ -19,6 +19,7 @@ WAYS = {
     "forked torchrun": {"under_torchrun": True},
     "ours": {"under_torchrun": False},
 }
+LISTED = ranks.ABOUT_TORCHRUN
 every_launcher = pytest.mark.parametrize("way", WAYS)
 
 
@@ -168,6 +169,29 @@ def test_a_process_left_behind_is_an_error_that_names_it_and_it_is_killed(monkey
         ranks.run_command(command, timeout_s=10)
     left_behind = int(str(error_result.value).split("sleep 599 & echo $!: ")[1].split(" ")[0])
     assert not _is_running(left_behind)
+
+
+NAMING_TORCHRUN = (
+    # The helpers, a reader of its options, and command lines that are only looked at.
+    *("fork_server.py", "forked_torchrun.py", "ranks.py", "test_ranks_helper.py"),
+    *("scripts/test_job_files.py", "liveness/test_launcher_death.py"),
+)
+
+
+def files_that_name_torchrun(tests: Path) -> list[str]:
+    """Below `tests`, or a script that starts it."""
+    words = ("torch.distributed" + ".run", "two_nodes" + ".sh")
+    paths = [path for path in tests.rglob("*.py") if any(word in path.read_text() for word in words)]
+    return sorted(str(path.relative_to(tests)) for path in paths)
+
+
+def test_torchrun_is_started_by_the_listed_files_alone(tmp_path: Path):
+    found = files_that_name_torchrun(ranks.REPOSITORY / "tests")
+    assert {"test_packaging.py", "test_two_nodes.py", "ranks.py"} <= {*found}
+    assert [f"tests/{name}" for name in found if name not in NAMING_TORCHRUN and f"tests/{name}" not in LISTED] == []
+    # Control.
+    (tmp_path / "test_planted.py").write_text("command = ['-m', 'torch.distributed" + ".run']")
+    assert files_that_name_torchrun(tmp_path) == ["test_planted.py"]
 
 
 def _is_running(pid: int) -> bool:

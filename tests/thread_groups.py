@@ -34,7 +34,7 @@ class ThreadGroup:
         self._barrier.wait()
         return gathered
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor, *, is_exact: bool = False) -> Tensor:
         return tensor.copy_(self.all_gather(tensor).sum(dim=0))
 
     def broadcast(self, tensor: Tensor) -> Tensor:

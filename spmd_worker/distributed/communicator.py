@@ -91,8 +91,9 @@ class GroupHandle:
         """Ranks in the group."""
         return len(self.ranks)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the group, in place; returns its argument.
+    def all_reduce(self, tensor: Tensor, *, is_exact: bool = False) -> Tensor:
+        """Sum over the group, in place; returns its argument. `is_exact`: whatever the order, as where all but one rank
+        have zeros.
 
         With `adds_in_order` each number is added up in the order of the ranks, in float32 at least, and rounded once,
         as `fast` does it. Elsewhere it is torch.distributed's sum, and NCCL takes its order by the bytes of the tensor:
@@ -103,7 +104,7 @@ class GroupHandle:
         """
         if self.fast is not None and self.fast.takes(tensor):
             return self.fast.all_reduce(tensor)
-        if self.group is not None and self.adds_in_order and tensor.is_floating_point():
+        if self.group is not None and self.adds_in_order and not is_exact and tensor.is_floating_point():
             first, *others = self.all_gather(tensor)
             total = first.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
             for part in others:

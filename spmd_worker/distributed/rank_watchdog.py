@@ -65,12 +65,16 @@ class _Connector:
 
     def __init__(self, rank: int, ranks: Sequence[int], *, is_host: bool) -> None:
         self._rank, self._ranks, self._is_host = rank, ranks, is_host
+        # The user's program may set others later, and the store stays where it is.
+        self._variables = dict(os.environ)
         self._prefix: str | None = None
 
     def __call__(self) -> HeartbeatStore:
         if self._prefix is not None and not self._is_host:
-            _look_for_store()
-        opened = open_heartbeat_store(self._rank, self._ranks, is_host=self._is_host, prefix=self._prefix)
+            _look_for_store(self._variables)
+        opened = open_heartbeat_store(
+            self._rank, self._ranks, is_host=self._is_host, variables=self._variables, prefix=self._prefix
+        )
         self._prefix = opened.prefix
         return opened
 

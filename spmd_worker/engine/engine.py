@@ -138,7 +138,8 @@ class LLMEngine:
         self.times = StepTimes() if watchdog is None else StepTimes(watchdog.heartbeat)
         # Without a reference to the engine, for the finalizer that releases what a forgotten engine had.
         channels = (lockstep, channel, self.engine_channel)
-        self.release = partial(_release, self.times.heartbeat, channels, executor, watchdog, os.getpid())
+        self._owner = os.getpid()
+        self.release = partial(_release, self.times.heartbeat, channels, executor, watchdog, self._owner)
         self.calls = OneCaller()
         self._events: list[Event] = []
         self._prompts: dict[RequestId, str | None] = {}
@@ -539,6 +540,10 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Give back memory and groups. Idempotent; every rank calls it. A forked process gives back nothing."""
+        if os.getpid() != self._owner:
+            # Calls of the parent's threads, and the lock that one of them may hold, have no end here.
+            self.is_closed = True
+            return
         with self.calls.inside("close", is_alone=True):
             self.is_closed = True
             self.release()

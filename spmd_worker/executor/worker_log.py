@@ -70,7 +70,9 @@ def _write(name: str, lines: bytes) -> None:
         try:
             stream.write(text)
         except UnicodeEncodeError as error:
-            stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            # Of its own encodings Python's error says "charmap" alone.
+            encoding = stream.encoding or error.encoding
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except (OSError, ValueError):
         # Nobody reads it, or it was closed: a worker must not stand still for that.

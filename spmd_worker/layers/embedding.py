@@ -70,7 +70,7 @@ class VocabularyParallelEmbedding(CheckpointLayer):
         is_mine = (token_ids >= self.shard.start) & (token_ids < self.shard.stop)
         rows = F.embedding((token_ids - self.shard.start) * is_mine, self.weight)
         # Not times zero: what is looked up for a token of another rank may be no number.
-        return self._group.all_reduce(rows.masked_fill_(~is_mine.unsqueeze(1), 0.0))
+        return self._group.all_reduce(rows.masked_fill_(~is_mine.unsqueeze(1), 0.0), is_exact=True)
 
     def pack_for_head(self) -> None:
         """Make the copy that a tied head multiplies with, where the kernels have an order of their own."""

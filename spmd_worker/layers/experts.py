@@ -229,7 +229,7 @@ class SparseFeedForward(nn.Module):
         shared = None if self.shared_expert is None else self._shared(x, shared_gate, is_fused)
         if self._is_exact:
             # Each result is one rank's and zero elsewhere, so the sum is the result.
-            results = self._group.all_reduce(results)
+            results = self._group.all_reduce(results, is_exact=True)
         output = _weighted_sum(results.view(*ids.shape, -1), weights).to(x.dtype)
         output = output if shared is None else output + shared
         return self._once(output) if self._is_exact else output

@@ -153,8 +153,8 @@ class HeartbeatExchange:
 
     def move_to(self, name: str) -> None:
         """Every rank of the run has this name: heartbeats, alarms and reports are under it from now on. Other ranks'
-        last heartbeats are kept until new ones come, but for those of ranks that had failed or ended: it was another
-        attempt that did.
+        last heartbeats are kept until new ones come, but for those of ranks that had failed or ended, or whose process
+        is gone: it was another attempt that did.
         """
         self._name = name
         self._wake.set()
@@ -240,6 +240,7 @@ class HeartbeatExchange:
         assert self._connect is not None, "start comes first"
         heartbeat_store: HeartbeatStore | None = None
         while True:
+            is_last_try = self._stop.is_set()
             try:
                 if heartbeat_store is None:
                     heartbeat_store = self._connect()
@@ -254,14 +255,17 @@ class HeartbeatExchange:
             except _ERRORS as error:
                 heartbeat_store = None
                 self._lose(error)
-                if self._clock.wait(self._stop, self._retry_s):
+                if is_last_try:
                     return
+                # Where this rank ends meanwhile, it asks once more, to say so: else its process would be missing.
+                self._clock.wait(self._stop, self._retry_s)
                 self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
                 continue
             if self._has_failed:
                 # What was not heard meanwhile tells nothing.
                 self._heard_s = dict.fromkeys(self._heard_s, self._clock.now_s)
-            self._asked_s, self._has_failed, self._retry_s = None, False, _FIRST_RETRY_S
+            self._asked_s, self._has_failed, self._has_said_so = None, False, False
+            self._retry_s = _FIRST_RETRY_S
             self._clock.wait(self._wake, ALARMED_PERIOD_S if self.is_alarmed else PERIOD_S)
             self._wake.clear()
 
@@ -291,8 +295,9 @@ class HeartbeatExchange:
     def _forget_attempt(self) -> None:
         self._published.clear()
         for rank, each in list(self._heartbeats.items()):
-            if each.has_ended or each.failure is not None:
+            if each.has_ended or each.failure is not None or self._gone.get(rank, False):
                 del self._heartbeats[rank]
+                self._gone.pop(rank, None)
         self._order = 0
         self.is_reporter = self.is_reported = False
         # Counted on from there: a count that another thread has just read must not hide a later alarm.
@@ -315,7 +320,7 @@ class HeartbeatExchange:
         found = heartbeat_store.find(others, self._published)
         self._published = set(found)
         for rank in gone:
-            self._gone[rank] = True
+            self._gone[rank] = not self._heartbeats[rank].has_ended
         for rank, last_heartbeat in found.items():
             last = self._heartbeats.get(rank)
             if last is None or (last_heartbeat.pid, last_heartbeat.count) != (last.pid, last.count):

@@ -54,11 +54,12 @@ class WeightMemory:
         if self._kept is None:
             tensors = self._tensors()
             buffers = {id(self._model.get_parameter(name)) for name in self._model.buffer_parameters}
-            copies: list[Tensor | None] = (
-                [*host]
-                if host is not None
-                else [tensor.detach().to("cpu", copy=True) if id(tensor) in buffers else None for tensor in tensors]
-            )
+            copies: list[Tensor | None] = [None] * len(tensors) if host is None else [*host]
+            if host is None:
+                # They may become the buffers themselves, which later updates write.
+                with torch.inference_mode(False):
+                    for index, tensor in enumerate(tensors):
+                        copies[index] = tensor.detach().to("cpu", copy=True) if id(tensor) in buffers else None
             self._kept = [
                 _kept(tensor, copy, id(tensor) in buffers) for tensor, copy in zip(tensors, copies, strict=True)
             ]

@@ -94,12 +94,15 @@ class WeightUpdate:
         self._is_paired = not self._head_digest and self._embedding in self.digests
         self._head_digest = content_digest(tensor)
 
+    def forget_tied_head(self) -> None:
+        """All weights are loaded anew, without a head: one that was loaded before is of a try that broke off."""
+        self._head_digest = ""
+
     def _head_fault(self) -> str:
         """Why the head that was loaded cannot be the embedding, or ""."""
         embedding = self.digests.get(self._embedding, self.embedding_digest)
         if self._head_digest in ("", embedding):
             return ""
-        self._is_paired = True
         if not embedding:
             return (
                 f"{self._head} was loaded without {self._embedding}, but tie_word_embeddings in config.json says that "
@@ -125,6 +128,9 @@ class WeightUpdate:
         self._has_all = not missing
         refused_calls = self.refused_calls[self._num_refused_before if self._has_all else 0 :]
         missing = [name for name in missing if name not in buffers]
+        if not missing:
+            # Whatever comes of this try, its head is not one of the next. Where more is to come it may be of this one.
+            self._is_paired = True
         return self.digests, missing, self.must_be_whole, refused_calls, self._has_all, self._head_fault()
 
     def end(self) -> None:

@@ -64,7 +64,11 @@ def build(architecture: str = "native", cache_folder: Path | None = None) -> Bui
             reasons.append(f"{shlex.join(compiler)} --version fails")
             continue
         key = _key(sources, (*compiler, version, architecture))
-        built = _find_or_compile(compiler, sources, architecture, _library_folder(cache_folder, key))
+        try:
+            folder = _library_folder(cache_folder, key)
+        except OSError as error:
+            return f"no folder to compile in: {error}"
+        built = _find_or_compile(compiler, sources, architecture, folder)
         if isinstance(built, Built):
             return built
         reasons.append(built)

@@ -133,7 +133,9 @@ class BatchState:
         for sequence in list(self._slots):
             request_id = sequence.request.request_id
             if request_id in requests or (keys and SequenceKey(request_id, sequence.sample_index) in keys):
-                self._free.append(self._slots.pop(sequence))
+                slot = self._slots.pop(sequence)
+                slot.table = None
+                self._free.append(slot)
         self._layout = None
 
     def _make_room(self, num_sequences: int, width: int) -> None:

@@ -16,9 +16,10 @@ from spmd_worker.sequence.pooling_params import PoolingParams, taken_pooling
 from spmd_worker.sequence.request import Request, RequestId
 from spmd_worker.sequence.sampling_params import SamplingParams
 
-_FILTERED = SamplingParams(top_p=0.9, logprobs=0)
+# One likeliest token as well: off the CPU those of many rows are sought at once, in copies beside the logits.
+_FILTERED = SamplingParams(top_p=0.9, logprobs=1)
 _REPORTED = SamplingParams(logit_bias=((0, 1.0),), logprobs=0)
-_GREEDY = SamplingParams(temperature=0.0, logit_bias=((0, 1.0),), logprobs=0)
+_GREEDY = SamplingParams(temperature=0.0, logit_bias=((0, 1.0),), logprobs=1)
 
 
 def largest_step(

@@ -407,6 +407,7 @@ class Worker(WorkerBase):
         assert self._model is not None, "load_model comes first"
         model, own = self._model, self.resolved.model_folder
         with self._open_checkpoint(own if folder is None else Path(folder), model) as checkpoint:
+            model.weight_update.forget_tied_head()
             load_whole(
                 model.load_weights,
                 model.checkpoint_shapes,

@@ -225,7 +225,7 @@ def test_ranks_wait_for_rows_for_longer_than_the_timeout(tmp_path: Path):
     rows.write_text("".join(f"{row}\n" for row in INPUTS["mixed"][:20]))
 
     def run(layout: str) -> ranks.CompletedRanks:
-        arguments = [*SETTINGS, "job.input=-", f"job.output={tmp_path}/{layout}.jsonl", "executor.timeout_s=4"]
+        arguments = [*SETTINGS, "job.input=-", f"job.output={tmp_path}/{layout}.jsonl", "executor.timeout_s=10"]
         return ranks.run_forked([script, rows, *arguments, f"parallel.{layout}=2"], 2, timeout_s=240)
 
     layouts = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
@@ -251,7 +251,7 @@ def noting(name):
 
 def write():
     is_asked.wait()
-    time.sleep(9)
+    time.sleep(21)
     with open(sending, "wb") as pipe:
         pipe.write(Path(sys.argv[1]).read_bytes())
 

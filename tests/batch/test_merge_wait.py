@@ -8,7 +8,7 @@ import pytest
 import ranks
 
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
-TIMEOUT_S, MERGE_S = 4, 10
+TIMEOUT_S, MERGE_S = 10, 22
 
 JOB = f"""
 import sys, time

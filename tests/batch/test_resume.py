@@ -332,11 +332,11 @@ def test_steps_are_taken_while_a_stream_is_silent_after_rows_that_were_done(
 
 
 def go_on_with_a_silent_stream(folder: Path, layout: str) -> CompletedRanks:
-    thread = write_in_two_parts(folder, lambda: time.sleep(9))
+    thread = write_in_two_parts(folder, lambda: time.sleep(21))
     arguments = [
         *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64", "sampling.max_tokens=8"),
         *("sampling.temperature=0.9", "job.commit_rows=1", f"job.input={folder / 'fifo'}"),
-        *(f"job.output={folder / 'out.jsonl'}", "executor.timeout_s=4", f"parallel.{layout}=2"),
+        *(f"job.output={folder / 'out.jsonl'}", "executor.timeout_s=10", f"parallel.{layout}=2"),
     ]
     done = run_forked([REPOSITORY / "launch.py", *arguments], 2, timeout_s=240)
     thread.join(timeout=0 if done.returncode else None)

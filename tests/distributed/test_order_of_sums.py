@@ -60,6 +60,19 @@ def test_a_rows_sum_does_not_depend_on_how_many_rows_there_are(nccl: FakeNccl):
     assert not torch.equal(summed(nccl, plain, 1), summed(nccl, plain, 64)[:1])
 
 
+def test_a_sum_that_is_exact_in_any_order_is_not_gathered(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch):
+    group = GroupHandle(ranks=tuple(range(NUM_RANKS)), rank=1, group=object(), adds_in_order=True)
+    nccl.parts[0] = nccl.parts[2] = nccl.parts[3] = 0.0
+    nccl.num_rows = 64
+    own = nccl.parts[1].clone()
+    ordered = group.all_reduce(own.clone())
+    monkeypatch.setattr(communicator, "_all_gather", None)
+    assert torch.equal(group.all_reduce(own, is_exact=True), ordered)
+    # Control: without the word it is.
+    with pytest.raises(TypeError):
+        group.all_reduce(own)
+
+
 def test_whole_numbers_have_no_order_and_wider_ones_stay_wide(nccl: FakeNccl):
     group = GroupHandle(ranks=tuple(range(NUM_RANKS)), rank=1, group=object(), adds_in_order=True)
     for dtype in (torch.int64, torch.float64):

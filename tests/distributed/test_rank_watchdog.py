@@ -209,7 +209,7 @@ def forward(self, step, scheduled):
     return right(self, step, scheduled)
 
 ModelRunner.forward = forward
-llm = LLM({str(MODEL)!r}, tensor_parallel_size=2, num_blocks=64, device="cpu", timeout_s=4)
+llm = LLM({str(MODEL)!r}, tensor_parallel_size=2, num_blocks=64, device="cpu", timeout_s=10)
 try:
     llm.generate(["add 1 2 ="], SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
 except Exception as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from waiting import wait_until
 
 from spmd_worker.native import build
 
@@ -301,15 +302,12 @@ def test_a_rank_that_closes_is_as_good_as_gone_and_the_others_are_told_at_once()
 def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer():
     done = run(
         """
-    fast = share_memory(gloo, 1.0)
+    fast = share_memory(gloo, 4.0)
     fast.all_reduce(torch.ones(4))
-    if rank == 1:
-        time.sleep(3)
-        os._exit(0)
-    with at_least(0.9):
-        say_how_a_sum_ends(fast)
-    time.sleep(3)
-    os._exit(0)
+    if rank == 0:
+        with at_least(3.9):
+            say_how_a_sum_ends(fast)
+    leave()
 """,
         2,
     )
@@ -380,7 +378,7 @@ def test_where_one_rank_cannot_all_keep_gloo_and_agree_on_it(why: str):
 
 def test_nothing_is_left_after_a_kill(tmp_path: Path):
     """The memory has no name, in no folder."""
-    before = sorted(path.name for path in Path("/dev/shm").iterdir())
+    before = {path.name for path in Path("/dev/shm").iterdir()}
     done = run(
         """
     fast = share_memory(gloo, 10.0)
@@ -391,4 +389,5 @@ def test_nothing_is_left_after_a_kill(tmp_path: Path):
         2,
     )
     assert done.returncode != 0
-    assert sorted(path.name for path in Path("/dev/shm").iterdir()) == before
+    # What other tests have there comes and goes.
+    wait_until(lambda: {path.name for path in Path("/dev/shm").iterdir()} <= before)

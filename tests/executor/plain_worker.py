@@ -44,6 +44,12 @@ class PlainWorker(WorkerBase):
             time.sleep(seconds)
         return self.rank
 
+    def wait_for(self, path: str, rank: int = -1) -> int:
+        """Until there is such a file."""
+        while rank in (-1, self.rank) and not os.path.exists(path):
+            time.sleep(0.005)
+        return self.rank
+
     def fail_on(self, rank: int, message: str = "went wrong") -> str:
         if rank in (-1, self.rank):
             raise ValueError(message)

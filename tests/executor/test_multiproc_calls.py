@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,14 @@ pytestmark = pytest.mark.usefixtures("forked_workers_of_module")
 def executor() -> Iterator[MultiprocExecutor]:
     with plain(worker_extension_cls="plain_worker.Extension") as started:
         yield started
+
+
+@pytest.fixture
+def go_on(tmp_path: Path) -> Iterator[Path]:
+    """What workers wait for that are asked to; it comes with the test's end at the latest."""
+    path = tmp_path / "go on"
+    yield path
+    path.touch()
 
 
 def test_the_backend_is_found_by_its_name():
@@ -118,13 +127,16 @@ def test_one_workers_exception_is_not_held_back_by_another_that_waits_for_it():
         executor.collective_rpc("fail_and_keep_the_other_waiting", args=(1,))
 
 
-def test_a_timeout_names_the_ranks_that_have_not_answered(executor: MultiprocExecutor):
+def test_a_timeout_names_the_ranks_that_have_not_answered(executor: MultiprocExecutor, go_on: Path):
     with pytest.raises(TimeoutError) as raised:
-        executor.collective_rpc("nap", timeout=0.6, args=(1.5, 1))
+        executor.collective_rpc("wait_for", timeout=3, args=(str(go_on), 1))
     pid = executor.worker_pids[1]
-    assert str(raised.value) == f"rank 1 (pid {pid}) has not answered nap within 0.6 s"
-    with pytest.raises(TimeoutError, match=r"^rank 0 \(pid \d+\), rank 1 \(pid \d+\) have not answered nap within"):
-        executor.collective_rpc("nap", timeout=0.1, args=(1.0,))
+    assert str(raised.value) == f"rank 1 (pid {pid}) has not answered wait_for within 3 s"
+    with pytest.raises(
+        TimeoutError, match=r"^rank 0 \(pid \d+\), rank 1 \(pid \d+\) have not answered wait_for within"
+    ):
+        executor.collective_rpc("wait_for", timeout=0.1, args=(str(go_on),))
+    go_on.touch()
     # The late answers are nobody's: the next call gets its own.
     assert executor.collective_rpc("echo", args=("next",)) == [(("next",), {})] * 2
 
@@ -153,23 +165,26 @@ def test_an_answer_that_cannot_cross_processes_is_an_error_of_its_rank(executor:
         executor.collective_rpc("give_object")
 
 
-def test_a_call_that_does_not_block_gives_a_future_a_rank(executor: MultiprocExecutor):
-    futures = executor.collective_rpc("nap", args=(0.5,), non_block=True)
+def test_a_call_that_does_not_block_gives_a_future_a_rank(executor: MultiprocExecutor, go_on: Path):
+    futures = executor.collective_rpc("wait_for", args=(str(go_on),), non_block=True)
     assert not any(future.done() for future in futures)
+    go_on.touch()
     assert [future.result(timeout=LIMIT_S) for future in futures] == [0, 1]
     good, bad = executor.collective_rpc("fail_on", args=(1,), non_block=True)
     assert good.result(timeout=LIMIT_S) == "fine"
     assert isinstance(bad.exception(timeout=LIMIT_S), WorkerError)
 
 
-def test_coroutines_wait_for_workers_while_others_run(executor: MultiprocExecutor):
+def test_coroutines_wait_for_workers_while_others_run(executor: MultiprocExecutor, go_on: Path):
     async def main() -> tuple[list[int], int, str]:
-        futures = executor.collective_rpc("nap", args=(0.3,), non_block=True)
+        futures = executor.collective_rpc("wait_for", args=(str(go_on),), non_block=True)
         waiting = asyncio.gather(*map(asyncio.wrap_future, futures))
         num_turns = 0
         while not waiting.done():
             await asyncio.sleep(0.01)
             num_turns += 1
+            if num_turns == 3:
+                go_on.touch()
         bad = executor.collective_rpc("fail_on", args=(0,), non_block=True)[0]
         with pytest.raises(WorkerError) as raised:
             await asyncio.wrap_future(bad)
@@ -181,13 +196,14 @@ def test_coroutines_wait_for_workers_while_others_run(executor: MultiprocExecuto
     assert text == "rank 0 raised ValueError in fail_on: went wrong"
 
 
-def test_a_coroutine_that_gives_up_leaves_the_queue_in_order(executor: MultiprocExecutor):
+def test_a_coroutine_that_gives_up_leaves_the_queue_in_order(executor: MultiprocExecutor, go_on: Path):
     async def main() -> None:
-        future = executor.collective_rpc("nap", args=(0.3,), non_block=True)[0]
+        future = executor.collective_rpc("wait_for", args=(str(go_on),), non_block=True)[0]
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(future), 0.05)
 
     asyncio.run(main())
+    go_on.touch()
     assert executor.collective_rpc("echo", args=(1,)) == [((1,), {})] * 2
 
 
@@ -198,10 +214,11 @@ def test_a_step_is_one_round_trip_and_the_output_ranks_ids(executor: MultiprocEx
     assert executor.execute_model(StepPlan(step=2)) == StepResult(2, (0, 2), logprobs)
 
 
-def test_steps_can_be_under_way_while_the_caller_goes_on(executor: MultiprocExecutor):
-    executor.collective_rpc("nap", args=(0.5,), non_block=True)
+def test_steps_can_be_in_flight_while_the_caller_goes_on(executor: MultiprocExecutor, go_on: Path):
+    executor.collective_rpc("wait_for", args=(str(go_on),), non_block=True)
     futures = [executor.execute_model(StepPlan(step=step), non_block=True) for step in (11, 12, 13)]
     assert not any(future.done() for future in futures)
+    go_on.touch()
     assert [future.result(timeout=LIMIT_S).token_ids for future in futures] == [(0, 11), (0, 12), (0, 13)]
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -80,8 +81,8 @@ def test_a_blocking_call_ends_when_a_worker_does():
         ("die", "worker rank 1 (pid {pid}) was killed by SIGKILL"),
         pytest.param("exit", "worker rank 1 (pid {pid}) exited with code 3", marks=pytest.mark.matrix),
         pytest.param("fault", "worker rank 1 (pid {pid}) was killed by SIGSEGV", marks=pytest.mark.matrix),
-        ("hang", "rank 1 (pid {pid}) has not answered step within 1.8 s"),
-        ("stop", "rank 1 (pid {pid}, stopped) has not answered step within 1.8 s"),
+        ("hang", "rank 1 (pid {pid}) has not answered step within 3.6 s"),
+        ("stop", "rank 1 (pid {pid}, stopped) has not answered step within 3.6 s"),
     ],
 )
 def test_a_step_that_fails_on_rank_1_fails_the_executor_and_ends_all(what: str, text: str):
@@ -93,7 +94,7 @@ def test_a_step_that_fails_on_rank_1_fails_the_executor_and_ends_all(what: str, 
         executor.collective_rpc("arrange", args=(1, what))
         if what in ("hang", "stop"):
             # From here on: the start and the step before have as long as they need.
-            limited = replace(executor.config, executor=replace(executor.config.executor, timeout_s=2.0))
+            limited = replace(executor.config, executor=replace(executor.config.executor, timeout_s=4.0))
             executor.resolved = replace(executor.resolved, config=limited)
         with pytest.raises((WorkerError, WorkerDiedError, TimeoutError)) as raised:
             executor.execute_model(StepPlan(step=2))
@@ -168,7 +169,8 @@ def test_a_queue_that_is_closed_while_somebody_waits_gives_an_error_at_once():
 
         waiter = threading.Thread(target=call)
         waiter.start()
-        time.sleep(0.1)
+        waiting = executor._pool._pending._waiting
+        wait_until(lambda: [rank for (_, rank), each in list(waiting.items()) if each.method == "echo"] == [1])
         executor.shutdown()
         waiter.join(LIMIT_S)
         text = "the executor was shut down while rank 1 was at work on"
@@ -183,7 +185,7 @@ def test_a_queue_that_is_closed_while_somebody_waits_gives_an_error_at_once():
 def test_shutdown_leaves_no_process_thread_descriptor_or_shared_memory():
     with plain():
         pass
-    threads, descriptors, shared = threading.enumerate(), sorted(open_descriptors()), sorted(os.listdir("/dev/shm"))
+    threads, descriptors, shared = threading.enumerate(), Counter(open_descriptors()), set(os.listdir("/dev/shm"))
     for how in ("idle", "busy", "failed"):
         with plain() as executor:
             pids = executor.worker_pids
@@ -195,9 +197,10 @@ def test_shutdown_leaves_no_process_thread_descriptor_or_shared_memory():
                 wait_until(lambda executor=executor: executor.is_failed)
         executor.shutdown()
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "not even a zombie"
-        assert threading.enumerate() == threads
-        assert sorted(open_descriptors()) == descriptors
-        assert sorted(os.listdir("/dev/shm")) == shared
+        # What was left of an earlier test may go meanwhile, and what other tests have in shared memory comes and goes.
+        assert [thread for thread in threading.enumerate() if thread not in threads] == []
+        assert not Counter(open_descriptors()) - descriptors
+        wait_until(lambda: set(os.listdir("/dev/shm")) <= shared)
 
 
 @forked
@@ -224,7 +227,7 @@ def test_an_executor_that_cannot_start_leaves_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(FileNotFoundError, match="/no/such/python"):
         new_plain().start()
-    assert threading.enumerate() == threads
+    assert [thread for thread in threading.enumerate() if thread not in threads] == []
 
 
 @forked

@@ -1,10 +1,9 @@
 """CacheEngine: whole blocks move bit for bit, in the promised order, and nothing moves when a pair is wrong."""
 
 import contextlib
-import mmap
-from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -39,11 +38,6 @@ def fill_with_random_bits(cache, seed):
 
 def bits(cache):
     return cache.cpu().view(torch.uint8).clone()
-
-
-def resident_bytes():
-    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return num_pages * mmap.PAGESIZE
 
 
 @pytest.fixture(params=DEVICES)
@@ -82,15 +76,36 @@ def test_the_cache_on_the_cpu_starts_on_a_cache_line():
     assert engine.device_cache.transpose(0, 1).is_contiguous()
 
 
-def test_a_large_cache_commits_no_memory_before_it_is_written():
-    spec = CacheSpec(num_layers=4, num_kv_heads=8, head_size=128, dtype_bytes=4, block_size=16)
-    engine = CacheEngine(spec, (2**15,), 2048, 0, torch.float32, torch.device("cpu"))
-    resident_before = resident_bytes()
-    engine.allocate()
-    assert engine.device_cache.nbytes == 2**30
-    engine.device_cache[3, 2047, 0] = 1.0
-    assert resident_bytes() - resident_before < 2**26
-    assert engine.device_cache[3, 2047].sum() == 1.0
+COMMITTED = """
+import mmap, sys
+from pathlib import Path
+import torch
+from kv_cache import host_memory
+from kv_cache.cache_engine import CacheEngine
+from kv_cache.cache_spec import CacheSpec
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+if sys.argv[1] == "control":
+    host_memory.lazy_zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+spec = CacheSpec(num_layers=4, num_kv_heads=8, head_size=128, dtype_bytes=4, block_size=16)
+engine = CacheEngine(spec, (2**15,), 2048, 0, torch.float32, torch.device("cpu"))
+before = resident_bytes()
+engine.allocate()
+assert engine.device_cache.nbytes == 2**30
+engine.device_cache[3, 2047, 0] = 1.0
+print(resident_bytes() - before)
+assert engine.device_cache[3, 2047].sum() == 1.0
+"""
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+def test_a_large_cache_commits_no_memory_before_it_is_written(is_control: bool):
+    """In a process of its own, in which nothing else takes memory meanwhile. The control is written as it is made."""
+    done = ranks.run_ranks(COMMITTED, 1, timeout_s=240, arguments=["control" if is_control else "ours"])
+    assert done.returncode == 0, done.output
+    assert (int(done.stdout) >= 2**30) if is_control else (int(done.stdout) < 2**26)
 
 
 def test_a_cache_allocated_in_inference_mode_is_written_outside_it():

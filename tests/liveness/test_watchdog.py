@@ -65,16 +65,20 @@ class Ranks:
         monkeypatch.setattr(watchdog, "exit_now", self._exit)
 
     def start(self, ranks: tuple[int, ...]) -> None:
-        for rank in ranks:
-            self.all[rank].start()
-        threads = [thread for rank in ranks for thread in (self.all[rank]._thread, self.all[rank]._exchange._thread)]
+        self.begin(*(self.all[rank] for rank in ranks))
+        self.wait_until(lambda: all(f"watch/heartbeat/{rank}" in self.store.values for rank in ranks))
+
+    def begin(self, *watchdogs: Watchdog) -> None:
+        """Start them, and return when their threads take part in time, which else would pass without them."""
+        for each in watchdogs:
+            each.start()
+        threads = [thread for each in watchdogs for thread in (each._thread, each._exchange._thread)]
         try:
             wait_until(lambda: all(self.time.takes_part(thread) for thread in threads))
         except NotInTime as error:
             faulthandler.dump_traceback(all_threads=True)
             missing = [thread for thread in threads if not self.time.takes_part(thread)]
             raise NotInTime(f"threads that have not waited: {missing} (their stacks are above)") from error
-        self.wait_until(lambda: all(f"watch/heartbeat/{rank}" in self.store.values for rank in ranks))
 
     def stop(self) -> None:
         for each in self.all:
@@ -408,7 +412,7 @@ def test_where_the_store_was_never_reached_rank_0_is_named_by_one_of_the_others(
     ranks = make(3)
     for each in ranks.all[1:]:
         each._exchange._connect = connect
-        each.start()
+        ranks.begin(each)
     ranks.wait_until(lambda: all(each._exchange.is_lost for each in ranks.all[1:]))
     for each in ranks.all[1:]:
         each.fail(ConnectionError("Connection refused"))
@@ -583,7 +587,7 @@ def test_ranks_whose_first_names_differ_meet_under_the_name_they_agree_on(make, 
     ranks = make(2, exits=False, run_dir=None)
     named_apart(ranks, 0, 1)
     for each in ranks.all:
-        each.start()
+        ranks.begin(each)
     ranks.wait_until(lambda: all(each._exchange.is_connected for each in ranks.all))
     if joins:
         for each in ranks.all:
@@ -606,7 +610,7 @@ def test_an_attempt_of_another_rank_that_failed_is_forgotten_when_the_next_one_j
     ranks.all[1].stop()
     again = Watchdog(Watched(1, (0, 1), LONG_S), lambda: HeartbeatStore(ranks.store, "watch/again"), ranks.time.clock())
     ranks.all.append(again)
-    again.start()
+    ranks.begin(again)
     for each in (ranks.all[0], again):
         each.join_run("r")
     ranks.wait_until(lambda: ranks.all[0]._exchange._published == {1})
@@ -633,7 +637,7 @@ def test_an_attempt_that_failed_marks_its_first_name_and_a_run_that_joined_too(m
     ranks = make(3, exits=False, run_dir=None)
     for rank, each in enumerate(ranks.all):
         each._exchange._connect = lambda rank=rank: HeartbeatStore(ranks.store, f"watch/first{rank}")
-        each.start()
+        ranks.begin(each)
     ranks.wait_until(lambda: all(f"watch/first{rank}/heartbeat/{rank}" in ranks.store.values for rank in range(3)))
     ranks.all[0].stop()
     ranks.all[1].join_run("r")
@@ -669,18 +673,69 @@ def test_a_store_that_answers_again_is_used_again_under_the_name_of_the_run(make
 
 
 def test_ranks_on_other_nodes_are_not_silent_for_the_time_in_which_there_was_no_store(make):
-    ranks = make(2, timeout_s=4.0)
+    ranks = make(2, timeout_s=20.0)
     ranks.start((0,))
     ranks.all[0].heartbeat.enter("between steps")
     far = RankHeartbeat(1, "another node", 7, 8, 1, 5, "between steps")
     publish(ranks.store, far)
     ranks.wait_until(lambda: ranks.all[0]._exchange.statuses()[1].last_heartbeat == far)
+    ranks.time.advance(10.0)
     ranks.store.is_gone = True
-    ranks.time.advance(3.5)
+    ranks.time.advance(7.0)
     ranks.store.is_gone = False
     ranks.wait_until(lambda: not ranks.all[0]._exchange.is_lost)
     assert ranks.all[0]._exchange.statuses()[1].heard_ago_s < 1.0
-    assert ranks.exits == {}
+    # Long after what would have been its silence.
+    ranks.time.advance(15.0)
+    assert (ranks.exits, ranks.all[0]._diagnosis) == ({}, None)
+    # Control: it is silent all the same.
+    assert ranks.wait_for_exits(1) == {0: 1}
+
+
+def test_a_rank_that_ends_while_the_store_is_lost_says_so_where_it_answers_again(make):
+    """It left without a word, and the others missed its process."""
+    ranks = make(2, timeout_s=20.0)
+    ranks.start((0, 1))
+    ranks.store.is_gone = True
+    ranks.wait_until(lambda: all(each._exchange.is_lost for each in ranks.all))
+    ranks.store.is_gone = False
+    ranks.all[1].stop()
+    assert RankHeartbeat.unpack(ranks.store.values["watch/heartbeat/1"]).has_ended
+    ranks.wait_until(lambda: not ranks.all[0]._exchange.is_lost)
+    # Where it does not answer the end waits for nothing.
+    ranks.store.is_gone = True
+    ranks.wait_until(lambda: ranks.all[0]._exchange.is_lost)
+    ranks.all[0].stop()
+    assert not ranks.all[0]._exchange._thread.is_alive()
+
+
+def test_a_store_that_is_lost_twice_is_said_twice(make, caplog):
+    ranks = make(2, timeout_s=200.0)
+    ranks.start((0,))
+    for num_losses in (1, 2):
+        ranks.store.is_gone = True
+        ranks.time.advance(10.0)
+        ranks.store.is_gone = False
+        ranks.wait_until(lambda: not ranks.all[0]._exchange.is_lost)
+        assert len(caplog.records) == num_losses
+
+
+def test_a_rank_whose_process_of_before_is_gone_is_not_missed_when_the_next_one_joins(make, monkeypatch, caplog):
+    """Rank 1 was started again on the same node. Rank 0 raised an alarm in the new run, and looked for a heartbeat."""
+    ranks = make(2, timeout_s=20.0, exits=False)
+    is_there = monkeypatch.setattr
+    ranks.start((0, 1))
+    ranks.all[1].fail(ConfigError("seed=x"))
+    ranks.wait_until(lambda: ranks.all[0]._diagnosis is not None)
+    ranks.all[1].stop()
+    is_there(ranks.all[0]._exchange, "_has_no_process", lambda last_heartbeat: True)
+    ranks.wait_until(lambda: ranks.all[0]._exchange._gone.get(1) is not None)
+    ranks.all[0].join_run("r")
+    ranks.wait_until(lambda: not ranks.all[0]._exchange.is_moving)
+    assert ranks.all[0]._exchange._gone.get(1) is None
+    ranks.time.advance(5.0)
+    assert ranks.all[0]._thread.is_alive()
+    assert not ranks.all[0]._exchange.is_alarmed
 
 
 def test_an_alarm_that_did_not_reach_the_store_is_raised_when_it_answers_again(make):
@@ -703,7 +758,7 @@ def test_the_store_is_asked_less_and_less_often_while_it_does_not_answer_and_no_
         raise ConnectionError("Connection refused")
 
     ranks.all[0]._exchange._connect = connect
-    ranks.all[0].start()
+    ranks.begin(ranks.all[0])
     ranks.wait_until(lambda: len(asked_s) == 6)
     assert asked_s == [0.0, 0.5, 1.5, 3.5, 7.5, 11.5]
     ranks.stop()

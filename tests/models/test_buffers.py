@@ -101,6 +101,19 @@ def test_where_the_weights_are_dropped_buffers_stay(was_on_host: bool):
     assert all(before[name].count_nonzero() for name in buffers), "negative control"
 
 
+def test_buffers_that_stayed_through_a_sleep_in_inference_mode_can_be_written_later():
+    """They came back as inference tensors, and the next update that had one broke off halfway."""
+    model = load(expert_folder("minimax_m2"))[0]
+    memory = WeightMemory(model, ReferenceKernels())
+    with torch.inference_mode():
+        memory.give_back(None)
+        memory.restore(memory.take())
+    assert model.buffer_parameters
+    for name in model.buffer_parameters:
+        with torch.no_grad():
+            model.get_parameter(name).add_(1.0)
+
+
 def answers(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     return [list(each.outputs[0].token_ids) for each in outputs]

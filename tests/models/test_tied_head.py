@@ -137,3 +137,40 @@ def test_a_head_that_comes_alone_is_refused_unless_it_is_known_to_be_the_embeddi
             llm.finish_weight_update()
         llm.update_weights([(EMBEDDING, head)])
         assert generated(llm) == before
+
+
+def test_a_head_of_an_update_that_broke_off_is_none_of_the_reload_that_makes_it_good(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    with LLM(folder, **SETTINGS) as llm:
+        before = generated(llm)
+
+        def break_off() -> None:
+            with llm.weight_update() as load:
+                load(HEAD, tensors[EMBEDDING] + 1.0)
+                raise KeyError("of the trainer")
+
+        with pytest.raises(KeyError):
+            break_off()
+        llm.collective_rpc("reload_weights")
+        assert generated(llm) == before
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_head_is_compared_though_somebody_asked_whether_more_is_to_come(folder: Path, asks: bool):
+    """`wake_up(tags=["kv_cache"])` asks, and the head was then taken for one of an earlier try."""
+    tensors = load_file(folder / "model.safetensors")
+    with LLM(folder, **SETTINGS) as llm:
+        before = generated(llm)
+        load = llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        load([(HEAD, tensors[EMBEDDING] + 1.0)])
+        if asks:
+            llm.wake_up(tags=["kv_cache"])
+        load(tensors.items())
+        with pytest.raises(CheckpointError, match=f"{HEAD} differs from {EMBEDDING}"):
+            generated(llm) if asks else llm.wake_up(tags=["kv_cache"])
+        load(tensors.items())
+        if not asks:
+            llm.wake_up(tags=["kv_cache"])
+        assert generated(llm) == before

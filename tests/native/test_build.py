@@ -84,7 +84,9 @@ def test_processes_that_build_at_once_compile_once(compiler, tmp_path):
 def test_without_the_lock_all_of_them_would_compile(compiler, tmp_path, monkeypatch):
     """Negative control, in threads: locks of one process exclude each other as those of several do."""
     for is_locked in (True, False):
-        num_calls = compiler()
+        # Without the lock each compilation takes until all three have begun.
+        all_compile = f"for i in $(seq 2400); do [ $(wc -l < {tmp_path}/calls) -ge 4 ] && break; sleep 0.05; done; "
+        num_calls = compiler(COMPILE if is_locked else all_compile + COMPILE)
         before = num_calls()
         if not is_locked:
             monkeypatch.setattr(build_module.fcntl, "flock", lambda descriptor, operation: None)

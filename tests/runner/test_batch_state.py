@@ -191,6 +191,7 @@ def test_nothing_is_held_of_who_has_ended():
     state.build(scheduled)
     state.forget((), [each.sequence.request.request_id for each in scheduled[:5]])
     assert [each.request.request_id for each in state._slots] == [5]
+    assert [slot.table for slot in state._free] == [None] * len(state._free), "nor their tables"
     state.build(scheduled[5:])
     later = [dataclasses.replace(each.sequence, request=each.sequence.request) for each in scheduled[:5]]
     again = tuple(ScheduledSequence(each, 1, 1) for each in later)

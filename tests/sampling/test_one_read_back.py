@@ -154,6 +154,7 @@ def test_the_bits_are_those_of_the_way_that_looks_at_values(monkeypatch: pytest.
             patch.setattr(read_back_module, "_FREE_ON", ())
             assert repr(sharded(values, rows, size, mode)) == repr(expected)
     # Negative control: others than the likeliest are seen.
+    expected = sharded(logits, rows, size, mode)
     monkeypatch.setattr(read_back_module, "_FREE_ON", ())
     largest = torch.topk
     monkeypatch.setattr(torch, "topk", lambda values, count, dim: largest(values.roll(1, dim), count, dim=dim))
@@ -167,7 +168,9 @@ def test_the_likeliest_of_rows_are_those_of_each(num_kept: int, count: int):
     generator = torch.Generator().manual_seed(num_kept)
     logits = torch.full((4, 300), -torch.inf)
     for values in logits:
-        values[torch.randperm(300, generator=generator)[:num_kept]] = torch.randint(-2, 3, (num_kept,)).float()
+        values[torch.randperm(300, generator=generator)[:num_kept]] = torch.randint(
+            -2, 3, (num_kept,), generator=generator
+        ).float()
     logits[1, :7] = -0.0
     logits[2, ::9] = torch.nan
     for dtype in (torch.float32, torch.bfloat16):

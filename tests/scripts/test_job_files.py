@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import ranks
 import yaml
 from torch.distributed.run import get_args_parser
-from waiting import LIMIT_S
+from waiting import LIMIT_S, wait_until
 
 SLURM = ranks.REPOSITORY / "scripts" / "slurm" / "job.sbatch"
 KUBERNETES = ranks.REPOSITORY / "scripts" / "k8s" / "job.yaml"
@@ -68,10 +67,7 @@ def test_a_slurm_job_that_runs_out_of_time_is_queued_again(cluster: dict[str, st
     job = subprocess.Popen(["bash", str(SLURM), "seed=1"], env={**cluster, "SLOW": "1"}, start_new_session=True)
     try:
         ranks_started = Path(f"{cluster['CALLS']}.torchrun")
-        for _ in range(200):
-            if ranks_started.exists() and ranks_started.read_text():
-                break
-            time.sleep(0.05)
+        wait_until(lambda: ranks_started.exists() and ranks_started.read_text())
         job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=LIMIT_S) == 0
         assert "scontrol requeue 41" in Path(cluster["CALLS"]).read_text()

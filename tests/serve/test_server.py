@@ -285,6 +285,7 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
     with ServedHere(max_queued=4) as server, socket.create_connection(("127.0.0.1", server.client.port), 60) as silent:
         silent.sendall(sent)
         assert silent.recv(1) == b""
+        monkeypatch.setattr(http_server, "_HEADER_S", LIMIT_S)
         # One that has had its answer may ask again.
         assert server.client.ask(TEXT, {**LONG, "max_tokens": 2})[0] == 200
 
