@@ -23,6 +23,15 @@ from spmd_worker.metrics.step_stats import StepStatsWriter
 from spmd_worker.runner.model_runner import ModelRunner
 from spmd_worker.worker.worker import Worker
 
+SURE_S = 2.5
+"""From this moment on a strike waits until every rank is watched: imports end at different times."""
+
+
+def has_heard_all(watchdog: Watchdog) -> bool:
+    """Whether there is a heartbeat of each rank, or nobody watches."""
+    exchange = watchdog._exchange
+    return not exchange._thread.is_alive() or all(each.last_heartbeat is not None for each in exchange.statuses())
+
 
 class Strike:
     """One fault in the victim's process."""
@@ -40,14 +49,17 @@ class Strike:
         """To this process, from a thread beside the watchdog's."""
         right = Watchdog.start
 
-        def send_later() -> None:
+        def send_later(watchdog: Watchdog) -> None:
             time.sleep(self.moment)
+            while self.moment >= SURE_S and not has_heard_all(watchdog):
+                # And then they have a moment to hear this one.
+                time.sleep(1)
             self.note()
             os.kill(os.getpid(), number)
 
         def start(watchdog: Watchdog) -> None:
             right(watchdog)
-            threading.Thread(target=send_later, daemon=True).start()
+            threading.Thread(target=send_later, args=(watchdog,), daemon=True).start()
 
         Watchdog.start = start
 

@@ -75,6 +75,7 @@ class ForkServer:
             )
         self._exit_codes: dict[int, int] = {}
         self._forked: int | None = None
+        self._is_ready = False
         self._fork_lock = threading.Lock()
         # Guards what was read; one thread reads while the others wait for what it reads.
         self._news = threading.Condition()
@@ -102,6 +103,11 @@ class ForkServer:
             pid, self._forked = self._forked, None
         assert pid is not None, "waited for"
         return ForkedProcess(self, pid)
+
+    def wait_until_ready(self) -> None:
+        """Until it has imported everything, and forks at once."""
+        if not self._wait_until(lambda: self._is_ready, START_S):
+            raise ForkServerError(f"the fork server is not ready after {START_S} s")
 
     def exit_code_of(self, pid: int, timeout_s: float) -> int | None:
         """Once it is known, which is when the process has ended; None after `timeout_s`."""
@@ -144,7 +150,9 @@ class ForkServer:
         if not message:
             raise ForkServerError(f"the fork server has ended (exit code {self._process.poll()})")
         content = json.loads(message)
-        if "exit_code" in content:
+        if "ready" in content:
+            self._is_ready = True
+        elif "exit_code" in content:
             self._exit_codes[content["ended"]] = content["exit_code"]
         else:
             # The system gives numbers out again.
@@ -218,6 +226,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
     check_that_forks_are_safe()
     leave_libraries()
     gc.freeze()
+    send(connection, {"ready": True})
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     children: dict[int, int] = {}

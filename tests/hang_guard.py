@@ -28,7 +28,7 @@ import pytest
 
 FORK_SERVER = "fork_server.py"
 ANSWER_S = 10.0
-STACKS_S = 1.0
+STACKS_S, MOST_STACKS_S = 0.5, 20.0
 STACKS_SIGNAL = signal.SIGRTMIN
 FAIL_SIGNAL = signal.SIGRTMIN + 1
 END_OF_REPORT = "That is all that is known of it.\n"
@@ -187,7 +187,7 @@ def end_what_hangs(tests: int, test: str, report: Path, stacks: Path) -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    deadline_s = time.monotonic() + STACKS_S
+    deadline_s = time.monotonic() + MOST_STACKS_S
     while time.monotonic() < deadline_s:
         state = proc_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1]
         if state in ([], ["Z"], ["X"]):
@@ -198,7 +198,13 @@ def wait_for_end(pid: int) -> None:
 def stacks_of_tests(tests: int, stacks: Path) -> str:
     before = stacks.stat().st_size
     send(tests, STACKS_SIGNAL)
-    time.sleep(STACKS_S)
+    # Until there is more than before, and no more comes.
+    size, deadline_s = before, time.monotonic() + MOST_STACKS_S
+    while time.monotonic() < deadline_s:
+        time.sleep(STACKS_S)
+        last, size = size, stacks.stat().st_size
+        if before < last == size:
+            break
     return stacks.read_bytes()[before:].decode(errors="replace")
 
 

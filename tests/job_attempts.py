@@ -14,6 +14,7 @@ from fork_server import fork_server
 from waiting import wait_until
 
 LAUNCH = ranks.REPOSITORY / "launch.py"
+SLOW_JOB = ranks.REPOSITORY / "tests" / "slow_job.py"
 MODEL = ranks.REPOSITORY / "scripts" / "demo" / "model"
 NUM_ROWS = 250
 NUM_LONG_ROWS = 500
@@ -34,6 +35,11 @@ def write_rows(folder: Path, num_rows: int = NUM_ROWS) -> None:
     ]
     rows[13] = {"prompt": 7}
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def slow_after(num_steps: int, folder: Path) -> tuple[str, ...]:
+    """A script for `Attempt`: after so many steps the job is slow, until the file FOLDER/struck is there."""
+    return (str(SLOW_JOB), str(num_steps), str(folder))
 
 
 def command(folder: Path, layout: str, *more: str, script: Sequence[str] = (str(LAUNCH),)) -> list[str]:

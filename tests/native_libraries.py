@@ -75,7 +75,8 @@ WITH_AMX = NATIVE if HAS_AMX else EMULATED
 # Where the processor has no unit, the native library is the one without it.
 INSTRUCTION_SETS = (NATIVE, WITHOUT_AMX, EMULATED, *_portable()) if HAS_AMX else (NATIVE, EMULATED, *_portable())
 needs_avx512 = pytest.mark.skipif(
-    not emulated().has_amx, reason="the unit's kernels are made of AVX-512 too, which is not here"
+    not emulated().has_amx,
+    reason="the unit's kernels are made of AVX-512 and its bfloat16 instructions too, which are not here",
 )
 needs_products = pytest.mark.skipif(
     len(emulated().gemm_dtypes) < 2, reason="the library has no products of its own for this processor"

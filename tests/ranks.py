@@ -277,13 +277,15 @@ class ForkedRanks:
         stdout: IO[bytes],
         stderr: IO[bytes],
     ) -> None:
+        servers = [fork_server(seed) for seed in hash_seeds]
+        # Else the first ranks would wait for others whose server still imports, and their timeout goes on.
+        for server in servers:
+            server.wait_until_ready()
         self._store = StoreHost(env) if has_agent_store else None
         port = self._store.port if self._store else free_port()
         self.processes = [
-            fork_server(seed).fork(
-                command, rank_variables(env, rank, len(hash_seeds), port, has_agent_store), cwd, stdout, stderr
-            )
-            for rank, seed in enumerate(hash_seeds)
+            server.fork(command, rank_variables(env, rank, len(servers), port, has_agent_store), cwd, stdout, stderr)
+            for rank, server in enumerate(servers)
         ]
         self._ends_at_s: float | None = None
         """When those are killed that SIGTERM has not ended; None while no rank has failed."""

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from faults import SURE_S
 from fork_server import ForkedProcess, fork_server
 from stress_seed import SEED
 from waiting import wait_until
@@ -30,8 +31,6 @@ REPEATS = int(os.environ.get("SPMD_WORKER_FAULT_REPEATS", "10"))
 TIMEOUT_S = 5.0
 MAX_S = 10.0
 LIMIT_S = 240.0
-SURE_S = 2.5
-"""So long after a rank's start every rank is watched: imports end at different times."""
 HEADING = "rank status at the last heartbeats:"
 SEEN = r"(last seen in step \d+, phase [\w ]+, \d+\.\d s ago|no heartbeat since the start)"
 

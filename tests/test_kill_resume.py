@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-from job_attempts import LAYOUTS, LIMIT_S, NUM_LONG_ROWS, NUM_ROWS, Attempt, write_rows
+from job_attempts import LAYOUTS, LIMIT_S, NUM_LONG_ROWS, NUM_ROWS, Attempt, slow_after, write_rows
 from stress_seed import SEED
 
 NUM_KILLS = int(os.environ.get("SPMD_WORKER_KILLS", "40"))
@@ -64,7 +64,7 @@ def test_a_job_that_was_killed_ends_with_the_bytes_of_one_that_was_not(
     """Killed when it has made some steps: one rank, or all (None). Each start goes on under another layout."""
     write_rows(tmp_path)
     for number, (layout, victim) in enumerate(zip(layouts, victims)):
-        attempt = Attempt(tmp_path, layout)
+        attempt = Attempt(tmp_path, layout, script=slow_after(60 * (number + 1), tmp_path))
         attempt.wait_for_steps(60 * (number + 1))
         attempt.kill(victim)
     attempt = Attempt(tmp_path, layouts[-1])

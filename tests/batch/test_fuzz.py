@@ -192,7 +192,16 @@ def check_rows(tmp_path: Path, num_rows: int, number: int) -> Counter[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     answers = (tmp_path / "out.jsonl").read_bytes().splitlines()
-    assert len(answers) == num_rows
+    codes = codes_of(lines, answers)
+    assert codes["well"] > num_rows // 20, codes
+    assert len(codes) > 15, codes
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.run", "rows.jsonl"]
+    return codes
+
+
+def codes_of(lines: list[bytes], answers: list[bytes]) -> Counter[str]:
+    """Of answers that are one for each line, in their order, and well formed."""
+    assert len(answers) == len(lines)
     codes: Counter[str] = Counter()
     for index, (line, answer) in enumerate(zip(lines, answers, strict=True)):
         value = json.loads(answer)
@@ -200,7 +209,29 @@ def check_rows(tmp_path: Path, num_rows: int, number: int) -> Counter[str]:
         assert value["index"] == index if is_plain else value["id"] == f"batch-{index}", (line, answer)
         assert (value["error"] is None) == bool(value.get("outputs") or value.get("response")), (line, answer)
         codes[value["error"]["code"] if value["error"] else "well"] += 1
-    assert codes["well"] > num_rows // 20, codes
-    assert len(codes) > 15, codes
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.run", "rows.jsonl"]
     return codes
+
+
+ANSWERS = [
+    b'{"index": 0, "outputs": [{}], "error": null}',
+    b'{"id": "batch-1", "response": {"body": {}}, "error": null}',
+    b'{"index": 2, "error": {"code": "bad_json"}}',
+]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [ANSWERS[1], ANSWERS[0], ANSWERS[2]],
+        [ANSWERS[0], ANSWERS[0], ANSWERS[2]],
+        [*ANSWERS, ANSWERS[2]],
+        ANSWERS[:2],
+        [*ANSWERS[:2], b'{"index": 2, "error": null}'],
+    ],
+    ids=["exchanged", "instead of another", "twice", "lost", "neither answer nor error"],
+)
+def test_the_check_sees_answers_that_are_not_one_a_row_in_order(broken: list[bytes]):
+    """Negative control."""
+    assert codes_of([b"{}"] * 3, ANSWERS) == {"well": 2, "bad_json": 1}
+    with pytest.raises(AssertionError):
+        codes_of([b"{}"] * 3, broken)

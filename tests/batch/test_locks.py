@@ -141,6 +141,16 @@ def test_the_tests_see_a_lock_that_waits_for_nobody(tmp_path: Path, monkeypatch:
         test_an_orphan_is_waited_for_because_it_ends_by_itself(tmp_path, monkeypatch)
 
 
+def test_without_the_kernels_lock_a_second_job_would_get_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: what keeps it out is the lock, not what the file says."""
+    with holder(tmp_path):
+        with pytest.raises(ConfigError), RunLock(tmp_path / "run", tmp_path / "out.jsonl"):
+            pass
+        monkeypatch.setattr(file_lock.fcntl, "flock", lambda descriptor, flags: None)
+        with RunLock(tmp_path / "run", tmp_path / "out.jsonl"):
+            assert json.loads((tmp_path / "run" / "lock").read_text())["pid"] == os.getpid()
+
+
 def test_a_lock_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Between opening and locking: the one that had it removes it, and a third makes a new one."""
     path = tmp_path / "out.partial"

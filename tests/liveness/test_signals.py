@@ -18,13 +18,15 @@ import pytest
 import ranks
 from fork_server import ForkedProcess, fork_server
 from forked_child import in_child
-from job_attempts import LAUNCH, MODEL, Attempt, write_rows
+from job_attempts import LAUNCH, MODEL, Attempt, slow_after, write_rows
 from waiting import wait_until
 
 from spmd_worker.batch.run_dir.journal import read_journal
 from spmd_worker.liveness import signals as signals_module
 from spmd_worker.liveness.signals import EndingSignals
 
+FIRST_STEPS = 120
+"""What a job makes before a test strikes it. Those that are struck are slow from then on."""
 NO_COMMITS = ("job.commit_rows=100000", "job.commit_s=3600")
 LIMIT_S = 240.0
 
@@ -37,10 +39,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (folder / "out.jsonl").read_bytes()
 
 
-def start(folder: Path, *more: str) -> ForkedProcess:
+def start(folder: Path, *more: str, is_slow: bool = False) -> ForkedProcess:
     """Without a launcher, as `python launch.py`."""
+    script = slow_after(FIRST_STEPS, folder) if is_slow else (str(LAUNCH),)
     command = [
-        *(str(LAUNCH), f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
+        *(*script, f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
         *("cache.num_blocks=512", "scheduler.max_num_seqs=32"),
         *(f"job.input={folder / 'rows.jsonl'}", f"job.output={folder / 'out.jsonl'}", *NO_COMMITS, *more),
     ]
@@ -54,7 +57,7 @@ def wait_for_rows(folder: Path, process: ForkedProcess | None = None) -> None:
 
     def has_answered() -> bool:
         assert process is None or process.poll() is None, (folder / "log").read_text()
-        return steps.exists() and steps.read_bytes().count(b"\n") > 120
+        return steps.exists() and steps.read_bytes().count(b"\n") > FIRST_STEPS
 
     wait_until(has_answered)
 
@@ -180,7 +183,7 @@ def test_rows_that_cannot_be_kept_are_said_and_the_process_ends(monkeypatch, cap
 def test_a_job_that_is_told_to_end_keeps_what_is_finished(tmp_path: Path, expected: bytes, numbers, exit_codes):
     write_rows(tmp_path)
     # Steps are written at once, so that the test sees how far the job is.
-    process = start(tmp_path)
+    process = start(tmp_path, is_slow=True)
     try:
         wait_for_rows(tmp_path, process)
         for number in numbers:
@@ -198,7 +201,7 @@ def test_a_job_that_is_told_to_end_keeps_what_is_finished(tmp_path: Path, expect
 def test_a_job_that_is_killed_keeps_nothing_without_commits(tmp_path: Path):
     """The control: what the other tests find was kept because of the signal."""
     write_rows(tmp_path)
-    process = start(tmp_path)
+    process = start(tmp_path, is_slow=True)
     wait_for_rows(tmp_path, process)
     process.kill()
     process.wait(LIMIT_S)
@@ -208,8 +211,8 @@ def test_a_job_that_is_killed_keeps_nothing_without_commits(tmp_path: Path):
 @pytest.mark.matrix
 def test_ranks_that_are_warned_keep_what_is_finished(tmp_path: Path, expected: bytes):
     write_rows(tmp_path)
-    # Few at once, so that the job lives until it is warned.
-    attempt = Attempt(tmp_path, "two shards", *NO_COMMITS, "scheduler.max_num_seqs=8", torchrun=())
+    script = slow_after(FIRST_STEPS, tmp_path)
+    attempt = Attempt(tmp_path, "two shards", *NO_COMMITS, torchrun=(), script=script)
     wait_for_rows(tmp_path)
     for rank in (0, 1):
         attempt.send(signal.SIGUSR1, rank)
@@ -227,9 +230,11 @@ def test_with_max_restarts_a_killed_rank_is_no_end_and_the_job_resumes_by_itself
     tmp_path: Path, expected: bytes, victim: int
 ):
     write_rows(tmp_path)
-    attempt = Attempt(tmp_path, "two shards", torchrun=("--max-restarts", "2"))
+    script = slow_after(FIRST_STEPS, tmp_path)
+    attempt = Attempt(tmp_path, "two shards", torchrun=("--max-restarts", "2"), script=script)
     wait_for_rows(tmp_path)
     attempt.send(signal.SIGKILL, victim)
+    (tmp_path / "struck").touch()
     assert attempt.close() == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "out.jsonl").read_bytes() == expected
     log = (tmp_path / "log").read_text()

@@ -465,11 +465,11 @@ def test_the_channel_over_a_control_group_agrees_and_diverges_alike():
 
 
 def test_closing_leaves_no_thread_and_no_socket():
-    before = threading.active_count()
+    before = threading.enumerate()
     with star(2) as (leader, followers):
-        assert threading.active_count() == before + 1
+        assert sum(thread not in before for thread in threading.enumerate()) == 1
         leader.close()
-        assert threading.active_count() == before
+        assert [thread for thread in threading.enumerate() if thread not in before] == []
         assert all(connection.fileno() < 0 for connection in leader._connections)
         followers[0].close()
         assert followers[0]._connection.fileno() < 0

@@ -3,6 +3,7 @@
 Models of SentencePiece are trained here, and compared with SentencePiece itself, which nobody here wrote.
 """
 
+import contextlib
 import io
 import json
 import logging
@@ -55,6 +56,30 @@ def test_other_merges_are_another_tokenizer(folder: Path):
     after = Tokenizer.open(folder)
     assert after.fingerprint() != before.fingerprint()
     assert after.encode(TEXTS[0]) != before.encode(TEXTS[0])
+
+
+@pytest.mark.matrix
+def test_code_of_the_folder_is_not_run(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    from transformers import AutoTokenizer, dynamic_module_utils
+
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    trace = elsewhere / "ran"
+    code = f"from pathlib import Path\nPath({str(trace)!r}).touch()\n"
+    code += "from transformers import Qwen2Tokenizer\nclass Own(Qwen2Tokenizer):\n    pass\n"
+    (folder / "own.py").write_text(code)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with contextlib.suppress(TokenizerError):
+        Tokenizer.open(folder)
+    assert not trace.exists()
+    # Negative control: it would leave its trace.
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(elsewhere / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=True)
+    assert trace.exists()
 
 
 def test_without_transformers_the_command_that_converts_is_named(
