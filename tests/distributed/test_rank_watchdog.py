@@ -78,6 +78,16 @@ def test_a_store_that_was_lost_is_opened_again_under_its_name(variables: dict[st
     wait_until(lambda: other().has_flag("here"))
 
 
+def test_a_store_that_was_lost_is_opened_where_it_was_whatever_the_program_has_set_since(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    connects = [watch._Connector(rank, (0, 1), is_host=rank == 0) for rank in (0, 1)]
+    first, other = connects[0](), connects[1]()
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert connects[1]().prefix == other.prefix == first.prefix
+
+
 def test_a_store_that_is_gone_is_not_asked_by_torch_which_would_print_it_each_time(variables, capfd):
     connect = watch._Connector(1, (0, 1), is_host=False)
     connect._prefix = "x"

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import ranks
+from forked_child import in_child
 from test_weight_updates import open_llm
 
 from spmd_worker import LLM, LLMEngine, RequestOutput, SamplingParams
@@ -44,6 +45,27 @@ def answers(llm: LLM) -> dict[str, Any]:
 def llm() -> Iterator[LLM]:
     with open_llm() as made:
         yield made
+
+
+@pytest.mark.parametrize("call", ["step", None], ids=["in step", "holding the lock"])
+def test_a_forked_child_closes_without_its_parents_threads(llm: LLM, call: str | None):
+    """It was refused, or waited for ever for a lock whose thread it has not."""
+    calls, is_in, may_go = llm.llm_engine.calls, threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with calls.lock if call is None else calls.inside(call):
+            is_in.set()
+            may_go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_in.wait()
+    try:
+        assert in_child(llm.close) == 0
+    finally:
+        may_go.set()
+        thread.join()
+    assert len(answers(llm)) == len(PROMPTS)
 
 
 def asked_by_threads(llm: LLM, num_threads: int = 4) -> dict[str, Any]:

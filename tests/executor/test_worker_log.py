@@ -52,7 +52,14 @@ def test_a_line_without_end_is_cut_so_that_it_does_not_fill_memory():
 
 
 @pytest.mark.parametrize(
-    ("encoding", "written"), [("latin-1", b"w: caf\xe9 \\u4f60\n"), ("ascii", b"w: caf\\xe9 \\u4f60\n")]
+    ("encoding", "written"),
+    [
+        ("latin-1", b"w: caf\xe9 \\u4f60\n"),
+        ("ascii", b"w: caf\\xe9 \\u4f60\n"),
+        # Python's error names these two "charmap", which is Latin-1 to it.
+        ("iso8859-15", b"w: caf\xe9 \\u4f60\n"),
+        ("koi8-r", b"w: caf\\xe9 \\u4f60\n"),
+    ],
 )
 def test_a_character_that_the_stream_has_not_is_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str, written: bytes):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)

@@ -253,6 +253,17 @@ def test_without_a_home_the_library_is_kept_in_the_temporary_directory(compiler,
     shutil.rmtree(second.path.parent)
 
 
+def test_without_any_folder_there_is_a_reason_and_no_traceback(compiler, homeless, monkeypatch):
+    """A read-only root: not even a temporary directory."""
+    compiler()
+
+    def nowhere() -> NoReturn:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", nowhere)
+    assert str(build()) == "no folder to compile in: [Errno 2] No usable temporary directory found in ['/tmp']"
+
+
 def check_loads_from_a_private_folder(result) -> None:
     assert isinstance(result, Built)
     assert result.is_private

@@ -5,11 +5,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 import pytest
 import torch
 
+import launch
 from spmd_worker import rank_program
+from spmd_worker.config.schema import RunConfig
+from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.native import threads
 from spmd_worker.native.threads import keep_alone, num_threads, torch_alone, torch_together, torchs_threads_sleep
 
@@ -70,3 +74,20 @@ def test_torchs_threads_sleep_where_torch_was_told_before_it_was_imported(monkey
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     rank_program.prepare_torch()
     assert not torchs_threads_sleep()
+
+
+def test_a_job_tells_torch_before_it_reads_the_model(monkeypatch: pytest.MonkeyPatch):
+    """A tokenizer that has to be converted imports torch, which then was not told any more."""
+    order: list[str] = []
+
+    def read(*_: object) -> NoReturn:
+        order.append("read")
+        raise KeyError
+
+    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(launch, "find_model", lambda _: None)
+    monkeypatch.setattr(launch, "prepare_torch", lambda: order.append("told"))
+    monkeypatch.setattr(launch, "prefault_cache", read)
+    with pytest.raises(KeyError):
+        launch._run(RunConfig(), RankEnvironment())
+    assert order == ["told", "read"]
