@@ -188,12 +188,13 @@ class ServedHere:
 
 
 class ServedRanks:
-    """The command on forked ranks; `folder` gets its log."""
+    """The command, or a `script` that runs it, on forked ranks; `folder` gets its log."""
 
-    def __init__(self, folder: Path, num_ranks: int, *overrides: str) -> None:
+    def __init__(self, folder: Path, num_ranks: int, *overrides: str, script: Path | None = None) -> None:
         self.folder, self._token = folder, secrets.token_hex(16)
         words = [
-            *("-m", "spmd_worker.serve", f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
+            *(("-m", "spmd_worker.serve") if script is None else (str(script),)),
+            *(f"model.path={MODEL}", "model.dtype=float32", "device=cpu"),
             # The machine may be so busy that a request takes longer than the default.
             *("cache.num_blocks=512", "serve.port=0", "serve.drain_s=100", *overrides),
         ]
@@ -233,9 +234,9 @@ class ServedRanks:
 
 
 @contextmanager
-def served_ranks(folder: Path, num_ranks: int, *overrides: str) -> Iterator[ServedRanks]:
+def served_ranks(folder: Path, num_ranks: int, *overrides: str, script: Path | None = None) -> Iterator[ServedRanks]:
     """For the length of a test, or of a file's."""
-    server = ServedRanks(folder, num_ranks, *overrides)
+    server = ServedRanks(folder, num_ranks, *overrides, script=script)
     try:
         yield server
     finally:

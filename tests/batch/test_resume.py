@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cut_jobs import Ended, end_after
 from ranks import REPOSITORY, CompletedRanks, run_forked, run_script
+from tools_main import tool
 
 import spmd_worker.batch.job as job_module
 from spmd_worker.batch import job_rows
@@ -22,12 +23,13 @@ from spmd_worker.batch.job import run_job
 from spmd_worker.batch.job_rows import JobInput
 from spmd_worker.batch.run_dir import journal as journal_module
 from spmd_worker.batch.run_dir.job_files import MANIFEST_NAME
-from spmd_worker.batch.run_dir.journal import JOURNAL_NAME, RowJournal
+from spmd_worker.batch.run_dir.journal import JOURNAL_NAME, RowJournal, read_journal
 from spmd_worker.batch.run_dir.run_lock import RunLock
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import ConfigError, JobError
+from spmd_worker.tools import collect as collect_module
 from spmd_worker.worker.worker import Worker
 
 MODEL = REPOSITORY / "scripts" / "demo" / "model"
@@ -359,19 +361,49 @@ def test_ranks_go_on_with_a_stream_that_is_silent_for_longer_than_the_timeout(
         assert (folders[layout] / "out.jsonl").read_bytes() == whole[0], layout
 
 
+def check_finished(text: str, whole: bytes) -> None:
+    """Of 12 rows, their lines of the whole output, in its order."""
+    lines = text.encode().splitlines(keepends=True)
+    assert len(lines) == 12
+    assert [line for line in whole.splitlines(keepends=True) if line in lines] == lines
+
+
 def test_what_is_finished_can_be_read_while_the_job_has_not_ended(tmp_path: Path, whole: tuple[bytes, dict[str, Any]]):
     config = ended_job(tmp_path, 12)
     script = ["-m", "spmd_worker.tools.collect", str(run_dir(config))]
     done = run_script(script, timeout_s=240)
     assert done.returncode == 0, done.output
-    lines = done.stdout.encode().splitlines(keepends=True)
-    assert len(lines) == 12
-    assert [line for line in whole[0].splitlines(keepends=True) if line in lines] == lines
+    check_finished(done.stdout, whole[0])
     assert done.stderr.startswith("12 rows are finished, the last of them is row ")
     run(config)
     done = run_script(script, timeout_s=240)
     assert (done.returncode, done.stdout) == (2, "")
     assert "the job has ended and its output is complete" in done.stderr
+
+
+READ_WRONGLY: dict[str, Callable[[list[tuple[int, bytes]]], list[tuple[int, bytes]]]] = {
+    "in another order": lambda rows: rows[::-1],
+    "one twice and one not": lambda rows: [rows[0], *rows[:-1]],
+    "one not": lambda rows: rows[1:],
+    "one that is no row's": lambda rows: [*rows[:-1], (rows[-1][0], rows[-1][1].replace(b'"row ', b'"row -'))],
+}
+
+
+def test_the_check_of_finished_rows_sees_rows_that_are_read_wrongly(
+    tmp_path: Path,
+    whole: tuple[bytes, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Negative control."""
+    folder, collect = run_dir(ended_job(tmp_path, 12)), tool("collect", capsys)
+    check_finished(collect(folder)[1], whole[0])
+    for how, read in READ_WRONGLY.items():
+        monkeypatch.setattr(collect_module, "read_journal", lambda folder, read=read: read([*read_journal(folder)]))
+        code, text, _ = collect(folder)
+        assert code == 0, how
+        with pytest.raises(AssertionError):
+            check_finished(text, whole[0])
 
 
 def test_records_that_are_written_before_their_lines_do_not_go_unnoticed(

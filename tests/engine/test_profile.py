@@ -24,6 +24,14 @@ ON_RANKS = """
     """
 
 
+ONE_NAME = """
+    from spmd_worker.worker.trace_profiler import TraceProfiler
+    make = TraceProfiler.__init__
+    TraceProfiler.__init__ = lambda profiler, rank: make(profiler, 0)
+    """
+"""Every rank writes what rank 0 writes."""
+
+
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     with LLM(MODEL, **OPTIONS) as opened:
@@ -83,7 +91,18 @@ def test_a_commit_that_raises_ends_the_engine(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.matrix
 def test_every_rank_writes_its_own_trace(tmp_path: Path):
-    done = ranks.run_ranks(ON_RANKS, nproc=2, timeout_s=240, arguments=[MODEL, tmp_path])
+    check_traces_of_ranks(tmp_path, ON_RANKS)
+
+
+@pytest.mark.matrix
+def test_the_check_sees_ranks_that_write_one_trace(tmp_path: Path):
+    """Negative control."""
+    with pytest.raises(AssertionError, match=r"trace\.rank1\.json"):
+        check_traces_of_ranks(tmp_path, ONE_NAME + ON_RANKS)
+
+
+def check_traces_of_ranks(tmp_path: Path, script: str) -> None:
+    done = ranks.run_ranks(script, nproc=2, timeout_s=240, arguments=[MODEL, tmp_path])
     assert done.returncode == 0, done.output
     paths = [tmp_path / f"trace.rank{rank}.json" for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == [f"['{path}']" for path in paths]

@@ -7,6 +7,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ranks
@@ -58,6 +59,19 @@ def test_an_output_type_is_a_form_of_the_answer():
         )
         (output,) = llm.generate(prompts="add 3 4 =", sampling_params=copied, use_tqdm=False)
     assert re.fullmatch("[0-9]{2,4}x", output.outputs[0].text)
+
+
+@pytest.mark.usefixtures("_vllm")
+def test_the_test_sees_an_output_type_that_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+
+    def forgetful(structured_outputs: object = None, **given: Any) -> SamplingParams:
+        return SamplingParams(**given)
+
+    importlib.import_module(MODULE)
+    monkeypatch.setattr(importlib.import_module("vllm.sampling_params"), "SamplingParams", forgetful)
+    with pytest.raises(AssertionError, match="fullmatch"):
+        test_an_output_type_is_a_form_of_the_answer()
 
 
 @pytest.mark.usefixtures("_vllm")

@@ -9,15 +9,17 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
-from threading import Lock
+from threading import Barrier, Lock
 from typing import Any
 
 import pytest
 import ranks
 from hub_cache import COMMIT, files_of, write_snapshot
 from pooling_models import pooling_folder
+from waiting import LIMIT_S
 
 from spmd_worker.errors import ModelConfigError
 from spmd_worker.model_config import hub
@@ -167,10 +169,30 @@ def test_ranks_of_a_node_download_once_and_all_find_it(cache: Path, online: Any,
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: locate_model("org/tiny", None), range(4)))
     assert found == [ModelLocation(f"{cache}/models--org--tiny/snapshots/{COMMIT}", "org/tiny", COMMIT)] * 4
-    (call,) = calls
+    assert len(calls) == 1
+    call = calls[0]
     assert (call["name"], call["revision"], call["cache_dir"]) == ("org/tiny", "main", str(cache))
     assert "config.json" in call["allow_patterns"]
     assert not any("bin" in pattern or "py" in pattern for pattern in call["allow_patterns"])
+
+
+def test_the_count_sees_ranks_that_download_beside_each_other(
+    cache: Path, online: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control: no lock, and each rank looks into the cache before another has fetched anything."""
+    fetch, met, lock = hub._fetch, Barrier(4), Lock()
+
+    def fetch_beside_the_others(*arguments: Any, **options: Any) -> None:
+        met.wait(LIMIT_S)
+        with lock:
+            fetch(*arguments, **options)
+        # A snapshot that is written once more is not read meanwhile.
+        met.wait(LIMIT_S)
+
+    monkeypatch.setattr(hub, "_locked", lambda path, wanted: nullcontext())
+    monkeypatch.setattr(hub, "_fetch", fetch_beside_the_others)
+    with pytest.raises(AssertionError, match="4 == 1"):
+        test_ranks_of_a_node_download_once_and_all_find_it(cache, online, monkeypatch)
 
 
 def test_one_ranks_failed_download_is_every_ranks_error_and_nobody_tries_again(
@@ -311,6 +333,15 @@ def test_a_model_that_does_not_pool_is_asked_for_once(cache: Path, fake_hub: Any
     assert len(hub.calls) == 2
 
 
+def test_the_count_sees_a_hub_that_is_asked_for_what_is_in_the_cache(
+    cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control: what the hub has not is not noted."""
+    monkeypatch.setattr(hub, "unknown_files", lambda cache, found: list(POOLING_FILES))
+    with pytest.raises(AssertionError, match="3 == 2"):
+        test_a_model_that_does_not_pool_is_asked_for_once(cache, fake_hub)
+
+
 def test_what_another_program_cached_without_its_modules_is_completed(
     cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -355,6 +386,17 @@ def test_where_the_hub_cannot_be_asked_a_cached_model_is_taken_as_it_is_and_that
     assert "the download failed: ConnectionError: no route to the hub; what is cached is taken: set HF" in caplog.text
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert locate_model("org/tiny", None).folder == snapshot
+
+
+def test_the_calls_show_a_hub_that_is_asked_though_that_is_forbidden(
+    cache: Path, fake_hub: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Negative control: HF_HUB_OFFLINE is read past."""
+    monkeypatch.setattr(hub, "_is_offline", lambda: False)
+    with pytest.raises(AssertionError, match=f"ask {COMMIT}"):
+        test_where_the_hub_cannot_be_asked_a_cached_model_is_taken_as_it_is_and_that_is_said(
+            cache, fake_hub, monkeypatch, caplog
+        )
 
 
 def test_modules_whose_files_cannot_be_fetched_are_an_error_and_not_passed_over(cache: Path, fake_hub: Any):

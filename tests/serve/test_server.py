@@ -3,12 +3,13 @@
 The steps of the engine are held where a test is about what happens between two of them.
 """
 
+import asyncio
 import contextlib
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -19,7 +20,11 @@ from waiting import LIMIT_S, wait_until
 
 from spmd_worker.serve import __main__ as command
 from spmd_worker.serve import app, http_server, request_reader
+from spmd_worker.serve.app import Answer, ServerApp
+from spmd_worker.serve.engine_loop import EngineLoop
+from spmd_worker.serve.exchange import RequestExchange
 from spmd_worker.serve.http_server import HttpServer, bind
+from spmd_worker.serve.responses import Message, Scope, Send
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "copy a b c =", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -185,6 +190,29 @@ def test_without_the_key_nothing_is_told_but_that_the_server_lives(client: Clien
     check_error(basic, 401, "invalid_api_key", "Bearer")
 
 
+LENIENT: dict[str, Callable[[bytes, str], bool]] = {
+    "asks for no key": lambda given, path: True,
+    "reads the beginning of a key": lambda given, path: given.startswith(f"Bearer {KEY}".encode()),
+    "is content with the beginning of its own": lambda given, path: (
+        given.startswith(b"Bearer t") and f"Bearer {KEY}".encode().startswith(given)
+    ),
+    "reads no scheme": lambda given, path: given.endswith(f" {KEY}".encode()),
+    "says which paths there are": lambda given, path: path == "/nothing",
+}
+
+
+@pytest.mark.parametrize("server_that", LENIENT)
+def test_the_test_of_the_key_sees_a_server_that(client: Client, monkeypatch: pytest.MonkeyPatch, server_that: str):
+    """Negative control."""
+
+    def has_key(_: ServerApp, scope: Scope) -> bool:
+        return LENIENT[server_that](dict(scope["headers"]).get(b"authorization", b""), scope["path"])
+
+    monkeypatch.setattr(ServerApp, "_has_key", has_key)
+    with pytest.raises(AssertionError, match="== 401"):
+        test_without_the_key_nothing_is_told_but_that_the_server_lives(client)
+
+
 def test_a_body_or_a_header_that_is_too_large_is_refused_before_it_is_all_read(
     client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
 ):
@@ -207,23 +235,65 @@ def test_a_body_that_does_not_come_gives_its_place_back(
     assert server.exchange.num_sequences == 0
 
 
+def ask_while_steps_are_held(pool: ThreadPoolExecutor, server: ServedHere) -> Future[tuple[int, JSON, Any]]:
+    """Until the server has refused one more request, or has taken it: then it is answered when there are steps."""
+    before = server.exchange.num_sequences
+    asked = pool.submit(server.client.ask, TEXT, LONG)
+    wait_until(lambda: asked.done() or server.exchange.num_sequences > before)
+    return asked
+
+
 def test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client: Client, server: ServedHere):
     server.allow(0)
-    try:
-        # 8 run and 8 may wait.
-        held = [client.send(TEXT, {**LONG, "max_tokens": 2, "n": 4, "seed": seed}) for seed in range(4)]
-        wait_until(lambda: server.exchange.num_sequences == 16)
-        found = client.ask(TEXT, LONG)
-        check_error(found, 429, "rate_limit_exceeded", "16 sequences are not answered yet")
-        assert found[1]["error"]["type"] == "rate_limit_error"
-        assert found[2]["retry-after"] == "1"
-        assert client.metric("spmd_worker_serve_sequences") == 16
-    finally:
-        server.allow(None)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            # 8 run and 8 may wait.
+            held = [client.send(TEXT, {**LONG, "max_tokens": 2, "n": 4, "seed": seed}) for seed in range(4)]
+            wait_until(lambda: server.exchange.num_sequences == 16)
+            asked = ask_while_steps_are_held(pool, server)
+            num_held = client.metric("spmd_worker_serve_sequences")
+        finally:
+            server.allow(None)
     assert [len(json.loads(each.getresponse().read())["choices"]) for each in held] == [4, 4, 4, 4]
     for each in held:
         each.close()
+    found = asked.result()
+    check_error(found, 429, "rate_limit_exceeded", "16 sequences are not answered yet")
+    assert found[1]["error"]["type"] == "rate_limit_error"
+    assert found[2]["retry-after"] == "1"
+    assert num_held == 16
     assert client.ask(TEXT, {**LONG, "max_tokens": 2})[0] == 200
+
+
+def test_the_test_of_429_sees_a_server_that_lets_more_wait(
+    client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control."""
+    monkeypatch.setattr(server.exchange, "most_sequences", 17)
+    with pytest.raises(AssertionError, match="200 == 429"):
+        test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client, server)
+
+
+def test_the_test_of_429_sees_a_request_that_is_refused_and_keeps_its_place(
+    client: Client, server: ServedHere, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control."""
+    reserve = RequestExchange.reserve
+
+    def reserve_all_the_same(exchange: RequestExchange, num_sequences: int = 1) -> None:
+        try:
+            reserve(exchange, num_sequences)
+        except app.NoPlaceError:
+            exchange.num_sequences += num_sequences
+            raise
+
+    monkeypatch.setattr(RequestExchange, "reserve", reserve_all_the_same)
+    try:
+        with pytest.raises(AssertionError, match="17 sequences are not answered yet"):
+            test_more_than_may_wait_are_refused_with_429_and_the_others_are_answered(client, server)
+        wait_until(lambda: server.exchange.num_sequences == 1)
+    finally:
+        server.exchange.free(1)
 
 
 def used_blocks_after_a_client_left(client: Client, server: ServedHere, *, is_streamed: bool) -> tuple[int, int]:
@@ -260,7 +330,10 @@ def test_the_count_sees_a_server_that_does_not_abort(
     wait_until(lambda: server.num_used_blocks == 0)
 
 
-def test_a_reader_that_does_not_read_is_cut_off_and_holds_nobody_up():
+def leave_unread(until: Callable[[ServedHere], object]) -> tuple[int, float]:
+    """Of a client that is there and reads nothing: the places that it holds when `until` is so, and how many requests
+    of its server were cut off.
+    """
     body = {**LONG, "stream": True, "n": 8, "logprobs": 30}
     with ServedHere(max_queued=8, reader_timeout_s=0.5) as server, socket.socket() as slow:
         # What it leaves is in buffers, which are kept small.
@@ -274,9 +347,33 @@ def test_a_reader_that_does_not_read_is_cut_off_and_holds_nobody_up():
         wait_until(lambda: server.exchange.num_sequences == 8)
         server.allow(None)
         assert server.client.ask(TEXT, {**LONG, "max_tokens": 2})[0] == 200
-        # Its places are free, though it is still there.
-        wait_until(lambda: server.exchange.num_sequences == 0 and server.num_used_blocks == 0)
-        assert server.client.metric("spmd_worker_serve_aborted_total") == 1
+        wait_until(lambda: until(server))
+        return server.exchange.num_sequences, server.client.metric("spmd_worker_serve_aborted_total")
+
+
+def test_a_reader_that_does_not_read_is_cut_off_and_holds_nobody_up():
+    # Its places are free, though it is still there.
+    found = leave_unread(lambda server: server.exchange.num_sequences == 0 and server.num_used_blocks == 0)
+    assert found == (0, 1)
+
+
+def test_a_server_that_cuts_nobody_off_keeps_the_places_of_a_reader_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Negative control: neither the server nor the kernel ends a connection when the reader's time is up."""
+    time_is_up = threading.Event()
+
+    async def send_patiently(answer: Answer, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(answer._app.reader_s):
+                await send(message)
+        except TimeoutError:
+            time_is_up.set()
+            await send(message)
+
+    monkeypatch.setattr(Answer, "_send", send_patiently)
+    monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)
+    assert leave_unread(lambda server: time_is_up.is_set() and server.exchange.num_sequences <= 8) == (8, 0)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: a\r\n"], ids=["nothing", "half a header"])
@@ -357,9 +454,13 @@ def test_a_server_that_ends_answers_what_it_has_and_takes_no_more():
         connection = server.client.send(TEXT, {**LONG, "max_tokens": 20})
         server.wait_for_steps()
         server.exchange.end("the server is ending")
-        check_error(server.client.ask(TEXT, LONG), 503, "server_failed", "the server is ending")
-        assert server.client.ask("/health", method="GET")[0] == 503
-        server.allow(None)
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                asked = ask_while_steps_are_held(pool, server)
+                assert server.client.ask("/health", method="GET")[0] == 503
+            finally:
+                server.allow(None)
+        check_error(asked.result(), 503, "server_failed", "the server is ending")
         response = connection.getresponse()
         assert response.status == 200
         assert json.loads(response.read())["usage"]["completion_tokens"] == 20
@@ -368,6 +469,32 @@ def test_a_server_that_ends_answers_what_it_has_and_takes_no_more():
         assert server.error is None
         assert server.engine.is_closed
         wait_until(lambda: not [each for each in threading.enumerate() if is_of_a_server(each) and each not in threads])
+
+
+def test_the_test_of_the_end_sees_a_server_that_takes_more(monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+
+    def not_ending(method: Callable[..., None]) -> Callable[..., None]:
+        def call(exchange: RequestExchange, *arguments: Any) -> None:
+            with exchange._changed:
+                ending, exchange.ending = exchange.ending, ""
+                method(exchange, *arguments)
+                exchange.ending = ending
+
+        return call
+
+    for name in ("reserve", "submit"):
+        monkeypatch.setattr(RequestExchange, name, not_ending(getattr(RequestExchange, name)))
+    with pytest.raises(AssertionError, match="200 == 503"):
+        test_a_server_that_ends_answers_what_it_has_and_takes_no_more()
+
+
+def test_the_test_of_the_end_sees_a_server_that_does_not_answer_what_it_has(monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+    make = EngineLoop.__init__
+    monkeypatch.setattr(EngineLoop, "__init__", lambda loop, engine, exchange, drain_s: make(loop, engine, exchange, 0))
+    with pytest.raises(AssertionError, match="503 == 200"):
+        test_a_server_that_ends_answers_what_it_has_and_takes_no_more()
 
 
 def test_a_server_whose_time_is_up_gives_requests_an_error():

@@ -143,9 +143,25 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(tmp_path: Path, is_idle: b
     kill_a_rank(tmp_path, is_idle=is_idle)
 
 
-def kill_a_rank(tmp_path: Path, *, is_idle: bool) -> float:
+SILENT = """
+import sys
+from spmd_worker.liveness.coordinated_shutdown import CoordinatedShutdown
+from spmd_worker.serve.__main__ import main
+CoordinatedShutdown._write_report = lambda *_: None
+sys.exit(main())
+"""
+
+
+def test_the_test_sees_ranks_that_end_and_say_nothing(tmp_path: Path):
+    """Negative control."""
+    (tmp_path / "silent.py").write_text(SILENT)
+    with pytest.raises(AssertionError, match=r"rank 1 is \(gone\|silent\)"):
+        kill_a_rank(tmp_path, is_idle=True, script=tmp_path / "silent.py")
+
+
+def kill_a_rank(tmp_path: Path, *, is_idle: bool, script: Path | None = None) -> float:
     """Seconds until all have ended."""
-    with served_ranks(tmp_path, 2, LAYOUTS["two shards"], "executor.timeout_s=20") as server:
+    with served_ranks(tmp_path, 2, LAYOUTS["two shards"], "executor.timeout_s=20", script=script) as server:
         body = {"prompt": "copy a b c =", "max_tokens": 240, "ignore_eos": True, "n": 8, "stream": True}
         responses = []
         if not is_idle:

@@ -11,6 +11,7 @@ from spmd_worker.liveness.error_file import ErrorRecord, write_record
 from spmd_worker.liveness.failure_diagnosis import Diagnosis, RankStatus, diagnose
 from spmd_worker.liveness.heartbeat import Failure, FailureKind, RankHeartbeat
 from spmd_worker.metrics.step_stats import STEP_STATS_NAME, StepStats, StepStatsWriter
+from spmd_worker.tools.doctor import ADVICE
 
 STEPS = [StepStats(step, step * 1_000, 10, 20, 600, 30, *[0] * 15) for step in range(1, 4)]
 METRICS = {"rows": 7, "error_rows": 2, "error_codes": {"invalid_json": 2}}
@@ -97,6 +98,25 @@ def test_each_end_has_its_advice(doctor, run_dir: Path, name: str):
     assert code == 1
     assert f"To blame: {blamed}" in out
     assert advice in next(line for line in out.splitlines() if line.startswith("What to do: "))
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_test_sees_the_advice_of_another_end(doctor, run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    """Negative control."""
+    parts, texts = zip(*ADVICE)
+    monkeypatch.setattr("spmd_worker.tools.doctor.ADVICE", (*zip(parts, (*texts[1:], texts[0])),))
+    with pytest.raises(AssertionError, match="What to do: "):
+        test_each_end_has_its_advice(doctor, run_dir, name)
+
+
+@pytest.mark.parametrize("name", ["all signalled", "full disk"])
+def test_the_test_sees_advice_that_fits_and_is_not_the_first(
+    doctor, run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Negative control."""
+    monkeypatch.setattr("spmd_worker.tools.doctor.ADVICE", ADVICE[::-1])
+    with pytest.raises(AssertionError, match="What to do: "):
+        test_each_end_has_its_advice(doctor, run_dir, name)
 
 
 def test_the_record_of_whoever_knew_first_counts(doctor, run_dir: Path):
