@@ -1,7 +1,9 @@
 """Two network namespaces stand for two nodes: the same tokens, and an end on both sides when the cable is cut."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ranks
@@ -43,6 +45,50 @@ def check_cut(done: ranks.CompletedRanks) -> None:
     assert done.returncode == 0, done.output
     assert "error: rank 1 is silent" in done.stdout
     assert "error: rank 0 is silent" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "silent"), [(1, (1, 0)), (0, (1,)), (0, (0,)), (0, ())], ids=["late", "one side", "the other", "neither"]
+)
+def test_the_check_sees_a_side_that_does_not_name_the_silent_rank(code: int, silent: tuple[int, ...]):
+    """Negative control."""
+
+    def ended(code: int, ranks_named: tuple[int, ...]) -> ranks.CompletedRanks:
+        said = (f"--- node {1 - rank}\nerror: rank {rank} is silent: last seen\n" for rank in ranks_named)
+        return ranks.CompletedRanks(code, "".join(said), "", 0.0)
+
+    check_cut(ended(0, (1, 0)))
+    with pytest.raises(AssertionError):
+        check_cut(ended(code, silent))
+
+
+STAND_INS = {
+    "id": "echo 0",
+    "ip": '[ "$1 $2" = "netns exec" ] || exit 0\nshift 3\nexec "$@"',
+    "unshare": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
+    "mount": "exit 0",
+    # In place of ranks: rows go where the job's output is to be.
+    "python": """for word; do case $word in
+        job.output=*/both.jsonl) echo "$BOTH" >"${word#*=}" ;;
+        job.output=*/alone.jsonl) echo row >"${word#*=}" ;;
+        esac; done""",
+}
+
+
+@pytest.mark.parametrize(
+    ("both", "exit_code"), [("row", 0), ("another", 1), ("row\nrow", 1)], ids=["same", "another", "more"]
+)
+def test_the_script_sees_another_answer_of_two_nodes(tmp_path: Path, both: str, exit_code: int):
+    """Negative control: nothing of the script is real but its comparison. Stand-ins are found for what it starts."""
+    for name, body in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    variables = {"PATH": path, "PYTHON": str(tmp_path / "python"), "BOTH": both}
+    done = ranks.run_command(["bash", str(SCRIPT)], timeout_s=280, env=variables)
+    assert done.returncode == exit_code, done.output
+    assert ("two nodes and one rank answered the same: 1 rows" in done.stdout) == (exit_code == 0)
+    assert ("alone.jsonl" in done.stdout + done.stderr) == (exit_code == 1), "cmp says where they differ"
 
 
 def test_the_script_is_sound_and_says_what_it_is_for():
