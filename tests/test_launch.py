@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,14 @@ def test_a_rank_that_fails_alone_says_so_itself_after_it_left_the_word_to_rank_0
 
 
 def test_ranks_that_diverged_exit_with_70_and_other_failures_with_1(tmp_path: Path):
+    assert exit_codes(tmp_path, lambda command: ranks.run_command([sys.executable, *command], START_S)) == EXIT_CODES
+
+
+EXIT_CODES = {"diverged": 70, "failed": 1}
+
+
+def exit_codes(tmp_path: Path, run: Callable[[list[str]], ranks.CompletedRanks], planted: str = "") -> dict[str, int]:
+    """Of a rank that fails in two ways, each in a process of its own, which begins with the lines `planted`."""
     source = """
         import sys
         import launch
@@ -195,13 +204,24 @@ def test_ranks_that_diverged_exit_with_70_and_other_failures_with_1(tmp_path: Pa
         sys.exit(launch.main([]))
         """
     script = tmp_path / "script.py"
-    script.write_text("\n".join(line[8:] for line in source.splitlines()))
+    script.write_text(planted + "\n".join(line[8:] for line in source.splitlines()))
     codes = {}
-    for kind in ("diverged", "failed"):
-        done = ranks.run_command([sys.executable, str(script), kind], timeout_s=START_S)
+    for kind in EXIT_CODES:
+        done = run([str(script), kind])
         assert done.stderr == "error: these are the words\n", done.output
         codes[kind] = done.returncode
-    assert codes == {"diverged": 70, "failed": 1}
+    return codes
+
+
+def test_the_comparison_sees_exit_codes_that_are_exchanged(tmp_path: Path):
+    """Negative control: ranks that diverged have lost their code, and others end with it."""
+    planted = """
+from spmd_worker import errors, rank_program
+errors.ReplicaDivergedError.exit_code = errors.SpmdError.exit_code
+rank_program._end = lambda error, environment, watchdog: rank_program.fail(str(error), environment, 70)
+"""
+    codes = exit_codes(tmp_path, lambda command: ranks.run_script(command, START_S), planted)
+    assert codes == {"diverged": 1, "failed": 70} != EXIT_CODES
 
 
 def good_row(index: int) -> dict[str, Any]:

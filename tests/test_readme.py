@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from ranks import REPOSITORY, run_script
 
 import launch
@@ -14,10 +15,6 @@ from spmd_worker.config.schema import RunConfig
 from spmd_worker.sequence.sampling_params import SAMPLING_KEYS, SamplingParams
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-TABLE = {
-    match[1]: match[2]
-    for match in re.finditer(r"(?m)^\| `([a-z_.*]+)` \| (\S+) \|", README.split("## Configuration")[1])
-}
 
 
 def as_typed(value: object) -> str:
@@ -27,15 +24,41 @@ def as_typed(value: object) -> str:
 
 
 def test_every_key_stands_in_the_table_with_its_default():
+    check_table(README, RunConfig())
+
+
+def check_table(readme: str, config: RunConfig) -> None:
+    """That the table of `readme` is of these keys and values."""
+    rows = re.finditer(r"(?m)^\| `([a-z_.*]+)` \| (\S+) \|", readme.split("## Configuration")[1])
+    table = {match[1]: match[2] for match in rows}
     expected = {}
-    for name, value in dataclasses.asdict(RunConfig()).items():
+    for name, value in dataclasses.asdict(config).items():
         if name == "sampling":
             expected["sampling.*"] = "null"
         elif isinstance(value, dict):
             expected |= {f"{name}.{key}": as_typed(default) for key, default in value.items()}
         else:
             expected[name] = as_typed(value)
-    assert expected == TABLE
+    assert expected == table
+
+
+@pytest.mark.parametrize(
+    ("row", "broken"),
+    [
+        ("\n| `seed` | 0 |", "\n| `seed` | 1 |"),
+        ("\n| `model.dtype` | auto |", "\n| `model.data_type` | auto |"),
+        ("\n| `cache.num_blocks` | null |", "\n| cache.num_blocks | null |"),
+        ("\n| `seed` | 0 |", "\n| `sead` | 0 | |\n| `seed` | 0 |"),
+    ],
+    ids=["another default", "another name", "no row", "a row too many"],
+)
+def test_the_comparison_sees_a_table_that_is_another(row: str, broken: str):
+    """Negative control: of the README's and of the code's."""
+    assert README.count(row) == 1
+    with pytest.raises(AssertionError):
+        check_table(README.replace(row, broken), RunConfig())
+    with pytest.raises(AssertionError):
+        check_table(README, RunConfig(seed=1))
 
 
 def test_the_models_are_those_of_the_command(capsys):

@@ -14,7 +14,9 @@ from ranks import REPOSITORY
 
 from spmd_worker.batch import job as job_module
 from spmd_worker.batch import row_runner
+from spmd_worker.batch.input import row_parser
 from spmd_worker.batch.job import run_job
+from spmd_worker.batch.row import TextPrompt
 from spmd_worker.batch.row_runner import RowRunner
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RunConfig, SamplingConfig, SchedulerConfig
 from spmd_worker.distributed.environment import RankEnvironment
@@ -81,6 +83,10 @@ def test_every_row_has_its_line_and_the_metrics_count_them(tmp_path: Path):
 
 
 def test_the_ten_kinds_of_bad_rows_have_ten_codes_and_no_outputs(tmp_path: Path):
+    check_bad_rows(tmp_path)
+
+
+def check_bad_rows(tmp_path: Path) -> None:
     write_rows(tmp_path, [{"custom_id": "row-0", "prompt": "add 1 2 ="}, *(make(1) for make in BAD_ROWS)])
     run(config_of(tmp_path))
     good, *bad = read_rows(tmp_path)
@@ -91,6 +97,24 @@ def test_the_ten_kinds_of_bad_rows_have_ten_codes_and_no_outputs(tmp_path: Path)
     ]
     assert not any("outputs" in row for row in bad)
     assert all(row["error"]["message"] for row in bad)
+
+
+@pytest.mark.parametrize(
+    ("check", "without", "error"),
+    [
+        ("parse_json_object", lambda line, max_nesting: json.loads(line), json.JSONDecodeError),
+        ("_plain_prompt", lambda fields: TextPrompt(fields["prompt"]), KeyError),
+    ],
+    ids=["what is no JSON", "no prompt"],
+)
+def test_a_bad_row_that_is_not_checked_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, without: Any, error: type[Exception]
+):
+    """Negative control: the test of bad rows fails where one of them is read without its check."""
+    monkeypatch.setattr(row_parser, check, without)
+    with pytest.raises(error):
+        check_bad_rows(tmp_path)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_openai_rows_get_openai_bodies(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import stat
 import sys
@@ -13,6 +14,8 @@ import pytest
 import ranks
 from expert_checkpoints import expert_folder
 
+from spmd_worker.batch import job as job_module
+from spmd_worker.batch import row_runner
 from spmd_worker.batch.job import run_job
 from spmd_worker.config.schema import CacheConfig, JobConfig, ModelOptions, RowLimits, RunConfig, SamplingConfig
 from spmd_worker.distributed.environment import RankEnvironment
@@ -282,19 +285,51 @@ def test_no_row_leads_a_path_anywhere(tmp_path: Path):
 
 def test_nothing_that_a_job_writes_or_says_holds_prompts_outputs_or_the_environment(tmp_path: Path):
     """By default, in the run directory, on both streams; the output itself holds what was asked for."""
-    write_rows(
-        tmp_path, [{"prompt": "copy secretprompt =", "max_tokens": 8}, {"prompt": "copy secretprompt =", "n": -1}]
-    )
+    write_rows(tmp_path, SECRET_ROWS)
     keys = [
         *(f"model.path={MODEL}", "device=cpu", "cache.num_blocks=64"),
         *(f"job.input={tmp_path / 'rows.jsonl'}", f"job.output={tmp_path / 'out.jsonl'}"),
     ]
     done = run_command(tmp_path, keys, {"SOME_TOKEN": "secretvariable"})
-    text = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["outputs"][0]["text"]
-    secrets = ["secretprompt", "secretvariable", *([text] if len(text.strip()) > 3 else [])]
-    written = {
-        path.name: path.read_bytes().decode("utf-8", "replace") for path in (tmp_path / "out.jsonl.run").iterdir()
-    }
-    written |= {"stdout": done.stdout, "stderr": done.stderr}
+    assert leaks_of(tmp_path, done.stdout, done.stderr) == []
+
+
+# What the demo model reverses is long, and no part of its prompt.
+SECRET_ROWS = [
+    {"prompt": "reverse t p m o r c e s =", "max_tokens": 24},
+    {"prompt": "copy secretprompt =", "max_tokens": 8},
+    {"prompt": "copy secretprompt =", "n": -1},
+]
+
+
+def leaks_of(folder: Path, stdout: str, stderr: str) -> list[tuple[str, str]]:
+    """Which file of the run directory, or stream, holds which secret; of a job of `SECRET_ROWS`."""
+    answers = [json.loads(line).get("outputs") for line in (folder / "out.jsonl").read_text().splitlines()]
+    texts = [outputs[0]["text"].strip() for outputs in answers if outputs]
+    assert len(texts[0]) > 8, "there is an answer to look for"
+    secrets = ["secretprompt", "secretvariable", *(text for text in texts if len(text) > 3)]
+    written = {path.name: path.read_bytes().decode("utf-8", "replace") for path in (folder / "out.jsonl.run").iterdir()}
+    written |= {"stdout": stdout, "stderr": stderr}
     assert {"manifest.json", "metrics.json", "provenance.json", "steps.csv"} <= set(written)
-    assert [(name, secret) for name, said in written.items() for secret in secrets if secret in said] == []
+    return [(name, secret) for name, said in written.items() for secret in secrets if secret in said]
+
+
+def test_the_check_sees_a_prompt_an_answer_and_a_variable_that_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Negative control: rows that are printed as they end, and metrics with the environment."""
+    format_result, write_json = row_runner.format_result, job_module.write_json
+
+    def print_and_format(row: Any, output: Any, model_name: str) -> bytes:
+        print(row.prompt, output.outputs[0].text, file=sys.stderr)
+        return format_result(row, output, model_name)
+
+    monkeypatch.setenv("SOME_TOKEN", "secretvariable")
+    monkeypatch.setattr(row_runner, "format_result", print_and_format)
+    monkeypatch.setattr(
+        job_module, "write_json", lambda path, values: write_json(path, values | {"environment": dict(os.environ)})
+    )
+    write_rows(tmp_path, SECRET_ROWS)
+    answer = run(config_of(tmp_path))[0]["outputs"][0]["text"].strip()
+    leaks = leaks_of(tmp_path, *capsys.readouterr())
+    assert {("metrics.json", "secretvariable"), ("stderr", "secretprompt"), ("stderr", answer)} <= set(leaks)

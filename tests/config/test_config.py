@@ -2,12 +2,15 @@
 
 import dataclasses
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 import yaml
+from hydra import compose
 from ranks import REPOSITORY
 
+from spmd_worker.config import compose as compose_module
 from spmd_worker.config.compose import as_yaml, compose_run, named_sets
 from spmd_worker.config.schema import (
     CacheConfig,
@@ -153,6 +156,29 @@ MISSPELLED = [
 @pytest.mark.parametrize(("override", "message"), MISSPELLED)
 def test_a_misspelled_key_is_named_with_the_keys_it_may_have_meant(override: str, message: str):
     assert error_result(override).startswith(message)
+
+
+@pytest.mark.parametrize(("override", "message"), MISSPELLED)
+def test_the_check_sees_a_key_that_is_not_named_and_one_that_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, override: str, message: str
+):
+    """Negative control: no key is near; a sentence without the key; keys that nobody knows are left out."""
+    check = test_a_misspelled_key_is_named_with_the_keys_it_may_have_meant
+    if "did you mean" in message:
+        monkeypatch.setattr(compose_module, "_nearest_keys", lambda key: [])
+        with pytest.raises(AssertionError):
+            check(override, message)
+    monkeypatch.setattr(compose_module, "_refuse_unknown_key", lambda *_: error_of("there is no such key"))
+    with pytest.raises(AssertionError):
+        check(override, message)
+    monkeypatch.setattr(compose_module, "_check_known", lambda *_: None)
+    monkeypatch.setattr(compose_module, "compose", lambda name, overrides: compose(name, []))
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        check(override, message)
+
+
+def error_of(words: str) -> NoReturn:
+    raise ConfigError(words)
 
 
 REFUSED = [

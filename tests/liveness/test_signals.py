@@ -138,21 +138,36 @@ def acted_on(numbers: list[signal.Signals], keep: Callable[[], None]) -> Iterato
 ended_in_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-@ended_in_a_thread
-@pytest.mark.parametrize(
-    ("numbers", "codes"),
-    [
-        ([signal.SIGINT], [130]),
-        ([signal.SIGTERM], [143]),
-        ([signal.SIGUSR1], [138]),
-    ],
+SIGNALS = pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)],
     ids=["Ctrl-C", "SIGTERM", "SIGUSR1"],
 )
-def test_a_disk_that_never_answers_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch, numbers, codes):
+
+
+@ended_in_a_thread
+@SIGNALS
+def test_a_disk_that_never_answers_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch, number, code):
+    assert exit_code_of(monkeypatch, number) == code
+
+
+def exit_code_of(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> int:
+    """What a process ends with whose disk never answers."""
     exits, answers = Exits(monkeypatch), threading.Event()
-    with acted_on(numbers, answers.wait):
-        assert [exits.codes.get(timeout=LIMIT_S) for _ in codes] == codes
+    with acted_on([number], answers.wait):
+        code = exits.codes.get(timeout=LIMIT_S)
         answers.set()
+    return code
+
+
+@ended_in_a_thread
+@SIGNALS
+def test_the_check_sees_an_exit_code_that_is_another(monkeypatch: pytest.MonkeyPatch, number, code):
+    """Negative control: a process that ends with the number of its signal alone."""
+    for end in ("_end_soon", "_leave"):
+        monkeypatch.setattr(EndingSignals, end, lambda self, number: os._exit(number))
+    with pytest.raises(AssertionError, match=rf"assert {int(number)} == {code}"):
+        test_a_disk_that_never_answers_does_not_keep_the_process(monkeypatch, number, code)
 
 
 @ended_in_a_thread

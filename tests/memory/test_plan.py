@@ -9,12 +9,12 @@ import pytest
 
 from spmd_worker import LLM
 from spmd_worker.config.schema import CacheConfig, ModelOptions, ParallelConfig, RunConfig, SchedulerConfig
-from spmd_worker.errors import ConfigError
+from spmd_worker.errors import ConfigError, TokenizerError
 from spmd_worker.memory import host
 from spmd_worker.memory.plan import check_cache_setting, check_weights_fit
 from spmd_worker.memory.plan_text import describe_plan, make_plan
 from spmd_worker.model_config.model_config import ModelConfig, ModelFiles, model_config_of, read_model_files
-from spmd_worker.resolved import ResolvedRun, resolve
+from spmd_worker.resolved import ResolvedRun, resolve, resolve_run
 from spmd_worker.worker import worker
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "scripts" / "demo" / "model"
@@ -125,12 +125,36 @@ def test_a_plan_that_a_run_would_refuse_says_so(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_plan_reads_nothing_but_the_config_file(tmp_path: Path):
+    check_plan(tmp_path, plan=True)
+
+
+def check_plan(tmp_path: Path, *, plan: bool) -> None:
+    """Of a folder with its config.json alone, and of one where all others are broken. `plan` is the key."""
     config = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 50, "hidden_size": 8, "intermediate_size": 16}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    text = describe_plan(make_plan(resolved(run(device="cuda"), read_model_files(tmp_path).model_config, 2)))
+    asked = run(model={"path": str(tmp_path)}, device="cuda", parallel=ParallelConfig(2), plan=plan)
+    text = describe_plan(make_plan(resolve_run(asked, "cuda")))
     assert "Qwen2ForCausalLM" in text
     assert "measured when the run starts" in text
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "model.safetensors"):
+        (tmp_path / name).write_text("{")
+    assert describe_plan(make_plan(resolve_run(asked, "cuda"))) == text
+
+
+def test_the_check_sees_a_plan_that_reads_the_tokenizer_or_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: what a run reads; and a plan that opens the weights."""
+    with pytest.raises(TokenizerError):
+        check_plan(tmp_path / "tokenizer", plan=False)
+
+    def read_weights(folder: Path) -> ModelFiles:
+        (folder / "model.safetensors").open("rb").close()
+        return read_model_files(folder)
+
+    monkeypatch.setattr("spmd_worker.resolved.read_model_files", read_weights)
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        check_plan(tmp_path / "weights", plan=True)
 
 
 def test_weights_that_no_memory_here_holds_are_refused_with_what_is_needed_and_what_there_is():

@@ -6,15 +6,17 @@ ModelConfigError, never another exception.
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_configs import families, spelled, windows_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
 from spmd_worker.errors import ModelConfigError
+from spmd_worker.model_config import model_config as model_config_module
 from spmd_worker.model_config.layer_config import LayerConfig, NormConfig
 from spmd_worker.model_config.model_config import (
     FAMILIES,
@@ -346,12 +348,41 @@ def test_a_config_that_cannot_run_is_refused_with_file_key_and_value(
 
 
 def test_code_of_a_folder_whose_architecture_runs_is_ignored_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    folder = write_folder(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"})
     with caplog.at_level("INFO"):
-        assert read_model_files(folder).model_config == shape_of()
+        check_code_is_not_run(tmp_path)
     assert [record.message for record in caplog.records] == [
-        f"{folder}/config.json: auto_map is ignored: code in a model folder is never run"
+        f"{tmp_path}/model/config.json: auto_map is ignored: code in a model folder is never run"
     ]
+
+
+def check_code_is_not_run(tmp_path: Path) -> None:
+    """Of a folder whose architecture runs, and of one whose does not."""
+    trace = tmp_path / "ran"
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    folder = write_folder(tmp_path / "model", auto_map=auto_map)
+    other = write_folder(tmp_path / "other", auto_map=auto_map, architectures=["OwnForCausalLM"])
+    for each in (folder, other):
+        code = f"from pathlib import Path\nPath({str(trace)!r}).touch()\nfrom transformers import LlamaConfig\n"
+        (each / "own.py").write_text(f"{code}class OwnConfig(LlamaConfig):\n    pass\n")
+    assert read_model_files(folder).model_config == shape_of()
+    assert "auto_map" in error_result(other)
+    assert not trace.exists()
+
+
+def test_the_check_sees_code_of_a_folder_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Negative control: a reader that has transformers look at the folder first, and trusts it."""
+    ours = model_config_module.model_config_of
+
+    def run_and_read(config: dict[str, Any], path: Path) -> ModelConfig:
+        AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=True)
+        return ours(config, path)
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(model_config_module, "model_config_of", run_and_read)
+    with pytest.raises(AssertionError, match="not True"):
+        check_code_is_not_run(tmp_path)
+    assert (tmp_path / "ran").exists()
 
 
 def test_folders_and_files_that_are_not_models_are_refused(tmp_path: Path):
