@@ -22,7 +22,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -63,6 +63,11 @@ def run_checks(backend: str, folder: Path) -> dict[str, list[str]]:
     """By check: what each rank has to say against it."""
     done = ranks.run_forked([__file__, backend, folder], 2, LIMIT_S)
     assert done.returncode == 0, done.output
+    return read_failures(folder)
+
+
+def read_failures(folder: Path) -> dict[str, list[str]]:
+    """What `write_failures` has written on the ranks."""
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return {name: [report[name] for report in reports if report[name]] for name in reports[0]}
 
@@ -74,6 +79,43 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_manners_in_the_callers_world(failures: dict[str, list[str]], name: str):
     assert not failures[name], "\n".join(failures[name])
+
+
+WITH_A_PLANT = """
+    import sys
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    import test_embedding_manners as manners
+    from spmd_worker.distributed.groups import ParallelGroups
+
+    def use_the_callers() -> None:
+        # One rank alone sums over them: the caller's next sum meets this one.
+        if dist.get_rank() == 1:
+            kept.append((mine := torch.tensor([7.0, 0.0]), dist.all_reduce(mine, async_op=True)))
+
+    plants = {
+        "its world is destroyed": dist.destroy_process_group,
+        "its group is destroyed": lambda: dist.destroy_process_group(manners.CALLERS_GROUPS[1]),
+        "its world is used": use_the_callers,
+    }
+    kept, right = [], ParallelGroups.destroy
+    ParallelGroups.destroy = lambda self: (plants[sys.argv[3]](), right(self))
+    manners.write_failures(Path(sys.argv[2]), [sys.argv[4]])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("plant", ["its world is destroyed", "its group is destroyed", "its world is used"])
+def test_an_engine_that_lays_hands_on_the_callers_groups_is_noticed(tmp_path: Path, plant: str):
+    """Negative control: close() does that."""
+    name = the_callers_groups_work_beside_the_engine_and_after_it.__name__
+    done = ranks.run_ranks(WITH_A_PLANT, 2, LIMIT_S, ["gloo", tmp_path, plant, name])
+    assert done.returncode == 0, done.output
+    failures = read_failures(tmp_path)
+    with pytest.raises(AssertionError, match="in check_the_callers_groups\n"):
+        test_manners_in_the_callers_world(failures, name)
 
 
 SEEN = threading.Event()
@@ -382,6 +424,8 @@ def make_the_callers_world() -> None:
 def check_the_callers_groups() -> None:
     assert dist.is_initialized()
     for group in CALLERS_GROUPS:
+        # A group that was destroyed still adds, while somebody holds it.
+        assert group in distributed_c10d._world.pg_map
         values = torch.tensor([1.0, float(dist.get_rank())])
         dist.all_reduce(values, group=group)
         assert values.tolist() == [2.0, 1.0]
@@ -469,16 +513,21 @@ def differences(before: dict[str, object]) -> list[str]:
 
 
 def main(folder: Path) -> None:
+    write_failures(folder, CHECKS)
+    dist.destroy_process_group()
+
+
+def write_failures(folder: Path, names: Iterable[str]) -> None:
+    """What this rank has to say against the checks, one after the other."""
     report = {}
-    for name, function in CHECKS.items():
+    for name in names:
         try:
-            function()
+            CHECKS[name]()
             report[name] = ""
         except Exception:
             report[name] = f"rank {os.environ['RANK']}: {traceback.format_exc()}"
             print(name, report[name], file=sys.stderr, flush=True)
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -53,9 +53,13 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What each rank saw. The ranks have exited 0 in time and no process is left: row 7."""
     folder = tmp_path_factory.mktemp("launcher")
     done = ranks.run_torchrun([__file__, folder], request.param, LIMIT_S, is_fresh=request.param == 2)
-    assert done.returncode == 0, done.output
+    check_ended_well(done)
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)]
     return [{**report, "values": load_file(folder / f"rank{rank}.safetensors")} for rank, report in enumerate(reports)]
+
+
+def check_ended_well(done: ranks.CompletedRanks) -> None:
+    assert done.returncode == 0, done.output
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +157,32 @@ def test_more_ranks_than_one_engine_needs_make_engines_that_know_nothing_of_each
             assert row["text"] == expected[row["prompt"]]["text"]
 
 
+ACQUAINTED = """
+    import os
+    import torch.distributed as dist
+    import test_external_launcher as launcher
+    from spmd_worker.distributed.communicator import GroupHandle
+    from spmd_worker.lockstep.transport.channel import ControlChannel
+
+    def new_llm(*given, right=launcher.new_llm, **named):
+        llm = right(*given, **named)
+        llm.llm_engine.engine_channel = ControlChannel(GroupHandle((0, 1), rank, dist.group.WORLD))
+        return llm
+
+    rank, launcher.new_llm = int(os.environ["RANK"]), new_llm
+    dist.init_process_group("gloo")
+    launcher.outputs_of_half_the_ranks(rank, 2)
+"""
+"""The ranks of two engines compare the calls that they make."""
+
+
+def test_engines_that_know_of_each_other_are_seen():
+    """Negative control."""
+    done = ranks.run_ranks(ACQUAINTED, 2, LIMIT_S)
+    with pytest.raises(AssertionError, match="number of prompts is 3 on rank 0, 0 on rank 1"):
+        check_ended_well(done)
+
+
 def test_ranks_that_make_no_whole_engine_are_a_clear_error(reports: list[Report]):
     size = len(reports)
     for report in reports:
@@ -182,10 +212,7 @@ def main(folder: Path) -> None:
         new_llm(size * 2, num_blocks=64)
     except ConfigError as error:
         report["error for too few ranks"] = str(error)
-    engine = rank * 2 // size
-    with new_llm(size // 2, num_blocks=64 + engine) as llm:
-        calls = CALLS_OF_ENGINES[engine]
-        report["outputs of an engine of half the size"] = [rows_of(llm, PARAMS["of the row"], each) for each in calls]
+    report["outputs of an engine of half the size"] = outputs_of_half_the_ranks(rank, size)
     dist.init_process_group("gloo")
     with new_llm(size, num_blocks=64) as llm:
         report["outputs in the caller's world"] = rows_of(llm, PARAMS["of the row"])
@@ -199,6 +226,13 @@ def main(folder: Path) -> None:
 def new_llm(size: int, **options: object) -> LLM:
     fixed = {"dtype": "float32", "device": "cpu", "seed": 0, "timeout_s": 30.0}
     return LLM(MODEL, tensor_parallel_size=size, **fixed, **options)
+
+
+def outputs_of_half_the_ranks(rank: int, size: int) -> list[list[Report]]:
+    """Of this rank's of two engines."""
+    engine = rank * 2 // size
+    with new_llm(size // 2, num_blocks=64 + engine) as llm:
+        return [rows_of(llm, PARAMS["of the row"], each) for each in CALLS_OF_ENGINES[engine]]
 
 
 def outputs_of(llm: LLM) -> dict[str, list[Report]]:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reference_models import (
@@ -16,10 +17,11 @@ from reference_models import (
     write_text_checkpoint,
 )
 
-from spmd_worker import LLM, RequestOutput, SamplingParams
+from spmd_worker import LLM, RequestOutput, SamplingParams, prompt_calls
 from spmd_worker.engine.engine import LLMEngine
 from spmd_worker.errors import ConfigError, ModelConfigError, PromptsRefusedError
 from spmd_worker.memory import host
+from spmd_worker.prompt_calls import PromptCalls
 from spmd_worker.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -182,6 +184,32 @@ def test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm: 
         run(llm, PROMPTS, on_error="rows")
     assert llm.llm_engine.counters.num_steps == num_steps, "nothing ran"
     assert tokens(run(llm, PROMPTS, replace(SAMPLED, seed=4))) == expected
+
+
+def test_the_test_sees_prompts_that_are_answered_before_the_others_are_refused(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control: the same words, and steps that were for nothing."""
+    right = PromptCalls._run
+
+    def answer_first(self: PromptCalls, call: str, encode: Any, sampling: Any, on_error: Any, *rest: Any) -> Any:
+        right(self, call, encode, sampling, "row", *rest)
+        return right(self, call, encode, sampling, on_error, *rest)
+
+    monkeypatch.setattr(PromptCalls, "_run", answer_first)
+    with pytest.raises(AssertionError, match="nothing ran"):
+        test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm)
+
+
+def test_the_test_sees_an_error_that_names_the_first_prompt_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """Negative control."""
+
+    def first_alone(call: str, num_prompts: int, reasons: dict[int, str], **how: bool) -> PromptsRefusedError:
+        return PromptsRefusedError(call, num_prompts, dict(list(reasons.items())[:1]), **how)
+
+    monkeypatch.setattr(prompt_calls, "PromptsRefusedError", first_alone)
+    with pytest.raises(AssertionError):
+        test_prompts_that_cannot_be_answered_are_one_error_that_names_them_all(llm)
 
 
 def test_of_many_prompts_that_cannot_be_answered_all_are_named_and_the_first_with_reasons(llm: LLM):

@@ -5,6 +5,7 @@ A wrong number of parameters on one rank once left the others waiting for `timeo
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,8 @@ with LLM(sys.argv[1], num_blocks=64, timeout_s=60.0, **json.loads(sys.argv[2])) 
         # Of the calls' own agreement; that of the steps has begun.
         object.__setattr__(llm.llm_engine.config.executor, "digest_every", digest_every)
         for name, call in CALLS.items():
+            if sys.argv[4:] and name not in sys.argv[4:]:
+                continue
             exchanges.clear()
             answer = attempt(call)
             num_exchanges = len(exchanges)
@@ -136,10 +139,16 @@ ALIKE = {
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks saw: of each call its answer, its exchanges, and the answer of a good call after it."""
-    folder = tmp_path_factory.mktemp("calls")
-    arguments = [checkpoint_folder("llama3"), json.dumps(LAYOUTS[request.param]), folder]
-    done = ranks.run_ranks(SCRIPT, 2, timeout_s=240, arguments=arguments)
+    """As `reports_of`."""
+    return reports_of(tmp_path_factory.mktemp("calls"), LAYOUTS[request.param])
+
+
+def reports_of(folder: Path, layout: dict[str, int], *names: str, plant: str = "") -> list[dict[str, Any]]:
+    """What each of two ranks saw: of each call, or those of `names`, its answer, its exchanges, and the answer of a
+    good call after it. `plant` is run before.
+    """
+    arguments = [checkpoint_folder("llama3"), json.dumps(layout), folder, *names]
+    done = ranks.run_ranks(plant + SCRIPT, 2, timeout_s=240, arguments=arguments)
     assert done.returncode == 0, done.output
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -204,6 +213,32 @@ def test_a_call_has_one_exchange(reports):
         for digest_every in (1, 0):
             for name in ("good", *EXPECTED):
                 assert report[f"{name}, {digest_every}"][1] == 1, name
+
+
+UNHEARD = """
+from spmd_worker.data_parallel import agreement
+
+right = agreement.exchange
+
+def exchange(engine, call, prepare, answer_of):
+    prepared = prepare()
+    return right(engine, call, lambda: prepared, answer_of)
+
+agreement.exchange = exchange
+"""
+"""What `prepare` raises, the other ranks do not hear of."""
+
+
+@pytest.mark.matrix
+def test_the_checks_see_an_error_that_the_others_do_not_hear_of(tmp_path: Path):
+    """Negative control: rank 0 takes the next call of rank 1 for this one, and no later calls meet as they should."""
+    name = "parameters on rank 1"
+    reports = reports_of(tmp_path, LAYOUTS["tensor parallel"], "good", name, plant=UNHEARD)
+    assert [report[f"{name}, 1"][0] for report in reports] == [reports[0]["good, 1"][0], EXPECTED[name][1]]
+    with pytest.raises(AssertionError):
+        test_the_rank_raises_its_own_error_and_the_others_name_it(reports, name, 1)
+    with pytest.raises(AssertionError, match=name):
+        test_the_engine_goes_on_on_all_ranks_after_every_error(reports)
 
 
 WITHOUT_RANK_1 = """

@@ -234,13 +234,39 @@ print(f"rank {{rank}} goes on", flush=True)
 
 def test_a_users_script_hears_which_rank_raised_and_lives_on():
     done = ranks.run_ranks(USERS_SCRIPT, 2, 90.0, ["raises"])
-    assert done.returncode == 0, done.output
+    check_lives_on(done)
     assert re.search(r"rank 0 caught RankFailedError: rank 1 raised ValueError at step 3: planted", done.stdout)
     assert re.search(r"rank 1 caught ValueError: planted", done.stdout)
-    assert all(f"rank {rank} goes on" in done.stdout for rank in range(2))
     # Not in the log where both close before all is known.
     assert done.stderr.count(HEADING) <= 1, done.output
     assert "Thread 0x" not in done.stderr
+
+
+def check_lives_on(done: ranks.CompletedRanks) -> None:
+    assert done.returncode == 0, done.output
+    assert all(f"rank {rank} goes on" in done.stdout for rank in range(2)), done.output
+
+
+ENDED = """
+import signal
+from functools import partial
+from spmd_worker import LLM
+from spmd_worker.distributed import rank_watchdog
+
+rank_watchdog.Watched = partial(rank_watchdog.Watched, exits=True)
+LLM.close = lambda self: signal.pause()
+"""
+"""A guest is watched as a program of ours is. The user's program has something else to do before it closes."""
+
+
+@pytest.mark.matrix
+def test_the_check_sees_a_users_script_that_is_ended():
+    """Negative control."""
+    done = ranks.run_ranks(ENDED + USERS_SCRIPT, 2, 240.0, ["raises"])
+    with pytest.raises(AssertionError):
+        check_lives_on(done)
+    assert 1 in done.exit_codes, done.output
+    assert "error: rank 1 raised ValueError at step 3: planted" in done.stderr, done.output
 
 
 @pytest.mark.matrix

@@ -35,6 +35,7 @@ from test_weight_updates import (
 
 from spmd_worker import LLM, LLMEngine
 from spmd_worker.errors import MissingWeightsError, WorkerEventError
+from spmd_worker.executor.executor import Executor
 from spmd_worker.memory import host
 
 BOTH = ("weights", "kv_cache")
@@ -366,9 +367,13 @@ def on_ranks(llm: LLM, rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", [TP, DP, pytest.param(PP, marks=pytest.mark.matrix)], ids=str)
 def test_ranks_wake_together_or_not_at_all(layout: dict[str, int], tmp_path: Path):
     done = ranks.run_forked([__file__, json.dumps(layout), tmp_path], nproc=2, timeout_s=90)
+    check_woken_together(done, tmp_path)
+
+
+def check_woken_together(done: ranks.CompletedRanks, folder: Path) -> None:
     assert done.returncode == 0, done.output
     for rank in range(2):
-        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        seen = json.loads((folder / f"{rank}.json").read_text())
         assert seen["before"] == seen["after"]
         for tags, sizes in (
             (["kv_cache"], r"\d+ bytes of kv_cache"),
@@ -377,6 +382,13 @@ def test_ranks_wake_together_or_not_at_all(layout: dict[str, int], tmp_path: Pat
             undone = "worker event 'wake_up' was undone on every rank: rank 1: MemoryError: "
             found = re.fullmatch(rf"{undone}{sizes} are needed and 500 bytes are available .*", seen[f"{tags}"])
             assert found is not None, seen
+
+
+def test_a_rank_that_wakes_though_another_cannot_is_seen(tmp_path: Path):
+    """Negative control: rank 0 commits what rank 1 has refused."""
+    done = ranks.run_forked([__file__, json.dumps(TP), tmp_path, "hasty"], nproc=2, timeout_s=240)
+    with pytest.raises(AssertionError, match=r"assert llm\.sleeping_tags == BOTH"):
+        check_woken_together(done, tmp_path)
 
 
 def test_worker_processes_sleep_and_wake():
@@ -391,6 +403,10 @@ def test_worker_processes_sleep_and_wake():
         assert answers(llm) == before
 
 
+def end_hastily(self: Executor, is_committed: bool, end: Any = Executor.end_event) -> Any:
+    return end(self, is_committed or self.environment.rank == 0)
+
+
 def main(layout: dict[str, int], folder: Path) -> None:
     with open_llm(**layout) as llm:
         rank = int(os.environ["RANK"])
@@ -398,4 +414,6 @@ def main(layout: dict[str, int], folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if "hasty" in sys.argv[3:]:
+        Executor.end_event = end_hastily
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from run_folder import made_once
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -329,10 +330,25 @@ def test_ranks_compute_with_the_same_new_weights_or_not_at_all(
         failed = "RankFailedError: rank 1 failed in update_weights: " * (report["rank"] == 0)
         assert report["an error on rank 1"] == f"{failed}KeyError: 'gone'"
         assert report["an unknown name"].startswith("ValueError: norm: the model has no such weight")
+        check_loaded_alone(report)
         if layout != DP:
             # Rank 0 hears of it with the next step, before it computes anything.
             assert "new weights: none on rank 0, " in report[f"step {1 - report['rank']} with those of rank 1 alone"]
     assert seen[0]["after"] == seen[1]["after"]
+
+
+def check_loaded_alone(report: dict[str, Any]) -> None:
+    assert report["loaded by rank 1 alone"] is None
+
+
+def test_the_check_sees_a_load_in_which_ranks_wait_for_each_other(tmp_path: Path):
+    """Negative control: rank 1 waits until rank 0, which loads nothing, has closed."""
+    done = ranks.run_forked([__file__, json.dumps(TP), tmp_path, "waiting"], nproc=2, timeout_s=240)
+    assert done.returncode == 0, done.output
+    first, second = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    check_loaded_alone(first)
+    with pytest.raises(AssertionError):
+        check_loaded_alone(second)
 
 
 def pairs_and_an_error() -> Iterator[tuple[str, Tensor]]:
@@ -348,14 +364,35 @@ def update_partially(llm: LLM, tensors: dict[str, Tensor], *names: str, fails: b
             raise KeyError("gone")
 
 
+def load_alone(llm: LLM) -> None:
+    """On rank 1."""
+    if llm.llm_engine.engine_channel.rank == 1:
+        trainers_model(llm).load_weights(new_tensors().items())
+
+
+def main_of_waiting(layout: dict[str, int], folder: Path) -> None:
+    """A load that has a collective, on rank 1 alone. The other comes to none, and ends its part of the world."""
+    with open_llm(**layout) as llm:
+        answers(llm)
+        begin = WeightUpdate.begin
+        WeightUpdate.begin = lambda self: (dist.barrier(), begin(self))[1]
+        seen = {"loaded by rank 1 alone": outcome_of(lambda: load_alone(llm))}
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
+def outcome_of(call: Callable[[], object]) -> object:
+    """What it returns, or what it raises in words."""
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def main(layout: dict[str, int], folder: Path) -> None:
     tensors, seen = new_tensors(), {"rank": int(os.environ["RANK"])}
 
     def attempt(name: str, call: Callable[[], object]) -> None:
-        try:
-            seen[name] = call()
-        except Exception as error:
-            seen[name] = f"{type(error).__name__}: {error}"
+        seen[name] = outcome_of(call)
 
     with open_llm(**layout) as llm:
         engine = llm.llm_engine
@@ -388,8 +425,7 @@ def main(layout: dict[str, int], folder: Path) -> None:
         attempt("an unknown name", lambda: llm.update_weights([("norm", tensors[NORM])] if rank else None, source=1))
         load(tensors.items())
         attempt("again", lambda: answers(llm))
-        if rank == 1:
-            load(tensors.items())
+        attempt("loaded by rank 1 alone", lambda: load_alone(llm))
         if "data_parallel_size" not in layout:
             for step in range(2):
                 attempt(f"step {step} with those of rank 1 alone", engine.step)
@@ -476,4 +512,5 @@ def test_ranks_compare_which_calls_were_refused_and_all_of_them():
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    run = main_of_waiting if sys.argv[3] == "waiting" else main
+    run(json.loads(sys.argv[1]), Path(sys.argv[2]))

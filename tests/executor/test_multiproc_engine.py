@@ -9,6 +9,7 @@ from typing import Any
 import forks_of_a_script
 import pytest
 import ranks
+from scaled_norms import ScaledNorms, scale_norms
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.errors import WorkerError
@@ -35,7 +36,9 @@ def alone() -> list[list[RequestOutput]]:
 
 @pytest.fixture(scope="module")
 def two(forked_workers_of_module: None) -> Iterator[LLM]:
-    with LLM(MODEL, **KEYS, tensor_parallel_size=2, distributed_executor_backend="multiproc") as llm:
+    extension = f"{ScaledNorms.__module__}.{ScaledNorms.__name__}"
+    layout = {"tensor_parallel_size": 2, "distributed_executor_backend": "multiproc"}
+    with LLM(MODEL, **KEYS, **layout, worker_extension_cls=extension) as llm:
         yield llm
 
 
@@ -67,6 +70,17 @@ def test_two_processes_give_one_ranks_tokens_and_logprobs_in_a_second_generate_t
 ):
     assert isinstance(two.llm_engine.executor, MultiprocExecutor)
     check_same(answers(two), alone)
+    check_same(answers(two), alone)
+
+
+def test_the_comparison_sees_other_weights_in_one_process(two: LLM, alone: list[list[RequestOutput]]):
+    """Negative control: for a while its norms are twice as large."""
+    scale_norms(two, 1, 2.0)
+    try:
+        with pytest.raises(AssertionError):
+            check_same(answers(two), alone)
+    finally:
+        scale_norms(two, 1, 0.5)
     check_same(answers(two), alone)
 
 

@@ -3,10 +3,12 @@
 Without tensor parallelism to the last bit.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from reference_models import checkpoint_folder, mixed_prompts
+from scaled_norms import ONE_BIT_MORE, ScaledNorms, scale_norms
 
 from spmd_worker import LLM, RequestOutput, SamplingParams
 from spmd_worker.errors import ConfigError
@@ -30,9 +32,13 @@ SETTINGS: dict[str, Any] = {
 LOGPROB_TOLERANCE = 1e-4
 
 
-def answers(name: str = "llama_tied", **layout: Any) -> list[RequestOutput]:
+def answers(
+    name: str = "llama_tied", change: Callable[[LLM], None] = lambda llm: None, **layout: Any
+) -> list[RequestOutput]:
+    """`change` is called before there are any."""
     backend = "multiproc" if layout else "uniproc"
     with LLM(checkpoint_folder(name), **SETTINGS, **layout, distributed_executor_backend=backend) as llm:
+        change(llm)
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert llm.llm_engine.counters.num_preemptions > 0
     return outputs
@@ -55,6 +61,13 @@ def alone() -> list[RequestOutput]:
 )
 def test_stages_are_one_process_to_the_last_bit(alone: list[RequestOutput], layout: dict[str, Any]):
     assert answers(**layout) == alone
+
+
+@pytest.mark.matrix
+def test_the_comparison_sees_one_bit_of_weights_in_one_stage(alone: list[RequestOutput]):
+    """Negative control."""
+    layout = {"pipeline_parallel_size": 2, "worker_extension_cls": f"{ScaledNorms.__module__}.ScaledNorms"}
+    assert answers(change=lambda llm: scale_norms(llm, 1, ONE_BIT_MORE), **layout) != alone
 
 
 @pytest.mark.matrix

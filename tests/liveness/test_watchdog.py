@@ -364,13 +364,24 @@ def test_where_nothing_better_is_known_the_error_stays_as_it_is(make):
     assert program.all[0].find_cause(RuntimeError("gloo: Connection closed by peer")) is None
 
 
-def test_a_guest_logs_the_diagnosis_and_ends_nothing(make, caplog, capsys):
-    ranks = make(2, exits=False, run_dir=None)
+def check_a_failure_ends_nothing(ranks: Ranks) -> None:
     ranks.start((0, 1))
     ranks.all[1].fail(ValueError("boom"))
-    ranks.wait_until(lambda: "boom" in caplog.text)
+    ranks.wait_until(lambda: all(each._diagnosis is not None for each in ranks.all))
     ranks.time.advance(10.0)
     assert ranks.exits == {}
+
+
+def test_the_check_sees_guests_whose_processes_are_ended(make):
+    """Negative control: they are watched as ranks of a program of ours are."""
+    ranks = make(2, exits=True, run_dir=None)
+    with pytest.raises(AssertionError):
+        check_a_failure_ends_nothing(ranks)
+    assert ranks.exits == {0: 1, 1: 1}
+
+
+def test_a_guest_logs_the_diagnosis_and_ends_nothing(make, caplog, capsys):
+    check_a_failure_ends_nothing(make(2, exits=False, run_dir=None))
     assert capsys.readouterr().err == ""
     [message] = [record.getMessage() for record in caplog.records]
     assert message.startswith("rank 1 raised ValueError while starting: boom; rank status at the last heartbeats:")
