@@ -248,6 +248,18 @@ def test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at
     assert record.statuses[0].last_heartbeat.failure.text.startswith("rank 0 is stuck: step 7")
 
 
+def test_the_test_sees_a_watchdog_to_which_no_main_thread_stands_still(
+    make, tmp_path, caplog, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    """Negative control."""
+    never = property(lambda self: 0.0, lambda self, value: None)
+    monkeypatch.setattr(stall_clock.StallClock, "stalled_s", never, raising=False)
+    with pytest.raises(AssertionError):
+        test_a_main_thread_that_does_not_move_is_warned_of_once_and_ends_the_rank_at_the_timeout(
+            make, tmp_path, caplog, capsys
+        )
+
+
 def test_a_main_thread_that_moves_is_left_alone(make, caplog):
     ranks = make(1, timeout_s=4.0)
     ranks.start((0,))
